@@ -1,0 +1,48 @@
+"""A small engine for custom TensorFlow training: hooks, many steps inside one graph call.
+
+The public names; each is imported on first use, so that ``--help`` need not wait for TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctl_core import data as data
+    from ctl_core.config import Config as Config
+    from ctl_core.config import load_config as load_config
+    from ctl_core.console import report as report
+    from ctl_core.console import show_step as show_step
+    from ctl_core.errors import CtlError as CtlError
+    from ctl_core.errors import RunError as RunError
+    from ctl_core.errors import SetupError as SetupError
+    from ctl_core.hooks import deferred as deferred
+    from ctl_core.hooks import nan_to_zero as nan_to_zero
+    from ctl_core.hooks import trackable as trackable
+    from ctl_core.loop import train as train
+    from ctl_core.state import State as State
+
+_HOME = {
+    "Config": "config",
+    "CtlError": "errors",
+    "RunError": "errors",
+    "SetupError": "errors",
+    "State": "state",
+    "deferred": "hooks",
+    "load_config": "config",
+    "nan_to_zero": "hooks",
+    "report": "console",
+    "show_step": "console",
+    "trackable": "hooks",
+    "train": "loop",
+}
+__all__ = [*_HOME, "data"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "data":
+        return importlib.import_module("ctl_core.data")
+    if name in _HOME:
+        return getattr(importlib.import_module(f"ctl_core.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'ctl_core' has no attribute {name!r}")

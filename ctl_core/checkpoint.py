@@ -1,0 +1,354 @@
+"""Checkpoints: the user's part, the engine's part beside it, and a record that makes it count.
+
+A checkpoint of step 300 is, in runs/NAME/ckpt:
+
+    ckpt-300.index, .data-*             what ``create_ckpt`` names
+    engine/ckpt-300.index, .data-*      input position, random state, step, lr
+    engine/ckpt-300.json                the record, written last: without it, nothing counts
+
+so that a process killed at any moment leaves either a whole checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.console import Console
+from ctl_core.errors import RunError, SetupError, one_line
+from ctl_core.state import State, freeze_flags, set_freeze_flags
+
+# What reading a file that is cut short, altered or gone raises.
+_DAMAGED = (
+    tf.errors.DataLossError,
+    tf.errors.NotFoundError,
+    tf.errors.OutOfRangeError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InternalError,
+    tf.errors.UnimplementedError,
+    tf.errors.UnknownError,
+)
+_LARGE_INPUT = 64 * 2**20
+_KEY_END = "/.ATTRIBUTES/"
+
+
+@dataclasses.dataclass
+class Record:
+    """What a checkpoint knows besides tensors; the JSON file that makes it count.
+
+    Attributes:
+        step: the step it was taken after
+        path: the user's part, relative to the folder of checkpoints
+        examples: training examples used so far
+        replicas, batch_size: what the input position belongs to
+        input_saved: whether the input position is in the engine's part
+        learning_rate: the setting, to notice when it is changed
+        done: the keys of ``at_step`` that have run
+        frozen: the freeze flags of the model
+        evaluated: the step of the last evaluation, or -1
+        metrics: its values
+    """
+
+    step: int
+    path: str
+    examples: int
+    replicas: int
+    batch_size: int
+    input_saved: bool
+    learning_rate: float
+    done: list[int]
+    frozen: list[bool]
+    evaluated: int
+    metrics: dict[str, float]
+
+
+class Checkpoints:
+    """Saves and restores a run; the state that lives across steps is in ``record``."""
+
+    def __init__(self, state: State, console: Console) -> None:
+        """Takes over ``manager.save``: called in a hook, it saves when the step's hooks are done.
+
+        A checkpoint taken between two hooks of a step would miss what the second one changes.
+        """
+        self.state = state
+        self.console = console
+        self.examples = 0
+        self.done: set[int] = set()
+        self.evaluated = -1
+        self.saved_step = -1
+        self._folder = Path(state.manager.directory)
+        self._asked_for = False
+        self._warned: set[str] = set()
+        self._save_user_part = state.manager.save
+        state.manager.save = self._ask  # type: ignore[method-assign]
+
+    @property
+    def _engine_folder(self) -> Path:
+        return self._folder / "engine"
+
+    def _ask(self, *_: Any, **__: Any) -> str:
+        self._asked_for = True
+        return str(self._folder / f"ckpt-{self.state.step}")
+
+    def _engine_part(self, with_input: bool) -> tf.train.Checkpoint:
+        parts: dict[str, Any] = {
+            "step": self.state.step_variable,
+            "lr": self.state.lr,
+            "seeds": _seeds(self.state.train_model),
+        }
+        if with_input:
+            parts["input"] = self.state.data.iterator
+        return tf.train.Checkpoint(**parts)
+
+    def save(self, due: bool) -> None:
+        """Saves after the current step, if that is due or a hook asked for it.
+
+        Raises:
+            RunError: the files cannot be written; earlier checkpoints stay good.
+        """
+        step = self.state.step
+        asked, self._asked_for = self._asked_for, False
+        if not asked and (not due or self.saved_step == step):
+            return
+        try:
+            self._save(step)
+        except (OSError, tf.errors.OpError) as error:
+            raise RunError(
+                f"the checkpoint of step {step} cannot be written to {self._folder}: "
+                f"{one_line(getattr(error, 'message', error), 200)}; earlier checkpoints are kept."
+            ) from error
+        self.saved_step = step
+
+    def _save(self, step: int) -> None:
+        self._engine_folder.mkdir(parents=True, exist_ok=True)
+        record_path = self._engine_folder / f"ckpt-{step}.json"
+        record_path.unlink(missing_ok=True)  # while its parts are replaced, it must not count
+        prefix = str(self._engine_folder / f"ckpt-{step}")
+        input_saved = True
+        try:
+            self._engine_part(with_input=True).write(prefix)
+        except tf.errors.FailedPreconditionError as error:
+            input_saved = False
+            self._engine_part(with_input=False).write(prefix)
+            self._warn_once(
+                "the position in the training data cannot be saved "
+                f"({one_line(error.message, 120)}); a resumed run will read and drop what was "
+                "used. Stateless random ops make it savable: see ctl_core.data.with_seeds."
+            )
+        if input_saved:
+            self._warn_if_large(prefix)
+        saved = self._save_user_part(checkpoint_number=step)
+        if saved is None:
+            raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
+        record = Record(
+            step=step,
+            path=Path(saved).name,
+            examples=self.examples,
+            replicas=self.state.parts.replicas,
+            batch_size=self.state.parts.batch_size,
+            input_saved=input_saved,
+            learning_rate=self.state.config.learning_rate,
+            done=sorted(self.done),
+            frozen=freeze_flags(self.state.train_model),
+            evaluated=self.evaluated,
+            metrics=self.state.metrics,
+        )
+        beside = record_path.with_suffix(".tmp")
+        beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
+        os.replace(beside, record_path)
+        self._remove_orphans()
+
+    def _remove_orphans(self) -> None:
+        """Removes engine parts whose user part the manager has deleted."""
+        for path in self._engine_folder.glob("ckpt-*.json"):
+            if not (self._folder / f"{path.stem}.index").exists():
+                path.unlink()
+        for path in self._engine_folder.glob("ckpt-*.index"):
+            if not (self._engine_folder / f"{path.stem}.json").exists():
+                for part in self._engine_folder.glob(f"{path.stem}.*"):
+                    part.unlink()
+
+    def _warn_if_large(self, prefix: str) -> None:
+        size = sum(path.stat().st_size for path in Path(prefix).parent.glob(Path(prefix).name + ".data*"))
+        if size > _LARGE_INPUT:
+            self._warn_once(
+                f"the position in the training data takes {size / 2**20:.0f} MB in every "
+                "checkpoint, most of it a shuffle buffer; for data in memory, "
+                "ctl_core.data.index_shuffle shuffles as well and takes next to nothing."
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self.console.warn(text)
+
+    def restore(self, step: int | None = None, with_input: bool = True) -> Record | None:
+        """Restores the newest whole checkpoint, or that of ``step``.
+
+        Returns:
+            Its record; None if there is no checkpoint at all.
+
+        Raises:
+            SetupError: there are checkpoints but none is whole, the one asked for is not there,
+                or it does not fit the model any more.
+        """
+        self._clean()
+        steps = self._steps()
+        if step is not None:
+            if step not in steps:
+                there = ", ".join(map(str, steps[:10])) or "none"
+                raise SetupError(
+                    f"checkpoint: {self._folder} has none of step {step} (there: {there})."
+                )
+            steps = [step]
+        for number in steps:
+            record = self._restore_one(number, with_input)
+            if record is not None:
+                return record
+        if steps or any(self._folder.glob("*.index")):
+            raise SetupError(
+                f"{self._folder}: there are checkpoints, but none of them is whole; to start over, "
+                "choose another run_name or remove the folder."
+            )
+        return None
+
+    def _clean(self) -> None:
+        """Removes what a process that was killed while saving left half-written."""
+        for folder in (self._folder, self._engine_folder):
+            for path in folder.glob("*_temp"):
+                shutil.rmtree(path, ignore_errors=True)
+            for path in folder.glob("*.tmp"):
+                path.unlink()
+
+    def _steps(self) -> list[int]:
+        numbers = {int(p.stem.split("-")[1]) for p in self._engine_folder.glob("ckpt-*.json")}
+        return sorted(numbers, reverse=True)
+
+    def _restore_one(self, step: int, with_input: bool) -> Record | None:
+        """Restores one checkpoint; if it is damaged, warns and returns None."""
+        try:
+            text = (self._engine_folder / f"ckpt-{step}.json").read_text(encoding="utf-8")
+            record = Record(**json.loads(text))
+        except (OSError, ValueError, TypeError):
+            return self._skip(step, "its record cannot be read")
+        user_part = str(self._folder / record.path)
+        engine_part = str(self._engine_folder / f"ckpt-{step}")
+        try:
+            tf.train.load_checkpoint(engine_part)
+            self._restore_user_part(user_part)
+            saved = with_input and record.input_saved and self._same_input(record)
+            status = self._engine_part(with_input=saved).read(engine_part)
+            status.expect_partial()
+            if with_input and not saved:
+                self._fast_forward(record)
+        except _DAMAGED as error:
+            return self._skip(step, one_line(error.message, 160))
+        set_freeze_flags(self.state.train_model, record.frozen)
+        self.examples = record.examples
+        self.done = set(record.done)
+        self.evaluated = record.evaluated
+        self.saved_step = record.step
+        self.state.metrics = record.metrics
+        return record
+
+    def _skip(self, step: int, why: str) -> None:
+        self.console.warn(
+            f"the checkpoint of step {step} is damaged ({why}); using the one before."
+        )
+
+    def _same_input(self, record: Record) -> bool:
+        parts = self.state.parts
+        return (record.replicas, record.batch_size) == (parts.replicas, parts.batch_size)
+
+    def _restore_user_part(self, path: str) -> None:
+        status = None
+        try:
+            status = self.state.ckpt.restore(path)
+            status.assert_consumed()
+        except (ValueError, AssertionError) as error:
+            if status is not None:
+                status.expect_partial()
+            differences = self._differences(path)
+            if not differences:  # unequal in a way that no variable shows
+                differences = [one_line(error, 200)]
+            more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
+            raise SetupError(
+                f"the checkpoint {path} does not fit the model any more: "
+                f"{'; '.join(differences[:5])}{more}. Undo the change, or choose another run_name."
+            ) from error
+
+    def _differences(self, path: str) -> list[str]:
+        """Lists the variables that differ, by writing the present state down and comparing."""
+        saved = _variables_in(path)
+        with tempfile.TemporaryDirectory() as folder:
+            present = _variables_in(self.state.ckpt.write(str(Path(folder) / "present")))
+        differences = []
+        for key in sorted({*saved, *present}):
+            if key.startswith("save_counter"):
+                continue
+            if key not in saved:
+                differences.append(f"{present[key][0]} is new")
+            elif key not in present:
+                differences.append(f"{saved[key][0]} is gone")
+            elif saved[key][1] != present[key][1]:
+                differences.append(
+                    f"{present[key][0]} has shape {present[key][1]}, in the checkpoint "
+                    f"{saved[key][1]}"
+                )
+        return differences
+
+    def _fast_forward(self, record: Record) -> None:
+        """Reaches the input position by reading and dropping what was used."""
+        elements = record.examples // (
+            self.state.parts.batch_size // self.state.parts.replicas
+        )
+        why = (
+            "it could not be saved"
+            if self._same_input(record)
+            else f"it was saved with {record.replicas} replicas and batch_size {record.batch_size}"
+        )
+        self.console.warn(
+            f"the position in the training data is reached by reading and dropping "
+            f"{record.examples} examples, since {why}."
+        )
+        self.state.data.skip(elements)
+
+
+def _seeds(model: Any) -> list[Any]:
+    """Returns the state of a Keras model's seed generators, which checkpoints leave out.
+
+    ``variables`` holds what ``weights`` does, and seed generators (and metrics) besides.
+    """
+    if not isinstance(model, keras.Layer):
+        return []
+    weights = {id(variable) for variable in model.weights}
+    metrics = {id(variable) for variable in model.metrics_variables}
+    return [v.value for v in model.variables if id(v) not in weights | metrics]
+
+
+def _variables_in(path: str) -> dict[str, tuple[str, list[int]]]:
+    """Reads a checkpoint's variables: key -> (name for people, shape)."""
+    from tensorflow.core.protobuf import trackable_object_graph_pb2  # not part of tf's public names
+
+    reader = tf.train.load_checkpoint(path)
+    graph = trackable_object_graph_pb2.TrackableObjectGraph()
+    graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
+    names = {
+        attribute.checkpoint_key: attribute.full_name.split(":")[0]
+        for node in graph.nodes
+        for attribute in node.attributes
+    }
+    return {
+        key.split(_KEY_END)[0]: (names.get(key) or key.split(_KEY_END)[0], list(shape))
+        for key, shape in reader.get_variable_to_shape_map().items()
+        if _KEY_END in key
+    }

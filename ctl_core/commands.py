@@ -1,0 +1,96 @@
+"""``evaluate``, ``predict`` and ``export``: using the checkpoint of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ctl_core.checkpoint import Checkpoints
+from ctl_core.config import Config
+from ctl_core.console import Console
+from ctl_core.errors import SetupError
+from ctl_core.evaluation import evaluate as run_evaluation
+from ctl_core.evaluation import predict as run_prediction
+from ctl_core.evaluation import read_inputs
+from ctl_core.export import export_model
+from ctl_core.loop import session
+from ctl_core.runs import Run
+from ctl_core.state import State, create_state
+
+
+def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict[str, float]:
+    """Evaluates a checkpoint and prints the values.
+
+    Raises:
+        SetupError: there is no evaluation data, or no checkpoint.
+    """
+    with _restored(callbacks, config, options) as (state, console):
+        if state.evaluation is None:
+            raise SetupError("create_eval_dataset: there is none, so there is nothing to evaluate.")
+        values = run_evaluation(state.evaluation, stopped=lambda: False)
+        assert values is not None
+        console.values(state.step, "eval", values)
+    return values
+
+
+def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
+    """Writes the model's outputs for a file, or for the evaluation data, as a .npz file.
+
+    Raises:
+        SetupError: the file does not fit the model, or there is no data or no checkpoint.
+    """
+    with _restored(callbacks, config, options) as (state, console):
+        if options["input"]:
+            source = Path(options["input"])
+            batches = read_inputs(source, state.input_spec, config.batch_size)
+        elif state.evaluation is not None:
+            batches = state.evaluation.dataset
+        else:
+            raise SetupError("input: name a file, since there is no create_eval_dataset.")
+        outputs = run_prediction(state.parts, batches, from_hooks=not options["input"])
+        path = Path(options["output"] or state.run_dir / "predictions.npz")
+        if path.suffix != ".npz":
+            raise SetupError(f"output: expected the name of a .npz file, got {path}.")
+        beside = path.with_name(path.name + ".tmp")
+        try:
+            with beside.open("wb") as file:
+                np.savez_compressed(file, **outputs)  # type: ignore[arg-type]
+        except OSError as error:
+            raise SetupError(f"output: {path} cannot be written: {error.strerror}.") from error
+        beside.replace(path)
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in outputs.items())
+        console.say(f"step {state.step}: wrote {shapes} to {path}")
+    return path
+
+
+def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
+    """Writes the model of a checkpoint as a SavedModel to runs/NAME/export.
+
+    Raises:
+        SetupError: there is no checkpoint, or the model cannot be exported.
+    """
+    with _restored(callbacks, config, options) as (state, console):
+        path = Path(state.run_dir) / "export"
+        export_model(state.train_model, state.input_spec, path)
+        console.say(f"step {state.step}: wrote a SavedModel to {path}")
+    return path
+
+
+@contextmanager
+def _restored(
+    callbacks: Any, config: Config, options: Mapping[str, Any]
+) -> Iterator[tuple[State, Console]]:
+    """Builds the state on one device and restores the checkpoint that is asked for."""
+    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1)
+    run, console = Run(config), Console()
+    with session(run, console):
+        state = create_state(callbacks, config, run, console)
+        record = Checkpoints(state, console).restore(options["checkpoint"], with_input=False)
+        if record is None:
+            raise SetupError(f"{run.ckpt}: no checkpoint there yet; train the run first.")
+        yield state, console

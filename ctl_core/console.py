@@ -1,0 +1,172 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere.
+
+Every message also goes to train.log, by way of the standard logging module. What is written to
+metrics.jsonl and TensorBoard is runs.py's part, which listens here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+LOG = logging.getLogger("ctl_core")
+Listener = Callable[[int, str, dict[str, float]], None]
+
+# A plain line for the step alone, at most so often (seconds): a log is no progress bar.
+PLAIN_INTERVAL = 1.0
+# The speed shown is measured over at least so many seconds.
+SPEED_INTERVAL = 0.5
+
+
+class Console:
+    """The console of one run.
+
+    Attributes:
+        total: the last step of the run, for the progress line
+        listeners: called with (step, split, values) for whatever is reported
+    """
+
+    def __init__(self, terminal: Terminal | None = None) -> None:
+        self.total: int | None = None
+        self.listeners: list[Listener] = []
+        self._terminal = terminal or Terminal()
+        self._progress: Progress | None = None
+        self._values = ""
+        self._speed = ""
+        self._mark: tuple[float, int] | None = None
+        self._printed_at = 0.0
+        self._printed_step = -1
+
+    def say(self, text: str) -> None:
+        """Prints a line for the user."""
+        LOG.info(text)
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        """Prints a line about something that goes on, but not as the user may expect."""
+        LOG.warning(text)
+        self._print(f"warning: {text}")
+
+    def start(self, step: int, total: int) -> None:
+        """Begins the progress line, on a terminal; speed is measured from here."""
+        self.total = total
+        self._mark = (time.monotonic(), step)
+        if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[values]}"),
+                TextColumn("{task.fields[speed]}"),
+                TimeRemainingColumn(compact=True),
+                console=self._terminal,
+                expand=True,
+            )
+            self._progress.add_task("train", total=total, completed=step, values="", speed="")
+            self._progress.start()
+
+    def stop(self) -> None:
+        """Ends the progress line."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def step(self, step: int) -> None:
+        """Shows that a step is done: on the live line, or as a plain line once a second."""
+        now = time.monotonic()
+        self._measure(step, now)
+        if self._progress is not None:
+            self._update(step)
+        elif now - self._printed_at >= PLAIN_INTERVAL and step != self._printed_step:
+            self._line(step, "", now)
+
+    def values(self, step: int, split: str, values: dict[str, Any]) -> None:
+        """Shows values measured at a step and hands them to the listeners.
+
+        Raises:
+            ValueError: a value is no scalar.
+        """
+        numbers = {name: _scalar(name, value) for name, value in values.items()}
+        for listener in self.listeners:
+            listener(step, split, numbers)
+        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        now = time.monotonic()
+        self._measure(step, now)
+        if split == "train":
+            self._values = text
+        if self._progress is not None and split == "train":
+            LOG.info("step %d  %s", step, text)
+            self._update(step)
+        else:
+            self._line(step, text if split == "train" else f"{split}: {text}", now)
+
+    def _line(self, step: int, text: str, now: float) -> None:
+        total = f"/{self.total}" if self.total is not None else ""
+        parts = [f"step {step}{total}", text, self._speed]
+        self._printed_at, self._printed_step = now, step
+        self.say("  ".join(part for part in parts if part))
+
+    def _measure(self, step: int, now: float) -> None:
+        if self._mark is None:
+            self._mark = (now, step)
+        then, first = self._mark
+        if now - then >= SPEED_INTERVAL and step > first:
+            self._speed = f"{(step - first) / (now - then):.4g} steps/s"
+            self._mark = (now, step)
+
+    def _update(self, step: int) -> None:
+        assert self._progress is not None
+        task = self._progress.task_ids[0]
+        self._progress.update(task, completed=step, values=self._values, speed=self._speed)
+
+    def _print(self, text: str) -> None:
+        if self._terminal.is_terminal:
+            self._terminal.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._terminal.file, flush=True)
+
+
+def fail(text: str) -> None:
+    """Prints an error, one line on stderr, and logs it."""
+    LOG.error(text)
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def _scalar(name: str, value: Any) -> float:
+    array = np.asarray(value)
+    if array.size != 1:
+        raise ValueError(f"{name} must be a scalar, got shape {list(array.shape)}")
+    return float(array.reshape(()))
+
+
+_active: Console | None = None
+
+
+def activate(console: Console | None) -> None:
+    """Makes a console the one that ``report`` and ``show_step`` write to."""
+    global _active
+    _active = console
+
+
+def report(step: int, **values: Any) -> None:
+    """For hooks: prints values, writes each as a scalar summary and all to metrics.jsonl.
+
+    Args:
+        step: the step they belong to
+        **values: scalars by name
+
+    Raises:
+        ValueError: a value is no scalar.
+    """
+    (_active or Console()).values(step, "train", values)
+
+
+def show_step(step: int) -> None:
+    """For hooks: shows the step on the progress line; without a terminal, a line a second."""
+    (_active or Console()).step(step)

@@ -1,0 +1,256 @@
+"""Evaluation and prediction: each example exactly once, whatever the replicas and remainders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.chunks import ChunkLength
+from ctl_core.errors import SetupError
+from ctl_core.inputs import create_eval_dataset, deal, first_dimension
+from ctl_core.step import Parts, batch_sum, call_model, expect, forward
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """The evaluation data, the metrics and the graph function that updates them.
+
+    Attributes:
+        dataset: one pass over the evaluation data
+        metrics: the user's metrics by name
+        loss_sum, extra_loss, examples: running sums, float64, added up over the replicas
+        run_steps: graph function (iterator, steps) -> whether there may be more
+    """
+
+    dataset: tf.data.Dataset
+    metrics: dict[str, keras.Metric]
+    loss_sum: tf.Variable
+    extra_loss: tf.Variable
+    examples: tf.Variable
+    run_steps: Callable[[Any, tf.Tensor], tf.Tensor]
+
+
+def create_evaluation(
+    parts: Parts, strategy: tf.distribute.Strategy, per_replica: int
+) -> Evaluation | None:
+    """Creates what ``create_eval_dataset`` and ``create_metrics`` ask for; None without data.
+
+    Raises:
+        SetupError: the hooks return something else than they should.
+    """
+    hooks = parts.hooks
+    if hooks.create_eval_dataset is None:
+        return None
+    dataset = create_eval_dataset(hooks, per_replica)
+    metrics = hooks.create_metrics()
+    where = f"create_metrics ({hooks.create_metrics.where})"
+    if not isinstance(metrics, dict):
+        raise SetupError(f"{where}: returned a {type(metrics).__name__}, expected a dict by name.")
+    for name, metric in metrics.items():
+        if not isinstance(metric, keras.Metric):
+            raise SetupError(
+                f"{where}: '{name}' is a {type(metric).__name__}, expected a Keras metric."
+            )
+        if name == "loss":
+            raise SetupError(f"{where}: 'loss' is the engine's own; choose another name.")
+    sums = [_replica_sum(name) for name in ("loss_sum", "extra_loss", "examples")]
+    evaluation = Evaluation(dataset, metrics, *sums, run_steps=lambda *_: tf.constant(False))
+    evaluation.run_steps = _run_steps(parts, strategy, evaluation)
+    return evaluation
+
+
+def _replica_sum(name: str) -> tf.Variable:
+    return tf.Variable(
+        0.0,
+        dtype=tf.float64,
+        trainable=False,
+        name=name,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )
+
+
+def _run_steps(
+    parts: Parts, strategy: tf.distribute.Strategy, evaluation: Evaluation
+) -> Callable[[Any, tf.Tensor], tf.Tensor]:
+    """Builds the in-graph loop. A replica for which no batch is left sits out the last step."""
+
+    def on_replica(batch: Any, there: tf.Tensor) -> None:
+        tf.cond(there, lambda: _update(parts, evaluation, batch), lambda: None)
+
+    def step(iterator: Any, first: Any) -> tf.Tensor:
+        batches, there = [first.get_value()], [tf.constant(True)]
+        for _ in range(1, strategy.num_replicas_in_sync):
+            following = iterator.get_next_as_optional()
+            there.append(following.has_value())
+            # A replica that sits out still needs a value of the right type: the one before.
+            before = batches[-1]
+            batches.append(tf.cond(there[-1], following.get_value, lambda before=before: before))
+        strategy.run(on_replica, args=(deal(strategy, batches), deal(strategy, there)))
+        return tf.constant(True)
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def run_steps(iterator: Any, steps: tf.Tensor) -> tf.Tensor:
+        def body(done: tf.Tensor, more: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            first = iterator.get_next_as_optional()
+            more = tf.cond(
+                first.has_value(), lambda: step(iterator, first), lambda: tf.constant(False)
+            )
+            return done + 1, more
+
+        _, more = tf.while_loop(
+            lambda done, more: (done < steps) & more,
+            body,
+            (tf.constant(0, tf.int64), tf.constant(True)),
+        )
+        return more
+
+    return run_steps  # type: ignore[no-any-return]
+
+
+def _update(parts: Parts, evaluation: Evaluation, batch: Any) -> None:
+    """Adds one replica's batch to the metrics and sums."""
+    hooks = parts.hooks
+    output, loss = forward(parts, batch, training=False)
+    values = {"output": output, "batch": batch, **parts.given()}
+    loss_per_batch, extra_loss = expect(
+        hooks.eval_pre.in_graph(loss=loss, **values),
+        ("loss_per_batch", "extra_loss"),
+        f"eval_pre ({hooks.eval_pre.where})",
+    )
+    examples = tf.cast(first_dimension(batch), tf.float64)
+    evaluation.loss_sum.assign_add(tf.cast(batch_sum(loss_per_batch, batch, parts), tf.float64))
+    evaluation.extra_loss.assign_add(tf.cast(extra_loss, tf.float64) * examples)
+    evaluation.examples.assign_add(examples)
+    if not evaluation.metrics:
+        return
+    arguments = hooks.metric_pre.in_graph(
+        output=output, batch=batch, train_model=parts.train_model
+    )
+    for name, metric in evaluation.metrics.items():
+        own = arguments
+        if isinstance(arguments, dict):
+            if name not in arguments:
+                raise SetupError(
+                    f"metric_pre ({hooks.metric_pre.where}): returned nothing for the metric "
+                    f"'{name}' of create_metrics, only for {', '.join(map(repr, arguments))}."
+                )
+            own = arguments[name]
+        metric.update_state(*(own if isinstance(own, tuple | list) else (own,)))
+
+
+def evaluate(evaluation: Evaluation, stopped: Callable[[], bool]) -> dict[str, float] | None:
+    """Goes once over the evaluation data.
+
+    Args:
+        evaluation: what to evaluate
+        stopped: asked about once a second; True ends the evaluation early
+
+    Returns:
+        The mean loss per example (plus the extra loss) and the metrics by name; None if stopped.
+    """
+    for metric in evaluation.metrics.values():
+        metric.reset_state()
+    for total in (evaluation.loss_sum, evaluation.extra_loss, evaluation.examples):
+        total.assign(0.0)
+    iterator = iter(evaluation.dataset)
+    chunk = ChunkLength(most=100_000)
+    while True:
+        with chunk.timed(chunk.limit) as steps:
+            more = bool(evaluation.run_steps(iterator, tf.constant(steps, tf.int64)))
+        if not more:
+            break
+        if stopped():
+            return None
+    examples = float(evaluation.examples.read_value())
+    loss = float(evaluation.loss_sum.read_value()) + float(evaluation.extra_loss.read_value())
+    values = {"loss": loss / examples}
+    for name, metric in evaluation.metrics.items():
+        values[name] = float(np.asarray(metric.result()))
+    return values
+
+
+def predict(parts: Parts, batches: Any, from_hooks: bool) -> dict[str, np.ndarray]:
+    """Runs the model over batches.
+
+    Args:
+        parts: the model and its hooks
+        batches: an iterable of batches, each with the examples along the first dimension
+        from_hooks: whether ``input_pre`` makes the model's input from each; False: they are it
+
+    Returns:
+        The model's outputs by name, along the first dimension; a single one is "output".
+    """
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def outputs(batch: Any) -> Any:
+        inputs = (
+            parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr) if from_hooks else batch
+        )
+        return call_model(parts.train_model, inputs, training=False)
+
+    collected: dict[str, list[np.ndarray]] = {}
+    for batch in batches:
+        for name, value in _named(outputs(batch)).items():
+            collected.setdefault(name, []).append(value.numpy())
+    return {name: np.concatenate(values) for name, values in collected.items()}
+
+
+def _named(output: Any) -> dict[str, tf.Tensor]:
+    """Names the tensors of an output: a dict's by its keys, a tuple's output_0, output_1, …"""
+    if isinstance(output, dict):
+        return {
+            name if inner == "output" else f"{name}.{inner}": tensor
+            for name, part in output.items()
+            for inner, tensor in _named(part).items()
+        }
+    if isinstance(output, tuple | list):
+        return {f"output_{index}": part for index, part in enumerate(tf.nest.flatten(output))}
+    return {"output": output.to_tensor() if isinstance(output, tf.RaggedTensor) else output}
+
+
+def read_inputs(path: Path, spec: Any, batch_size: int) -> Any:
+    """Reads the model's input from a .npy or .npz file and batches it.
+
+    Args:
+        path: the file
+        spec: the specification of the model's input; a dict for a .npz file with its keys
+        batch_size: examples in a batch
+
+    Raises:
+        SetupError: the file is missing, or does not hold what the model takes.
+    """
+    try:
+        content = np.load(path, allow_pickle=False)
+        arrays: Any = dict(content) if isinstance(content, np.lib.npyio.NpzFile) else content
+    except (OSError, ValueError) as error:
+        raise SetupError(f"input: {path} cannot be read as a .npy or .npz file: {error}") from error
+    if isinstance(arrays, dict) and not isinstance(spec, dict):
+        if len(arrays) != 1:
+            raise SetupError(
+                f"input: {path} holds {', '.join(arrays)}; the model takes one array."
+            )
+        arrays = next(iter(arrays.values()))
+    if isinstance(spec, dict) and (not isinstance(arrays, dict) or set(arrays) != set(spec)):
+        raise SetupError(
+            f"input: {path} must be a .npz file with the arrays {', '.join(map(str, spec))}."
+        )
+
+    def fitting(expected: Any, array: np.ndarray) -> np.ndarray:
+        if array.ndim != expected.shape.rank or not expected.shape[1:].is_compatible_with(
+            array.shape[1:]
+        ):
+            raise SetupError(
+                f"input: {path} has an array of shape {list(array.shape)}; the model takes "
+                f"{[None, *expected.shape[1:].as_list()]}."
+            )
+        return array.astype(expected.dtype.as_numpy_dtype)
+
+    tensors = tf.nest.map_structure(fitting, spec, arrays)
+    return tf.data.Dataset.from_tensor_slices(tensors).batch(batch_size)

@@ -1,0 +1,62 @@
+"""Exporting the model: a SavedModel that serves without this engine or the hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.errors import SetupError
+from ctl_core.step import call_model
+
+
+def export_model(model: Any, input_spec: Any, folder: Path) -> None:
+    """Writes the model as a SavedModel, whole or not at all.
+
+    The signature ``serve`` (and ``serving_default``) takes what ``train_model`` takes, any number
+    of examples at once, and runs it with ``training=False``.
+
+    Args:
+        model: a Keras model or a tf.Module
+        input_spec: the specification of the model's input while training
+        folder: where to write; an earlier export there is replaced
+
+    Raises:
+        SetupError: the model is of a kind that cannot be exported.
+    """
+    spec = tf.nest.map_structure(_any_number, input_spec)
+    beside = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    if isinstance(model, keras.Layer):
+        archive = keras.export.ExportArchive()
+        archive.track(model)
+        archive.add_endpoint(
+            "serve", lambda inputs: call_model(model, inputs, training=False), [spec]
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # Keras prints its endpoints
+            archive.write_out(str(beside), verbose=False)
+    elif isinstance(model, tf.Module):
+        serve = tf.function(
+            lambda inputs: call_model(model, inputs, training=False), input_signature=[spec]
+        )
+        tf.saved_model.save(model, str(beside), {"serve": serve, "serving_default": serve})
+    else:
+        raise SetupError(
+            f"create_model: a {type(model).__name__} cannot be exported; return a Keras model or "
+            "a tf.Module."
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
+
+
+def _any_number(spec: Any) -> Any:
+    """Leaves the number of examples open."""
+    shape = spec.shape.as_list()
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec([None, *shape[1:]], spec.dtype, spec.ragged_rank)
+    return tf.TensorSpec([None, *shape[1:]], spec.dtype)

@@ -1,0 +1,528 @@
+"""The hooks: one table, their defaults, their validation, and calling them by argument name.
+
+``TABLE`` is the source of the validation, of ``ctl_core hooks`` and of the documentation. The
+functions below it are the defaults; ``callbacks.py`` shows each of them as it stands here.
+What the values of the arguments are is decided where a hook is called: step.py, loop.py,
+evaluation.py, state.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.config import Config, nearest
+from ctl_core.console import report, show_step
+from ctl_core.errors import CtlError, HookFailed, SetupError, one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One row of the table: a hook's name, the arguments it may name, what it returns."""
+
+    name: str
+    arguments: tuple[str, ...]
+    returns: str
+    doc: str
+    default: str = "–"
+    required: bool = False
+    in_graph: bool = False
+    scheduled: bool = False
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
+
+
+# What a host hook can name only at the price of an observed step: these come out of the graph.
+OBSERVED = _names("update_gradients loss output batch display_gradients gradients")
+_HOST = _names(
+    "dev step update_gradients loss output batch train_model train_loss lr optimizer "
+    "display_gradients gradients ckpt manager"
+)
+
+TABLE: tuple[Spec, ...] = (
+    Spec(
+        "create_dataset",
+        _names("per_replica_batch_size"),
+        "tf.data.Dataset of batches of that size",
+        "The training data, one pass; the engine repeats it.",
+        required=True,
+    ),
+    Spec(
+        "make_batches",
+        _names("dataset per_replica_batch_size"),
+        "dataset, one element = one replica's batch",
+        "Last change to the repeated dataset, before it is dealt out to the replicas.",
+        "the dataset unchanged",
+    ),
+    Spec(
+        "create_model",
+        (),
+        "train_model, callable: output = train_model(inputs)",
+        "The model; built under the strategy's scope.",
+        required=True,
+    ),
+    Spec(
+        "create_loss",
+        (),
+        "train_loss, callable: loss = train_loss(loss_input)",
+        "The loss: one number per example, or their sum.",
+        required=True,
+    ),
+    Spec(
+        "create_opt",
+        _names("lr"),
+        "optimizer, or a dict of optimizers by objective",
+        "The optimizer.",
+        "Nadam(learning_rate=lr, epsilon=0.001)",
+    ),
+    Spec(
+        "create_ckpt",
+        _names("ckpt_path step lr optimizer train_model train_loss"),
+        "ckpt, manager",
+        "What a checkpoint holds and how many are kept.",
+        "all five, the newest 50",
+    ),
+    Spec(
+        "input_pre",
+        _names("batch lr"),
+        "model input",
+        "The model's input, made from a batch.",
+        "first of the batch's two elements",
+        in_graph=True,
+    ),
+    Spec(
+        "loss_pre",
+        _names("output batch train_model lr"),
+        "loss_input, one argument",
+        "What train_loss is called with.",
+        "(output, second element of the batch)",
+        in_graph=True,
+    ),
+    Spec(
+        "grad_pre",
+        _names("loss output batch train_model train_loss lr"),
+        "loss_per_batch, extra_loss, trainable_vars; or a dict of such by objective",
+        "What is differentiated (the loss summed over the batch, plus terms that do not depend "
+        "on the batch), and by which variables.",
+        "loss, sum of train_model.losses, train_model.trainable_variables",
+        in_graph=True,
+    ),
+    Spec(
+        "update_pre",
+        _names("gradients loss output batch train_model train_loss lr optimizer"),
+        "update_gradients, display_gradients",
+        "From the gradients, summed over the replicas, to those that the optimizer applies.",
+        "NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display",
+        in_graph=True,
+    ),
+    Spec(
+        "every_steps",
+        _HOST,
+        "–",
+        "{N: function or list of functions}, run on the host after every N-th step.",
+        "{1: print_step, 10: print_loss}",
+        scheduled=True,
+    ),
+    Spec(
+        "at_step",
+        _HOST,
+        "–",
+        "{N: function or list of functions}, run once after step N, never again.",
+        "{}",
+        scheduled=True,
+    ),
+    Spec(
+        "create_eval_dataset",
+        _names("per_replica_batch_size"),
+        "tf.data.Dataset of batches, the last one may be smaller",
+        "The evaluation data, one pass; each example is used exactly once.",
+        "none: no evaluation",
+    ),
+    Spec(
+        "create_metrics",
+        (),
+        "dict of Keras metrics by name",
+        "What the evaluation measures beside the loss.",
+        "{}",
+    ),
+    Spec(
+        "metric_pre",
+        _names("output batch train_model"),
+        "arguments of update_state, or a dict of such by metric",
+        "What the metrics are updated with.",
+        "(second element of the batch, output)",
+        in_graph=True,
+    ),
+    Spec(
+        "eval_pre",
+        _names("loss output batch train_model train_loss lr"),
+        "loss_per_batch, extra_loss",
+        "The loss that the evaluation reports.",
+        "loss, sum of train_model.losses",
+        in_graph=True,
+    ),
+)
+SPECS = {spec.name: spec for spec in TABLE}
+COMMON = ("config", "hparams")
+_SHARDING = ("create_dataset", "make_batches")
+
+
+def nan_to_zero(gradient: Any) -> Any:
+    """Returns the gradient with each NaN entry replaced by 0; works on sparse gradients too."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape)
+    return tf.where(tf.math.is_nan(gradient), tf.zeros_like(gradient), gradient)
+
+
+def trackable(**objects: Any) -> dict[str, Any]:
+    """Returns those of the named objects that a ``tf.train.Checkpoint`` can hold.
+
+    A loss that is a plain function or a Keras loss has no state, and is left out.
+    """
+    kept = {}
+    for name, value in objects.items():
+        try:
+            tf.train.Checkpoint(**{name: value})
+        except ValueError:
+            continue
+        kept[name] = value
+    return kept
+
+
+def deferred(hook: Callable[..., None]) -> Callable[..., None]:
+    """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
+
+    It may name ``step``, ``dev``, ``config`` and ``hparams``, and must not change what training
+    uses. The engine then need not leave the graph for it: it runs for each of its steps, in
+    order, as soon as the graph call that holds them has ended, about a second later at most.
+    """
+    hook.deferred = True  # type: ignore[attr-defined]
+    return hook
+
+
+# The defaults, in the order of the table.
+
+
+def make_batches(dataset):
+    return dataset
+
+
+def create_opt(lr):
+    return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
+
+
+def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
+    ckpt = tf.train.Checkpoint(
+        **trackable(
+            step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
+        )
+    )
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
+
+
+def input_pre(batch):
+    inputs, _ = batch
+    return inputs
+
+
+def loss_pre(output, batch):
+    _, target = batch
+    return output, target
+
+
+def grad_pre(loss, train_model):
+    return loss, sum(getattr(train_model, "losses", [])), train_model.trainable_variables
+
+
+def update_pre(gradients):
+    gradients = [nan_to_zero(gradient) for gradient in gradients]
+    clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
+    return clipped, gradients
+
+
+@deferred
+def print_step(step):
+    show_step(step)
+
+
+def print_loss(step, loss):
+    report(step, loss=loss)
+
+
+every_steps = {1: print_step, 10: print_loss}
+at_step: dict[int, Any] = {}
+
+
+def create_metrics():
+    return {}
+
+
+def metric_pre(output, batch):
+    _, target = batch
+    return target, output
+
+
+def eval_pre(loss, train_model):
+    return loss, sum(getattr(train_model, "losses", []))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """One function of the user's, or a default, that is called with the arguments it names."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[str, ...]
+    common: Mapping[str, Any]
+    traced: Callable[..., Any]
+
+    @property
+    def where(self) -> str:
+        """``callbacks.py:12`` for the function's definition, or its module's name."""
+        code = _code_of(self.function)
+        if code is None:
+            return getattr(self.function, "__module__", None) or "callbacks"
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the function is marked with ``deferred``."""
+        return bool(getattr(self.function, "deferred", False))
+
+    def __call__(self, **values: Any) -> Any:
+        """Calls the function with those of ``values`` that it names.
+
+        Raises:
+            HookFailed: the function raised; the message says at which line.
+        """
+        return self._call(self.function, values)
+
+    def in_graph(self, **values: Any) -> Any:
+        """The same while a graph is traced: Python control flow on tensors works (AutoGraph)."""
+        return self._call(self.traced, values)
+
+    def _call(self, function: Callable[..., Any], values: dict[str, Any]) -> Any:
+        available = {**self.common, **values}
+        try:
+            return function(**{name: available[name] for name in self.arguments})
+        except CtlError:
+            raise
+        except Exception as error:
+            message = self.failure(error)
+            if "batch" in self.arguments and "batch" in values:
+                message += f" [batch: {describe(values['batch'])}]"
+            raise HookFailed(message) from error
+
+    def failure(self, error: BaseException) -> str:
+        """Says in one line that this hook raised ``error``, and at which line of it."""
+        return f"{self.name} ({self._line_of(error)}): {type(error).__name__}: {one_line(error)}"
+
+    def _line_of(self, error: BaseException) -> str:
+        """Finds the innermost line in the hook's own file that the exception went through."""
+        code = _code_of(self.function)
+        if code is None:
+            return self.where
+        lines = _original_lines(self.traced)
+        found = None
+        for frame in traceback.extract_tb(error.__traceback__):
+            here = (frame.filename, frame.lineno)
+            filename, lineno = lines.get(here, here)
+            if filename == code.co_filename:
+                found = lineno
+        return f"{Path(code.co_filename).name}:{found}" if found else self.where
+
+
+def describe(element: Any) -> str:
+    """Writes down the structure of a batch: ``(float32[32, 8, 8], int64[32])``."""
+    if isinstance(element, dict):
+        return "{" + ", ".join(f"{key}: {describe(part)}" for key, part in element.items()) + "}"
+    if isinstance(element, tuple | list):
+        return "(" + ", ".join(describe(part) for part in element) + ")"
+    if hasattr(element, "dtype") and hasattr(element, "shape"):
+        return f"{tf.as_dtype(element.dtype).name}{element.shape.as_list()}"
+    return type(element).__name__
+
+
+def _code_of(function: Callable[..., Any]) -> Any:
+    function = inspect.unwrap(getattr(function, "func", function))
+    return getattr(function, "__code__", None) or getattr(
+        getattr(function, "__call__", None), "__code__", None
+    )
+
+
+def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Converts a graph hook with AutoGraph, where it has Python source to convert."""
+    try:
+        converted = tf.autograph.to_graph(inspect.unwrap(function))
+    except Exception:  # no source (a tf.function, a partial, a notebook lambda): it runs as it is
+        return function
+    return converted  # type: ignore[no-any-return]
+
+
+def _original_lines(converted: Callable[..., Any]) -> dict[tuple[str, int], tuple[str, int]]:
+    """Maps lines of AutoGraph's generated file to those of the source.
+
+    ``ag_source_map`` is an undocumented attribute of what ``tf.autograph.to_graph`` returns;
+    without it messages fall back to the line of the hook's definition.
+    """
+    mapping = getattr(converted, "ag_source_map", {})
+    return {
+        (key.filename, key.lineno): (origin.loc.filename, origin.loc.lineno)
+        for key, origin in mapping.items()
+    }
+
+
+Schedule = dict[int, tuple[Hook, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """Every hook of a run, the user's or the default; evaluation only where there is data."""
+
+    create_dataset: Hook
+    make_batches: Hook
+    create_model: Hook
+    create_loss: Hook
+    create_opt: Hook
+    create_ckpt: Hook
+    input_pre: Hook
+    loss_pre: Hook
+    grad_pre: Hook
+    update_pre: Hook
+    every_steps: Schedule
+    at_step: Schedule
+    create_eval_dataset: Hook | None
+    create_metrics: Hook
+    metric_pre: Hook
+    eval_pre: Hook
+
+
+def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
+    """Reads the hooks off a module, or any object with these attributes, and checks each.
+
+    Returns:
+        The hooks, and warnings about names that look like a misspelt hook.
+
+    Raises:
+        SetupError: a required hook is missing, something is no function, names an argument that
+            does not exist, or a schedule's key is no positive whole number.
+    """
+    common = {"config": config, "hparams": config.hparams}
+    origin = Path(getattr(callbacks, "__file__", None) or "callbacks").name
+    missing = [spec.name for spec in TABLE if spec.required and not hasattr(callbacks, spec.name)]
+    if missing:
+        spec = SPECS[missing[0]]
+        raise SetupError(
+            f"{origin}: {', '.join(missing)} still to be written; the first is "
+            f"def {spec.name}({', '.join(spec.arguments)}), which returns {spec.returns}."
+        )
+    defaults = sys.modules[__name__]
+    found: dict[str, Any] = {}
+    for spec in TABLE:
+        value = getattr(callbacks, spec.name, getattr(defaults, spec.name, None))
+        if value is None and spec.name == "create_eval_dataset":
+            found[spec.name] = None
+        elif spec.scheduled:
+            found[spec.name] = _schedule(spec, value, common, origin)
+        else:
+            found[spec.name] = _hook(spec, spec.name, value, common, origin)
+    return Hooks(**found), _misspelt(callbacks, origin)
+
+
+def _schedule(spec: Spec, value: Any, common: Mapping[str, Any], origin: str) -> Schedule:
+    if not isinstance(value, dict):
+        raise SetupError(
+            f"{origin}: {spec.name} must be a dict {{N: function}}, got {one_line(repr(value), 60)}."
+        )
+    schedule: Schedule = {}
+    for key, functions in value.items():
+        if isinstance(key, bool) or not isinstance(key, int) or key < 1:
+            raise SetupError(
+                f"{origin}: {spec.name} has the key {key!r}; expected a step number, a whole "
+                "number from 1 up."
+            )
+        several = functions if isinstance(functions, list | tuple) else [functions]
+        schedule[key] = tuple(
+            _hook(spec, f"{spec.name}[{key}]", function, common, origin) for function in several
+        )
+    return schedule
+
+
+def _hook(
+    spec: Spec, name: str, function: Any, common: Mapping[str, Any], origin: str
+) -> Hook:
+    if not callable(function):
+        raise SetupError(
+            f"{origin}: {name} must be a function, got {one_line(repr(function), 60)}."
+        )
+    hook = Hook(name, function, (), common, function)
+    valid = (*spec.arguments, *COMMON)
+    arguments = []
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise SetupError(
+            f"{hook.where}: {name} has no signature to read; wrap it in a function that names "
+            f"its arguments (of {', '.join(valid)})."
+        ) from None
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise SetupError(
+                f"{hook.where}: {name} takes {parameter}; a hook gets its arguments by name, so "
+                f"write out the ones it uses, of {', '.join(valid)}."
+            )
+        if parameter.name in valid:
+            arguments.append(parameter.name)
+        elif parameter.name == "input_context" and spec.name in _SHARDING:
+            raise SetupError(
+                f"{hook.where}: {name} asks for input_context, but a run has one process; "
+                "leave the argument out."
+            )
+        elif parameter.default is parameter.empty:
+            raise SetupError(
+                f"{hook.where}: {name} asks for '{parameter.name}'"
+                f"{nearest(parameter.name, valid).rstrip('?')}"
+                f"{'?' if nearest(parameter.name, valid) else ';'} it may name "
+                f"{', '.join(valid)}."
+            )
+    if getattr(function, "deferred", False):
+        _check_deferred(spec, hook, arguments)
+    traced = _traceable(function) if spec.in_graph else function
+    return Hook(name, function, tuple(arguments), common, traced)
+
+
+def _check_deferred(spec: Spec, hook: Hook, arguments: list[str]) -> None:
+    allowed = ("step", "dev", *COMMON)
+    if spec.name != "every_steps":
+        raise SetupError(f"{hook.where}: {hook.name} is @deferred, which only every_steps can be.")
+    for argument in arguments:
+        if argument not in allowed:
+            raise SetupError(
+                f"{hook.where}: {hook.name} is @deferred and asks for '{argument}'; a deferred "
+                f"function may name {', '.join(allowed)} only."
+            )
+
+
+def _misspelt(callbacks: Any, origin: str) -> list[str]:
+    """Finds functions and dicts that no hook uses but whose name is a hook's, all but a slip."""
+    warnings = []
+    for name, value in list(vars(callbacks).items()):
+        if name in SPECS or name.startswith("_") or not (callable(value) or isinstance(value, dict)):
+            continue
+        if close := difflib.get_close_matches(name, SPECS, n=1, cutoff=0.88):
+            warnings.append(f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?")
+    return warnings

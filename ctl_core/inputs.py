@@ -1,0 +1,254 @@
+"""The training data: from the user's dataset to one value per replica, drawn inside the graph.
+
+A process reads one plain tf.data iterator, which a checkpoint can hold, and deals its elements
+out to the local replicas in turn. Replica r of N thus gets the examples that it would get from
+one device with the whole batch: a run does not depend on N.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.errors import SetupError, one_line
+from ctl_core.hooks import Hook, Hooks
+
+
+@dataclasses.dataclass
+class Input:
+    """The endless stream of replica batches of this process.
+
+    Attributes:
+        strategy: deals the batches out
+        dataset: the repeated dataset, one element = one replica's batch
+        iterator: its position; part of every checkpoint
+        epoch: the dataset of one pass, or None where there is no end to a pass
+    """
+
+    strategy: tf.distribute.Strategy
+    dataset: tf.data.Dataset
+    iterator: Any
+    epoch: tf.data.Dataset | None
+
+    def draw(self) -> Any:
+        """Draws the next element for each local replica; runs inside a graph function."""
+        values = [next(self.iterator) for _ in range(self.strategy.num_replicas_in_sync)]
+        return deal(self.strategy, values)
+
+    def skip(self, elements: int) -> None:
+        """Moves on by so many elements: the way to a position that could not be saved."""
+        skip_elements(self.iterator, tf.constant(elements, tf.int64))
+
+    def steps_per_epoch(self) -> int | None:
+        """Counts the steps of one pass, reading it once if its length is not known.
+
+        Returns:
+            The number of global batches, or None if a pass has no end.
+        """
+        if self.epoch is None:
+            return None
+        elements = int(self.epoch.cardinality())
+        if elements < 0:
+            elements = int(self.epoch.reduce(tf.constant(0, tf.int64), lambda n, *_: n + 1))
+        return elements // self.strategy.num_replicas_in_sync
+
+
+def deal(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
+    """Hands the i-th value to the i-th replica."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+    )
+
+
+@tf.function(autograph=False)
+def skip_elements(iterator: Any, count: tf.Tensor) -> None:
+    """Draws ``count`` elements and drops them, in one graph call."""
+
+    def drop(done: tf.Tensor) -> tuple[tf.Tensor]:
+        next(iterator)
+        return (done + 1,)
+
+    tf.while_loop(lambda done: done < count, drop, (tf.constant(0, tf.int64),))
+
+
+def create_input(
+    hooks: Hooks, strategy: tf.distribute.Strategy, per_replica: int, seed: int
+) -> Input:
+    """Creates the training data from ``create_dataset`` and ``make_batches``.
+
+    Where ``make_batches`` leaves the dataset as it is, a pass ends with its last full global
+    batch, so that every pass has the same steps on any number of replicas; smaller elements are
+    left out. A ``make_batches`` that batches the repeated dataset itself loses no example.
+
+    Raises:
+        SetupError: what the hooks return is no dataset, empty, too short for one global batch,
+            or not batched by ``per_replica`` examples.
+    """
+    replicas = strategy.num_replicas_in_sync
+    pipeline = _create_pipeline(hooks, per_replica, replicas)
+    static = static_batch_size(pipeline.dataset)
+    if static is not None:
+        _check_batch_size(pipeline.hook, static, per_replica, replicas)
+    elif pipeline.dataset.cardinality() != 0:
+        found = batch_size_of(_first_element(pipeline.dataset, pipeline.hook))
+        _check_batch_size(pipeline.hook, found, per_replica, replicas)
+        if pipeline.dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            # Iterators of one dataset share its shuffle's random state, and this one may have
+            # read ahead into the next pass: the run starts from a dataset that nobody has read.
+            keras.utils.set_random_seed(seed)
+            pipeline = _create_pipeline(hooks, per_replica, replicas)
+    if pipeline.dataset.cardinality() == 0:
+        raise SetupError(f"{pipeline.hook.name} ({pipeline.hook.where}): {EMPTY}")
+    epoch = _whole_batches(pipeline.dataset, per_replica)
+    if pipeline.endless:
+        dataset = epoch.prefetch(tf.data.AUTOTUNE)
+        return Input(strategy, dataset, iter(dataset), None)
+    epoch = _whole_groups(epoch, replicas, pipeline.hook, per_replica)
+    dataset = epoch.repeat().prefetch(tf.data.AUTOTUNE)
+    return Input(strategy, dataset, iter(dataset), epoch)
+
+
+EMPTY = "returned an empty dataset, or one with fewer examples than one global batch."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pipeline:
+    """What the hooks made: one pass, or an endless dataset; and the hook to name in messages."""
+
+    hook: Hook
+    dataset: tf.data.Dataset
+    endless: bool
+
+
+def _create_pipeline(hooks: Hooks, per_replica: int, replicas: int) -> _Pipeline:
+    first = _dataset_of(hooks.create_dataset, per_replica_batch_size=per_replica)
+    repeated = first.repeat()
+    made = _dataset_of(hooks.make_batches, dataset=repeated, per_replica_batch_size=per_replica)
+    if made is not repeated:
+        return _Pipeline(hooks.make_batches, made, endless=True)
+    endless = bool(first.cardinality() == tf.data.INFINITE_CARDINALITY)
+    return _Pipeline(hooks.create_dataset, first, endless)
+
+
+def _check_batch_size(hook: Hook, found: int | None, expected: int, replicas: int) -> None:
+    if found == expected:
+        return
+    raise SetupError(
+        f"{hook.name} ({hook.where}): returned "
+        + (f"batches of {found} examples" if found is not None else "single examples")
+        + f", expected batches of {expected} (batch_size {expected * replicas} over {replicas} "
+        f"replica{'s' * (replicas > 1)}): use dataset.batch(per_replica_batch_size)."
+    )
+
+
+def create_eval_dataset(hooks: Hooks, per_replica: int) -> tf.data.Dataset:
+    """Creates the evaluation data; its last batch may be smaller.
+
+    Raises:
+        SetupError: it is no dataset, empty, or endless.
+    """
+    hook = hooks.create_eval_dataset
+    assert hook is not None
+    dataset = _dataset_of(hook, per_replica_batch_size=per_replica)
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise SetupError(
+            f"{hook.name} ({hook.where}): returned an endless dataset, so an evaluation would "
+            "never end; leave out repeat()."
+        )
+    if batch_size_of(_first_element(dataset, hook)) is None:
+        raise SetupError(
+            f"{hook.name} ({hook.where}): returned single examples, expected batches: use "
+            "dataset.batch(per_replica_batch_size)."
+        )
+    return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def static_batch_size(dataset: tf.data.Dataset) -> int | None:
+    """Returns the batch size if the dataset's own description fixes it, as drop_remainder does."""
+    shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", tf.TensorShape(None))
+    return shape[0] if shape.rank else None
+
+
+def batch_size_of(element: Any) -> int | None:
+    """Returns how many examples an element holds: the first dimension of its first tensor."""
+    size = first_dimension(element)
+    return None if size is None else int(size)
+
+
+def first_dimension(element: Any) -> Any:
+    """The same as a number or, in a graph, as a scalar tensor; None for a scalar element."""
+    tensor = tf.nest.flatten(element)[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor.nrows()
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape[0]
+    if tensor.shape.rank == 0:
+        return None
+    static = None if tensor.shape.rank is None else tensor.shape[0]
+    return tf.shape(tensor, tf.int64)[0] if static is None else static
+
+
+def _dataset_of(hook: Hook, **values: Any) -> tf.data.Dataset:
+    dataset = hook(**values)
+    if not isinstance(dataset, tf.data.Dataset):
+        raise SetupError(
+            f"{hook.name} ({hook.where}): returned {_kind(dataset)}, expected a tf.data.Dataset."
+        )
+    return dataset
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _first_element(dataset: tf.data.Dataset, hook: Hook) -> Any:
+    iterator: Iterator[Any] = iter(dataset.take(1))
+    try:
+        return next(iterator)
+    except StopIteration:
+        raise SetupError(
+            f"{hook.name} ({hook.where}): returned an empty dataset; there is nothing to read."
+        ) from None
+    except tf.errors.OpError as error:
+        raise SetupError(
+            f"{hook.name} ({hook.where}): reading the first element failed: {one_line(error)}"
+        ) from error
+
+
+def _whole_batches(dataset: tf.data.Dataset, per_replica: int) -> tf.data.Dataset:
+    """Leaves out elements of another size than a batch, such as the remainder of a pass."""
+    if static_batch_size(dataset) is not None:
+        return dataset
+
+    def is_whole(*element: Any) -> tf.Tensor:
+        return tf.equal(tf.cast(first_dimension(element), tf.int64), per_replica)
+
+    return dataset.filter(is_whole)
+
+
+def _whole_groups(
+    dataset: tf.data.Dataset, size: int, hook: Hook, per_replica: int
+) -> tf.data.Dataset:
+    """Leaves out the last elements of a pass, those that fill no group of ``size``."""
+    elements = int(dataset.cardinality())
+    if size == 1 or elements == tf.data.INFINITE_CARDINALITY:
+        return dataset
+    if elements == tf.data.UNKNOWN_CARDINALITY:
+        # An element passes once its whole group has been seen: only a full window has an element
+        # after skip(size - 1), which then yields the window.
+        return dataset.group_by_window(
+            key_func=lambda *_: tf.constant(0, tf.int64),
+            reduce_func=lambda _, window: window.skip(size - 1).take(1).flat_map(lambda *_: window),
+            window_size=size,
+        )
+    if elements < size:
+        raise SetupError(
+            f"{hook.name} ({hook.where}): the dataset has {elements * per_replica} examples, fewer "
+            f"than one global batch of {size * per_replica}; lower batch_size."
+        )
+    whole = elements - elements % size
+    return dataset if whole == elements else dataset.take(whole)

@@ -1,0 +1,408 @@
+"""The outer loop: chunks of steps inside one graph call, then the hooks that are due.
+
+The inner loop is in the graph: ``StepFunctions.run`` takes many steps in one call, and
+``StepFunctions.observe`` takes one step and returns the values that due hooks name. Everything
+else happens here, between two calls: hooks, evaluation, checkpoints, signals.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.checkpoint import Checkpoints
+from ctl_core.chunks import ChunkLength
+from ctl_core.config import Config
+from ctl_core.console import LOG, Console, activate
+from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, one_line
+from ctl_core.evaluation import evaluate
+from ctl_core.hooks import OBSERVED, Hook, Hooks
+from ctl_core.inputs import EMPTY
+from ctl_core.runs import Run
+from ctl_core.state import State, create_state, freeze_flags
+from ctl_core.step import train_step
+
+# Ops that draw from a state which no checkpoint can hold.
+_RANDOM_OPS = {
+    "RandomUniform",
+    "RandomUniformInt",
+    "RandomStandardNormal",
+    "TruncatedNormal",
+    "RandomShuffle",
+    "RandomGammaV2",
+    "RandomPoissonV2",
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+}
+
+
+def train(callbacks: Any, config: Config) -> State:
+    """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
+
+    Args:
+        callbacks: a module, or any object, with the hooks as attributes
+        config: the settings
+
+    Returns:
+        The trained state. ``stopped_by`` is set if a signal ended training early.
+
+    Raises:
+        SetupError: a setting or a hook cannot work; nothing was trained.
+        RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
+    """
+    if config.steps is None and config.epochs is None:
+        raise SetupError("steps: say how long to train, with steps or epochs.")
+    run, console = Run(config), Console()
+    with session(run, console), Signals() as signals:
+        state = create_state(callbacks, config, run, console)
+        checkpoints = Checkpoints(state, console)
+        record = checkpoints.restore()
+        start, last = state.step, _last_step(state, console)
+        if record and record.learning_rate != config.learning_rate:
+            console.say(f"learning_rate is {config.learning_rate:g} from here on.")
+            state.lr.assign(config.learning_rate)
+        state.functions = StepFunctions(state)
+        if start < last:
+            state.functions.check(console)
+        run.open(config, start)
+        console.listeners.append(run.write)
+        console.say(_opening(state, start, last, resumed=record is not None))
+        console.start(start, last)
+        seconds = time.monotonic()
+        _loop(state, checkpoints, run, console, signals, last)
+        run.flush()
+        console.stop()
+        console.say(_closing(state, start, last, time.monotonic() - seconds))
+    return state
+
+
+def _loop(
+    state: State,
+    checkpoints: Checkpoints,
+    run: Run,
+    console: Console,
+    signals: Signals,
+    last: int,
+) -> None:
+    """Trains to step ``last``: a chunk, then what is due, then the next chunk."""
+    schedule = Schedule(state.hooks, state.config, last)
+    chunk = ChunkLength(state.config.max_chunk)
+    functions: StepFunctions = state.functions
+    step = state.step
+    _evaluate_and_save(state, checkpoints, run, console, signals, schedule)
+    while step < last and not signals.received:
+        stop = schedule.next_stop(step)
+        due = schedule.due(stop)
+        wanted = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
+        before, values = step, {}
+        with _blame(step):
+            if wanted and stop == step + 1:
+                values = functions.observe(wanted)
+                step += 1
+            else:
+                steps = min(stop - step - bool(wanted), chunk.limit)
+                with chunk.timed(steps):
+                    functions.run(steps)
+                step += steps
+        state.step_variable.assign(step)
+        checkpoints.examples += (step - before) * state.config.batch_size
+        for passed in range(before + 1, step + (step != stop)):
+            for hook in schedule.deferred(passed):
+                hook(step=passed, dev=functions.devices)
+        if step == stop:
+            with run.writer("train").as_default(step=step):
+                for hook in due:
+                    hook(**_host_values(state, functions, step), **values)
+            checkpoints.done.update(n for n in state.hooks.at_step if n == step)
+            functions.refresh()
+            _evaluate_and_save(state, checkpoints, run, console, signals, schedule)
+    run.flush()
+    checkpoints.save(due=True)
+    state.stopped_by = signals.received if step < last else None
+
+
+def _host_values(state: State, functions: StepFunctions, step: int) -> dict[str, Any]:
+    """What a host hook may name besides the observed values."""
+    return {
+        "dev": functions.devices,
+        "step": step,
+        "optimizer": state.optimizer,
+        "ckpt": state.ckpt,
+        "manager": state.manager,
+        **state.parts.given(),
+    }
+
+
+def _evaluate_and_save(
+    state: State,
+    checkpoints: Checkpoints,
+    run: Run,
+    console: Console,
+    signals: Signals,
+    schedule: Schedule,
+) -> None:
+    """Evaluates if that is due and not done, then saves: a checkpoint holds what came before."""
+    step = state.step
+    if state.evaluation and schedule.evaluation_due(step) and checkpoints.evaluated != step:
+        values = evaluate(state.evaluation, stopped=lambda: bool(signals.received))
+        if values is not None:
+            state.metrics = values
+            checkpoints.evaluated = step
+            console.values(step, "eval", values)
+    run.flush()
+    checkpoints.save(due=schedule.save_due(step))
+
+
+class Schedule:
+    """Which hooks, evaluations and checkpoints are due after which step."""
+
+    def __init__(self, hooks: Hooks, config: Config, last: int) -> None:
+        self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
+        self._at = hooks.at_step
+        self._last = last
+        self._ckpt_every, self._eval_every = config.ckpt_every, config.eval_every
+        self._periods = {n for n, hook in self._every if not hook.deferred}
+        self._periods |= {n for n in (config.ckpt_every, config.eval_every) if n}
+
+    def next_stop(self, step: int) -> int:
+        """Returns the next step after which the graph has to be left."""
+        periodic = (step - step % n + n for n in self._periods)
+        once = (n for n in self._at if n > step)
+        return min(self._last, *periodic, *once, self._last)
+
+    def due(self, step: int) -> list[Hook]:
+        """Returns the hooks to run after a step: every_steps first, each in its own order."""
+        return [hook for n, hook in self._every if step % n == 0] + list(self._at.get(step, ()))
+
+    def deferred(self, step: int) -> list[Hook]:
+        """Returns the hooks due after a step for which the graph was not left."""
+        return [hook for n, hook in self._every if hook.deferred and step % n == 0]
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether an evaluation belongs after this step."""
+        return step == self._last or bool(
+            step and self._eval_every and step % self._eval_every == 0
+        )
+
+    def save_due(self, step: int) -> bool:
+        """Whether a checkpoint belongs after this step."""
+        return bool(step and self._ckpt_every and step % self._ckpt_every == 0)
+
+
+class StepFunctions:
+    """The graph functions of the inner loop, traced once for each state of frozen layers.
+
+    Attributes:
+        devices: this process's replica devices
+    """
+
+    def __init__(self, state: State) -> None:
+        self.devices = tuple(state.strategy.extended.worker_devices)
+        self._state = state
+        self._run: dict[tuple[bool, ...], Any] = {}
+        self._observe: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
+        self._frozen = tuple(freeze_flags(state.train_model))
+
+    def refresh(self) -> None:
+        """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
+        self._frozen = tuple(freeze_flags(self._state.train_model))
+
+    def run(self, steps: int) -> None:
+        """Takes ``steps`` steps in one graph call."""
+        if self._frozen not in self._run:
+            self._run[self._frozen] = self._trace_run()
+        self._run[self._frozen](tf.constant(steps, tf.int64))
+
+    def observe(self, wanted: frozenset[str]) -> dict[str, Any]:
+        """Takes one step and returns the wanted values of it, eager."""
+        key = (self._frozen, wanted)
+        if key not in self._observe:
+            self._observe[key] = self._trace_observe(wanted)
+        return self._observe[key]()  # type: ignore[no-any-return]
+
+    def trace_counts(self) -> list[int]:
+        """Returns how often each graph function was traced."""
+        functions = [*self._run.values(), *self._observe.values()]
+        return [function.experimental_get_tracing_count() for function in functions]
+
+    def check(self, console: Console) -> None:
+        """Traces a step before training starts, and warns of what it shows.
+
+        Raises:
+            SetupError: a hook raised, or returned something else than it should.
+        """
+        function = self._run[self._frozen] = self._trace_run()
+        try:
+            graph = function.get_concrete_function().graph
+        except HookFailed as error:
+            raise SetupError(str(error)) from error.__cause__
+        if names := self._state.parts.without_gradient:
+            console.warn(
+                f"the loss does not depend on {', '.join(names[:5])}"
+                f"{' and others' if len(names) > 5 else ''}: not updated."
+            )
+        definition = graph.as_graph_def()
+        nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+        if found := sorted({node.op for node in nodes} & _RANDOM_OPS):
+            console.warn(
+                f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
+                "checkpoint can hold: a resumed run will draw others. Use a "
+                "keras.random.SeedGenerator of the model, or tf.random.stateless_*."
+            )
+
+    def _trace_run(self) -> Any:
+        data, strategy, parts = self._state.data, self._state.strategy, self._state.parts
+
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+        def run(steps: tf.Tensor) -> None:
+            def body(done: tf.Tensor) -> tuple[tf.Tensor]:
+                strategy.run(lambda batch: train_step(parts, batch, frozenset()), (data.draw(),))
+                return (done + 1,)
+
+            tf.while_loop(lambda done: done < steps, body, (tf.constant(0, tf.int64),))
+
+        return run
+
+    def _trace_observe(self, wanted: frozenset[str]) -> Any:
+        data, strategy, parts = self._state.data, self._state.strategy, self._state.parts
+
+        @tf.function(autograph=False)
+        def observe() -> dict[str, Any]:
+            values = strategy.run(lambda batch: train_step(parts, batch, wanted), (data.draw(),))
+            return {
+                name: tf.nest.map_structure(
+                    lambda value, name=name: _of_replicas(
+                        strategy.experimental_local_results(value), name
+                    ),
+                    part,
+                )
+                for name, part in values.items()
+            }
+
+        return observe
+
+
+def _of_replicas(values: tuple[Any, ...], name: str) -> Any:
+    """Makes one value out of those of the replicas.
+
+    Outputs and batches are concatenated along the batch axis; scalars in them become a vector
+    with an entry per replica. What was reduced is the same everywhere.
+    """
+    if name not in ("output", "batch"):
+        return values[0]
+    if isinstance(values[0], tf.SparseTensor):
+        return tf.sparse.concat(0, values)
+    if values[0].shape.rank == 0:
+        return tf.stack(values)
+    return values[0] if len(values) == 1 else tf.concat(values, 0)
+
+
+class Signals:
+    """Notes SIGTERM and SIGINT instead of dying of them; a second one is not held back."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except ValueError:  # not in the main thread: the program there decides
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self.received = number
+        signal.signal(number, self._before[number])
+
+
+@contextmanager
+def session(run: Run, console: Console) -> Iterator[None]:
+    """Opens the run's log and console, and closes them however the run ends."""
+    activate(console)
+    try:
+        yield
+    except CtlError as error:
+        LOG.error(str(error), exc_info=error.__cause__ or error)
+        raise
+    except BaseException as error:
+        LOG.error("failed", exc_info=error)
+        raise
+    finally:
+        console.stop()
+        activate(None)
+        run.close()
+
+
+@contextmanager
+def _blame(step: int) -> Iterator[None]:
+    """Turns a failure of TensorFlow's inside a graph call into one line."""
+    try:
+        yield
+    except tf.errors.OutOfRangeError as error:
+        if step == 0:
+            raise SetupError(f"create_dataset: {EMPTY}") from error
+        raise RunError(f"create_dataset: the training data ended after step {step}.") from error
+    except tf.errors.OpError as error:
+        reading = "IteratorGetNext" in str(error)
+        where = "create_dataset: reading the training data failed" if reading else "a step failed"
+        raise RunError(f"{where} after step {step}: {one_line(error.message)}") from error
+
+
+def _last_step(state: State, console: Console) -> int:
+    """Returns the step at which training ends.
+
+    Raises:
+        SetupError: epochs are asked for, but the data has no end.
+    """
+    if state.config.epochs is None:
+        assert state.config.steps is not None
+        return state.config.steps
+    steps = state.data.steps_per_epoch()
+    if steps is None:
+        raise SetupError(
+            "epochs: create_dataset or make_batches gives an endless dataset, which has no "
+            "epochs; use steps."
+        )
+    console.say(f"an epoch has {steps} steps.")
+    return steps * state.config.epochs
+
+
+def _opening(state: State, start: int, last: int, resumed: bool) -> str:
+    replicas = state.parts.replicas
+    where = f"{replicas} replica{'s' * (replicas > 1)} on {_devices(state)}"
+    if start >= last:
+        return f"{state.run_dir}: at step {start} of {last} already, nothing left to train."
+    doing = f"resuming at step {start}" if resumed else "training"
+    return f"{state.run_dir}: {doing}, to step {last}, batch size {state.config.batch_size}, {where}."
+
+
+def _devices(state: State) -> str:
+    kinds = [device.split("device:")[-1].split(":")[0] for device in state.functions.devices]
+    return ", ".join(sorted(set(kinds)))
+
+
+def _closing(state: State, start: int, last: int, seconds: float) -> str:
+    step = state.step
+    values = "  ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
+    parts = [f"step {step}", f"{step - start} steps in {seconds:.1f} s"]
+    if values:
+        parts.append(f"evaluation: {values}")
+    if state.stopped_by is not None:
+        name = signal.Signals(state.stopped_by).name
+        head = f"stopped by {name}, saved; the same command goes on from here"
+    else:
+        head = "done"
+    return f"{head}: {'; '.join(parts)}. Everything is in {state.run_dir}"
+
+

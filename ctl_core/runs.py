@@ -1,0 +1,135 @@
+"""The run folder: runs/NAME/ with config.yaml, train.log, metrics.jsonl, ckpt/, tb/, export/."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.config import Config, write_config
+from ctl_core.errors import SetupError, one_line
+
+
+class Run:
+    """The folder of one run, and what is written there while training.
+
+    Attributes:
+        path: runs/NAME
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Creates the folder and its log, nothing else.
+
+        Raises:
+            SetupError: the folder cannot be written.
+        """
+        name = config.run_name or _free_name(Path(config.runs_dir))
+        self.path = Path(config.runs_dir) / name
+        self._metrics: Any = None
+        self._writers: dict[str, Any] = {}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._log = logging.FileHandler(self.path / "train.log", encoding="utf-8")
+        except OSError as error:
+            raise SetupError(
+                f"{self.path}: the run folder cannot be written ({error.strerror}); "
+                "choose another runs_dir or run_name."
+            ) from error
+        self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger = logging.getLogger("ctl_core")
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.addHandler(self._log)
+
+    @property
+    def ckpt(self) -> Path:
+        """Where checkpoints are kept."""
+        return self.path / "ckpt"
+
+    @property
+    def config_file(self) -> Path:
+        """The settings as resolved."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object a line: step, split and values."""
+        return self.path / "metrics.jsonl"
+
+    def open(self, config: Config, step: int) -> None:
+        """Writes config.yaml and opens metrics.jsonl, which ends at ``step`` afterwards.
+
+        What an interrupted process had written beyond its last checkpoint is taken out, since
+        the steps are about to run again.
+        """
+        write_config(config, self.config_file)
+        kept = [line for line in self.read_metrics() if line["step"] <= step]
+        beside = self.metrics_file.with_name("metrics.jsonl.tmp")
+        beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        beside.replace(self.metrics_file)
+        self._metrics = self.metrics_file.open("a", encoding="utf-8")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Reads metrics.jsonl; a last line that was cut short by a kill is left out."""
+        if not self.metrics_file.exists():
+            return []
+        lines = []
+        for text in self.metrics_file.read_text(encoding="utf-8").splitlines():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
+        return lines
+
+    def write(self, step: int, split: str, values: dict[str, float]) -> None:
+        """Appends a line to metrics.jsonl and a scalar summary per value to tb/<split>."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._metrics.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
+        with self.writer(split).as_default(step=step):
+            for name, value in values.items():
+                tf.summary.scalar(name, value)
+
+    def writer(self, split: str) -> tf.summary.SummaryWriter:
+        """Returns the summary writer of ``train`` or ``eval``, created on first use."""
+        if split not in self._writers:
+            self._writers[split] = tf.summary.create_file_writer(str(self.path / "tb" / split))
+        return self._writers[split]
+
+    def flush(self) -> None:
+        """Puts what was written so far on the disk; done before each checkpoint."""
+        if self._metrics is not None:
+            self._metrics.flush()
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """Closes every file."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+        logging.getLogger("ctl_core").removeHandler(self._log)
+        self._log.close()
+
+
+def _free_name(runs_dir: Path) -> str:
+    """Returns the time as a name; with a number behind it if that second is taken."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while (runs_dir / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return name if number == 1 else f"{name}-{number}"
+
+
+def describe_failure(error: BaseException) -> str:
+    """One line for an exception that is not the engine's own."""
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -1,0 +1,267 @@
+"""Everything a run is made of, created in the right order under the strategy's scope.
+
+``train``, ``evaluate``, ``predict`` and ``export`` all start from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.config import Config
+from ctl_core.console import Console
+from ctl_core.errors import HookFailed, SetupError
+from ctl_core.evaluation import Evaluation, create_evaluation
+from ctl_core.hooks import Hook, Hooks, load_hooks
+from ctl_core.inputs import Input, create_input
+from ctl_core.runs import Run
+from ctl_core.step import (
+    LearningRate,
+    Parts,
+    expect,
+    forward,
+    objectives,
+    reduce_no_more,
+)
+from ctl_core.strategy import create_strategy
+
+
+@dataclasses.dataclass
+class State:
+    """The trained state: what ``ctl_core.train`` returns.
+
+    Attributes:
+        config: the settings
+        run_dir: the run's folder
+        step: how many steps were taken
+        step_variable: the same, as checkpoints hold it; a scalar int64 variable
+        train_model, train_loss, optimizer, lr: as the hooks made them
+        ckpt, manager: as ``create_ckpt`` returned them
+        metrics: values of the last evaluation by name, or {}
+        stopped_by: the number of the signal that ended training early, or None
+        functions: the graph functions, while training (loop.StepFunctions)
+    """
+
+    config: Config
+    run_dir: Any
+    step_variable: tf.Variable
+    train_model: Any
+    train_loss: Any
+    optimizer: Any
+    lr: LearningRate
+    ckpt: tf.train.Checkpoint
+    manager: tf.train.CheckpointManager
+    hooks: Hooks
+    strategy: tf.distribute.Strategy
+    parts: Parts
+    data: Input
+    evaluation: Evaluation | None
+    input_spec: Any
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    stopped_by: int | None = None
+    functions: Any = None
+
+    @property
+    def step(self) -> int:
+        """How many steps were taken."""
+        return int(self.step_variable.numpy())
+
+
+def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
+    """Calls the create hooks, builds every variable, and checks what the hooks return.
+
+    Nothing is read from a checkpoint and nothing is trained.
+
+    Raises:
+        SetupError: a setting or a hook cannot work; the message says which and why.
+    """
+    keras.utils.set_random_seed(config.seed)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    strategy = create_strategy(config)
+    hooks, warnings = load_hooks(callbacks, config)
+    for warning in warnings:
+        console.warn(warning)
+    try:
+        return _create(hooks, config, run, strategy)
+    except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
+        raise SetupError(str(error)) from error.__cause__
+
+
+def _create(hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Strategy) -> State:
+    replicas = strategy.num_replicas_in_sync
+    per_replica = config.batch_size // replicas
+    data = create_input(hooks, strategy, per_replica, config.seed)
+    with strategy.scope():
+        train_model = _callable(hooks.create_model, "train_model")
+        train_loss = _callable(hooks.create_loss, "train_loss")
+        _check_reduction(hooks.create_loss, train_loss)
+        lr = LearningRate(config.learning_rate)
+        step = tf.Variable(
+            0,
+            dtype=tf.int64,
+            trainable=False,
+            name="step",
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        optimizer = hooks.create_opt(lr=lr)
+        optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
+        _check_optimizers(hooks.create_opt, optimizers)
+        parts = Parts(
+            hooks, train_model, train_loss, lr, optimizer, optimizers, config.batch_size, replicas
+        )
+        variables, input_spec = _build_variables(parts, data.dataset.element_spec)
+        candidates = trainable_candidates(train_model)
+        for name, one in optimizers.items():
+            _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
+        evaluation = create_evaluation(parts, strategy, per_replica)
+        hook = hooks.create_ckpt
+        ckpt, manager = expect(
+            hook(
+                ckpt_path=str(run.ckpt),
+                step=step,
+                lr=lr,
+                optimizer=optimizer,
+                train_model=train_model,
+                train_loss=train_loss,
+            ),
+            ("ckpt", "manager"),
+            f"create_ckpt ({hook.where})",
+        )
+    _check_manager(hook, ckpt, manager)
+    return State(
+        config=config,
+        run_dir=run.path,
+        step_variable=step,
+        train_model=train_model,
+        train_loss=train_loss,
+        optimizer=optimizer,
+        lr=lr,
+        ckpt=ckpt,
+        manager=manager,
+        hooks=hooks,
+        strategy=strategy,
+        parts=parts,
+        data=data,
+        evaluation=evaluation,
+        input_spec=input_spec,
+    )
+
+
+def _callable(hook: Hook, what: str) -> Any:
+    made = hook()
+    if not callable(made):
+        kind = "nothing" if made is None else f"a {type(made).__name__}"
+        raise SetupError(
+            f"{hook.name} ({hook.where}): returned {kind}, expected {what}, a callable."
+        )
+    return made
+
+
+def _check_reduction(hook: Hook, loss: Any) -> None:
+    """Refuses a Keras loss that averages: over a replica's batch, it cannot be right here."""
+    if isinstance(loss, keras.losses.Loss) and loss.reduction not in ("sum", "none", None):
+        raise SetupError(
+            f"{hook.name} ({hook.where}): {type(loss).__name__} has the reduction "
+            f"'{loss.reduction}', an average over one replica's batch; the engine divides by the "
+            'global batch size itself, so give it reduction="sum" or reduction="none".'
+        )
+
+
+def _check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
+    for name, optimizer in optimizers.items():
+        if not hasattr(optimizer, "apply_gradients"):
+            kind = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
+            raise SetupError(
+                f"{hook.name} ({hook.where}): returned {kind}"
+                + (f" as '{name}'" if name else "")
+                + ", expected an optimizer, or a dict of optimizers by objective."
+            )
+        reduce_no_more(optimizer)
+    if not optimizers:
+        raise SetupError(f"{hook.name} ({hook.where}): returned an empty dict of optimizers.")
+
+
+def _check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
+    if not isinstance(ckpt, tf.train.Checkpoint) or not isinstance(
+        manager, tf.train.CheckpointManager
+    ):
+        raise SetupError(
+            f"{hook.name} ({hook.where}): returned a {type(ckpt).__name__} and a "
+            f"{type(manager).__name__}, expected a tf.train.Checkpoint and a "
+            "tf.train.CheckpointManager."
+        )
+
+
+def _build_variables(parts: Parts, element_spec: Any) -> tuple[dict[str, list[Any]], Any]:
+    """Runs the forward hooks once on placeholders, so that every variable exists.
+
+    Nothing is computed: the graph is thrown away, and Keras creates variables outside of it.
+
+    Returns:
+        The trainable_vars by objective, and the specification of the model's input.
+    """
+    found: dict[str, Any] = {}
+
+    def build(batch: Any) -> None:
+        inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
+        found["spec"] = tf.nest.map_structure(tf.type_spec_from_value, inputs)
+        output, loss = forward(parts, batch, training=True)
+        found["variables"] = {
+            name: variables for name, (_, variables) in objectives(parts, batch, output, loss).items()
+        }
+
+    tf.function(build, autograph=False).get_concrete_function(element_spec)
+    return found["variables"], found["spec"]
+
+
+def _build_optimizer(optimizer: Any, variables: list[Any], candidates: list[Any]) -> None:
+    """Tells a Keras optimizer all variables it will ever see, also those that are frozen now."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
+        return
+    known = {id(variable) for variable in variables}
+    optimizer.build([*variables, *(v for v in candidates if id(v) not in known)])
+
+
+def layers_of(model: Any) -> list[keras.Layer]:
+    """Returns a Keras model and all its layers, parents first; of anything else, nothing.
+
+    ``_flatten_layers`` is not public, but Keras has no public way to nested layers.
+    tests/engine/test_freezing.py fails if Keras changes it.
+    """
+    return list(model._flatten_layers()) if isinstance(model, keras.Layer) else []
+
+
+def freeze_flags(model: Any) -> list[bool]:
+    """Returns what is trainable: a flag for each layer, then one for each variable."""
+    layers = layers_of(model)
+    variables = model.variables if layers else []
+    return [layer.trainable for layer in layers] + [bool(v.trainable) for v in variables]
+
+
+def set_freeze_flags(model: Any, flags: list[bool]) -> None:
+    """Puts ``freeze_flags`` back, unless the model has other layers now."""
+    layers = layers_of(model)
+    variables = model.variables if layers else []
+    if len(flags) != len(layers) + len(variables):
+        return
+    for layer, flag in zip(layers, flags, strict=False):  # parents first: setting one sets its own
+        if layer.trainable != flag:
+            layer.trainable = flag
+    for variable, flag in zip(variables, flags[len(layers) :], strict=True):
+        if bool(variable.trainable) != flag:
+            variable.trainable = flag
+
+
+def trainable_candidates(model: Any) -> list[Any]:
+    """Returns the variables that would be trainable if no layer were frozen."""
+    if not isinstance(model, keras.Layer):
+        return list(getattr(model, "trainable_variables", []))
+    flags = freeze_flags(model)
+    model.trainable = True
+    variables = list(model.trainable_variables)
+    set_freeze_flags(model, flags)
+    return variables

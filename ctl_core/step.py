@@ -1,0 +1,356 @@
+"""One training step on one replica: forward, loss, gradients, their sum, the update.
+
+The graph hooks are called here, in the order of the step. The outer loop, and the hooks that run
+on the host, are loop.py's part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.errors import CtlError, HookFailed, SetupError
+from ctl_core.hooks import Hook, Hooks
+from ctl_core.inputs import first_dimension
+
+
+class LearningRate(keras.optimizers.schedules.LearningRateSchedule, tf.Module):
+    """The learning rate as an object that hooks can assign to and checkpoints hold.
+
+    A Keras optimizer takes no tf.Variable as its learning rate but does take a schedule: this
+    one returns its variable, whatever the step. It also works in arithmetic and as a tensor.
+    """
+
+    def __init__(self, value: float) -> None:
+        tf.Module.__init__(self, name="lr")
+        self.value = tf.Variable(
+            value,
+            dtype=tf.float32,
+            trainable=False,
+            name="lr",
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+    def __call__(self, step: Any = None) -> tf.Tensor:
+        """Returns the current value, a float32 scalar."""
+        return tf.convert_to_tensor(self.value)
+
+    def get_config(self) -> dict[str, float]:
+        """Returns the current value, for a Keras config."""
+        return {"value": float(self)}
+
+    def assign(self, value: Any) -> None:
+        """Sets the value; the next step uses it."""
+        self.value.assign(value)
+
+    def numpy(self) -> Any:
+        """Returns the value as a NumPy scalar."""
+        return self.value.numpy()
+
+    @property
+    def dtype(self) -> tf.DType:
+        """float32."""
+        return self.value.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Scalar."""
+        return self.value.shape
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
+
+    def __float__(self) -> float:
+        return float(self.value.numpy())
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value.numpy().__array__(*args, **kwargs)
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __repr__(self) -> str:
+        return f"LearningRate({float(self):g})"
+
+    def __add__(self, other: Any) -> Any:
+        return self() + other
+
+    def __sub__(self, other: Any) -> Any:
+        return self() - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self()
+
+    def __mul__(self, other: Any) -> Any:
+        return self() * other
+
+    def __truediv__(self, other: Any) -> Any:
+        return self() / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self()
+
+    def __pow__(self, other: Any) -> Any:
+        return self() ** other
+
+    def __neg__(self) -> Any:
+        return -self()
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+@dataclasses.dataclass
+class Parts:
+    """What the step is made of, and the hooks are given.
+
+    Attributes:
+        hooks: the hooks
+        train_model, train_loss, lr, optimizer: as the create hooks returned them
+        optimizers: the optimizer by objective; a single one under ""
+        batch_size: global batch size B
+        replicas: N, over all processes
+        without_gradient: names of variables that the loss does not depend on, found in tracing
+    """
+
+    hooks: Hooks
+    train_model: Any
+    train_loss: Any
+    lr: LearningRate
+    optimizer: Any
+    optimizers: dict[str, Any]
+    batch_size: int
+    replicas: int
+    without_gradient: list[str] = dataclasses.field(default_factory=list)
+
+    def given(self) -> dict[str, Any]:
+        """The objects that every hook of the step may name."""
+        return {"train_model": self.train_model, "train_loss": self.train_loss, "lr": self.lr}
+
+
+def forward(parts: Parts, batch: Any, training: bool) -> tuple[Any, Any]:
+    """Runs the model and the loss on one replica's batch.
+
+    Returns:
+        The model's output and what ``train_loss`` returned.
+    """
+    hooks, given = parts.hooks, parts.given()
+    inputs = hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
+    output = _blamed(hooks.create_model, "train_model", call_model, parts.train_model, inputs, training)
+    loss_input = hooks.loss_pre.in_graph(output=output, batch=batch, **given)
+    loss = _blamed(hooks.create_loss, "train_loss", parts.train_loss, loss_input)
+    return output, loss
+
+
+def call_model(model: Any, inputs: Any, training: bool) -> Any:
+    """Calls the model, with ``training`` where it takes that argument."""
+    if isinstance(model, keras.Layer) or "training" in inspect.signature(model).parameters:
+        return model(inputs, training=training)
+    return model(inputs)
+
+
+def _blamed(hook: Hook, what: str, function: Any, *args: Any) -> Any:
+    """Calls what a create hook returned; a failure names that hook."""
+    try:
+        return function(*args)
+    except CtlError:
+        raise
+    except Exception as error:
+        raise HookFailed(f"{what} of {hook.failure(error)}") from error
+
+
+def objectives(
+    parts: Parts, batch: Any, output: Any, loss: Any
+) -> dict[str, tuple[tf.Tensor, list[Any]]]:
+    """Calls ``grad_pre`` and works out what this replica contributes to each objective.
+
+    Returns:
+        By objective: sum(loss_per_batch) / B + extra_loss / N, and the variables.
+
+    Raises:
+        SetupError: ``grad_pre`` returned something else than it should.
+    """
+    hook = parts.hooks.grad_pre
+    result = hook.in_graph(loss=loss, output=output, batch=batch, **parts.given())
+    named = result if isinstance(result, dict) else {"": result}
+    if set(named) != set(parts.optimizers):
+        raise SetupError(
+            f"grad_pre ({hook.where}): returned the objectives {_list(named)}, but create_opt the "
+            f"optimizers {_list(parts.optimizers)}; the names must be the same."
+        )
+    found = {}
+    for name, values in named.items():
+        where = f"grad_pre ({hook.where})" + (f"['{name}']" if name else "")
+        loss_per_batch, extra_loss, variables = expect(
+            values, ("loss_per_batch", "extra_loss", "trainable_vars"), where
+        )
+        total = batch_sum(loss_per_batch, batch, parts)
+        extra = tf.cast(tf.convert_to_tensor(extra_loss, dtype_hint=total.dtype), total.dtype)
+        if extra.shape.rank not in (0, None):
+            raise SetupError(f"{where}: extra_loss must be a scalar, got shape {extra.shape}.")
+        variables = list(variables)
+        if not variables:
+            raise SetupError(f"{where}: returned no trainable_vars; there is nothing to train.")
+        found[name] = (total / parts.batch_size + extra / parts.replicas, variables)
+    return found
+
+
+def batch_sum(loss: Any, batch: Any, parts: Parts) -> tf.Tensor:
+    """Returns the sum of a loss over the replica's batch.
+
+    Args:
+        loss: a scalar, which is taken as the sum, or one number per example
+
+    Raises:
+        SetupError: the loss has another shape.
+    """
+    loss = tf.convert_to_tensor(loss)
+    rank = loss.shape.rank
+    examples = first_dimension(batch)
+    length = loss.shape[0] if rank == 1 else None
+    wrong_length = isinstance(examples, int) and length is not None and length != examples
+    if rank not in (0, 1, None) or wrong_length or not loss.dtype.is_floating:
+        raise SetupError(
+            f"create_loss ({parts.hooks.create_loss.where}): the loss has shape {loss.shape} and "
+            f"type {loss.dtype.name}; expected floating-point numbers, one per example "
+            f"(shape [{examples if isinstance(examples, int) else 'batch'}]) or their sum (shape "
+            "[]); sum or average over the other dimensions in create_loss."
+        )
+    return tf.reduce_sum(loss)
+
+
+def expect(values: Any, names: tuple[str, ...], where: str) -> tuple[Any, ...]:
+    """Checks that a hook returned as many values as it should.
+
+    Raises:
+        SetupError: it did not.
+    """
+    if isinstance(values, tuple | list) and len(values) == len(names):
+        return tuple(values)
+    got = f"{len(values)} values" if isinstance(values, tuple | list) else type(values).__name__
+    raise SetupError(f"{where}: returned {got}, expected {len(names)}: {', '.join(names)}.")
+
+
+def train_step(parts: Parts, batch: Any, wanted: frozenset[str]) -> dict[str, Any]:
+    """Takes one step with this replica's batch.
+
+    Runs in a replica context, while a graph is traced. Gradients are summed over the replicas
+    once, before ``update_pre``; the optimizer applies them without reducing again.
+
+    Args:
+        parts: what the step is made of
+        batch: one element of the dataset, B / N examples
+        wanted: names of the values to return, out of ``hooks.OBSERVED``; what is not wanted is
+            not computed
+
+    Returns:
+        The wanted values by name: output and batch of this replica, the others reduced. With
+        several objectives all but these two are dicts by objective.
+    """
+    several = len(parts.optimizers) > 1
+    with tf.GradientTape(persistent=several) as tape:
+        output, loss = forward(parts, batch, training=True)
+        named = objectives(parts, batch, output, loss)
+    hook = parts.hooks.update_pre
+    with_loss = "loss" in wanted or "loss" in hook.arguments
+    losses, raw, updates, displays = {}, {}, {}, {}
+    for name, (objective, variables) in named.items():
+        gradients, variables = _existing(parts, tape.gradient(objective, variables), variables)
+        objective, gradients = _sum_over_replicas(parts, objective, gradients, with_loss)
+        where = f"update_pre ({hook.where})"
+        update, display = expect(
+            hook.in_graph(
+                gradients=gradients,
+                loss=objective,
+                output=output,
+                batch=batch,
+                optimizer=parts.optimizers[name],
+                **parts.given(),
+            ),
+            ("update_gradients", "display_gradients"),
+            where,
+        )
+        if len(update) != len(variables):
+            raise SetupError(
+                f"{where}: returned {len(update)} update_gradients for {len(variables)} "
+                "gradients; return one for each, in the same order."
+            )
+        parts.optimizers[name].apply_gradients(zip(update, variables, strict=True))
+        losses[name], raw[name] = objective, gradients
+        updates[name], displays[name] = list(update), display
+    values = {
+        "loss": losses,
+        "gradients": raw,
+        "update_gradients": updates,
+        "display_gradients": displays,
+    }
+    found = {name: value if several else value[""] for name, value in values.items() if name in wanted}
+    return found | {k: v for k, v in (("output", output), ("batch", batch)) if k in wanted}
+
+
+def _existing(
+    parts: Parts, gradients: list[Any], variables: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Leaves out the variables that the loss does not depend on, and notes their names."""
+    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+    for gradient, variable in zip(gradients, variables, strict=True):
+        name = variable_name(variable)
+        if gradient is None and name not in parts.without_gradient:
+            parts.without_gradient.append(name)
+    if not pairs:
+        raise SetupError(
+            f"grad_pre ({parts.hooks.grad_pre.where}): the loss depends on none of the "
+            f"trainable_vars ({', '.join(variable_name(v) for v in variables[:5])})."
+        )
+    return [g for g, _ in pairs], [v for _, v in pairs]
+
+
+def _sum_over_replicas(
+    parts: Parts, objective: tf.Tensor, gradients: list[Any], with_loss: bool
+) -> tuple[tf.Tensor, list[Any]]:
+    """Sums the gradients, and the objective if it is wanted, in one all-reduce."""
+    if parts.replicas > 1:
+        values = [*gradients, objective] if with_loss else gradients
+        context = tf.distribute.get_replica_context()
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+        gradients, objective = (summed[:-1], summed[-1]) if with_loss else (summed, objective)
+    return objective, [_merge_rows(gradient) for gradient in gradients]
+
+
+def _merge_rows(gradient: Any) -> Any:
+    """Adds up the rows of a sparse gradient that belong to one index.
+
+    Until then its norm is not the gradient's norm, and clipping would depend on how often an
+    index occurs.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    indices, rows = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def reduce_no_more(optimizer: Any) -> None:
+    """Keeps a Keras optimizer from summing over the replicas what is summed already.
+
+    Keras has no public switch for this: in a replica context its optimizers call their own
+    ``_all_reduce_sum_gradients``, which is replaced here on the one object. tests/engine
+    compares the weights of one and several replicas and fails if Keras changes this.
+    """
+    while optimizer is not None:
+        if hasattr(optimizer, "_all_reduce_sum_gradients"):
+            optimizer._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def variable_name(variable: Any) -> str:
+    """Returns ``dense/kernel`` for a Keras variable, the plain name for a tf.Variable."""
+    return getattr(variable, "path", None) or variable.name.split(":")[0]
+
+
+def _list(names: Any) -> str:
+    return ", ".join(f"'{name}'" if name else "(a single one)" for name in names)

@@ -1,0 +1,157 @@
+"""Every part of training as a hook, with its default: the file to edit.
+
+A hook names only the arguments it uses, in any order. All hooks, and what each may name:
+`python -m ctl_core hooks`. One that you delete means its default.
+"""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core import data, deferred, nan_to_zero, report, show_step, trackable
+
+DIGITS = Path(__file__).parent / "data" / "digits.npz"
+
+
+def load_digits(part):
+    """Returns images, float32 [n, 8, 8, 1] from 0 to 1, and labels, int64 [n]."""
+    with np.load(DIGITS) as file:
+        rows = file[part]
+        images = file["images"][rows, :, :, None].astype(np.float32) / 16.0
+        return images, file["labels"][rows].astype(np.int64)
+
+
+# ---- Data -------------------------------------------------------------------------------------
+
+
+# One pass over the training data; the engine repeats it. Indices are shuffled instead of images:
+# a full shuffle that adds next to nothing to a checkpoint. For random augmentation there is
+# data.index_shuffle_with_seeds: random numbers must be tf.random.stateless_*, each example with
+# the seed it is given, or a resumed run draws others.
+def create_dataset(per_replica_batch_size, config):
+    images, labels = load_digits("train")
+    indices = data.index_shuffle(len(images), per_replica_batch_size, config.seed)
+    return indices.map(lambda index: (tf.gather(images, index), tf.gather(labels, index)))
+
+
+# The last change to the repeated dataset, before its elements are dealt out to the replicas.
+def make_batches(dataset):
+    return dataset
+
+
+# One pass over the evaluation data. Without this hook there is no evaluation.
+def create_eval_dataset(per_replica_batch_size):
+    return tf.data.Dataset.from_tensor_slices(load_digits("test")).batch(per_replica_batch_size)
+
+
+# ---- Model, loss, optimizer -------------------------------------------------------------------
+
+
+def create_model(hparams):
+    width = hparams["width"]
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(width, 3, padding="same", activation="relu"),
+            keras.layers.Conv2D(2 * width, 3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+# The loss of a batch is a sum, or one number per example: the engine divides by the global batch
+# size, so that the result does not depend on the number of replicas.
+def create_loss():
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def train_loss(loss_input):
+        output, target = loss_input
+        return cross_entropy(target, output)
+
+    return train_loss
+
+
+# lr is an object: create_opt, summaries and arithmetic take it as it is, lr.assign(x) changes it.
+def create_opt(lr):
+    return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
+
+
+def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
+    ckpt = tf.train.Checkpoint(
+        **trackable(
+            step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
+        )
+    )
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
+
+
+# ---- The step: traced into the graph, once per replica ----------------------------------------
+
+
+# What the model is called with.
+def input_pre(batch):
+    inputs, _ = batch
+    return inputs
+
+
+# What train_loss is called with.
+def loss_pre(output, batch):
+    _, target = batch
+    return output, target
+
+
+# The loss summed over the batch, terms that do not depend on the batch, and what to train.
+def grad_pre(loss, train_model):
+    return loss, sum(getattr(train_model, "losses", [])), train_model.trainable_variables
+
+
+# From the gradients, summed over all replicas, to those applied and those to display.
+def update_pre(gradients):
+    gradients = [nan_to_zero(gradient) for gradient in gradients]
+    clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
+    return clipped, gradients
+
+
+# ---- Between the steps: plain Python on the host ----------------------------------------------
+
+
+# deferred: only looks on, so the engine need not leave the graph for it at every step.
+@deferred
+def print_step(step):
+    show_step(step)
+
+
+# report prints, writes scalar summaries for TensorBoard and a line to metrics.jsonl.
+def print_loss(step, loss):
+    report(step, loss=loss)
+
+
+# {N: function or list of functions}, after every N-th step.
+every_steps = {1: print_step, 10: print_loss}
+
+# {N: function or list of functions}, once after step N, also across a resume. For example
+# {300: halve} with: def halve(lr): lr.assign(lr * 0.5)
+at_step = {}
+
+
+# ---- Evaluation -------------------------------------------------------------------------------
+
+
+def create_metrics():
+    return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
+
+
+# What each metric's update_state is called with.
+def metric_pre(output, batch):
+    _, target = batch
+    return target, output
+
+
+# The loss that the evaluation reports.
+def eval_pre(loss, train_model):
+    return loss, sum(getattr(train_model, "losses", []))
