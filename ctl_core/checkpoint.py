@@ -17,26 +17,20 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, one_line
-from ctl_core.state import State, freeze_flags, set_freeze_flags
+from ctl_core.freezing import freeze_flags, set_freeze_flags
+
+if TYPE_CHECKING:
+    from ctl_core.state import State
 
 # What reading a file that is cut short, altered or gone raises.
-_DAMAGED = (
-    tf.errors.DataLossError,
-    tf.errors.NotFoundError,
-    tf.errors.OutOfRangeError,
-    tf.errors.InvalidArgumentError,
-    tf.errors.FailedPreconditionError,
-    tf.errors.InternalError,
-    tf.errors.UnimplementedError,
-    tf.errors.UnknownError,
-)
+_UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 _LARGE_INPUT = 64 * 2**20
 _KEY_END = "/.ATTRIBUTES/"
 
@@ -248,10 +242,10 @@ class Checkpoints:
             saved = with_input and record.input_saved and self._same_input(record)
             status = self._engine_part(with_input=saved).read(engine_part)
             status.expect_partial()
-            if with_input and not saved:
-                self._fast_forward(record)
-        except _DAMAGED as error:
-            return self._skip(step, one_line(error.message, 160))
+        except _UNREADABLE as error:
+            return self._skip(step, one_line(error, 160))
+        if with_input and not saved:
+            self._fast_forward(record)
         set_freeze_flags(self.state.train_model, record.frozen)
         self.examples = record.examples
         self.done = set(record.done)
@@ -321,6 +315,25 @@ class Checkpoints:
             f"{record.examples} examples, since {why}."
         )
         self.state.data.skip(elements)
+
+
+def repair_list(folder: Path) -> None:
+    """Makes the manager's own list of checkpoints anew if it is damaged or gone.
+
+    A CheckpointManager refuses to start with a damaged list, and would never delete what a
+    missing one does not name.
+    """
+    try:
+        listed = tf.train.get_checkpoint_state(str(folder)) is not None
+    except ValueError:  # empty, or no text any more
+        listed = False
+    steps = sorted(int(path.stem.split("-")[1]) for path in folder.glob("engine/ckpt-*.json"))
+    if listed or not (steps or (folder / "checkpoint").exists()):
+        return
+    (folder / "checkpoint").unlink(missing_ok=True)
+    if steps:
+        paths = [str(folder / f"ckpt-{step}") for step in steps]
+        tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
 
 
 def _seeds(model: Any) -> list[Any]:

@@ -21,10 +21,11 @@ from ctl_core.config import Config
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, one_line
 from ctl_core.evaluation import evaluate
+from ctl_core.freezing import freeze_flags
 from ctl_core.hooks import OBSERVED, Hook, Hooks
 from ctl_core.inputs import EMPTY
 from ctl_core.runs import Run
-from ctl_core.state import State, create_state, freeze_flags
+from ctl_core.state import State, create_state
 from ctl_core.step import train_step
 
 # Ops that draw from a state which no checkpoint can hold.

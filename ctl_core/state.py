@@ -11,10 +11,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.checkpoint import repair_list
 from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import Evaluation, create_evaluation
+from ctl_core.freezing import trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
 from ctl_core.runs import Run
@@ -118,6 +120,7 @@ def _create(hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Stra
         for name, one in optimizers.items():
             _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
         evaluation = create_evaluation(parts, strategy, per_replica)
+        repair_list(run.ckpt)
         hook = hooks.create_ckpt
         ckpt, manager = expect(
             hook(
@@ -224,44 +227,3 @@ def _build_optimizer(optimizer: Any, variables: list[Any], candidates: list[Any]
         return
     known = {id(variable) for variable in variables}
     optimizer.build([*variables, *(v for v in candidates if id(v) not in known)])
-
-
-def layers_of(model: Any) -> list[keras.Layer]:
-    """Returns a Keras model and all its layers, parents first; of anything else, nothing.
-
-    ``_flatten_layers`` is not public, but Keras has no public way to nested layers.
-    tests/engine/test_freezing.py fails if Keras changes it.
-    """
-    return list(model._flatten_layers()) if isinstance(model, keras.Layer) else []
-
-
-def freeze_flags(model: Any) -> list[bool]:
-    """Returns what is trainable: a flag for each layer, then one for each variable."""
-    layers = layers_of(model)
-    variables = model.variables if layers else []
-    return [layer.trainable for layer in layers] + [bool(v.trainable) for v in variables]
-
-
-def set_freeze_flags(model: Any, flags: list[bool]) -> None:
-    """Puts ``freeze_flags`` back, unless the model has other layers now."""
-    layers = layers_of(model)
-    variables = model.variables if layers else []
-    if len(flags) != len(layers) + len(variables):
-        return
-    for layer, flag in zip(layers, flags, strict=False):  # parents first: setting one sets its own
-        if layer.trainable != flag:
-            layer.trainable = flag
-    for variable, flag in zip(variables, flags[len(layers) :], strict=True):
-        if bool(variable.trainable) != flag:
-            variable.trainable = flag
-
-
-def trainable_candidates(model: Any) -> list[Any]:
-    """Returns the variables that would be trainable if no layer were frozen."""
-    if not isinstance(model, keras.Layer):
-        return list(getattr(model, "trainable_variables", []))
-    flags = freeze_flags(model)
-    model.trainable = True
-    variables = list(model.trainable_variables)
-    set_freeze_flags(model, flags)
-    return variables

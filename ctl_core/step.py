@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.errors import CtlError, HookFailed, SetupError
@@ -67,8 +68,8 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule, tf.Module):
     def __float__(self) -> float:
         return float(self.value.numpy())
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.value.numpy().__array__(*args, **kwargs)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.value.numpy(), dtype=dtype)
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)

@@ -1,0 +1,136 @@
+"""Every part of training as a hook, with its default: the file to edit.
+
+Write the three required hooks, create_dataset, create_model and create_loss. A hook names only
+the arguments it uses, in any order. All hooks, and what each may name:
+`python -m ctl_core hooks`. One that you delete means its default.
+"""
+
+import keras
+import tensorflow as tf
+
+from ctl_core import deferred, nan_to_zero, report, show_step, trackable
+
+# ---- Data -------------------------------------------------------------------------------------
+
+
+# Required: one pass over the training data, batched; the engine repeats it. A pass ends with its
+# last full global batch. To resume exactly, random numbers in the pipeline must be
+# tf.random.stateless_*: ctl_core.data.with_seeds gives each example a seed. For data in memory,
+# ctl_core.data.index_shuffle shuffles without adding a buffer of examples to every checkpoint.
+#
+# def create_dataset(per_replica_batch_size):
+#     dataset = tf.data.Dataset.from_tensor_slices((inputs, targets)).shuffle(1000)
+#     return dataset.batch(per_replica_batch_size, drop_remainder=True)
+
+
+# The last change to the repeated dataset, before its elements are dealt out to the replicas.
+def make_batches(dataset):
+    return dataset
+
+
+# One pass over the evaluation data. Without this hook there is no evaluation.
+#
+# def create_eval_dataset(per_replica_batch_size):
+#     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(per_replica_batch_size)
+
+
+# ---- Model, loss, optimizer -------------------------------------------------------------------
+
+
+# Required: the model, a callable: output = train_model(inputs). A Keras model or a tf.Module.
+#
+# def create_model():
+#     return keras.Sequential([keras.layers.Dense(64, activation="relu"), keras.layers.Dense(1)])
+
+
+# Required: the loss, a callable: loss = train_loss(loss_input). It gives one number per example,
+# or their sum; the engine divides by the global batch size.
+#
+# def create_loss():
+#     def train_loss(loss_input):
+#         output, target = loss_input
+#         return tf.reduce_sum((output - target) ** 2, axis=1)
+#
+#     return train_loss
+
+
+# lr is an object: create_opt, summaries and arithmetic take it as it is, lr.assign(x) changes it.
+def create_opt(lr):
+    return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
+
+
+def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
+    ckpt = tf.train.Checkpoint(
+        **trackable(
+            step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
+        )
+    )
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
+
+
+# ---- The step: traced into the graph, once per replica ----------------------------------------
+
+
+# What the model is called with.
+def input_pre(batch):
+    inputs, _ = batch
+    return inputs
+
+
+# What train_loss is called with.
+def loss_pre(output, batch):
+    _, target = batch
+    return output, target
+
+
+# The loss summed over the batch, terms that do not depend on the batch, and what to train.
+def grad_pre(loss, train_model):
+    return loss, sum(getattr(train_model, "losses", [])), train_model.trainable_variables
+
+
+# From the gradients, summed over all replicas, to those applied and those to display.
+def update_pre(gradients):
+    gradients = [nan_to_zero(gradient) for gradient in gradients]
+    clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
+    return clipped, gradients
+
+
+# ---- Between the steps: plain Python on the host ----------------------------------------------
+
+
+# deferred: only looks on, so the engine need not leave the graph for it at every step.
+@deferred
+def print_step(step):
+    show_step(step)
+
+
+# report prints, writes scalar summaries for TensorBoard and a line to metrics.jsonl.
+def print_loss(step, loss):
+    report(step, loss=loss)
+
+
+# {N: function or list of functions}, after every N-th step.
+every_steps = {1: print_step, 10: print_loss}
+
+# {N: function or list of functions}, once after step N, also across a resume. For example
+# {300: halve} with: def halve(lr): lr.assign(lr * 0.5)
+at_step = {}
+
+
+# ---- Evaluation -------------------------------------------------------------------------------
+
+
+# Keras metrics by name, such as {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.
+def create_metrics():
+    return {}
+
+
+# What each metric's update_state is called with.
+def metric_pre(output, batch):
+    _, target = batch
+    return target, output
+
+
+# The loss that the evaluation reports.
+def eval_pre(loss, train_model):
+    return loss, sum(getattr(train_model, "losses", []))

@@ -1,0 +1,182 @@
+"""Checkpoints: what is kept, hooks that save, damage, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights, small_model
+
+
+def numbers(folder: Path, pattern: str) -> list[int]:
+    return sorted(int(path.name.split("-")[1].split(".")[0]) for path in folder.glob(pattern))
+
+
+def test_parts_share_their_number_and_go_together(train: Train) -> None:
+    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
+        ckpt = tf.train.Checkpoint(train_model=train_model)
+        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
+
+    state = train(make_hooks(create_ckpt=create_ckpt), steps=20, ckpt_every=4)
+    folder = state.run_dir / "ckpt"
+    for pattern in ("ckpt-*.index", "engine/ckpt-*.index", "engine/ckpt-*.json"):
+        assert numbers(folder, pattern) == [12, 16, 20]
+
+
+def test_a_create_ckpt_of_ones_own_loses_nothing_of_the_engines(train: Train) -> None:
+    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
+        ckpt = tf.train.Checkpoint(train_model=train_model)  # no step, no lr, no optimizer
+        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
+
+    hooks = make_hooks(
+        create_ckpt=create_ckpt,
+        create_opt=lambda lr: keras.optimizers.SGD(lr),  # has no state that could be lost
+        at_step={3: lambda lr: lr.assign(0.005)},
+    )
+    whole = train(hooks, steps=12, run_name="whole")
+    train(hooks, steps=5, run_name="parts")
+    parts = train(hooks, steps=12, run_name="parts")
+    assert parts.step == 12 and float(parts.lr) == pytest.approx(0.005)
+    for one, other in zip(
+        whole.train_model.get_weights(), parts.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_manager_save_in_a_hook_holds_what_later_hooks_of_the_step_do(train: Train) -> None:
+    paths: list[str] = []
+    hooks = make_hooks(
+        every_steps={5: lambda manager: paths.append(manager.save())},
+        at_step={10: lambda lr: lr.assign(0.125)},
+    )
+    state = train(hooks, steps=10, ckpt_every=0)
+    folder = state.run_dir / "ckpt"
+    assert [Path(path).name for path in paths] == ["ckpt-5", "ckpt-10"]
+    assert numbers(folder, "engine/ckpt-*.json") == [5, 10]
+    reader = tf.train.load_checkpoint(paths[1])
+    assert reader.get_tensor("lr/value/.ATTRIBUTES/VARIABLE_VALUE") == 0.125
+
+
+def damage_nothing(path: Path) -> None: ...
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+PARTS = [
+    "ckpt-10.index",
+    "ckpt-10.data-00000-of-00001",
+    "engine/ckpt-10.index",
+    "engine/ckpt-10.data-00000-of-00001",
+    "engine/ckpt-10.json",
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("damage", [cut_short, empty, flip, Path.unlink])
+def test_a_damaged_newest_checkpoint_falls_back(
+    train: Train, capsys: pytest.CaptureFixture[str], part: str, damage: Any
+) -> None:
+    seen: list[int] = []
+    hooks = make_hooks(every_steps={1: lambda step, loss: seen.append(step)})
+    whole = train(hooks, steps=10, ckpt_every=5)
+    damage(whole.run_dir / "ckpt" / part)
+    seen.clear()
+    capsys.readouterr()
+    state = train(hooks, steps=10, ckpt_every=5)
+    output = capsys.readouterr().out
+    assert seen == [6, 7, 8, 9, 10], output
+    assert "10" in output and ("damaged" in output or "no record" in output)
+    for one, other in zip(
+        whole.train_model.get_weights(), state.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("damage", [cut_short, empty, flip, Path.unlink])
+def test_the_managers_own_list_is_not_needed(train: Train, damage: Any) -> None:
+    state = train(make_hooks(), steps=10, ckpt_every=5)
+    damage(state.run_dir / "ckpt" / "checkpoint")
+    seen: list[int] = []
+    train(make_hooks(every_steps={1: lambda step, loss: seen.append(step)}), steps=12)
+    assert seen == [11, 12]
+
+
+def test_no_whole_checkpoint_stops_instead_of_starting_over(train: Train) -> None:
+    state = train(make_hooks(), steps=10, ckpt_every=5)
+    for path in (state.run_dir / "ckpt").glob("ckpt-*.data*"):
+        cut_short(path)
+    with pytest.raises(ctl_core.SetupError, match="none of them is whole"):
+        train(make_hooks(), steps=10)
+
+
+def test_half_written_files_are_cleared_away(train: Train) -> None:
+    state = train(make_hooks(), steps=5)
+    folder = state.run_dir / "ckpt"
+    (folder / "ckpt-9_temp").mkdir()
+    (folder / "engine" / "ckpt-9.tmp").write_text("{")
+    (folder / "engine" / "ckpt-9.index").write_text("")  # of a save that never came to its record
+    train(make_hooks(), steps=7)
+    assert not list(folder.rglob("*_temp")) and not list(folder.rglob("*.tmp"))
+    assert numbers(folder, "engine/ckpt-*") == sorted([5, 7] * 3)
+
+
+def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Train) -> None:
+    train(make_hooks(), steps=2)
+
+    def wider() -> keras.Model:
+        return set_weights(
+            keras.Sequential(
+                [
+                    keras.Input((FEATURES,)),
+                    keras.layers.Dense(9, name="hidden"),
+                    keras.layers.Dense(1, name="out"),
+                ]
+            )
+        )
+
+    with pytest.raises(ctl_core.SetupError, match=r"hidden/kernel has shape \[5, 9\].*\[5, 8\]"):
+        train(make_hooks(create_model=wider), steps=4)
+
+    def deeper() -> keras.Model:
+        model = small_model()
+        return keras.Sequential([keras.Input((FEATURES,)), *model.layers, keras.layers.Dense(1)])
+
+    with pytest.raises(ctl_core.SetupError, match=r"dense[^ ]*/kernel is new"):
+        train(make_hooks(create_model=deeper), steps=4)
+    with pytest.raises(ctl_core.SetupError, match="is gone"):
+        train(make_hooks(create_opt=lambda lr: keras.optimizers.SGD(lr)), steps=4)
+
+
+def test_a_large_input_position_is_pointed_out_once(
+    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctl_core.checkpoint._LARGE_INPUT", 100)
+    train(make_hooks(), steps=4, ckpt_every=2)
+    assert capsys.readouterr().out.count("index_shuffle") == 1
+
+
+def test_the_record_tells_what_a_resume_needs(train: Train) -> None:
+    hooks = make_hooks(at_step={2: lambda: None, 9: lambda: None})
+    state = train(hooks, steps=4, virtual_devices=2)
+    record = json.loads((state.run_dir / "ckpt" / "engine" / "ckpt-4.json").read_text())
+    assert (record["step"], record["examples"], record["replicas"]) == (4, 64, 2)
+    assert record["done"] == [2] and record["input_saved"]

@@ -1,0 +1,127 @@
+"""evaluate, predict and export on a trained run, through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core.__main__ import main
+from tests.engine.conftest import regression_data, small_model
+
+CALLBACKS = """
+import keras
+import tensorflow as tf
+from tests.engine.conftest import regression_data, sliced, small_model, squared_error
+
+create_model = small_model
+create_dataset = sliced(regression_data())
+every_steps = {}
+
+
+def create_loss():
+    return squared_error
+
+
+def create_eval_dataset(per_replica_batch_size):
+    inputs, target = regression_data()
+    return tf.data.Dataset.from_tensor_slices((inputs[:37], target[:37])).batch(
+        per_replica_batch_size)
+
+
+def create_metrics():
+    return {"error": keras.metrics.MeanAbsoluteError()}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    (tmp_path / "config.yaml").write_text("steps: 6\nbatch_size: 16\nckpt_every: 3\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--run-name", "first"]) == 0
+    return tmp_path
+
+
+def weights_at(project: Path, step: int) -> list[np.ndarray]:
+    model = small_model()
+    ckpt = tf.train.Checkpoint(train_model=model)
+    ckpt.read(str(project / f"runs/first/ckpt/ckpt-{step}")).expect_partial()
+    return model.get_weights()  # type: ignore[no-any-return]
+
+
+def test_evaluate_the_newest_and_an_earlier_checkpoint(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs, target = (part[:37] for part in regression_data())
+    for flags, step in (([], 6), (["--checkpoint", "3"], 3)):
+        capsys.readouterr()
+        assert main(["evaluate", *flags]) == 0
+        output = capsys.readouterr().out
+        model = small_model()
+        model.set_weights(weights_at(project, step))
+        error = abs(model(inputs).numpy() - target).mean()
+        assert f"step {step}" in output and f"error {error:.4g}" in output
+    assert main(["evaluate", "--checkpoint", "4"]) == 2
+    assert "there: 6, 3" in capsys.readouterr().err
+
+
+def test_predict_from_the_evaluation_data_and_from_a_file(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs = regression_data()[0]
+    model = small_model()
+    model.set_weights(weights_at(project, 6))
+    assert main(["predict"]) == 0
+    with np.load(project / "runs/first/predictions.npz") as file:
+        np.testing.assert_allclose(file["output"], model(inputs[:37]), rtol=1e-5, atol=1e-6)
+    np.save("new.npy", inputs[50:71])
+    assert main(["predict", "--input", "new.npy", "--output", "out.npz"]) == 0
+    with np.load("out.npz") as file:
+        np.testing.assert_allclose(file["output"], model(inputs[50:71]), rtol=1e-5, atol=1e-6)
+    np.save("wrong.npy", inputs[:, :3])
+    capsys.readouterr()
+    for flags, words in (
+        (["--input", "wrong.npy"], "the model takes [None, 5]"),
+        (["--input", "nowhere.npy"], "nowhere.npy cannot be read"),
+        (["--output", "x.csv"], "expected the name of a .npz file"),
+    ):
+        assert main(["predict", *flags]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+
+
+def test_export_serves_without_the_engine(project: Path) -> None:
+    for _ in range(2):  # an earlier export is replaced
+        assert main(["export"]) == 0
+    served = tf.saved_model.load(str(project / "runs/first/export"))
+    inputs = regression_data()[0]
+    model = small_model()
+    model.set_weights(weights_at(project, 6))
+    for count in (1, 7):
+        np.testing.assert_allclose(
+            served.serve(inputs[:count]), model(inputs[:count]), rtol=1e-5, atol=1e-6
+        )
+    assert not (project / "runs/first/export.tmp").exists()
+
+
+def test_the_runs_own_settings_are_used_and_left_as_they_are(project: Path) -> None:
+    config = (project / "runs/first/config.yaml").read_text()
+    metrics = (project / "runs/first/metrics.jsonl").read_text()
+    (project / "config.yaml").write_text("steps: 6\nbatch_size: 7\n")
+    assert main(["evaluate", "--run-name", "first"]) == 0
+    assert (project / "runs/first/config.yaml").read_text() == config
+    assert (project / "runs/first/metrics.jsonl").read_text() == metrics
+    assert json.loads(metrics.splitlines()[-1])["split"] == "eval"
+
+
+def test_asking_for_a_run_that_is_not_there(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("evaluate", "predict", "export"):
+        assert main([command, "--run-name", "frist"]) == 2
+        assert "did you mean 'first'?" in capsys.readouterr().err
+    assert not (project / "runs/frist").exists()

@@ -1,0 +1,124 @@
+"""Evaluation: each example exactly once, against NumPy, whatever the remainder and replicas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core.evaluation import evaluate
+from tests.engine.conftest import (
+    FEATURES,
+    Train,
+    make_hooks,
+    regression_data,
+    set_weights,
+    small_model,
+)
+
+BATCH = 16
+
+
+def eval_hooks(size: int, **hooks: Any) -> Any:
+    inputs, target = (part[:size] for part in regression_data())
+
+    def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((inputs, target)).batch(per_replica_batch_size)
+
+    return make_hooks(
+        create_eval_dataset=create_eval_dataset,
+        create_metrics=lambda: {
+            "error": keras.metrics.MeanAbsoluteError(),
+            "seen": keras.metrics.Sum(),
+        },
+        metric_pre=lambda output, batch: {
+            "error": (batch[1], output),
+            "seen": tf.ones(tf.shape(output)[0]),
+        },
+        **hooks,
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 7, BATCH - 1, BATCH, BATCH + 1, 100])
+def test_equals_numpy(train: Train, size: int, replicas: int) -> None:
+    state = train(eval_hooks(size), steps=0, virtual_devices=replicas)
+    inputs, target = (part[:size] for part in regression_data())
+    output = small_model()(inputs).numpy()
+    assert state.metrics["seen"] == size
+    np.testing.assert_allclose(state.metrics["loss"], ((output - target) ** 2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(state.metrics["error"], abs(output - target).mean(), rtol=1e-5)
+
+
+def test_evaluation_leaves_training_alone_and_runs_when_due(train: Train) -> None:
+    def create_model() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                keras.layers.Dense(8),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5, seed=1),
+                keras.layers.Dense(1),
+            ]
+        )
+        set_weights(model.layers[0], 1)
+        set_weights(model.layers[3], 2)
+        return model
+
+    with_evaluation = eval_hooks(23, create_model=create_model)
+    state = train(with_evaluation, steps=10, eval_every=3, run_name="with")
+    lines = (state.run_dir / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == [3, 6, 9, 10]
+    without = train(make_hooks(create_model=create_model), steps=10, run_name="without")
+    for one, other in zip(
+        state.train_model.get_weights(), without.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_graph_is_traced_once_over_many_evaluations(train: Train) -> None:
+    state = train(eval_hooks(23), steps=6, eval_every=1)
+    assert state.evaluation is not None
+    assert state.evaluation.run_steps.experimental_get_tracing_count() == 1  # type: ignore[attr-defined]
+
+
+def test_eval_pre_and_regularisation(train: Train) -> None:
+    regular = keras.regularizers.L2(0.1)
+
+    def create_model() -> keras.Model:
+        layer = keras.layers.Dense(1, kernel_regularizer=regular)
+        return set_weights(keras.Sequential([keras.Input((FEATURES,)), layer]))
+
+    model = create_model()
+    inputs, target = (part[:23] for part in regression_data())
+    plain = ((model(inputs).numpy() - target) ** 2).mean()
+    penalty = 0.1 * (model.get_weights()[0] ** 2).sum()
+    with_penalty = train(eval_hooks(23, create_model=create_model), steps=0, virtual_devices=2)
+    np.testing.assert_allclose(with_penalty.metrics["loss"], plain + penalty, rtol=1e-5)
+    hooks = eval_hooks(23, create_model=create_model, eval_pre=lambda loss: (3 * loss, 0.0))
+    tripled = train(hooks, steps=0, run_name="tripled")
+    np.testing.assert_allclose(tripled.metrics["loss"], 3 * plain, rtol=1e-5)
+
+
+def test_default_metric_pre_passes_target_and_output(train: Train) -> None:
+    hooks = eval_hooks(23, create_model=small_model)
+    del hooks.metric_pre
+    hooks.create_metrics = lambda: {"error": keras.metrics.MeanAbsoluteError()}
+    state = train(hooks, steps=0)
+    inputs, target = (part[:23] for part in regression_data())
+    error = abs(small_model()(inputs).numpy() - target).mean()
+    np.testing.assert_allclose(state.metrics["error"], error, rtol=1e-5)
+
+
+def test_a_signal_ends_an_evaluation_early(train: Train) -> None:
+    state = train(eval_hooks(100), steps=0)
+    assert state.evaluation is not None
+    state.evaluation.dataset = state.evaluation.dataset.repeat(50)
+    assert evaluate(state.evaluation, stopped=lambda: True) is None
+    values = evaluate(state.evaluation, stopped=lambda: False)
+    assert values is not None and values["seen"] == 5000

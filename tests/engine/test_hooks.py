@@ -1,0 +1,363 @@
+"""Each hook: overriding it changes what it should and only that; leaving it out, the default."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core import hooks as engine_hooks
+from tests.engine.conftest import (
+    EXAMPLES,
+    FEATURES,
+    Train,
+    make_hooks,
+    regression_data,
+    set_weights,
+    sliced,
+    small_model,
+    squared_error,
+)
+
+BATCH = 16
+
+
+def sgd(lr: Any) -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(lr)
+
+
+def one_step(
+    weights: Any = None,
+    scale: float = 1.0,
+    extra: Any = None,
+    batch: Any = None,
+    rate: float = 0.01,
+    variables: slice = slice(None),
+) -> list[np.ndarray]:
+    """The weights of ``small_model`` after one step of SGD by hand."""
+    model = small_model()
+    x, y = batch or tuple(part[:BATCH] for part in regression_data())
+    with tf.GradientTape() as tape:
+        loss = scale * tf.reduce_sum(squared_error((model(x), y))) / BATCH
+        loss += extra(model) if extra else 0.0
+    chosen = model.trainable_variables[variables]
+    gradients = tf.clip_by_global_norm(tape.gradient(loss, chosen), 10.0)[0]
+    for variable, gradient in zip(chosen, gradients, strict=True):
+        variable.assign_sub(rate * gradient)
+    return model.get_weights()
+
+
+def assert_weights(state: ctl_core.State, expected: list[np.ndarray]) -> None:
+    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(weight, reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(params=[1, 2])
+def step(request: pytest.FixtureRequest, train: Train) -> Any:
+    """Returns ``step(**hooks)``: one step of SGD with the hooks, on one and on two replicas."""
+
+    def run(**hooks: Any) -> ctl_core.State:
+        chosen = make_hooks(**{"create_opt": sgd, **hooks})
+        return train(chosen, steps=1, virtual_devices=request.param)
+
+    return run
+
+
+def test_defaults(step: Any) -> None:
+    assert_weights(step(), one_step())
+
+
+def test_create_dataset(step: Any) -> None:
+    inputs, target = regression_data()
+    state = step(create_dataset=sliced((inputs[32:], target[32:])))
+    assert_weights(state, one_step(batch=(inputs[32:48], target[32:48])))
+
+
+def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -> None:
+    sizes: list[int] = []
+    seen: list[np.ndarray] = []
+
+    def make_batches(dataset: Any, per_replica_batch_size: int) -> Any:
+        sizes.append(per_replica_batch_size)
+        return dataset.batch(per_replica_batch_size)
+
+    hooks = make_hooks(
+        create_dataset=lambda: tf.data.Dataset.from_tensor_slices(regression_data()),
+        make_batches=make_batches,
+        every_steps={1: lambda batch: seen.append(batch[0].numpy())},
+    )
+    train(hooks, steps=7, virtual_devices=2)
+    assert set(sizes) == {BATCH // 2}
+    # No example is left out: the seventh batch runs over the end of the pass.
+    inputs = regression_data()[0]
+    np.testing.assert_array_equal(np.concatenate(seen), np.concatenate([inputs, inputs])[: 7 * 16])
+
+
+def test_create_model(step: Any) -> None:
+    def create_model() -> keras.Model:
+        model = small_model()
+        model.layers[0].trainable = False
+        return model
+
+    assert_weights(step(create_model=create_model), one_step(variables=slice(2, 4)))
+
+
+def test_a_tf_module_is_a_model_too(train: Train) -> None:
+    class Linear(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = tf.Variable(tf.ones([FEATURES, 1]), name="weight")
+
+        def __call__(self, inputs: Any, training: bool) -> Any:
+            assert training is True
+            return inputs @ self.weight
+
+    x, y = (part[:BATCH] for part in regression_data())
+    gradient = 2 * x.T @ (x @ np.ones([FEATURES, 1]) - y) / BATCH
+    state = train(make_hooks(create_model=Linear, create_opt=sgd), steps=1, virtual_devices=2)
+    norm = np.sqrt((gradient**2).sum())
+    expected = 1 - 0.01 * gradient * min(1, 10 / norm)
+    np.testing.assert_allclose(state.train_model.weight.numpy(), expected, rtol=1e-5)
+
+
+def test_an_unbuilt_model_with_training_and_several_calls_is_built_under_the_scope(
+    train: Train,
+) -> None:
+    class Subclassed(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.drop = keras.layers.Dense(4), keras.layers.Dropout(0.5)
+            self.out = keras.layers.Dense(1)
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            return self.out(self.drop(self.hidden(inputs), training=training))
+
+    state = train(make_hooks(create_model=Subclassed), steps=3, virtual_devices=2)
+    assert [tuple(w.shape) for w in state.train_model.weights] == [(5, 4), (4,), (4, 1), (1,)]
+
+
+def test_create_loss_as_a_sum_and_as_a_keras_loss(step: Any) -> None:
+    for reduction in ("sum", "none"):
+        loss = keras.losses.MeanSquaredError(reduction=reduction)  # one target each: no mean
+        state = step(create_loss=lambda loss=loss: lambda pair: loss(pair[1], pair[0]))
+        assert_weights(state, one_step())
+    state = step(create_loss=lambda: lambda pair: tf.reduce_sum(squared_error(pair)))
+    assert_weights(state, one_step())
+
+
+def test_create_opt(step: Any) -> None:
+    state = step(create_opt=lambda lr: keras.optimizers.SGD(0.5))
+    assert_weights(state, one_step(rate=0.5))
+
+
+def test_create_opt_default(train: Train) -> None:
+    optimizer = train(make_hooks(), steps=1).optimizer
+    assert isinstance(optimizer, keras.optimizers.Nadam) and optimizer.epsilon == 0.001
+    assert float(optimizer.learning_rate) == pytest.approx(0.01)
+
+
+def test_create_ckpt_default_keeps_fifty_and_all_five(train: Train) -> None:
+    state = train(make_hooks(), steps=1)
+    assert state.manager._max_to_keep == 50
+    present = tf.train.Checkpoint(
+        step=state.step_variable, lr=state.lr, optimizer=state.optimizer, model=state.train_model
+    )
+    shapes = tf.train.load_checkpoint(present.write(str(state.run_dir / "present")))
+    saved = tf.train.load_checkpoint(state.manager.latest_checkpoint)
+    sizes = [sorted(reader.get_variable_to_shape_map().values()) for reader in (saved, shapes)]
+    assert sizes[0] == sorted([*sizes[1], []])  # and the manager's save_counter
+
+
+def test_input_pre(step: Any) -> None:
+    x, y = (part[:BATCH] for part in regression_data())
+    state = step(input_pre=lambda batch: 2.0 * batch[0])
+    assert_weights(state, one_step(batch=(2.0 * x, y)))
+
+
+def test_loss_pre(step: Any) -> None:
+    x, y = (part[:BATCH] for part in regression_data())
+    state = step(loss_pre=lambda output, batch: (output, batch[1] + 1.0))
+    assert_weights(state, one_step(batch=(x, y + 1.0)))
+
+
+def test_grad_pre_scales_the_batch_loss_by_the_batch_and_the_extra_loss_not(step: Any) -> None:
+    def grad_pre(loss: Any, train_model: Any) -> Any:
+        kernel = train_model.layers[0].kernel
+        return 3.0 * loss, tf.reduce_sum(kernel**2), train_model.trainable_variables[:2]
+
+    def extra(model: Any) -> Any:
+        return tf.reduce_sum(model.layers[0].kernel ** 2)
+
+    expected = one_step(scale=3.0, extra=extra, variables=slice(0, 2))
+    assert_weights(step(grad_pre=grad_pre), expected)
+
+
+def test_update_pre_sees_the_summed_gradients_and_the_summed_loss(step: Any) -> None:
+    seen: list[Any] = []
+
+    def update_pre(gradients: Any, loss: Any) -> Any:
+        return [tf.sign(g) * loss for g in gradients], ["shown"]
+
+    state = step(
+        update_pre=update_pre,
+        every_steps={1: lambda loss, gradients, update_gradients: seen.append(
+            (loss, gradients, update_gradients))},
+    )  # fmt: skip
+    model = small_model()
+    x, y = (part[:BATCH] for part in regression_data())
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(squared_error((model(x), y))) / BATCH
+    for gradient, reference in zip(
+        seen[0][1], tape.gradient(loss, model.trainable_variables), strict=True
+    ):
+        np.testing.assert_allclose(gradient, reference, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(seen[0][0], loss, rtol=1e-6)
+    for before, after, gradient in zip(
+        model.get_weights(), state.train_model.get_weights(), seen[0][1], strict=True
+    ):
+        np.testing.assert_allclose(
+            after, before - 0.01 * np.sign(gradient) * float(loss), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_every_steps_default_prints_step_and_loss(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = make_hooks()
+    del hooks.every_steps
+    state = train(hooks, steps=20)
+    output = capsys.readouterr().out
+    assert "step 10/20  loss " in output and "step 20/20  loss " in output
+    lines = (state.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and '"step": 10, "split": "train", "loss": ' in lines[0]
+
+
+def test_every_hook_may_name_config_and_hparams(train: Train) -> None:
+    seen: list[float] = []
+    hooks = make_hooks(
+        create_opt=lambda lr, hparams: keras.optimizers.SGD(hparams["rate"]),
+        update_pre=lambda gradients, config: (
+            [g * 0.0 + config.seed for g in gradients],
+            gradients,
+        ),
+        every_steps={1: lambda config, hparams: seen.append(hparams["rate"] * config.seed)},
+    )
+    state = train(hooks, steps=1, seed=3, hparams={"rate": 0.5})
+    assert_weights(state, [w - 1.5 for w in small_model().get_weights()])
+    assert seen == [1.5]
+
+
+def test_autograph_converts_hooks(step: Any) -> None:
+    state = step(input_pre=double_if_positive)
+    x, y = (part[:BATCH] for part in regression_data())
+    assert_weights(state, one_step(batch=(x, y)))
+
+
+def double_if_positive(batch: Any) -> Any:
+    inputs = batch[0]
+    if tf.reduce_sum(tf.abs(inputs)) < 0.0:
+        inputs = inputs * 2.0
+    return inputs
+
+
+def test_data_of_unknown_length(train: Train) -> None:
+    """A filter hides the length of the data: the passes still have the same steps."""
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices(regression_data())
+        return data.filter(lambda x, y: True).batch(per_replica_batch_size)
+
+    hooks = make_hooks(create_dataset=create_dataset, create_opt=sgd)
+    known = make_hooks(create_opt=sgd)
+    reference = train(known, steps=13, run_name="known").train_model.get_weights()
+    for replicas in (1, 2, 4):
+        state = train(hooks, steps=13, virtual_devices=replicas, run_name=f"of-{replicas}")
+        for weight, expected in zip(state.train_model.get_weights(), reference, strict=True):
+            np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
+    assert EXAMPLES % BATCH, "there has to be a remainder"
+
+
+def test_random_ops_that_cannot_be_resumed_are_pointed_out(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = make_hooks(input_pre=lambda batch: batch[0] + tf.random.normal(tf.shape(batch[0])))
+    train(hooks, steps=1)
+    assert "RandomStandardNormal" in capsys.readouterr().out
+
+
+def test_variables_without_gradient_are_pointed_out_once(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = make_hooks(
+        grad_pre=lambda loss, train_model: (
+            loss,
+            0.0,
+            [*train_model.trainable_variables, train_model.spare],
+        ),
+        create_model=model_with_spare,
+    )
+    train(hooks, steps=3, virtual_devices=2)
+    output = capsys.readouterr().out
+    assert output.count("warning: the loss does not depend on") == 1 and "spare" in output
+
+
+def model_with_spare() -> keras.Model:
+    model = small_model()
+    model.spare = keras.Variable(1.0, name="spare")
+    return model
+
+
+def test_the_learning_rate_is_an_object(train: Train) -> None:
+    lr = ctl_core.step.LearningRate(0.5)
+    assert float(lr) == 0.5 and f"{lr:.2f}" == "0.50" and np.asarray(lr) == np.float32(0.5)
+    np.testing.assert_allclose([lr * 2, 2 * lr, lr + 1, 1 - lr, lr / 2, 1 / lr, -lr, lr**2, lr - 1],
+                               [1.0, 1.0, 1.5, 0.5, 0.25, 2.0, -0.5, 0.25, -0.5])  # fmt: skip
+    assert tf.convert_to_tensor(lr).numpy() == tf.reduce_sum(lr).numpy() == np.float32(0.5)
+    lr.assign(lr * 0.5)
+    assert float(keras.optimizers.Nadam(learning_rate=lr).learning_rate) == 0.25
+
+
+def test_keras_still_reduces_where_we_switch_it_off() -> None:
+    """Fails if Keras renames what ``reduce_no_more`` replaces."""
+    assert "_all_reduce_sum_gradients" in inspect.getsource(
+        keras.optimizers.Optimizer._backend_update_step
+    )
+
+
+def test_the_stubs_show_the_defaults() -> None:
+    """Every hook of the table is in each stub, with exactly the engine's default."""
+    folder = Path(__file__).parents[2] / "templates" / "examples"
+    defaults = definitions(Path(engine_hooks.__file__))
+    required = {spec.name for spec in engine_hooks.TABLE if spec.required}
+    evaluation = {"create_eval_dataset", "create_metrics"}  # the examples choose these
+    for stub in ("digits.py", "blank.py"):
+        shown, text = definitions(folder / stub), (folder / stub).read_text()
+        for spec in engine_hooks.TABLE:
+            if stub == "digits.py" or spec.name not in required | {"create_eval_dataset"}:
+                assert spec.name in shown, f"{stub}: {spec.name}"
+            assert spec.name in text
+            own = required | (evaluation if stub == "digits.py" else {"create_eval_dataset"})
+            if spec.name not in own:
+                assert shown[spec.name] == defaults[spec.name], f"{stub}: {spec.name}"
+        for name in ("print_step", "print_loss"):
+            assert shown[name] == defaults[name]
+
+
+def definitions(path: Path) -> dict[str, str]:
+    """Returns the syntax tree of each top-level function, and of each value that is assigned."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = ast.dump(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = ast.dump(node.value)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            found[node.target.id] = ast.dump(node.value)
+    return found
