@@ -1,0 +1,39 @@
+# make demo   generate a project with defaults and train it on the CPU
+# make test   lint, then all tests
+# make lint   ruff, mypy, shellcheck
+#
+# Each makes the virtual environment it needs: build/demo-env for the demo, .venv for the others.
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_VENV ?= build/demo-env
+
+.PHONY: demo test lint
+
+demo: $(DEMO_VENV)/.made
+	rm -rf build/demo
+	"$(DEMO_VENV)/bin/cookiecutter" . --no-input --default-config --output-dir build/demo
+	VENV="$(DEMO_VENV)" build/demo/my_training/train.sh --run-name demo
+
+test: lint
+	"$(VENV)/bin/python" -m pytest
+
+lint: $(VENV)/.made
+	"$(VENV)/bin/ruff" check .
+	"$(VENV)/bin/ruff" format --check .
+	"$(VENV)/bin/mypy"
+	"$(VENV)/bin/shellcheck" .ci/run "{{cookiecutter.project_slug}}/train.sh"
+
+$(DEMO_VENV)/.made: | python
+	"$(PYTHON)" -m venv "$(DEMO_VENV)"
+	"$(DEMO_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check "cookiecutter>=2.6,<3"
+	touch $@
+
+$(VENV)/.made: pyproject.toml | python
+	test -x "$(VENV)/bin/python" || "$(PYTHON)" -m venv "$(VENV)"
+	"$(VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@
+
+.PHONY: python
+python:
+	@"$(PYTHON)" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "make: $(PYTHON) must be Python 3.10 or newer with the venv module; name another: make PYTHON=python3.12" >&2; exit 2; }

@@ -1,0 +1,162 @@
+"""Finishes the generated project: drops what the choices do not need, makes a git repository.
+
+cookiecutter renders this file and runs it inside the new project. cruft runs it too, and for
+``cruft update``, ``check`` and ``diff`` in scratch copies whose contents it compares: there must
+be no repository there, and there is nobody to talk to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# tojson leaves no newline and never three double quotes in a row, so the literal stays whole.
+CONTEXT: dict[str, Any] = json.loads(
+    r"""{{ {
+        "author": cookiecutter.author | string,
+        "example": cookiecutter.example,
+        "license": cookiecutter.license,
+        "repo_dir": cookiecutter._repo_dir | default("") | string,
+        "under_cruft": cookiecutter._repo_dir is not defined,
+    } | tojson }}"""
+)
+PROJECT = Path.cwd()
+
+
+def restore_engine() -> None:
+    """Puts the engine's real files in place where its symlink was lost.
+
+    In the template ctl_core is a symlink. A zip archive, and git on a system without symlinks,
+    turn it into a text file that holds the link's target.
+    """
+    engine = PROJECT / "ctl_core"
+    if not engine.is_dir():
+        # A relative folder counts from where cookiecutter was started.
+        template = Path(os.environ.get("PWD", "."), CONTEXT["repo_dir"])
+        source = template / "ctl_core"
+        if not CONTEXT["repo_dir"] or not source.is_dir():
+            sys.exit(
+                "ctl_core: the template's symlink to the engine was lost; "
+                "get the template with git, with symlinks enabled (git config core.symlinks true)."
+            )
+        engine.unlink(missing_ok=True)
+        shutil.copytree(source, engine)
+
+
+def remove_unneeded() -> None:
+    """Removes the files that the choices do not need, and compiled files of the template's."""
+    for folder in ("ctl_core", "tests"):
+        for cache in list((PROJECT / folder).rglob("__pycache__")):
+            shutil.rmtree(cache)
+    if CONTEXT["license"] == "none":
+        (PROJECT / "LICENSE").unlink(missing_ok=True)
+    if CONTEXT["example"] != "digits":
+        # Only what the template brought: generating over an existing project (cookiecutter -f)
+        # must not cost it its data.
+        data = PROJECT / "data"
+        for name in ("digits.npz", "README.md"):
+            (data / name).unlink(missing_ok=True)
+        if not any(data.iterdir()):
+            data.rmdir()
+
+
+def in_scratch_folder() -> bool:
+    """Tells whether the project lies in a folder that Python's tempfile made."""
+    root = Path(tempfile.gettempdir()).resolve()
+    return any(
+        parent.parent == root and re.fullmatch(r"tmp[a-z0-9_]{8}", parent.name)
+        for parent in PROJECT.resolve().parents
+    )
+
+
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs git in the project, without the variables by which a git hook names its repository."""
+    local = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+    return subprocess.run(
+        ["git", *arguments],
+        cwd=PROJECT,
+        env={name: value for name, value in os.environ.items() if name not in local},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=60,
+        check=False,
+    )
+
+
+def make_repository() -> str:
+    """Makes a git repository with a first commit; returns one line that says what came of it.
+
+    No failure of git is a failure of the project: a missing git, a hook of the user's own that
+    rejects the commit, a signature that cannot be made.
+    """
+    for folder in (PROJECT, *PROJECT.parents):
+        if (folder / ".git").exists():
+            return f"git: part of the repository in {folder}; nothing committed."
+    if not shutil.which("git"):
+        return "git: not installed; no repository made."
+    identity: list[str] = []
+    for name, stand_in in (
+        ("user.name", CONTEXT["author"].strip() or "cookiecutter"),
+        ("user.email", "you@example.com"),
+    ):
+        if not git("config", name).stdout.strip():
+            identity += ["-c", f"{name}={stand_in}"]
+    try:
+        for arguments in (
+            ["init", "--quiet"],
+            # git init --initial-branch needs git 2.28.
+            ["symbolic-ref", "HEAD", "refs/heads/main"],
+            ["add", "--all"],
+            [*identity, "commit", "--quiet", "--message", "Project from the template"],
+        ):
+            done = git(*arguments)
+            if done.returncode:
+                said = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+                return f"git: no first commit made ({said[-1].strip()}); make it yourself."
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"git: no first commit made ({error}); make it yourself."
+    if CONTEXT["under_cruft"]:
+        return "git: repository with a first commit made; add .cruft.json to it, cruft's own file."
+    return "git: repository with a first commit made."
+
+
+def next_commands() -> str:
+    """Returns the three commands that come next, relative to the shell's folder."""
+    folder = str(PROJECT)
+    if shell := os.environ.get("PWD"):
+        relative = os.path.relpath(PROJECT, shell)
+        folder = folder if relative.startswith(os.pardir) else relative
+    return "\n".join(
+        [
+            "Next:",
+            f"  cd {shlex.quote(folder)}",
+            "  ${EDITOR:-vi} callbacks.py",
+            "  ./train.sh",
+        ]
+    )
+
+
+def main() -> None:
+    """Runs the steps in order."""
+    restore_engine()
+    remove_unneeded()
+    # A zip archive does not keep the mode.
+    (PROJECT / "train.sh").chmod(0o755)
+    if CONTEXT["under_cruft"] and in_scratch_folder():
+        return
+    print(make_repository())
+    print(next_commands())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Bad answers are refused in one line with nothing left behind; odd but fine ones work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from cookiecutter.exceptions import FailedHookException
+from markdown_it import MarkdownIt
+
+from .conftest import ROOT, Render, Run
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+NO_NAME = "is no lower-case Python name"
+IN_USE = "is the name of a module or package in use"
+BRACES = "which cookiecutter takes for template code"
+# cookiecutter renders answers that come from outside; this one arrives as two braces.
+TWO_BRACES = "{{ '{' * 2 }}"
+REFUSED = [
+    ("project_slug", "Shouting", NO_NAME, "'shouting'"),
+    ("project_slug", "two words", NO_NAME, "'two_words'"),
+    ("project_slug", "dashed-name", NO_NAME, "'dashed_name'"),
+    ("project_slug", "3d", NO_NAME, "'project_3d'"),
+    ("project_slug", "_hidden", NO_NAME, "'hidden'"),
+    ("project_slug", "trailing_", NO_NAME, "'trailing'"),
+    ("project_slug", "größe", NO_NAME, "'gr_e'"),
+    ("project_slug", "", NO_NAME, "'project'"),
+    ("project_slug", ".", NO_NAME, "'project'"),
+    ("project_slug", "..", NO_NAME, "'project'"),
+    ("project_slug", "a/b", NO_NAME, "'a_b'"),
+    ("project_slug", "../a", NO_NAME, "'a'"),
+    ("project_slug", "/absolute/a", NO_NAME, "'absolute_a'"),
+    ("project_slug", "a\\b", NO_NAME, "'a_b'"),
+    ("project_slug", "a\nb", NO_NAME, "'a_b'"),
+    ("project_slug", "a\0b", NO_NAME, "'a_b'"),
+    ("project_slug", 'a"b', NO_NAME, "'a_b'"),
+    ("project_slug", "x" * 300, NO_NAME, "'xxx"),
+    ("project_slug", "Class", NO_NAME, "'my_class'"),
+    ("project_slug", "import", "is a Python keyword", "'my_import'"),
+    ("project_slug", "json", IN_USE, "'my_json'"),
+    ("project_slug", "test", IN_USE, "'my_test'"),
+    ("project_slug", "tests", IN_USE, "'my_tests'"),
+    ("project_slug", "tensorflow", IN_USE, "'my_tensorflow'"),
+    ("project_slug", "tensorflow_cpu", IN_USE, "'my_tensorflow_cpu'"),
+    ("project_slug", "keras", IN_USE, "'my_keras'"),
+    ("project_slug", "ctl_core", IN_USE, "'my_ctl_core'"),
+    ("project_slug", "callbacks", IN_USE, "'my_callbacks'"),
+    ("project_name", "", "is empty", "a name"),
+    ("project_name", " ", "is empty", "a name"),
+    ("project_name", "two\nlines", "contains the character U+000A", "one line"),
+    ("project_name", TWO_BRACES, BRACES, "without it"),
+    ("description", "line\n", "contains the character U+000A", "one line"),
+    ("description", "a\ttab", "contains the character U+0009", "one line"),
+    ("description", "line\u2028separator", "contains the character U+2028", "one line"),
+    ("description", f"a {TWO_BRACES} b", BRACES, "without it"),
+    ("description", "{{ '{%' }}", BRACES, "without it"),
+    ("author", "{{ '{#' }}", BRACES, "without it"),
+    ("author", "\x1b[31mred", "contains the character U+001B", "one line"),
+    ("author", "no\udcffutf8", "contains the character U+DCFF", "one line"),
+]
+
+
+@pytest.mark.parametrize(("answer", "value", "why", "instead"), REFUSED)
+def test_refused(
+    answer: str,
+    value: str,
+    why: str,
+    instead: str,
+    render: Render,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The line names the answer and its value, says why, and what to answer instead."""
+    folder = tmp_path / "out" / "in"
+    folder.mkdir(parents=True)
+    answers = {"project_slug": "fine", answer: value}
+    with pytest.raises(FailedHookException):
+        render(folder, **answers)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(answer)]
+    assert len(lines) == 1
+    shown = value.replace(TWO_BRACES, "{{").removeprefix("{{ '").removesuffix("' }}")
+    assert repr(shown)[:60] in lines[0]
+    assert why in lines[0]
+    assert instead in lines[0]
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "out", folder]
+
+
+def test_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
+    """The same through the command: it fails, and our line is there once."""
+    done = run(
+        *["cookiecutter", ROOT, "--no-input", "project_slug=../keras"], cwd=tmp_path, check=False
+    )
+    assert done.returncode == 1
+    ours = [
+        line for line in done.stderr.splitlines() if line.startswith("project_slug: '../keras'")
+    ]
+    assert len(ours) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("answer", ["example=other", "license=GPL", "description={% broken"])
+def test_refused_by_cookiecutter(answer: str, run: Run, tmp_path: Path) -> None:
+    """What cookiecutter refuses itself leaves nothing behind either."""
+    done = run("cookiecutter", ROOT, "--no-input", answer, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("My Training", "my_training"),
+        ("mixed-Case name", "mixed_case_name"),
+        ("  spaced  out  ", "spaced_out"),
+        ("C++ & friends!", "c_friends"),
+        ("3D shapes", "project_3d_shapes"),
+        ("Größe", "grosse"),
+    ],
+)
+def test_derived_slug(name: str, slug: str, render: Render, tmp_path: Path) -> None:
+    assert render(tmp_path, project_name=name).name == slug
+
+
+FINE = [
+    "plain",
+    'double " quotes " and """three"""',
+    "single ' quotes ' and '''three'''",
+    "back\\slash \\n \\u0041 \\",
+    "braces { } }} %} #} ${HOME} $(id) `id`",
+    "ünïcödé 日本語 🙂",
+    "*stars* _under_scores [link](url) <b>tag</b> &amp; # | ~~gone~~ ![x](y)",
+    "# heading",
+    "- item",
+    "+ item",
+    "> quote",
+    "1. item",
+    "=====",
+    "---",
+    "key: value, [list], {map}, !tag, @at, %percent",
+    "trailing spaces   ",
+    "'''",
+    '"""',
+    "</script><!-- comment",
+    "{x}",
+    "%s {0}",
+    "null",
+    "2024-01-01",
+]
+
+
+@pytest.mark.parametrize("text", FINE)
+def test_odd_text_arrives_as_typed(text: str, render: Render, tmp_path: Path) -> None:
+    """TOML, Markdown and the licence show the text; every Python file still compiles."""
+    project = render(
+        tmp_path, project_name=text, project_slug="fine", description=text, author=text
+    )
+    metadata = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert metadata["description"] == text.strip()
+    assert metadata["authors"] == [{"name": text.strip()}]
+    assert f"Copyright (c) {text.strip()}\n" in (project / "LICENSE").read_text("utf-8")
+    tokens = MarkdownIt().parse((project / "README.md").read_text("utf-8"))
+    assert [token.type for token in tokens[:6]] == [
+        *["heading_open", "inline", "heading_close"],
+        *["paragraph_open", "inline", "paragraph_close"],
+    ]
+    for token in (tokens[1], tokens[4]):
+        assert token.children is not None
+        assert {child.type for child in token.children} <= {"text", "text_special"}
+        assert "".join(child.content for child in token.children) == text.strip()
+    for path in project.rglob("*.py"):
+        compile(path.read_text("utf-8"), path, "exec")
+
+
+def test_without_author_and_description(render: Render, tmp_path: Path) -> None:
+    """Both may be empty: the files do without them."""
+    project = render(tmp_path, author="", description=" ")
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    assert "authors" not in metadata
+    assert metadata["description"] == ""
+    assert "Copyright (c) the authors of My Training\n" in (project / "LICENSE").read_text()
+    assert (project / "README.md").read_text().startswith("# My Training\n\n## ")

@@ -1,0 +1,261 @@
+"""Every combination of the choices renders to a clean project."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from .conftest import CHOICES, COMBINATIONS, ROOT, Render, Run, files
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Projects = dict[tuple[str, ...], Path]
+JINJA = re.compile(r"\{\{|\{%|\{#")
+COOKIECUTTER = re.compile(r"cookiecutter\.[a-z_]")
+every_combination = pytest.mark.parametrize(
+    "choices", COMBINATIONS, ids=["-".join(choices.values()) for choices in COMBINATIONS]
+)
+
+
+@every_combination
+def test_files(projects: Projects, choices: dict[str, str]) -> None:
+    """A project holds what its choices need, and the engine byte by byte."""
+    project = projects[tuple(choices.values())]
+    found = files(project)
+    expected = {
+        "callbacks.py",
+        "config.yaml",
+        "train.sh",
+        "tests/test_callbacks.py",
+        "pyproject.toml",
+        "README.md",
+        ".gitignore",
+        ".pre-commit-config.yaml",
+        ".github/workflows/ci.yml",
+    }
+    if choices["license"] != "none":
+        expected.add("LICENSE")
+    if choices["example"] == "digits":
+        expected |= {"data/digits.npz", "data/README.md"}
+    engine = {f"ctl_core/{name}": content for name, content in files(ROOT / "ctl_core").items()}
+    assert set(found) == expected | set(engine)
+    assert {name: found[name] for name in engine} == engine
+    assert not (project / "ctl_core").is_symlink()
+    assert not list(project.rglob("__pycache__"))
+    assert (project / "data").exists() == (choices["example"] == "digits")
+    assert os.access(project / "train.sh", os.X_OK)
+
+
+@every_combination
+def test_no_template_marks_left(projects: Projects, choices: dict[str, str]) -> None:
+    """No Jinja mark and no variable of cookiecutter's is left in any text."""
+    for name, content in files(projects[tuple(choices.values())]).items():
+        if name.startswith("ctl_core/") or name.endswith(".npz"):
+            continue
+        text = content.decode()
+        assert not JINJA.search(text.replace("${{", "")), name
+        assert not COOKIECUTTER.search(text), name
+        assert text.endswith("\n") and not text.endswith("\n\n"), name
+        assert not text.startswith("\n") or name == "LICENSE", name
+
+
+@every_combination
+def test_pyproject(projects: Projects, choices: dict[str, str]) -> None:
+    """pyproject.toml names the right TensorFlow for every machine, and the licence."""
+    project = tomllib.loads((projects[tuple(choices.values())] / "pyproject.toml").read_text())
+    metadata = project["project"]
+    license = choices["license"]
+    assert metadata.get("license", "none") == license
+    assert metadata["authors"] == [{"name": "Your Name"}]
+    requirements = [Requirement(text) for text in metadata["dependencies"]]
+
+    def tensorflow(machine: str, platform: str) -> list[str]:
+        environment = {"platform_machine": machine, "sys_platform": platform}
+        return [
+            requirement.name + "".join(f"[{extra}]" for extra in sorted(requirement.extras))
+            for requirement in requirements
+            if requirement.name.startswith("tensorflow")
+            and (requirement.marker is None or requirement.marker.evaluate(environment))
+        ]
+
+    small = "tensorflow-cpu" if choices["accelerator"] == "cpu" else None
+    linux = small or "tensorflow[and-cuda]"
+    assert tensorflow("x86_64", "linux") == [linux]
+    assert tensorflow("AMD64", "win32") == [small or "tensorflow"]
+    assert tensorflow("arm64", "darwin") == ["tensorflow"]
+    assert tensorflow("aarch64", "linux") == ["tensorflow" if small else linux]
+
+
+@every_combination
+def test_yaml_files_parse(projects: Projects, choices: dict[str, str]) -> None:
+    """config.yaml, the workflow and the pre-commit file are YAML and name the tools there are."""
+    project = projects[tuple(choices.values())]
+    config = yaml.safe_load((project / "config.yaml").read_text())
+    assert config["batch_size"] == 64
+    assert isinstance(config["hparams"], dict)
+    workflow = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())
+    commands = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
+    hooks = yaml.safe_load((project / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {hook["entry"].split()[0] for hook in hooks} == {"ruff", "mypy", "shellcheck"}
+    dev = tomllib.loads((project / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["dev"]
+    names = {Requirement(text).name.removesuffix("-py") for text in dev}
+    assert {command.split()[0] for command in commands[1:]} <= names
+    for hook in hooks:
+        assert set(hook["additional_dependencies"]) <= set(dev)
+
+
+def test_same_tool_settings_as_this_repository(digits: Path) -> None:
+    """The engine is checked alike here and in a project, and needs the same packages."""
+    here = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    there = tomllib.loads((digits / "pyproject.toml").read_text())
+    assert here["project"]["dependencies"] == there["project"]["dependencies"]
+    assert here["project"]["requires-python"] == there["project"]["requires-python"]
+    for table in ("line-length", "target-version", "lint"):
+        assert here["tool"]["ruff"][table] == there["tool"]["ruff"][table]
+
+
+def test_ruff(projects: Projects, run: Run) -> None:
+    """ruff finds nothing in any project, with the project's own settings."""
+    folder = next(iter(projects.values())).parent
+    for command in (["check"], ["format", "--check"]):
+        run("ruff", *command, "--no-cache", *projects.values(), cwd=folder)
+
+
+@pytest.mark.parametrize("example", CHOICES["example"])
+def test_mypy(projects: Projects, example: str, run: Run, tmp_path: Path) -> None:
+    """mypy finds nothing; what it reads differs only between the examples."""
+    chosen = {
+        choices: {name: text for name, text in files(project).items() if name.endswith(".py")}
+        for choices, project in projects.items()
+        if choices[0] == example
+    }
+    first, *others = chosen.values()
+    assert all(other == first for other in others)
+    run("mypy", "--cache-dir", tmp_path / "cache", cwd=projects[example, "cpu", "MIT"])
+
+
+def test_shellcheck(projects: Projects, digits: Path, run: Run) -> None:
+    """shellcheck finds nothing in train.sh, which is the same in every project."""
+    assert len({(project / "train.sh").read_bytes() for project in projects.values()}) == 1
+    run("shellcheck", "train.sh", cwd=digits)
+
+
+def test_prompts_are_sentences() -> None:
+    """Every question and every choice has words of its own."""
+    context = json.loads((ROOT / "cookiecutter.json").read_text())
+    prompts = context["__prompts__"]
+    for name, value in context.items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, list):
+            assert set(prompts[name]) == {"__prompt__", *value}
+            assert all(prompts[name][choice].startswith(f"{choice}: ") for choice in value)
+        else:
+            assert prompts[name]
+    assert {name: context[name] for name in CHOICES} == CHOICES
+
+
+def test_first_commit(digits: Path, run: Run) -> None:
+    """Without an identity configured, there is a commit on main of everything, and no more."""
+    assert run("git", "branch", "--show-current", cwd=digits).stdout == "main\n"
+    assert run("git", "rev-list", "--count", "HEAD", cwd=digits).stdout == "1\n"
+    assert run("git", "status", "--porcelain", cwd=digits).stdout == ""
+    assert "100755" in run("git", "ls-files", "--stage", "train.sh", cwd=digits).stdout
+
+
+def test_configured_identity_is_used(
+    render: Render, run: Run, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    config = tmp_path / "gitconfig"
+    config.write_text("[user]\n\tname = Ada\n\temail = ada@example.org\n")
+    run(
+        *["cookiecutter", ROOT, "--no-input"],
+        cwd=tmp_path,
+        GIT_CONFIG_GLOBAL=str(config),
+    )
+    log = run("git", "log", "--format=%an %ae", cwd=tmp_path / "my_training")
+    assert log.stdout == "Ada ada@example.org\n"
+
+
+def test_failing_commit_is_no_failure(run: Run, tmp_path: Path) -> None:
+    """A hook of the user's own that rejects the commit, and git inside another hook."""
+    reject = tmp_path / "hooks" / "pre-commit"
+    reject.parent.mkdir()
+    reject.write_text("#!/bin/sh\necho no ticket named >&2\nexit 1\n")
+    reject.chmod(0o755)
+    config = tmp_path / "gitconfig"
+    config.write_text(f"[core]\n\thooksPath = {reject.parent}\n")
+    done = run(
+        *["cookiecutter", ROOT, "--no-input"],
+        cwd=tmp_path,
+        GIT_CONFIG_GLOBAL=str(config),
+        GIT_DIR=str(tmp_path / "elsewhere"),
+    )
+    assert "git: no first commit made (no ticket named); make it yourself." in done.stdout
+    assert (tmp_path / "my_training" / "train.sh").exists()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_inside_a_repository_and_without_git(run: Run, tmp_path: Path) -> None:
+    """No repository inside another one; without git, no repository and no failure."""
+    run("git", "init", "--quiet", "outer", cwd=tmp_path)
+    outer = tmp_path / "outer"
+    done = run("cookiecutter", ROOT, "--no-input", cwd=outer)
+    assert f"git: part of the repository in {outer}; nothing committed." in done.stdout
+    assert not (outer / "my_training" / ".git").exists()
+
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    cookiecutter = Path(sys.executable).parent / "cookiecutter"
+    done = run(cookiecutter, ROOT, "--no-input", cwd=tmp_path, PATH=str(tools))
+    assert "git: not installed; no repository made." in done.stdout
+    assert (tmp_path / "my_training" / "train.sh").exists()
+
+
+def test_prints_the_next_three_commands(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    done = run(*["cookiecutter", ROOT, "--no-input", "-o", folder], cwd=tmp_path, PWD=str(tmp_path))
+    assert done.stdout.splitlines()[-4:] == [
+        "Next:",
+        "  cd 'a folder/my_training'",
+        "  ${EDITOR:-vi} callbacks.py",
+        "  ./train.sh",
+    ]
+
+
+def test_generating_over_a_project_keeps_its_data(render: Render, run: Run, tmp_path: Path) -> None:
+    """cookiecutter -f with the blank example leaves files that the template did not bring."""
+    project = render(tmp_path, example="blank")
+    (project / "data").mkdir()
+    (project / "data" / "mine.csv").write_text("1\n")
+    run(*["cookiecutter", ROOT, "--no-input", "-f", "example=blank"], cwd=tmp_path)
+    assert [path.name for path in (project / "data").iterdir()] == ["mine.csv"]
+    assert run("git", "rev-list", "--count", "HEAD", cwd=project).stdout == "1\n"
+
+
+def test_compiled_files_do_not_travel(
+    render: Render, template_repository: Path, tmp_path: Path
+) -> None:
+    """A local template whose engine was imported, or whose tests ran, leaves nothing behind."""
+    template = tmp_path / "template"
+    shutil.copytree(template_repository, template, symlinks=True)
+    for folder in ("ctl_core", "{{cookiecutter.project_slug}}/tests"):
+        cache = template / folder / "__pycache__"
+        cache.mkdir()
+        (cache / "module.cpython-311.pyc").write_bytes(b"\0\1")
+    project = render(tmp_path, template)
+    assert not list(project.rglob("__pycache__"))

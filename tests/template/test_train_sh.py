@@ -1,0 +1,526 @@
+"""train.sh: which environment it takes, when it installs, what it passes on.
+
+Most of it needs no TensorFlow: the environments hold a stand-in for Python that writes down how
+it was called. The last tests train for real, in the environment that runs the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import packaging
+import pytest
+
+from .conftest import Render, Run
+
+# Everything that train.sh calls, so that PATH can lack uv and hold a stand-in for python3.
+TOOLS = "bash sh basename cat cksum cut dirname ls mkdir mv readlink rm sleep uname"
+# Calls are one JSON list a line, with the folder first. $0 tells which of the stand-ins it was.
+STAND_IN = """#!{python}
+import json, os, pathlib, shutil, sys, time
+here = pathlib.Path({here!r})
+arguments = sys.argv[1:]
+def log():
+    with open(here / "calls", "a") as file:
+        file.write(json.dumps([os.getcwd(), *arguments]) + "\\n")
+def answer(name, default):
+    file = here / name
+    return file.read_text() if file.exists() else default
+if arguments == ["-"]:
+    sys.stdin.read()
+    print(answer("missing", ""), end="")
+elif arguments[:1] == ["-c"]:
+    sys.exit(int(answer("no_venv_module", "0")) if "ensurepip" in arguments[1] else
+             int(answer("too_old", "0")) if "version_info" in arguments[1] else 0)
+elif arguments == ["-V"]:
+    print("Python 3.8.1")
+elif arguments[:2] == ["-m", "venv"] or arguments[:1] == ["venv"]:
+    log()
+    python = pathlib.Path(arguments[-1], "bin", "python")
+    python.parent.mkdir(parents=True)
+    shutil.copy({stand_in!r}, python)
+elif arguments[:2] in (["-m", "pip"], ["pip", "install"]):
+    log()
+    time.sleep(float(answer("slow", "0")))
+    code = int(answer("install_fails", "0"))
+    if code:
+        print("pip: no network", file=sys.stderr)
+    sys.exit(code)
+else:
+    log()
+    print("pid", os.getpid(), flush=True)
+    time.sleep(float(answer("train", "0")))
+    sys.exit(int(answer("code", "0")))
+"""
+Trained = tuple[Path, "subprocess.CompletedProcess[str]"]
+
+
+class Place:
+    """A project in a folder with a space in its name, and stand-ins for the programs it needs."""
+
+    def __init__(self, folder: Path, source: Path, environment: dict[str, str]) -> None:
+        self.folder = folder
+        self.project = folder / "my project"
+        self.project.mkdir()
+        shutil.copy(source / "train.sh", self.project)
+        shutil.copy(source / "pyproject.toml", self.project)
+        self.tools = folder / "tools"
+        self.tools.mkdir()
+        for name in TOOLS.split():
+            if found := shutil.which(name):
+                (self.tools / name).symlink_to(found)
+        self.stand_in = folder / "stand-in"
+        self.stand_in.write_text(
+            STAND_IN.format(python=sys.executable, here=str(folder), stand_in=str(self.stand_in))
+        )
+        self.stand_in.chmod(0o755)
+        (self.tools / "python3").symlink_to(self.stand_in)
+        names = ("VENV", "VIRTUAL_ENV", "PWD", "CDPATH")
+        self.environment = {
+            **{name: value for name, value in environment.items() if name not in names},
+            "PATH": str(self.tools),
+        }
+
+    def set(self, name: str, value: str) -> None:
+        """Tells the stand-ins how to behave."""
+        (self.folder / name).write_text(value)
+
+    def make_environment(self, name: str) -> Path:
+        """An environment that exists already, made by someone else."""
+        python = self.folder / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.symlink_to(self.stand_in)
+        (self.folder / name / "pyvenv.cfg").touch()
+        return python.parent.parent
+
+    def start(
+        self, *arguments: str, script: Path | None = None, cwd: Path | None = None, **more: str
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(script or self.project / "train.sh"), *arguments],
+            cwd=cwd or self.folder,
+            env={**self.environment, **more},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def train(
+        self, *arguments: str, script: Path | None = None, cwd: Path | None = None, **more: str
+    ) -> tuple[int, list[str]]:
+        """Runs train.sh; returns its exit code and its lines on stderr."""
+        process = self.start(*arguments, script=script, cwd=cwd, **more)
+        _, errors = process.communicate(timeout=60)
+        return process.returncode, errors.splitlines()
+
+    def calls(self) -> list[list[str]]:
+        """What the stand-ins were called with since the last look: the folder, the arguments."""
+        log = self.folder / "calls"
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return [json.loads(line) for line in lines]
+
+    def training(self, *arguments: str) -> list[str]:
+        """The call that starts the training."""
+        return [str(self.project), "-m", "ctl_core", "train", *arguments]
+
+    def installation(self, *packages: str) -> list[list[str]]:
+        """The calls that install."""
+        pip = [str(self.project), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+        project = [*pip, "--no-deps", "--editable", "."]
+        return [[*pip, *packages], project] if packages else [project]
+
+
+@pytest.fixture
+def place(tmp_path: Path, digits: Path, environment: dict[str, str]) -> Place:
+    return Place(tmp_path, digits, environment)
+
+
+def test_arguments_folder_and_exit_code(place: Place) -> None:
+    """Every argument arrives whole, the folder is the project's, the exit code comes back."""
+    env = place.make_environment("env")
+    place.set("code", "7")
+    arguments = ["--run-name", "two words", "", "a'b\"c", "$HOME", "*", "--x=1\n2", "-"]
+    assert place.train(*arguments, VENV=str(env)) == (7, [])
+    assert place.calls() == [place.training(*arguments)]
+    assert place.train(VENV=str(env)) == (7, [])
+    assert place.calls() == [place.training()]
+
+
+def test_from_any_folder_and_through_symlinks(place: Place) -> None:
+    env = place.make_environment("env")
+    elsewhere = place.folder / "else where"
+    (elsewhere / "my project").mkdir(parents=True)
+    direct = elsewhere / "direct"
+    direct.symlink_to("../my project/train.sh")
+    twice = place.folder / "twice"
+    twice.symlink_to(direct)
+    for script in (direct, twice, Path("direct"), Path("./direct"), Path("../twice")):
+        command = ["bash", str(script)] if len(script.parts) == 1 else [str(script)]
+        subprocess.run(
+            command,
+            cwd=elsewhere,
+            env={**place.environment, "VENV": str(env), "CDPATH": str(elsewhere)},
+            check=True,
+        )
+        assert place.calls() == [place.training()]
+
+
+def test_python_replaces_the_shell(place: Place) -> None:
+    """A signal to train.sh reaches the training, because it is the same process by then."""
+    place.set("train", "30")
+    process = place.start(VENV=str(place.make_environment("env")))
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"pid {process.pid}\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == -signal.SIGTERM
+    process.communicate()
+
+
+@pytest.mark.parametrize("variable", ["VENV", "VIRTUAL_ENV"])
+def test_environment_that_has_everything_is_left_alone(place: Place, variable: str) -> None:
+    env = place.make_environment("env")
+    before = sorted(env.rglob("*"))
+    place.environment[variable] = str(env)
+    assert place.train() == (0, [])
+    assert place.calls() == [place.training()]
+    assert sorted(env.rglob("*")) == before
+    assert not (place.project / ".venv").exists()
+
+
+def test_order_of_environments(place: Place) -> None:
+    """VENV, counted from the caller's folder, goes before the active one, that before .venv."""
+    for name in ("named", "active"):
+        python = place.make_environment(name) / "bin" / "python"
+        python.unlink()
+        python.write_text(f"#!{place.tools}/sh\n[ $# = 1 ] || echo {name} >&2\n")
+        python.chmod(0o755)
+    active = str(place.folder / "active")
+    assert place.train(VENV="named", VIRTUAL_ENV=active) == (0, ["named"])
+    assert place.train(VENV="", VIRTUAL_ENV=active) == (0, ["active"])
+    assert place.train()[0] == 0
+    assert (place.project / ".venv").is_dir()
+
+
+def test_only_what_is_missing_is_installed(place: Place) -> None:
+    """... once: the second time the stamp says that all is there."""
+    env = place.make_environment("env")
+    place.set("missing", "rich>=13\njsonargparse[signatures]>=4.40,<5; python_version > '3'\n")
+    code, lines = place.train(VENV=str(env))
+    assert code == 0
+    assert lines == [f"train.sh: installing what pyproject.toml asks for into {env}"]
+    packages = ["rich>=13", "jsonargparse[signatures]>=4.40,<5; python_version > '3'"]
+    assert place.calls() == [*place.installation(*packages), place.training()]
+    assert place.train(VENV=str(env)) == (0, [])
+    assert place.calls() == [place.training()]
+    assert not (place.folder / "env.lock").exists()
+
+
+def test_first_use_makes_venv(place: Place) -> None:
+    env = place.project / ".venv"
+    place.set("missing", "keras\n")
+    code, lines = place.train("--steps", "1")
+    assert code == 0
+    assert lines == [
+        f"train.sh: making the environment {env}",
+        f"train.sh: installing what pyproject.toml asks for into {env}",
+    ]
+    assert place.calls() == [
+        [str(place.project), "-m", "venv", str(env)],
+        *place.installation("keras"),
+        place.training("--steps", "1"),
+    ]
+    assert place.train() == (0, [])
+    assert place.calls() == [place.training()]
+
+
+def test_uv_is_used_when_there(place: Place) -> None:
+    (place.tools / "uv").symlink_to(place.stand_in)
+    env = place.folder / "new" / "env"
+    place.set("missing", "keras\n")
+    code, _ = place.train(VENV=str(env))
+    assert code == 0
+    pip = [str(place.project), "pip", "install", "--python", f"{env}/bin/python", "--quiet"]
+    assert place.calls() == [
+        *[[str(place.project), "venv", "--quiet", "--seed", "--python", ">=3.10,<3.14", str(env)]],
+        [*pip, "keras"],
+        [*pip, "--no-deps", "--editable", "."],
+        place.training(),
+    ]
+
+
+def test_changed_requirements_and_moved_project(place: Place) -> None:
+    """.venv is brought up to date when pyproject.toml changes or the project moves."""
+    assert place.train()[0] == 0
+    place.calls()
+    pyproject = place.project / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text() + "\n# changed\n")
+    assert place.train()[0] == 0
+    assert place.calls() == [*place.installation(), place.training()]
+    place.project = place.project.rename(place.folder / "moved")
+    assert place.train()[0] == 0
+    assert place.calls() == [*place.installation(), place.training()]
+    assert place.train() == (0, [])
+
+
+def test_failed_installation(place: Place) -> None:
+    """pip's own words, one line of ours, exit code 2; the next run installs again."""
+    env = place.make_environment("env")
+    place.set("missing", "keras\n")
+    place.set("install_fails", "1")
+    code, lines = place.train(VENV=str(env))
+    assert code == 2
+    assert lines[1:] == [
+        "pip: no network",
+        f"train.sh: the installation into {env} failed (see above); the next run repeats it",
+    ]
+    assert place.calls() == place.installation("keras")[:1]
+    # Packages that look complete may not be: an interrupted start is repeated in any case.
+    place.set("missing", "")
+    place.set("install_fails", "0")
+    assert place.train(VENV=str(env))[0] == 0
+    assert place.calls() == [*place.installation(), place.training()]
+    assert not (place.folder / "env.lock").exists()
+
+
+def test_interrupted_installation(place: Place) -> None:
+    """Ctrl-C ends it without a stamp and without a lock."""
+    env = place.make_environment("env")
+    place.set("missing", "keras\n")
+    place.set("slow", "1")
+    process = place.start(VENV=str(env))
+    while not (place.folder / "calls").exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert not (place.folder / "env.lock").exists()
+    assert len(place.calls()) == 1
+    place.set("slow", "0")
+    assert place.train(VENV=str(env))[0] == 0
+    assert place.calls() == [*place.installation("keras"), place.training()]
+
+
+def test_two_at_once_install_once(place: Place) -> None:
+    place.set("slow", "0.5")
+    place.set("missing", "keras\n")
+    processes = [place.start("--run-name", name) for name in "ab"]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    calls = place.calls()
+    assert sum("keras" in call for call in calls) == 1
+    assert sum("venv" in call for call in calls) == 1
+    assert sum("ctl_core" in call for call in calls) == 2
+    assert sum("waiting for another train.sh" in text for text in errors) == 1
+
+
+def test_lock_of_a_killed_start_is_taken_over(place: Place) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    lock = place.project / ".venv.lock"
+    lock.mkdir()
+    (lock / "owner").write_text(f"{os.uname().nodename} {gone.pid}\n")
+    code, lines = place.train()
+    assert code == 0
+    assert not any("waiting" in line for line in lines)
+    assert not lock.exists()
+
+
+def one_line(place: Place, *expected: str, **more: str) -> None:
+    """train.sh ends with exit code 2, and one line of its own that says what is expected."""
+    place.environment.update(more)
+    code, lines = place.train()
+    assert code == 2
+    assert len(lines) == 1 or lines[0].startswith("train.sh: making"), lines
+    assert lines[-1].startswith("train.sh: ")
+    for text in expected:
+        assert text in lines[-1]
+    assert not any("ctl_core" in call for call in place.calls())
+
+
+def test_no_usable_python(place: Place) -> None:
+    place.set("too_old", "1")
+    one_line(place, "no Python 3.10 or newer", "Python 3.8.1")
+    (place.tools / "python3").unlink()
+    one_line(place, "no Python 3.10 or newer", "python3: ")
+
+
+def test_no_venv_module(place: Place) -> None:
+    place.set("no_venv_module", "1")
+    one_line(place, "python3 has no venv module", "apt install python3-venv")
+
+
+def test_folder_that_is_no_environment(place: Place) -> None:
+    folder = place.folder / "photos"
+    folder.mkdir()
+    (folder / "cat.jpg").touch()
+    one_line(place, f"VENV={folder} has no working Python", VENV=str(folder))
+    assert (folder / "cat.jpg").exists()
+
+
+def test_active_environment_that_is_gone(place: Place) -> None:
+    gone = place.folder / "gone"
+    one_line(place, f"active environment {gone}", "deactivate", VIRTUAL_ENV=str(gone))
+    assert not gone.exists()
+
+
+def test_broken_venv_is_made_again(place: Place) -> None:
+    """A Python that an upgrade of the system took away."""
+    assert place.train()[0] == 0
+    place.calls()
+    python = place.project / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/nowhere/python3.9")
+    assert place.train()[0] == 0
+    assert place.calls()[0][1:3] == ["-m", "venv"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_environment_that_cannot_be_written(place: Place) -> None:
+    env = place.make_environment("closed/env")
+    place.set("missing", "keras\n")
+    env.parent.chmod(0o555)
+    try:
+        one_line(place, "cannot write", VENV=str(env))
+    finally:
+        env.parent.chmod(0o755)
+
+
+ALL = {
+    "tensorflow-cpu": "2.21.0",
+    "keras": "3.15.1",
+    "jsonargparse": "4.53.0",
+    "docstring-parser": "0.18.0",
+    "rich": "15.0.0",
+    "PyYAML": "6.0.3",
+    "tensorboard": "2.21.0",
+}
+JSONARGPARSE = "jsonargparse[signatures]>=4.40,<5"
+
+
+@pytest.mark.parametrize(
+    ("change", "installed"),
+    [
+        ({}, []),
+        ({"rich": None}, ["rich>=13"]),
+        ({"rich": "12.1"}, ["rich>=13"]),
+        ({"keras": "4.0"}, ["keras>=3.15,<4"]),
+        # An extra of a package that is there.
+        ({"docstring-parser": None}, [JSONARGPARSE]),
+        # Any build of TensorFlow will do, and none is put on top of another.
+        ({"tensorflow-cpu": None, "tensorflow": "2.21.0"}, []),
+        ({"tensorflow-cpu": None, "tensorflow": "2.22.0+nv25"}, []),
+        ({"tensorflow-cpu": None, "tensorflow": "2.19.1"}, ["tensorflow<3,>=2.21"]),
+        ({"tensorflow-cpu": "2.20.0"}, ["tensorflow-cpu<3,>=2.21"]),
+    ],
+)
+def test_what_counts_as_missing(
+    place: Place, change: dict[str, str | None], installed: list[str]
+) -> None:
+    """The requirements are compared with what is installed, versions and extras included."""
+    site = place.folder / "site"
+    for name, version in {**ALL, **change}.items():
+        if version is None:
+            continue
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        if name == "jsonargparse":
+            text += "Provides-Extra: signatures\nRequires-Dist: PyYAML>=3\n"
+            text += 'Requires-Dist: docstring-parser>=0.17; extra == "signatures"\n'
+        (info / "METADATA").write_text(text)
+    (site / "packaging").symlink_to(Path(packaging.__file__).parent)
+    if sys.version_info < (3, 11):
+        import tomli
+
+        (site / "tomli").symlink_to(Path(tomli.__file__).parent)
+    # The real Python without its packages for the question, the stand-in for the rest.
+    env = place.make_environment("env")
+    python = env / "bin" / "python"
+    python.unlink()
+    python.write_text(
+        f"#!{place.tools}/sh\n"
+        f'[ "$1" = - ] && PYTHONPATH="{site}" exec "{sys.executable}" -S -\n'
+        f'exec "{place.stand_in}" "$@"\n'
+    )
+    python.chmod(0o755)
+    requirements = [
+        "tensorflow-cpu>=2.21,<3; sys_platform != 'nowhere'",
+        "absent; sys_platform == 'nowhere'",
+        *["keras>=3.15,<4", JSONARGPARSE, "rich>=13", "pyyaml>=6", "tensorboard>=2.21"],
+    ]
+    pyproject = place.project / "pyproject.toml"
+    pyproject.write_text(f"[project]\ndependencies = {json.dumps(requirements)}\n")
+    assert place.train(VENV=str(env))[0] == 0
+    calls = place.calls()
+    assert calls[-1] == place.training()
+    assert calls[:-1] == (place.installation(*installed) if installed else [])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, render: Render, run: Run) -> Trained:
+    """The digits project after 20 steps through its own train.sh, in the tests' environment."""
+    project = render(tmp_path_factory.mktemp("a folder"))
+    done = run(
+        *[project / "train.sh", "--steps", "20", "--run-name", "short"],
+        cwd=project.parent,
+        VENV=sys.prefix,
+    )
+    return project, done
+
+
+def test_training(trained: Trained) -> None:
+    """The run folder is filled, and nothing was installed."""
+    project, done = trained
+    assert "train.sh:" not in done.stderr
+    folder = project / "runs" / "short"
+    assert {"config.yaml", "train.log", "metrics.jsonl", "ckpt", "tb"} <= {
+        path.name for path in folder.iterdir()
+    }
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(record["step"] for record in records) == 20
+
+
+def test_nothing_written_outside_ignored_folders(trained: Trained, run: Run) -> None:
+    """.gitignore covers what a training writes."""
+    assert run("git", "status", "--porcelain", cwd=trained[0]).stdout == ""
+
+
+def test_help_shows_the_settings(digits: Path, run: Run) -> None:
+    done = run(digits / "train.sh", "--help", cwd=digits.parent, VENV=sys.prefix)
+    for setting in ("--steps", "--batch-size", "--virtual-devices", "--deterministic"):
+        assert setting in done.stdout
+
+
+def test_exit_code_of_a_wrong_setting(digits: Path, run: Run) -> None:
+    done = run(
+        *[digits / "train.sh", "--no-such-setting"], cwd=digits, check=False, VENV=sys.prefix
+    )
+    assert done.returncode == 2
+
+
+def test_smoke_test_of_the_digits_project(digits: Path, run: Run) -> None:
+    """The generated project's own tests pass as they are."""
+    run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=digits)
+
+
+def test_smoke_test_of_a_blank_project(projects: dict[tuple[str, ...], Path], run: Run) -> None:
+    """It fails with one line that names a hook that is still to be written."""
+    project = projects["blank", "cpu", "MIT"]
+    done = run(
+        *[sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"],
+        cwd=project,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout and "During handling" not in done.stdout
+    first, *_ = [line for line in done.stdout.splitlines() if line.startswith("callbacks.py")]
+    assert "create_dataset" in first
