@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ctl_core.config import load_config as load_config
     from ctl_core.console import report as report
     from ctl_core.console import show_step as show_step
+    from ctl_core.defaults import deferred as deferred
+    from ctl_core.defaults import nan_to_zero as nan_to_zero
+    from ctl_core.defaults import trackable as trackable
     from ctl_core.errors import CtlError as CtlError
     from ctl_core.errors import RunError as RunError
     from ctl_core.errors import SetupError as SetupError
-    from ctl_core.hooks import deferred as deferred
-    from ctl_core.hooks import nan_to_zero as nan_to_zero
-    from ctl_core.hooks import trackable as trackable
     from ctl_core.loop import train as train
     from ctl_core.state import State as State
 
@@ -29,12 +29,12 @@ _HOME = {
     "RunError": "errors",
     "SetupError": "errors",
     "State": "state",
-    "deferred": "hooks",
+    "deferred": "defaults",
     "load_config": "config",
-    "nan_to_zero": "hooks",
+    "nan_to_zero": "defaults",
     "report": "console",
     "show_step": "console",
-    "trackable": "hooks",
+    "trackable": "defaults",
     "train": "loop",
 }
 __all__ = [*_HOME, "data"]

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         _complain(str(error), debug)
         return error.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted before anything could be saved", debug)
+        _complain("interrupted", debug)
         return 130
     except BrokenPipeError:  # the reader of our output, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -172,7 +172,9 @@ class Checkpoints:
                     part.unlink()
 
     def _warn_if_large(self, prefix: str) -> None:
-        size = sum(path.stat().st_size for path in Path(prefix).parent.glob(Path(prefix).name + ".data*"))
+        size = sum(
+            path.stat().st_size for path in Path(prefix).parent.glob(Path(prefix).name + ".data*")
+        )
         if size > _LARGE_INPUT:
             self._warn_once(
                 f"the position in the training data takes {size / 2**20:.0f} MB in every "
@@ -188,6 +190,10 @@ class Checkpoints:
     def restore(self, step: int | None = None, with_input: bool = True) -> Record | None:
         """Restores the newest whole checkpoint, or that of ``step``.
 
+        Args:
+            step: the checkpoint to take; default: the newest
+            with_input: whether training goes on from here, so that the data must, too
+
         Returns:
             Its record; None if there is no checkpoint at all.
 
@@ -195,7 +201,8 @@ class Checkpoints:
             SetupError: there are checkpoints but none is whole, the one asked for is not there,
                 or it does not fit the model any more.
         """
-        self._clean()
+        if with_input:  # another process may be training and saving while this one only reads
+            self._clean()
         steps = self._steps()
         if step is not None:
             if step not in steps:
@@ -233,7 +240,8 @@ class Checkpoints:
             text = (self._engine_folder / f"ckpt-{step}.json").read_text(encoding="utf-8")
             record = Record(**json.loads(text))
         except (OSError, ValueError, TypeError):
-            return self._skip(step, "its record cannot be read")
+            self._warn_damaged(step, "its record cannot be read")
+            return None
         user_part = str(self._folder / record.path)
         engine_part = str(self._engine_folder / f"ckpt-{step}")
         try:
@@ -243,7 +251,8 @@ class Checkpoints:
             status = self._engine_part(with_input=saved).read(engine_part)
             status.expect_partial()
         except _UNREADABLE as error:
-            return self._skip(step, one_line(error, 160))
+            self._warn_damaged(step, one_line(error, 160))
+            return None
         if with_input and not saved:
             self._fast_forward(record)
         set_freeze_flags(self.state.train_model, record.frozen)
@@ -254,7 +263,7 @@ class Checkpoints:
         self.state.metrics = record.metrics
         return record
 
-    def _skip(self, step: int, why: str) -> None:
+    def _warn_damaged(self, step: int, why: str) -> None:
         self.console.warn(
             f"the checkpoint of step {step} is damaged ({why}); using the one before."
         )
@@ -302,9 +311,7 @@ class Checkpoints:
 
     def _fast_forward(self, record: Record) -> None:
         """Reaches the input position by reading and dropping what was used."""
-        elements = record.examples // (
-            self.state.parts.batch_size // self.state.parts.replicas
-        )
+        elements = record.examples // (self.state.parts.batch_size // self.state.parts.replicas)
         why = (
             "it could not be saved"
             if self._same_input(record)

@@ -146,7 +146,9 @@ class Command:
 
 
 # Options that belong to one command and are no settings of a run: name -> (type, help).
-_CHECKPOINT = {"checkpoint": (int, "step of the checkpoint to take; default: the newest")}
+_CHECKPOINT: dict[str, tuple[type, str]] = {
+    "checkpoint": (int, "step of the checkpoint to take; default: the newest")
+}
 OPTIONS: dict[str, dict[str, tuple[type, str]]] = {
     "train": {},
     "evaluate": _CHECKPOINT,
@@ -241,7 +243,11 @@ def _parser(command: str) -> jsonargparse.ArgumentParser:
     )
     texts = _field_texts()
     for field in dataclasses.fields(Config):
-        flag, kind, text = "--" + field.name.replace("_", "-"), _TYPES[field.name], texts[field.name]
+        flag, kind, text = (
+            "--" + field.name.replace("_", "-"),
+            _TYPES[field.name],
+            texts[field.name],
+        )
         if kind is bool:
             yes_no = jsonargparse.ActionYesNo(no_prefix="no-")
             parser.add_argument(flag, action=yes_no, default=field.default, help=text)
@@ -333,9 +339,7 @@ def _read_file(
     return _parse(f"{path}: ", lambda: parser.parse_object(given, defaults=False))
 
 
-def _environment(
-    parser: jsonargparse.ArgumentParser, environ: Mapping[str, str]
-) -> dict[str, Any]:
+def _environment(parser: jsonargparse.ArgumentParser, environ: Mapping[str, str]) -> dict[str, Any]:
     """Reads the ``CTL_*`` variables, each on its own so that a complaint can name it."""
     layer: dict[str, Any] = {}
     for name, value in sorted(environ.items()):

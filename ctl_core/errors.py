@@ -6,6 +6,22 @@ what was expected, what to do. ``__main__`` prints the line; the traceback goes 
 
 from __future__ import annotations
 
+import re
+
+# Colours and other commands to a terminal; Keras puts them into its messages.
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# What TensorFlow wraps around the message of an op that failed: where it was made, its name.
+_OP_STACK = re.compile(
+    r"Graph execution error:\s*(?:Detected at node .*?\(most recent call last\):\s*"
+    r"(?:<stack traces unavailable>|(?:\s*File \"[^\n]*\", line \d+, in [^\n]*\n)+)\s*)+"
+    r"(?:\d+ root error\(s\) found\.\s*\(0\) \w+:\s*)?",
+    re.DOTALL,
+)
+_OP_NAMES = re.compile(
+    r"\[\[(?:\{\{node [^}]*\}\}|[A-Za-z][\w./-]*)\]\]"
+    r"|\{\{function_node [^}]*\}\} ?|\[Op:\w+\]( name:.*)?"
+)
+
 
 class CtlError(Exception):
     """Base of the engine's own errors; ``exit_code`` is what the command returns."""
@@ -28,6 +44,27 @@ class HookFailed(RunError):
 
 
 def one_line(text: object, limit: int = 400) -> str:
-    """Squeezes a message into one line of at most ``limit`` characters."""
-    line = " ".join(str(text).split())
+    """Squeezes a message into one line of at most ``limit`` characters, without colours."""
+    line = " ".join(_ESCAPES.sub("", str(text)).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def brief(error: BaseException, limit: int = 300) -> str:
+    """Returns ``ValueError: its message`` in one line, without what TensorFlow and Keras add.
+
+    That is stacks, node names, advice on AutoGraph, and the arguments of a layer's call; all of
+    it is in the traceback. It is taken out by the form of the text, since the exceptions have no
+    attributes for it; where the form changes, the message is longer.
+    """
+    kind, text = type(error).__name__, _ESCAPES.sub("", str(error))
+    if text.startswith("in user code:"):  # a function of tf.data's: the message is the last part
+        text = text.rpartition(f"    {kind}: ")[2]
+    text = _OP_STACK.sub("", text)
+    if "Traceback (most recent call last):" in text:  # Python inside an op, as py_function runs it
+        text = text.split("Traceback (most recent call last):")[0].lstrip()
+        if re.match(r"\w+: ", text):
+            kind, _, text = text.partition(": ")
+    for end in ("\n  (1) ", "Arguments received by ", "You can attempt the following resolutions"):
+        text = text.split(end)[0]
+    text = one_line(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", _OP_NAMES.sub("", text)), limit)
+    return f"{kind}: {text}" if text else kind

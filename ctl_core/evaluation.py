@@ -17,6 +17,15 @@ from ctl_core.inputs import create_eval_dataset, deal, first_dimension
 from ctl_core.step import Parts, batch_sum, call_model, expect, forward
 
 
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Running sums of an evaluation, float64 scalars, added up over the replicas."""
+
+    loss: tf.Variable
+    extra_loss: tf.Variable
+    examples: tf.Variable
+
+
 @dataclasses.dataclass
 class Evaluation:
     """The evaluation data, the metrics and the graph function that updates them.
@@ -24,15 +33,13 @@ class Evaluation:
     Attributes:
         dataset: one pass over the evaluation data
         metrics: the user's metrics by name
-        loss_sum, extra_loss, examples: running sums, float64, added up over the replicas
+        sums: of the loss, the extra loss and the examples
         run_steps: graph function (iterator, steps) -> whether there may be more
     """
 
     dataset: tf.data.Dataset
     metrics: dict[str, keras.Metric]
-    loss_sum: tf.Variable
-    extra_loss: tf.Variable
-    examples: tf.Variable
+    sums: Sums
     run_steps: Callable[[Any, tf.Tensor], tf.Tensor]
 
 
@@ -59,10 +66,8 @@ def create_evaluation(
             )
         if name == "loss":
             raise SetupError(f"{where}: 'loss' is the engine's own; choose another name.")
-    sums = [_replica_sum(name) for name in ("loss_sum", "extra_loss", "examples")]
-    evaluation = Evaluation(dataset, metrics, *sums, run_steps=lambda *_: tf.constant(False))
-    evaluation.run_steps = _run_steps(parts, strategy, evaluation)
-    return evaluation
+    sums = Sums(*(_replica_sum(name) for name in ("loss", "extra_loss", "examples")))
+    return Evaluation(dataset, metrics, sums, _run_steps(parts, strategy, metrics, sums))
 
 
 def _replica_sum(name: str) -> tf.Variable:
@@ -77,12 +82,12 @@ def _replica_sum(name: str) -> tf.Variable:
 
 
 def _run_steps(
-    parts: Parts, strategy: tf.distribute.Strategy, evaluation: Evaluation
+    parts: Parts, strategy: tf.distribute.Strategy, metrics: dict[str, Any], sums: Sums
 ) -> Callable[[Any, tf.Tensor], tf.Tensor]:
     """Builds the in-graph loop. A replica for which no batch is left sits out the last step."""
 
     def on_replica(batch: Any, there: tf.Tensor) -> None:
-        tf.cond(there, lambda: _update(parts, evaluation, batch), lambda: None)
+        tf.cond(there, lambda: _update(parts, metrics, sums, batch), lambda: None)
 
     def step(iterator: Any, first: Any) -> tf.Tensor:
         batches, there = [first.get_value()], [tf.constant(True)]
@@ -114,7 +119,7 @@ def _run_steps(
     return run_steps  # type: ignore[no-any-return]
 
 
-def _update(parts: Parts, evaluation: Evaluation, batch: Any) -> None:
+def _update(parts: Parts, metrics: dict[str, Any], sums: Sums, batch: Any) -> None:
     """Adds one replica's batch to the metrics and sums."""
     hooks = parts.hooks
     output, loss = forward(parts, batch, training=False)
@@ -125,15 +130,13 @@ def _update(parts: Parts, evaluation: Evaluation, batch: Any) -> None:
         f"eval_pre ({hooks.eval_pre.where})",
     )
     examples = tf.cast(first_dimension(batch), tf.float64)
-    evaluation.loss_sum.assign_add(tf.cast(batch_sum(loss_per_batch, batch, parts), tf.float64))
-    evaluation.extra_loss.assign_add(tf.cast(extra_loss, tf.float64) * examples)
-    evaluation.examples.assign_add(examples)
-    if not evaluation.metrics:
+    sums.loss.assign_add(tf.cast(batch_sum(loss_per_batch, batch, parts), tf.float64))
+    sums.extra_loss.assign_add(tf.cast(extra_loss, tf.float64) * examples)
+    sums.examples.assign_add(examples)
+    if not metrics:
         return
-    arguments = hooks.metric_pre.in_graph(
-        output=output, batch=batch, train_model=parts.train_model
-    )
-    for name, metric in evaluation.metrics.items():
+    arguments = hooks.metric_pre.in_graph(output=output, batch=batch, train_model=parts.train_model)
+    for name, metric in metrics.items():
         own = arguments
         if isinstance(arguments, dict):
             if name not in arguments:
@@ -143,6 +146,13 @@ def _update(parts: Parts, evaluation: Evaluation, batch: Any) -> None:
                 )
             own = arguments[name]
         metric.update_state(*(own if isinstance(own, tuple | list) else (own,)))
+
+
+def trace_evaluation(evaluation: Evaluation) -> None:
+    """Traces the graph of an evaluation without running it: its hooks are checked early."""
+    evaluation.run_steps.get_concrete_function(  # type: ignore[attr-defined]
+        iter(evaluation.dataset), tf.constant(0, tf.int64)
+    )
 
 
 def evaluate(evaluation: Evaluation, stopped: Callable[[], bool]) -> dict[str, float] | None:
@@ -157,7 +167,8 @@ def evaluate(evaluation: Evaluation, stopped: Callable[[], bool]) -> dict[str, f
     """
     for metric in evaluation.metrics.values():
         metric.reset_state()
-    for total in (evaluation.loss_sum, evaluation.extra_loss, evaluation.examples):
+    sums = evaluation.sums
+    for total in (sums.loss, sums.extra_loss, sums.examples):
         total.assign(0.0)
     iterator = iter(evaluation.dataset)
     chunk = ChunkLength(most=100_000)
@@ -168,8 +179,8 @@ def evaluate(evaluation: Evaluation, stopped: Callable[[], bool]) -> dict[str, f
             break
         if stopped():
             return None
-    examples = float(evaluation.examples.read_value())
-    loss = float(evaluation.loss_sum.read_value()) + float(evaluation.extra_loss.read_value())
+    examples = float(sums.examples.read_value())
+    loss = float(sums.loss.read_value()) + float(sums.extra_loss.read_value())
     values = {"loss": loss / examples}
     for name, metric in evaluation.metrics.items():
         values[name] = float(np.asarray(metric.result()))
@@ -190,9 +201,7 @@ def predict(parts: Parts, batches: Any, from_hooks: bool) -> dict[str, np.ndarra
 
     @tf.function(autograph=False, reduce_retracing=True)
     def outputs(batch: Any) -> Any:
-        inputs = (
-            parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr) if from_hooks else batch
-        )
+        inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr) if from_hooks else batch
         return call_model(parts.train_model, inputs, training=False)
 
     collected: dict[str, list[np.ndarray]] = {}
@@ -233,9 +242,7 @@ def read_inputs(path: Path, spec: Any, batch_size: int) -> Any:
         raise SetupError(f"input: {path} cannot be read as a .npy or .npz file: {error}") from error
     if isinstance(arrays, dict) and not isinstance(spec, dict):
         if len(arrays) != 1:
-            raise SetupError(
-                f"input: {path} holds {', '.join(arrays)}; the model takes one array."
-            )
+            raise SetupError(f"input: {path} holds {', '.join(arrays)}; the model takes one array.")
         arrays = next(iter(arrays.values()))
     if isinstance(spec, dict) and (not isinstance(arrays, dict) or set(arrays) != set(spec)):
         raise SetupError(

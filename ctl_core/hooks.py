@@ -1,7 +1,7 @@
-"""The hooks: one table, their defaults, their validation, and calling them by argument name.
+"""The hooks: one table, their validation, and calling them by argument name.
 
-``TABLE`` is the source of the validation, of ``ctl_core hooks`` and of the documentation. The
-functions below it are the defaults; ``callbacks.py`` shows each of them as it stands here.
+``TABLE`` is the source of the validation, of ``ctl_core hooks`` and of the documentation. What a
+hook does that callbacks.py leaves out is in defaults.py.
 What the values of the arguments are is decided where a hook is called: step.py, loop.py,
 evaluation.py, state.py.
 """
@@ -11,17 +11,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
+from ctl_core import defaults
 from ctl_core.config import Config, nearest
-from ctl_core.console import report, show_step
 from ctl_core.errors import CtlError, HookFailed, SetupError, one_line
 
 
@@ -178,105 +176,6 @@ COMMON = ("config", "hparams")
 _SHARDING = ("create_dataset", "make_batches")
 
 
-def nan_to_zero(gradient: Any) -> Any:
-    """Returns the gradient with each NaN entry replaced by 0; works on sparse gradients too."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape)
-    return tf.where(tf.math.is_nan(gradient), tf.zeros_like(gradient), gradient)
-
-
-def trackable(**objects: Any) -> dict[str, Any]:
-    """Returns those of the named objects that a ``tf.train.Checkpoint`` can hold.
-
-    A loss that is a plain function or a Keras loss has no state, and is left out.
-    """
-    kept = {}
-    for name, value in objects.items():
-        try:
-            tf.train.Checkpoint(**{name: value})
-        except ValueError:
-            continue
-        kept[name] = value
-    return kept
-
-
-def deferred(hook: Callable[..., None]) -> Callable[..., None]:
-    """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
-
-    It may name ``step``, ``dev``, ``config`` and ``hparams``, and must not change what training
-    uses. The engine then need not leave the graph for it: it runs for each of its steps, in
-    order, as soon as the graph call that holds them has ended, about a second later at most.
-    """
-    hook.deferred = True  # type: ignore[attr-defined]
-    return hook
-
-
-# The defaults, in the order of the table.
-
-
-def make_batches(dataset):
-    return dataset
-
-
-def create_opt(lr):
-    return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
-
-
-def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
-    ckpt = tf.train.Checkpoint(
-        **trackable(
-            step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
-        )
-    )
-    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
-
-
-def input_pre(batch):
-    inputs, _ = batch
-    return inputs
-
-
-def loss_pre(output, batch):
-    _, target = batch
-    return output, target
-
-
-def grad_pre(loss, train_model):
-    return loss, sum(getattr(train_model, "losses", [])), train_model.trainable_variables
-
-
-def update_pre(gradients):
-    gradients = [nan_to_zero(gradient) for gradient in gradients]
-    clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
-    return clipped, gradients
-
-
-@deferred
-def print_step(step):
-    show_step(step)
-
-
-def print_loss(step, loss):
-    report(step, loss=loss)
-
-
-every_steps = {1: print_step, 10: print_loss}
-at_step: dict[int, Any] = {}
-
-
-def create_metrics():
-    return {}
-
-
-def metric_pre(output, batch):
-    _, target = batch
-    return target, output
-
-
-def eval_pre(loss, train_model):
-    return loss, sum(getattr(train_model, "losses", []))
-
-
 @dataclasses.dataclass(frozen=True)
 class Hook:
     """One function of the user's, or a default, that is called with the arguments it names."""
@@ -336,7 +235,7 @@ class Hook:
         lines = _original_lines(self.traced)
         found = None
         for frame in traceback.extract_tb(error.__traceback__):
-            here = (frame.filename, frame.lineno)
+            here = (frame.filename, frame.lineno or 0)
             filename, lineno = lines.get(here, here)
             if filename == code.co_filename:
                 found = lineno
@@ -355,9 +254,12 @@ def describe(element: Any) -> str:
 
 
 def _code_of(function: Callable[..., Any]) -> Any:
+    """Returns the code of a function, of what a partial calls, or of an object's __call__."""
     function = inspect.unwrap(getattr(function, "func", function))
     return getattr(function, "__code__", None) or getattr(
-        getattr(function, "__call__", None), "__code__", None
+        getattr(type(function), "__call__", None),  # noqa: B004
+        "__code__",
+        None,
     )
 
 
@@ -427,7 +329,6 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
             f"{origin}: {', '.join(missing)} still to be written; the first is "
             f"def {spec.name}({', '.join(spec.arguments)}), which returns {spec.returns}."
         )
-    defaults = sys.modules[__name__]
     found: dict[str, Any] = {}
     for spec in TABLE:
         value = getattr(callbacks, spec.name, getattr(defaults, spec.name, None))
@@ -443,7 +344,8 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
 def _schedule(spec: Spec, value: Any, common: Mapping[str, Any], origin: str) -> Schedule:
     if not isinstance(value, dict):
         raise SetupError(
-            f"{origin}: {spec.name} must be a dict {{N: function}}, got {one_line(repr(value), 60)}."
+            f"{origin}: {spec.name} must be a dict {{N: function}}, "
+            f"got {one_line(repr(value), 60)}."
         )
     schedule: Schedule = {}
     for key, functions in value.items():
@@ -459,9 +361,7 @@ def _schedule(spec: Spec, value: Any, common: Mapping[str, Any], origin: str) ->
     return schedule
 
 
-def _hook(
-    spec: Spec, name: str, function: Any, common: Mapping[str, Any], origin: str
-) -> Hook:
+def _hook(spec: Spec, name: str, function: Any, common: Mapping[str, Any], origin: str) -> Hook:
     if not callable(function):
         raise SetupError(
             f"{origin}: {name} must be a function, got {one_line(repr(function), 60)}."
@@ -521,8 +421,14 @@ def _misspelt(callbacks: Any, origin: str) -> list[str]:
     """Finds functions and dicts that no hook uses but whose name is a hook's, all but a slip."""
     warnings = []
     for name, value in list(vars(callbacks).items()):
-        if name in SPECS or name.startswith("_") or not (callable(value) or isinstance(value, dict)):
+        if (
+            name in SPECS
+            or name.startswith("_")
+            or not (callable(value) or isinstance(value, dict))
+        ):
             continue
         if close := difflib.get_close_matches(name, SPECS, n=1, cutoff=0.88):
-            warnings.append(f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?")
+            warnings.append(
+                f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?"
+            )
     return warnings

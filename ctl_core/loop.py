@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from ctl_core.chunks import ChunkLength
 from ctl_core.config import Config
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, one_line
-from ctl_core.evaluation import evaluate
+from ctl_core.evaluation import evaluate, trace_evaluation
 from ctl_core.freezing import freeze_flags
 from ctl_core.hooks import OBSERVED, Hook, Hooks
 from ctl_core.inputs import EMPTY
@@ -60,6 +60,7 @@ def train(callbacks: Any, config: Config) -> State:
         raise SetupError("steps: say how long to train, with steps or epochs.")
     run, console = Run(config), Console()
     with session(run, console), Signals() as signals:
+        run.lock()
         state = create_state(callbacks, config, run, console)
         checkpoints = Checkpoints(state, console)
         record = checkpoints.restore()
@@ -102,7 +103,7 @@ def _loop(
         wanted = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
         before, values = step, {}
         with _blame(step):
-            if wanted and stop == step + 1:
+            if stop == step + 1 and (wanted or schedule.every_step):
                 values = functions.observe(wanted)
                 step += 1
             else:
@@ -160,13 +161,20 @@ def _evaluate_and_save(
 
 
 class Schedule:
-    """Which hooks, evaluations and checkpoints are due after which step."""
+    """Which hooks, evaluations and checkpoints are due after which step.
+
+    Attributes:
+        every_step: whether a hook that is not deferred runs after each step
+    """
 
     def __init__(self, hooks: Hooks, config: Config, last: int) -> None:
         self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
         self._at = hooks.at_step
         self._last = last
         self._ckpt_every, self._eval_every = config.ckpt_every, config.eval_every
+        # Whether a step runs in a chunk or on its own must not depend on where a process began,
+        # or a resumed run would compute some steps by another graph.
+        self.every_step = any(n == 1 and not hook.deferred for n, hook in self._every)
         self._periods = {n for n, hook in self._every if not hook.deferred}
         self._periods |= {n for n in (config.ckpt_every, config.eval_every) if n}
 
@@ -232,7 +240,7 @@ class StepFunctions:
         return [function.experimental_get_tracing_count() for function in functions]
 
     def check(self, console: Console) -> None:
-        """Traces a step before training starts, and warns of what it shows.
+        """Traces a step and the evaluation before training starts, and warns of what shows.
 
         Raises:
             SetupError: a hook raised, or returned something else than it should.
@@ -240,6 +248,8 @@ class StepFunctions:
         function = self._run[self._frozen] = self._trace_run()
         try:
             graph = function.get_concrete_function().graph
+            if self._state.evaluation is not None:
+                trace_evaluation(self._state.evaluation)
         except HookFailed as error:
             raise SetupError(str(error)) from error.__cause__
         if names := self._state.parts.without_gradient:
@@ -385,7 +395,9 @@ def _opening(state: State, start: int, last: int, resumed: bool) -> str:
     if start >= last:
         return f"{state.run_dir}: at step {start} of {last} already, nothing left to train."
     doing = f"resuming at step {start}" if resumed else "training"
-    return f"{state.run_dir}: {doing}, to step {last}, batch size {state.config.batch_size}, {where}."
+    return (
+        f"{state.run_dir}: {doing}, to step {last}, batch size {state.config.batch_size}, {where}."
+    )
 
 
 def _devices(state: State) -> str:
@@ -405,5 +417,3 @@ def _closing(state: State, start: int, last: int, seconds: float) -> str:
     else:
         head = "done"
     return f"{head}: {'; '.join(parts)}. Everything is in {state.run_dir}"
-
-

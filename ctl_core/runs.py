@@ -11,6 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 from ctl_core.config import Config, write_config
 from ctl_core.errors import SetupError, one_line
 
@@ -35,6 +40,7 @@ class Run:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._log = logging.FileHandler(self.path / "train.log", encoding="utf-8")
+            self._held = (self.path / "train.log").open("a")
         except OSError as error:
             raise SetupError(
                 f"{self.path}: the run folder cannot be written ({error.strerror}); "
@@ -45,6 +51,24 @@ class Run:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         logger.addHandler(self._log)
+
+    def lock(self) -> None:
+        """Holds the run, by its log, until it is closed or the process ends in any way.
+
+        Raises:
+            SetupError: another process is training it.
+        """
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SetupError(
+                f"{self.path}: another process is training this run; stop it, or choose another "
+                "run_name."
+            ) from None
+        except OSError as error:  # a file system without locks
+            logging.getLogger("ctl_core").warning("%s cannot be locked: %s", self.path, error)
 
     @property
     def ckpt(self) -> Path:
@@ -119,6 +143,7 @@ class Run:
         self._writers = {}
         logging.getLogger("ctl_core").removeHandler(self._log)
         self._log.close()
+        self._held.close()
 
 
 def _free_name(runs_dir: Path) -> str:

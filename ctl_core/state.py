@@ -214,7 +214,8 @@ def _build_variables(parts: Parts, element_spec: Any) -> tuple[dict[str, list[An
         found["spec"] = tf.nest.map_structure(tf.type_spec_from_value, inputs)
         output, loss = forward(parts, batch, training=True)
         found["variables"] = {
-            name: variables for name, (_, variables) in objectives(parts, batch, output, loss).items()
+            name: variables
+            for name, (_, variables) in objectives(parts, batch, output, loss).items()
         }
 
     tf.function(build, autograph=False).get_concrete_function(element_spec)

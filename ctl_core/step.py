@@ -141,7 +141,9 @@ def forward(parts: Parts, batch: Any, training: bool) -> tuple[Any, Any]:
     """
     hooks, given = parts.hooks, parts.given()
     inputs = hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
-    output = _blamed(hooks.create_model, "train_model", call_model, parts.train_model, inputs, training)
+    output = _blamed(
+        hooks.create_model, "train_model", call_model, parts.train_model, inputs, training
+    )
     loss_input = hooks.loss_pre.in_graph(output=output, batch=batch, **given)
     loss = _blamed(hooks.create_loss, "train_loss", parts.train_loss, loss_input)
     return output, loss
@@ -161,7 +163,7 @@ def _blamed(hook: Hook, what: str, function: Any, *args: Any) -> Any:
     except CtlError:
         raise
     except Exception as error:
-        raise HookFailed(f"{what} of {hook.failure(error)}") from error
+        raise HookFailed(f"{what} from {hook.failure(error)}") from error
 
 
 def objectives(
@@ -280,7 +282,9 @@ def train_step(parts: Parts, batch: Any, wanted: frozenset[str]) -> dict[str, An
                 f"{where}: returned {len(update)} update_gradients for {len(variables)} "
                 "gradients; return one for each, in the same order."
             )
-        parts.optimizers[name].apply_gradients(zip(update, variables, strict=True))
+        pairs = list(zip(update, variables, strict=True))
+        apply = parts.optimizers[name].apply_gradients
+        _blamed(parts.hooks.create_opt, "the optimizer", apply, pairs)
         losses[name], raw[name] = objective, gradients
         updates[name], displays[name] = list(update), display
     values = {
@@ -289,7 +293,9 @@ def train_step(parts: Parts, batch: Any, wanted: frozenset[str]) -> dict[str, An
         "update_gradients": updates,
         "display_gradients": displays,
     }
-    found = {name: value if several else value[""] for name, value in values.items() if name in wanted}
+    found = {
+        name: value if several else value[""] for name, value in values.items() if name in wanted
+    }
     return found | {k: v for k, v in (("output", output), ("batch", batch)) if k in wanted}
 
 

@@ -60,8 +60,8 @@ def test_freezing_takes_effect_on_the_very_next_step_and_until_unfrozen(train: T
         # A frozen BatchNormalization runs in inference mode: its statistics stay too.
         expected = last if 4 < step <= 9 else [True] * len(names)
         assert moved == expected, step
-    # A graph for the free model and one for the frozen one, each traced once.
-    assert state.functions.trace_counts() == [1, 1]
+    # Besides the one traced before training, a graph for the free model and one for the frozen.
+    assert state.functions.trace_counts() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("cut", [3, 4, 6, 9, 10])
@@ -88,7 +88,9 @@ def test_a_layer_frozen_at_first_can_be_unfrozen_later(train: Train) -> None:
     history: dict[int, list[np.ndarray]] = {}
     hooks = make_hooks(
         create_model=create_model,
-        every_steps={1: lambda step, train_model: history.update({step: train_model.get_weights()})},
+        every_steps={
+            1: lambda step, train_model: history.update({step: train_model.get_weights()})
+        },
         at_step={3: unfreeze_first},
     )
     train(hooks, steps=5, virtual_devices=2)
@@ -99,7 +101,7 @@ def test_a_layer_frozen_at_first_can_be_unfrozen_later(train: Train) -> None:
 def test_flags_reach_nested_layers_and_single_variables() -> None:
     model = normed_model()
     assert {layer.name for layer in layers_of(model)} >= {"first", "last"}
-    assert {layer.name for layer in model.layers[1].layers} <= {l.name for l in layers_of(model)}
+    assert set(model.layers[1].layers) <= set(layers_of(model))
     inner = model.layers[1].layers[0]
     inner.trainable = False
     model.layers[2].bias.trainable = False

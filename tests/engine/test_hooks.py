@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core import defaults as engine_defaults
 from ctl_core import hooks as engine_hooks
 from tests.engine.conftest import (
     EXAMPLES,
@@ -20,7 +21,6 @@ from tests.engine.conftest import (
     Train,
     make_hooks,
     regression_data,
-    set_weights,
     sliced,
     small_model,
     squared_error,
@@ -334,7 +334,7 @@ def test_keras_still_reduces_where_we_switch_it_off() -> None:
 def test_the_stubs_show_the_defaults() -> None:
     """Every hook of the table is in each stub, with exactly the engine's default."""
     folder = Path(__file__).parents[2] / "templates" / "examples"
-    defaults = definitions(Path(engine_hooks.__file__))
+    defaults = definitions(Path(engine_defaults.__file__))
     required = {spec.name for spec in engine_hooks.TABLE if spec.required}
     evaluation = {"create_eval_dataset", "create_metrics"}  # the examples choose these
     for stub in ("digits.py", "blank.py"):
@@ -361,3 +361,10 @@ def definitions(path: Path) -> dict[str, str]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
             found[node.target.id] = ast.dump(node.value)
     return found
+
+
+def test_the_readme_shows_the_table() -> None:
+    from scripts.hooks_table import README, with_table
+
+    readme = README.read_text(encoding="utf-8")
+    assert readme == with_table(readme), "run python scripts/hooks_table.py"

@@ -17,7 +17,6 @@ from tests.engine.conftest import (
     regression_data,
     set_weights,
     sliced,
-    small_model,
     squared_error,
 )
 
@@ -257,13 +256,9 @@ def test_ragged_batches(train: Train, replicas: int) -> None:
         x = np.array([[sum(row)] for row in rows[start : start + 8]], "float32")
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum((model(x) - target[start : start + 8]) ** 2) / 8
-        gradients, _ = tf.clip_by_global_norm(
-            tape.gradient(loss, model.trainable_variables), 10.0
-        )
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, model.trainable_variables), 10.0)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    for weight, reference in zip(
-        state.train_model.get_weights(), model.get_weights(), strict=True
-    ):
+    for weight, reference in zip(state.train_model.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(weight, reference, rtol=1e-5, atol=1e-6)
 
 

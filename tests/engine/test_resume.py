@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ STEPS = 100
 ROOT = Path(__file__).parents[2]
 
 # Shuffling by a buffer, random augmentation in a parallel map, Dropout, and a hook at each step.
-CALLBACKS = '''
+CALLBACKS = """
 import time
 
 import keras
@@ -73,12 +74,12 @@ def slow(step, loss, hparams):
 
 every_steps = {1: slow}
 at_step = {30: halve, 60: halve}
-'''
+"""
 
 
 def command(*flags: str) -> list[str]:
-    settings = "--steps 100 --batch-size 16 --ckpt-every 7 --eval-every 20 --deterministic".split()
-    return [sys.executable, "-m", "ctl_core", "train", *settings, *flags]
+    settings = "--steps=100 --batch-size=16 --ckpt-every=7 --eval-every=20 --deterministic"
+    return [sys.executable, "-m", "ctl_core", "train", *settings.split(), *flags]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,9 @@ def tensors(project: Path, run: str) -> dict[str, bytes]:
     """Everything in the last checkpoint but the data pipeline's own serialized form."""
     found = {}
     for part in ("", "engine/"):
-        reader = tf.train.load_checkpoint(str(project / "runs" / run / "ckpt" / f"{part}ckpt-{STEPS}"))
+        reader = tf.train.load_checkpoint(
+            str(project / "runs" / run / "ckpt" / f"{part}ckpt-{STEPS}")
+        )
         for key in reader.get_variable_to_shape_map():
             if "OBJECT_GRAPH" not in key and "ITERATOR" not in key and "save_counter" not in key:
                 found[part + key] = np.asarray(reader.get_tensor(key)).tobytes()
@@ -151,7 +154,7 @@ def test_killed_and_terminated_equal_the_whole(project: Path, whole: str) -> Non
         (72, signal.SIGINT, 130),
     ):
         process = start(project, *name, *pause)
-        when_at(project, "killed", at, lambda p=process, n=number: p.send_signal(n))
+        when_at(project, "killed", at, partial(process.send_signal, number))
         assert process.wait() == code
     assert start(project, *name).wait() == 0
     assert_same(project, "killed", whole)

@@ -52,7 +52,9 @@ class Recorder:
         self.calls: list[tuple[str, int, dict[str, Any]]] = []
 
     def hook(self, name: str) -> Any:
-        def record(step: int, loss: Any, output: Any, batch: Any, gradients: Any, train_model: Any) -> None:
+        def record(
+            step: int, loss: Any, output: Any, batch: Any, gradients: Any, train_model: Any
+        ) -> None:
             values = {
                 "loss": loss.numpy(),
                 "output": output.numpy(),
@@ -71,7 +73,10 @@ class Recorder:
 def recording_hooks(recorder: Recorder) -> Any:
     return make_hooks(
         create_opt=lambda lr: keras.optimizers.SGD(lr),
-        every_steps={3: recorder.hook("third"), 7: [recorder.hook("seventh"), recorder.hook("too")]},
+        every_steps={
+            3: recorder.hook("third"),
+            7: [recorder.hook("seventh"), recorder.hook("too")],
+        },
         at_step={4: recorder.hook("fourth"), 14: recorder.hook("fourteenth")},
     )
 
@@ -90,9 +95,7 @@ def test_steps_and_values_equal_those_of_a_plain_loop(train: Train, replicas: in
     ]
     expected = plain_loop(20)
     for _, step, values in recorder.calls:
-        for (path, value), (_, reference) in zip(
-            flat(values), flat(expected[step]), strict=True
-        ):
+        for (path, value), (_, reference) in zip(flat(values), flat(expected[step]), strict=True):
             np.testing.assert_allclose(value, reference, rtol=2e-5, atol=1e-6, err_msg=path)
 
 

@@ -1,0 +1,112 @@
+"""The default of every hook, as callbacks.py shows it, and the helpers that these use.
+
+Each hook here stands in callbacks.py word for word; tests/engine compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.console import report, show_step
+
+
+def nan_to_zero(gradient: Any) -> Any:
+    """Returns the gradient with each NaN entry replaced by 0; works on sparse gradients too."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape
+        )
+    return tf.where(tf.math.is_nan(gradient), tf.zeros_like(gradient), gradient)
+
+
+def trackable(**objects: Any) -> dict[str, Any]:
+    """Returns those of the named objects that a ``tf.train.Checkpoint`` can hold.
+
+    A loss that is a plain function or a Keras loss has no state, and is left out.
+    """
+    kept = {}
+    for name, value in objects.items():
+        try:
+            tf.train.Checkpoint(**{name: value})
+        except ValueError:
+            continue
+        kept[name] = value
+    return kept
+
+
+def deferred(hook: Callable[..., None]) -> Callable[..., None]:
+    """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
+
+    It may name ``step``, ``dev``, ``config`` and ``hparams``, and must not change what training
+    uses. The engine then need not leave the graph for it: it runs for each of its steps, in
+    order, as soon as the graph call that holds them has ended, about a second later at most.
+    """
+    hook.deferred = True  # type: ignore[attr-defined]
+    return hook
+
+
+def make_batches(dataset):
+    return dataset
+
+
+def create_opt(lr):
+    return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
+
+
+def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
+    ckpt = tf.train.Checkpoint(
+        **trackable(
+            step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
+        )
+    )
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
+
+
+def input_pre(batch):
+    inputs, _ = batch
+    return inputs
+
+
+def loss_pre(output, batch):
+    _, target = batch
+    return output, target
+
+
+def grad_pre(loss, train_model):
+    return loss, sum(getattr(train_model, "losses", [])), train_model.trainable_variables
+
+
+def update_pre(gradients):
+    gradients = [nan_to_zero(gradient) for gradient in gradients]
+    clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
+    return clipped, gradients
+
+
+@deferred
+def print_step(step):
+    show_step(step)
+
+
+def print_loss(step, loss):
+    report(step, loss=loss)
+
+
+every_steps = {1: print_step, 10: print_loss}
+at_step: dict[int, Any] = {}
+
+
+def create_metrics():
+    return {}
+
+
+def metric_pre(output, batch):
+    _, target = batch
+    return target, output
+
+
+def eval_pre(loss, train_model):
+    return loss, sum(getattr(train_model, "losses", []))
