@@ -2,17 +2,18 @@
 # make test   lint, then all tests
 # make lint   ruff, mypy, shellcheck
 #
-# Each makes the virtual environment it needs: build/demo-env for the demo, .venv for the others.
+# Each makes the virtual environment it needs: .venv-demo for the demo, .venv for the others.
 PYTHON ?= python3
 VENV ?= .venv
-DEMO_VENV ?= build/demo-env
+DEMO_VENV ?= .venv-demo
 
 .PHONY: demo test lint
 
 demo: $(DEMO_VENV)/.made
-	rm -rf build/demo
-	"$(DEMO_VENV)/bin/cookiecutter" . --no-input --default-config --output-dir build/demo
-	VENV="$(DEMO_VENV)" build/demo/my_training/train.sh --run-name demo
+	rm -rf demo
+	"$(DEMO_VENV)/bin/cookiecutter" . --no-input --default-config --output-dir demo
+	VENV="$(DEMO_VENV)" demo/my_training/train.sh --run-name demo
+	@"$(DEMO_VENV)/bin/python" scripts/demo_result.py demo/my_training/runs/demo
 
 test: lint
 	"$(VENV)/bin/python" -m pytest

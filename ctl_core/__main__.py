@@ -14,15 +14,22 @@ from pathlib import Path
 from types import ModuleType
 
 from ctl_core.config import COMMANDS, Command, nearest, parse_command
-from ctl_core.errors import CtlError, SetupError, one_line
+from ctl_core.errors import CtlError, SetupError, brief
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    debug = "--debug" in argv or os.environ.get("CTL_DEBUG", "").lower() in ("1", "true", "yes")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal without dashes and dots of ours gets "?"
+            stream.reconfigure(errors="replace")
+    debug = "--debug" in argv
     try:
-        return _run(argv)
+        command = _read(argv)
+        if isinstance(command, int):
+            return command
+        debug = command.config.debug
+        return _run(command)
     except CtlError as error:
         _complain(str(error), debug)
         return error.exit_code
@@ -35,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         _complain(
-            f"{type(error).__name__}: {one_line(error)} ({Path(where.filename).name}:"
-            f"{where.lineno}; --debug shows the traceback)",
+            f"{brief(error)} ({Path(where.filename).name}:{where.lineno}; --debug shows the "
+            "traceback)",
             debug,
         )
         return 1
@@ -48,43 +55,49 @@ def _complain(text: str, debug: bool) -> None:
     print(f"error: {text}", file=sys.stderr, flush=True)
 
 
-def _run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+def _read(argv: list[str]) -> Command | int:
+    """Reads the command line; what it answers by itself, such as help, gives the exit code."""
+    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if name in ("-h", "--help"):
         print("usage: python -m ctl_core <command> [settings]\n\ncommands:")
-        for name, text in COMMANDS.items():
-            print(f"  {name:10}{text}")
+        for command, text in COMMANDS.items():
+            print(f"  {command:10}{text}")
         print("\n<command> --help shows its settings.")
         return 0 if argv else 2
-    name = argv[0]
     if name not in COMMANDS:
-        raise SetupError(f"unknown command {name!r}{nearest(name, COMMANDS)}")
+        hint = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}."
+        raise SetupError(f"unknown command {name!r}{hint}")
     if name == "hooks":
-        from ctl_core.table import print_table
-
-        _expect_no_more(argv[1:])
-        print_table()
-        return 0
+        return _print_hooks(rest)
     try:
-        command = parse_command(argv)
+        return parse_command(argv)
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
+
+
+def _print_hooks(rest: list[str]) -> int:
+    if rest and rest[0] in ("-h", "--help"):
+        print("usage: python -m ctl_core hooks\n\nPrints the table of hooks.")
+    elif rest:
+        raise SetupError(f"unexpected word {rest[0]!r}: hooks takes no settings.")
+    else:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        from ctl_core.table import print_table
+
+        print_table()
+    return 0
+
+
+def _run(command: Command) -> int:
     # TensorFlow's C++ messages are about the machine, not about the run.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else "2")
     callbacks = load_callbacks(Path("callbacks.py"))
-    if name == "train":
+    if command.name == "train":
         from ctl_core.loop import train
 
         state = train(callbacks, command.config)
         return 0 if state.stopped_by is None else 128 + state.stopped_by
     return _use_run(command, callbacks)
-
-
-def _expect_no_more(rest: list[str]) -> None:
-    if rest and rest[0] in ("-h", "--help"):
-        print("usage: python -m ctl_core hooks\n\nPrints the table of hooks.")
-        raise SystemExit(0)
-    if rest:
-        raise SetupError(f"unexpected word {rest[0]!r}: hooks takes no settings.")
 
 
 def _use_run(command: Command, callbacks: ModuleType) -> int:
@@ -102,10 +115,12 @@ def load_callbacks(path: Path) -> ModuleType:
     Raises:
         SetupError: it is missing, or cannot be imported; with its own line and message.
     """
-    if not path.exists():
-        raise SetupError(f"no {path.name} in {Path.cwd()}; run this in the project's folder.")
+    if not path.is_file():
+        raise SetupError(f"no file {path.name} in {Path.cwd()}; run this in the project's folder.")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    sys.path.insert(0, str(path.parent.resolve()))
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -113,16 +128,16 @@ def load_callbacks(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        where = f"{Path(error.filename or path.name).name}:{error.lineno}"
+        where = Path(error.filename or path.name).name + (f":{error.lineno}" * bool(error.lineno))
         raise SetupError(f"{where}: {type(error).__name__}: {error.msg}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename == str(path.resolve())
         ]
         where = f"{path.name}:{lines[-1]}" if lines else path.name
-        raise SetupError(f"{where}: {type(error).__name__}: {one_line(error)}") from error
+        raise SetupError(f"{where}: {brief(error)}") from error
     return module
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import numbers
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +25,22 @@ from ctl_core.errors import SetupError, one_line
 
 ENV_PREFIX = "CTL_"
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML in which 1e-3 is a number, as flags have it; to PyYAML it is a text."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what ``_Loader`` reads back as it was."""
+
+
+for _resolver in (_Loader, _Dumper):
+    _resolver.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(?:[0-9][0-9_]*\.?|\.[0-9])[0-9_]*[eE][-+]?[0-9]+\Z"),
+        list("-+.0123456789"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,24 +82,31 @@ class Config:
     hparams: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks ranges and combinations.
+        """Checks types, ranges and combinations; numbers of NumPy become Python's.
 
         Raises:
-            SetupError: a value is out of range; the message names setting, value and range.
+            SetupError: a value is impossible; the message names setting, value and range.
         """
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is None:
+            if value is None and getattr(Config, name) is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            number = _whole(value)
+            if number is None:
                 raise SetupError(f"{name}: expected a whole number, got {value!r}.")
-            if value < least:
-                raise SetupError(f"{name}: expected a whole number from {least} up, got {value}.")
-        if self.seed >= 2**32:
-            raise SetupError(f"seed: expected a whole number below 2**32, got {self.seed}.")
+            if not least <= number < _TOO_MUCH[name]:
+                above = f" and below 2**{int(math.log2(_TOO_MUCH[name]))}" * (number >= least)
+                raise SetupError(
+                    f"{name}: expected a whole number from {least} up{above}, got {number}."
+                )
+            object.__setattr__(self, name, number)
         rate = self.learning_rate
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e30:
+        if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not 0 < rate < 1e30:
             raise SetupError(f"learning_rate: expected a number above 0, got {rate!r}.")
+        object.__setattr__(self, "learning_rate", float(rate))
+        for name in ("deterministic", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise SetupError(f"{name}: expected true or false, got {getattr(self, name)!r}.")
         if self.steps is not None and self.epochs is not None:
             raise SetupError(
                 f"steps and epochs: give one of the two, got steps={self.steps} and "
@@ -95,13 +121,38 @@ class Config:
                 f"strategy: one_device uses one device, but virtual_devices is "
                 f"{self.virtual_devices}; leave one of them out."
             )
-        if self.run_name is not None and not _RUN_NAME.fullmatch(self.run_name):
+        if self.run_name is not None and not (
+            isinstance(self.run_name, str) and _RUN_NAME.fullmatch(self.run_name)
+        ):
             raise SetupError(
                 f"run_name: expected a folder name of letters, digits, '.', '_' and '-' that "
                 f"starts with a letter or digit, got {self.run_name!r}."
             )
+        if not isinstance(self.runs_dir, str | os.PathLike) or not str(self.runs_dir).strip():
+            raise SetupError(f"runs_dir: expected the name of a folder, got {self.runs_dir!r}.")
+        object.__setattr__(self, "runs_dir", str(self.runs_dir))
+        self._check_hparams()
+
+    def _check_hparams(self) -> None:
         if not isinstance(self.hparams, dict):
             raise SetupError(f"hparams: expected names with values, got {self.hparams!r}.")
+        for name, value in self.hparams.items():
+            try:
+                read = yaml.load(yaml.dump({name: value}, Dumper=_Dumper), Loader=_Loader)
+            except yaml.YAMLError:
+                read = None
+            if not isinstance(name, str) or read is None:
+                raise SetupError(
+                    f"hparams: {name!r} has the value {one_line(repr(value), 60)}; expected a name "
+                    "with numbers, texts, true, false, null, or lists and dicts of these."
+                )
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 # The lowest value that each whole number may take.
@@ -115,13 +166,17 @@ _LEAST = {
     "virtual_devices": 1,
     "max_chunk": 1,
 }
+_TOO_MUCH = {**dict.fromkeys(_LEAST, 2**63), "seed": 2**32}
 FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'x'?"`` for the nearest of ``names``, or an empty string."""
+def nearest(name: str, names: Iterable[str], mark: str = "") -> str:
+    """Returns ``"; did you mean 'x'?"`` for the nearest of ``names``, or an empty string.
+
+    ``mark`` is put before it, and is no part of what is compared.
+    """
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return f"; did you mean '{mark}{close[0]}'?" if close else ""
 
 
 def load_config(path: str | Path, **overrides: Any) -> Config:
@@ -132,8 +187,10 @@ def load_config(path: str | Path, **overrides: Any) -> Config:
     """
     parser = _parser("train")
     file = _read_file(parser, Path(path), required=True)
-    given = _parse("", lambda: parser.parse_object(dict(overrides), defaults=False))
-    return _merge([file, given])
+    for name in overrides:
+        if name not in FIELDS:
+            raise SetupError(f"unknown setting {name!r}{nearest(name, FIELDS)}")
+    return _merge([file, overrides])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,11 +239,14 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         SetupError: anything is unknown, of the wrong type, out of range or missing.
         SystemExit: ``--help`` was asked for and printed.
     """
-    name, flags = argv[0], list(argv[1:])
+    name = argv[0]
     parser = _parser(name)
-    given = _parse("", lambda: parser.parse_args(flags, defaults=False, env=False))
+    flags, hparams = _split_hparams(argv[1:])
+    given = _parse("", lambda: parser.parse_args(flags, defaults=False, env=False), name)
+    if hparams:
+        given["hparams"] = hparams
     env = _environment(parser, environ)
-    named = given.pop("config", None) or env.get("config")
+    named = given.pop("config", env.get("config"))
     env.pop("config", None)
     path = Path(named or "config.yaml")
     if name != "train" and named is None:
@@ -202,6 +262,56 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     for layer in layers:
         options.update({key: layer.pop(key) for key in options if key in layer})
     return Command(name, _merge(layers), options)
+
+
+def _split_hparams(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Takes the flags for hparams out; ``--hparams.a.b 3`` is {a: {b: 3}}.
+
+    Returns:
+        The other flags, and the values.
+    """
+    others: list[str] = []
+    found: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        names = flag.split(".")[1:]
+        if flag.split(".")[0] != "--hparams":
+            others.append(word)
+            continue
+        if not equals:
+            value = next(words, "--")
+        if not all(names) or (not equals and value.startswith("--")):
+            raise SetupError(f"{flag}: expected a name and a value: --hparams.width 64.")
+        read = _read_value(value)
+        for name in reversed(names):
+            read = {name: read}
+        found = _nested(found, _expect_names(f"{flag}: ", read))
+    return others, found
+
+
+def _read_value(text: str) -> Any:
+    """Reads the value of a flag or variable as YAML; what is none is a text."""
+    try:
+        return yaml.load(text, Loader=_Loader) if text else text
+    except yaml.YAMLError:
+        return text
+
+
+def _expect_names(where: str, hparams: Any) -> dict[str, Any]:
+    if isinstance(hparams, dict):
+        return hparams
+    raise SetupError(f"{where}expected names with values, got {hparams!r}.")
+
+
+def _nested(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Lays one dict over another, name by name, also in the dicts within."""
+    merged = dict(under)
+    for name, value in over.items():
+        below = merged.get(name)
+        both = isinstance(value, dict) and isinstance(below, dict)
+        merged[name] = _nested(below, value) if both else value  # type: ignore[arg-type]
+    return merged
 
 
 def find_run(runs_dir: Path, run_name: str | None) -> Path:
@@ -273,37 +383,47 @@ def _kind(field: dataclasses.Field[Any]) -> Any:
 
 
 _TYPES = {field.name: _kind(field) for field in dataclasses.fields(Config)}
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text (in quotes, if it looks like a number)",
+}
 
 
-def _parse(where: str, parse: Callable[[], jsonargparse.Namespace]) -> dict[str, Any]:
-    """Runs one of the parser's methods and turns its complaint into one line."""
+def _parse(
+    where: str, parse: Callable[[], jsonargparse.Namespace], command: str = "train"
+) -> dict[str, Any]:
+    """Runs one of the parser's methods and turns its complaint into one line.
+
+    ``where`` names the setting, unless the parser reads flags and names it itself.
+    """
     try:
         return dict(parse().as_dict())
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise SetupError(where + _plain(one_line(error))) from error
+        raise SetupError(where + _plain(one_line(error), bool(where), command)) from error
 
 
-def _plain(line: str) -> str:
+def _plain(line: str, named: bool, command: str) -> str:
     """Keeps what a user needs of a jsonargparse message: the setting, the value, the type."""
     if unknown := re.search(r"unrecognized arguments: (\S+)", line):
         flag = unknown.group(1).split("=")[0]
         if not flag.startswith("-"):
             return f"unexpected word {flag!r}: settings are given as --name value."
-        return f"unknown setting {flag}{nearest(flag, ['--' + n.replace('_', '-') for n in _KEYS])}"
+        names = [name.replace("_", "-") for name in (*_KEYS, *OPTIONS[command])]
+        return f"unknown setting {flag}{nearest(flag.strip('-').replace('_', '-'), names, '--')}"
+    if flag_alone := re.search(r"argument (--\S+): expected one argument", line):
+        return f"{flag_alone.group(1)}: expected a value after it."
+    if yes_no := re.search(r"argument (--[\w-]+)\S*: ignored explicit argument", line):
+        return f"{yes_no.group(1)} takes no value; the opposite is --no-{yes_no.group(1)[2:]}."
     key = re.search(r"""[Kk]ey "(\w+)""", line)
-    value = re.search(r"(?:Got|Given) value: (.*)$", line)
-    if boolean := re.search(r"Value not boolean: (.*?)\.?$", line):
-        return f"expected true or false, got {boolean.group(1)}."
-    if key and value and key.group(1) in _TYPES:
-        kind = _TYPES[key.group(1)]
-        expected = _WORDS.get(kind) or (
-            f"one of {', '.join(get_args(kind))}"
-            if get_origin(kind) is Literal
-            else "names with values"
-        )
-        return f"{key.group(1)}: expected {expected}, got {value.group(1)!r}."
-    return line
+    value = re.search(r"(?:(?:Got|Given) value:|Value not boolean:) ?(.*?)\.?$", line)
+    if not value or not (named or key):
+        return line
+    kind: Any = _TYPES.get(key.group(1)) if key else bool
+    expected = _WORDS.get(kind) or f"one of {', '.join(get_args(kind))}"
+    setting = f"{key.group(1)}: " if key and not named else ""
+    return f"{setting}expected {expected}, got {value.group(1)!r}."
 
 
 _KEYS = (*FIELDS, "config")
@@ -322,7 +442,7 @@ def _read_file(
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(f"{path}: cannot be read as a settings file: {error}") from error
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
@@ -335,20 +455,33 @@ def _read_file(
     for key in content:
         if key not in FIELDS:
             raise SetupError(f"{path}: unknown setting {key!r}{nearest(str(key), FIELDS)}")
-    given = {key: value for key, value in content.items() if value is not None}
-    return _parse(f"{path}: ", lambda: parser.parse_object(given, defaults=False))
+    layer: dict[str, Any] = {}
+    for key, value in content.items():
+        if key == "hparams":  # the parser would turn the text '3' into a number
+            layer[key] = _expect_names(f"{path}: {key}: ", {} if value is None else value)
+        elif value is not None:
+            layer |= _parse(
+                f"{path}: {key}: ",
+                lambda one={key: value}: parser.parse_object(one, defaults=False),  # type: ignore[misc]
+            )
+    return layer
 
 
 def _environment(parser: jsonargparse.ArgumentParser, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Reads the ``CTL_*`` variables, each on its own so that a complaint can name it."""
+    """Reads the ``CTL_*`` variables; one that is empty says nothing."""
     layer: dict[str, Any] = {}
     for name, value in sorted(environ.items()):
-        if not name.startswith(ENV_PREFIX):
+        if not name.startswith(ENV_PREFIX) or not value:
             continue
         key = name[len(ENV_PREFIX) :].lower()
         if key not in _KEYS:
-            known = [ENV_PREFIX + known.upper() for known in _KEYS]
-            raise SetupError(f"unknown setting {name} in the environment{nearest(name, known)}")
+            hint = nearest(key.upper(), [known.upper() for known in _KEYS], ENV_PREFIX)
+            raise SetupError(f"unknown setting {name} in the environment{hint}")
+        if _TYPES.get(key) is bool:  # what others write for a switch
+            value = {"0": "false", "1": "true"}.get(value, value)
+        if key == "hparams":
+            layer[key] = _expect_names(f"{name}: ", _read_value(value))
+            continue
         layer |= _parse(
             f"{name}: ",
             lambda one={name: value}: parser.parse_env(one, defaults=False),  # type: ignore[misc]
@@ -357,7 +490,7 @@ def _environment(parser: jsonargparse.ArgumentParser, environ: Mapping[str, str]
 
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> Config:
-    """Lays the later values over the earlier ones; hparams are merged name by name.
+    """Lays the later values over the earlier ones; hparams are merged name by name, at any depth.
 
     ``--epochs 3`` over ``steps: 600`` in the file means three epochs, not a conflict.
     """
@@ -366,15 +499,17 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> Config:
         for one, other in (("steps", "epochs"), ("epochs", "steps")):
             if one in layer and other not in layer:
                 merged.pop(other, None)
-        hparams = {**merged.get("hparams", {}), **layer.get("hparams", {})}
+        below, over = merged.get("hparams", {}), layer.get("hparams", {})
         merged |= layer
-        merged["hparams"] = hparams
+        merged["hparams"] = _nested(below, over) if isinstance(over, dict) else over
     return Config(**merged)
 
 
 def write_config(config: Config, path: Path) -> None:
     """Writes the settings as resolved, whole or not at all."""
-    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    text = yaml.dump(
+        dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True
+    )
     beside = path.with_name(path.name + ".tmp")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)

@@ -7,22 +7,40 @@ metrics.jsonl and TensorBoard is runs.py's part, which listens here.
 from __future__ import annotations
 
 import logging
-import sys
+import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 LOG = logging.getLogger("ctl_core")
+LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
 Listener = Callable[[int, str, dict[str, float]], None]
 
 # A plain line for the step alone, at most so often (seconds): a log is no progress bar.
 PLAIN_INTERVAL = 1.0
 # The speed shown is measured over at least so many seconds.
 SPEED_INTERVAL = 0.5
+# Columns of a terminal below which the progress line is only the step and the values.
+NARROW = 60
+
+
+class _Values(ProgressColumn):
+    """The values on the progress line: what is cut first where the line is too long."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["values"], no_wrap=True, overflow="ellipsis")
 
 
 class Console:
@@ -59,15 +77,13 @@ class Console:
         self.total = total
         self._mark = (time.monotonic(), step)
         if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
-            self._progress = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[values]}"),
-                TextColumn("{task.fields[speed]}"),
-                TimeRemainingColumn(compact=True),
-                console=self._terminal,
-                expand=True,
-            )
+            columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
+            if self._terminal.width >= NARROW:
+                columns += [BarColumn(bar_width=None), _Values()]
+                columns += [TextColumn("{task.fields[speed]}"), TimeRemainingColumn(compact=True)]
+            else:
+                columns += [_Values()]
+            self._progress = Progress(*columns, console=self._terminal, expand=True)
             self._progress.add_task("train", total=total, completed=step, values="", speed="")
             self._progress.start()
 
@@ -89,10 +105,17 @@ class Console:
     def values(self, step: int, split: str, values: dict[str, Any]) -> None:
         """Shows values measured at a step and hands them to the listeners.
 
+        Args:
+            step: the step
+            split: train or eval
+            values: scalars by name; of a dict in it, each value is shown as ``name/key``
+
         Raises:
-            ValueError: a value is no scalar.
+            TypeError: the step is no whole number.
+            ValueError: a value is no scalar, or has the name of something else.
         """
-        numbers = {name: _scalar(name, value) for name, value in values.items()}
+        step = operator.index(step)
+        numbers = {name: _scalar(name, value) for name, value in _flat(values)}
         for listener in self.listeners:
             listener(step, split, numbers)
         text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
@@ -127,22 +150,30 @@ class Console:
 
     def _print(self, text: str) -> None:
         if self._terminal.is_terminal:
-            self._terminal.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=self._terminal.file, flush=True)
 
 
-def fail(text: str) -> None:
-    """Prints an error, one line on stderr, and logs it."""
-    LOG.error(text)
-    print(f"error: {text}", file=sys.stderr, flush=True)
+def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields name and value, of a dict of values (one for each objective, say) each."""
+    for name, value in values.items():
+        if name in ("step", "split"):
+            raise ValueError(f"a value cannot be called {name}: metrics.jsonl has one already")
+        if isinstance(value, dict):
+            yield from ((f"{name}/{key}", part) for key, part in value.items())
+        else:
+            yield name, value
 
 
 def _scalar(name: str, value: Any) -> float:
     array = np.asarray(value)
     if array.size != 1:
         raise ValueError(f"{name} must be a scalar, got shape {list(array.shape)}")
-    return float(array.reshape(()))
+    try:
+        return float(array.reshape(()))
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
 
 
 _active: Console | None = None
@@ -159,7 +190,7 @@ def report(step: int, **values: Any) -> None:
 
     Args:
         step: the step they belong to
-        **values: scalars by name
+        **values: scalars by name, or dicts of such
 
     Raises:
         ValueError: a value is no scalar.

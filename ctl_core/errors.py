@@ -18,7 +18,7 @@ _OP_STACK = re.compile(
     re.DOTALL,
 )
 _OP_NAMES = re.compile(
-    r"\[\[(?:\{\{node [^}]*\}\}|[A-Za-z][\w./-]*)\]\]"
+    r"\[\[(?:(?:\{\{[^}]*\}\})+|[A-Za-z][\w./-]*)\]\]"
     r"|\{\{function_node [^}]*\}\} ?|\[Op:\w+\]( name:.*)?"
 )
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
+import numbers
+import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import tensorflow as tf
 
 from ctl_core import defaults
 from ctl_core.config import Config, nearest
-from ctl_core.errors import CtlError, HookFailed, SetupError, one_line
+from ctl_core.errors import CtlError, HookFailed, SetupError, brief, one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +195,8 @@ class Hook:
         code = _code_of(self.function)
         if code is None:
             return getattr(self.function, "__module__", None) or "callbacks"
+        if code.co_filename == defaults.__file__:
+            return "the engine's default"
         return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
     @property
@@ -225,21 +230,40 @@ class Hook:
 
     def failure(self, error: BaseException) -> str:
         """Says in one line that this hook raised ``error``, and at which line of it."""
-        return f"{self.name} ({self._line_of(error)}): {type(error).__name__}: {one_line(error)}"
+        return f"{self.name} ({self._line_of(error)}): {brief(error)}"
 
     def _line_of(self, error: BaseException) -> str:
         """Finds the innermost line in the hook's own file that the exception went through."""
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [(frame.filename, frame.lineno or 0) for frame in stack]
+        # A function that AutoGraph converted on the way, such as a helper, or one of Dataset.map.
+        converted = getattr(getattr(error, "ag_error_metadata", None), "translated_stack", ())
+        frames += [(frame.filename, frame.lineno) for frame in reversed(converted)]
+        return self.line_in([*frames, *frames_in(str(error))]) or self.where
+
+    def line_in(self, frames: Iterable[tuple[str, int]]) -> str | None:
+        """Returns ``callbacks.py:14`` for the last frame in the hook's own file, if any is."""
         code = _code_of(self.function)
-        if code is None:
-            return self.where
+        if code is None or code.co_filename == defaults.__file__:
+            return None
         lines = _original_lines(self.traced)
         found = None
-        for frame in traceback.extract_tb(error.__traceback__):
-            here = (frame.filename, frame.lineno or 0)
-            filename, lineno = lines.get(here, here)
+        for frame in frames:
+            filename, lineno = lines.get(frame, frame)
             if filename == code.co_filename:
                 found = lineno
-        return f"{Path(code.co_filename).name}:{found}" if found else self.where
+        return f"{Path(code.co_filename).name}:{found}" if found else None
+
+    def made(self, frames: Iterable[tuple[str, int]]) -> bool:
+        """Whether one of the frames is the hook's own body, as AutoGraph converted it."""
+        lines = _original_lines(self.traced)
+        return any(frame in lines for frame in frames)
+
+
+def frames_in(text: str) -> list[tuple[str, int]]:
+    """Reads the frames off a stack that is part of a message: (file, line), outermost first."""
+    found = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in ', text, re.MULTILINE)
+    return [(filename, int(line)) for filename, line in found]
 
 
 def describe(element: Any) -> str:
@@ -264,10 +288,21 @@ def _code_of(function: Callable[..., Any]) -> Any:
 
 
 def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Converts a graph hook with AutoGraph, where it has Python source to convert."""
+    """Converts a graph hook with AutoGraph, where it has Python source to convert.
+
+    What surrounds the source is kept: a method its object, a partial its arguments, a decorated
+    function its decorator. A tf.function does its own converting.
+    """
+    if isinstance(function, functools.partial):
+        inner = _traceable(function.func)
+        return functools.partial(inner, *function.args, **function.keywords)
+    if inspect.ismethod(function):
+        return functools.partial(_traceable(function.__func__), function.__self__)
+    if not inspect.isfunction(function):
+        return function
     try:
-        converted = tf.autograph.to_graph(inspect.unwrap(function))
-    except Exception:  # no source (a tf.function, a partial, a notebook lambda): it runs as it is
+        converted = tf.autograph.to_graph(function)
+    except Exception:  # no source, as in some notebooks: it runs as it is
         return function
     return converted  # type: ignore[no-any-return]
 
@@ -278,6 +313,8 @@ def _original_lines(converted: Callable[..., Any]) -> dict[tuple[str, int], tupl
     ``ag_source_map`` is an undocumented attribute of what ``tf.autograph.to_graph`` returns;
     without it messages fall back to the line of the hook's definition.
     """
+    while isinstance(converted, functools.partial):
+        converted = converted.func
     mapping = getattr(converted, "ag_source_map", {})
     return {
         (key.filename, key.lineno): (origin.loc.filename, origin.loc.lineno)
@@ -309,6 +346,25 @@ class Hooks:
     metric_pre: Hook
     eval_pre: Hook
 
+    def blame(self, error: BaseException) -> str:
+        """Says in one line which hook an op belongs to that failed while a graph was running.
+
+        Args:
+            error: a tf.errors.OpError, whose message names the op and the stack it was made at
+        """
+        text = str(error)
+        frames = frames_in(text)
+        if reading := re.search(r"\[\[[^\[\]]*IteratorGetNext(\w*)(\}\})?\]\]", text):
+            evaluating = reading.group(1).startswith("AsOptional")
+            hook = (self.create_eval_dataset if evaluating else None) or self.create_dataset
+            line = hook.line_in(frames) or hook.where
+            return f"{hook.name} ({line}): reading the data: {brief(error)}"
+        for spec in TABLE:
+            if spec.in_graph and (hook := getattr(self, spec.name)).made(frames):
+                return f"{spec.name} ({hook.line_in(frames) or hook.where}): {brief(error)}"
+        inside = self.create_model.line_in(frames)
+        return f"the step{f' ({inside})' if inside else ''}: {brief(error)}"
+
 
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     """Reads the hooks off a module, or any object with these attributes, and checks each.
@@ -325,9 +381,11 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     missing = [spec.name for spec in TABLE if spec.required and not hasattr(callbacks, spec.name)]
     if missing:
         spec = SPECS[missing[0]]
+        close = [name for name in dir(callbacks) if _meant(callbacks, name) == spec.name]
         raise SetupError(
             f"{origin}: {', '.join(missing)} still to be written; the first is "
             f"def {spec.name}({', '.join(spec.arguments)}), which returns {spec.returns}."
+            + (f" There is a {close[0]}: is it misspelt?" if close else "")
         )
     found: dict[str, Any] = {}
     for spec in TABLE:
@@ -349,13 +407,13 @@ def _schedule(spec: Spec, value: Any, common: Mapping[str, Any], origin: str) ->
         )
     schedule: Schedule = {}
     for key, functions in value.items():
-        if isinstance(key, bool) or not isinstance(key, int) or key < 1:
+        if isinstance(key, bool) or not isinstance(key, numbers.Integral) or key < 1:
             raise SetupError(
                 f"{origin}: {spec.name} has the key {key!r}; expected a step number, a whole "
                 "number from 1 up."
             )
         several = functions if isinstance(functions, list | tuple) else [functions]
-        schedule[key] = tuple(
+        schedule[int(key)] = tuple(
             _hook(spec, f"{spec.name}[{key}]", function, common, origin) for function in several
         )
     return schedule
@@ -367,37 +425,38 @@ def _hook(spec: Spec, name: str, function: Any, common: Mapping[str, Any], origi
             f"{origin}: {name} must be a function, got {one_line(repr(function), 60)}."
         )
     hook = Hook(name, function, (), common, function)
+    where = hook.where if _code_of(function) else origin
     valid = (*spec.arguments, *COMMON)
     arguments = []
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise SetupError(
-            f"{hook.where}: {name} has no signature to read; wrap it in a function that names "
+            f"{where}: {name} has no signature to read; wrap it in a function that names "
             f"its arguments (of {', '.join(valid)})."
         ) from None
     for parameter in parameters:
-        if parameter.kind is parameter.POSITIONAL_ONLY or parameter.kind in (
+        if parameter.kind in (
+            parameter.POSITIONAL_ONLY,
             parameter.VAR_POSITIONAL,
             parameter.VAR_KEYWORD,
         ):
             raise SetupError(
-                f"{hook.where}: {name} takes {parameter}; a hook gets its arguments by name, so "
-                f"write out the ones it uses, of {', '.join(valid)}."
+                f"{where}: {name} takes {parameter}"
+                f"{' by position' * (parameter.kind is parameter.POSITIONAL_ONLY)}; a hook gets "
+                f"its arguments by name, so write out the ones it uses, of {', '.join(valid)}."
             )
         if parameter.name in valid:
             arguments.append(parameter.name)
         elif parameter.name == "input_context" and spec.name in _SHARDING:
             raise SetupError(
-                f"{hook.where}: {name} asks for input_context, but a run has one process; "
+                f"{where}: {name} asks for input_context, but a run has one process; "
                 "leave the argument out."
             )
         elif parameter.default is parameter.empty:
             raise SetupError(
-                f"{hook.where}: {name} asks for '{parameter.name}'"
-                f"{nearest(parameter.name, valid).rstrip('?')}"
-                f"{'?' if nearest(parameter.name, valid) else ';'} it may name "
-                f"{', '.join(valid)}."
+                f"{where}: {name} asks for '{parameter.name}'"
+                f"{nearest(parameter.name, valid) or ';'} it may name {', '.join(valid)}."
             )
     if getattr(function, "deferred", False):
         _check_deferred(spec, hook, arguments)
@@ -419,16 +478,18 @@ def _check_deferred(spec: Spec, hook: Hook, arguments: list[str]) -> None:
 
 def _misspelt(callbacks: Any, origin: str) -> list[str]:
     """Finds functions and dicts that no hook uses but whose name is a hook's, all but a slip."""
-    warnings = []
-    for name, value in list(vars(callbacks).items()):
-        if (
-            name in SPECS
-            or name.startswith("_")
-            or not (callable(value) or isinstance(value, dict))
-        ):
-            continue
-        if close := difflib.get_close_matches(name, SPECS, n=1, cutoff=0.88):
-            warnings.append(
-                f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?"
-            )
-    return warnings
+    return [
+        f"{origin}: {name} is no hook and is not used; did you mean {close}?"
+        for name in dir(callbacks)
+        if (close := _meant(callbacks, name))
+    ]
+
+
+def _meant(callbacks: Any, name: str) -> str | None:
+    """Returns the hook that an attribute looks like without being one."""
+    value = inspect.getattr_static(callbacks, name)
+    if name in SPECS or name.startswith("_") or not (callable(value) or isinstance(value, dict)):
+        return None
+    short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
+    close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
+    return close[0] if close else None

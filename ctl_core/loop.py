@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -416,4 +417,4 @@ def _closing(state: State, start: int, last: int, seconds: float) -> str:
         head = f"stopped by {name}, saved; the same command goes on from here"
     else:
         head = "done"
-    return f"{head}: {'; '.join(parts)}. Everything is in {state.run_dir}"
+    return f"{head}: {'; '.join(parts)}. Everything is in {Path(state.run_dir).resolve()}"

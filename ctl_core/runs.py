@@ -17,7 +17,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ctl_core.config import Config, write_config
-from ctl_core.errors import SetupError, one_line
+from ctl_core.errors import SetupError
 
 
 class Run:
@@ -42,10 +42,7 @@ class Run:
             self._log = logging.FileHandler(self.path / "train.log", encoding="utf-8")
             self._held = (self.path / "train.log").open("a")
         except OSError as error:
-            raise SetupError(
-                f"{self.path}: the run folder cannot be written ({error.strerror}); "
-                "choose another runs_dir or run_name."
-            ) from error
+            raise self._unwritable(error) from error
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger = logging.getLogger("ctl_core")
         logger.setLevel(logging.INFO)
@@ -90,13 +87,25 @@ class Run:
 
         What an interrupted process had written beyond its last checkpoint is taken out, since
         the steps are about to run again.
+
+        Raises:
+            SetupError: one of the files cannot be written.
         """
-        write_config(config, self.config_file)
-        kept = [line for line in self.read_metrics() if line["step"] <= step]
-        beside = self.metrics_file.with_name("metrics.jsonl.tmp")
-        beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        beside.replace(self.metrics_file)
-        self._metrics = self.metrics_file.open("a", encoding="utf-8")
+        try:
+            write_config(config, self.config_file)
+            kept = [line for line in self.read_metrics() if line["step"] <= step]
+            beside = self.metrics_file.with_name("metrics.jsonl.tmp")
+            beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            beside.replace(self.metrics_file)
+            self._metrics = self.metrics_file.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> SetupError:
+        return SetupError(
+            f"{self.path}: the run folder cannot be written ({error.filename}: {error.strerror}); "
+            "choose another runs_dir or run_name."
+        )
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Reads metrics.jsonl; a last line that was cut short by a kill is left out."""
@@ -153,8 +162,3 @@ def _free_name(runs_dir: Path) -> str:
     while (runs_dir / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
     return name if number == 1 else f"{name}-{number}"
-
-
-def describe_failure(error: BaseException) -> str:
-    """One line for an exception that is not the engine's own."""
-    return f"{type(error).__name__}: {one_line(error)}"

@@ -1,26 +1,49 @@
-"""``ctl_core hooks``: the table of hooks, for people."""
+"""``ctl_core hooks``: the table of hooks, for people: a block for each."""
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
-from ctl_core.hooks import TABLE
+from ctl_core.hooks import TABLE, Spec
+
+MOST_COLUMNS = 100
+_FOOT = (
+    "A hook names only the arguments it uses, in any order; every hook may also name config and "
+    "hparams. One that callbacks.py leaves out is the default."
+)
 
 
-def print_table() -> None:
-    """Prints a row for each hook; as wide as the terminal, or as a file takes it."""
-    console = Console()
-    table = Table(title="Hooks: what callbacks.py may hold", show_lines=True)
-    for heading in ("hook", "arguments it may name", "returns", "default"):
-        table.add_column(heading, overflow="fold")
+def print_table(console: Console | None = None) -> None:
+    """Prints a block for each hook; lines as long as the terminal, but no longer than 100."""
+    console = console or Console()
+    width = min(console.width, MOST_COLUMNS)
     for spec in TABLE:
-        name = spec.name + (" (required)" if spec.required else "")
-        table.add_row(
-            f"{name}\n{spec.doc}", ", ".join(spec.arguments) or "–", spec.returns, spec.default
-        )
-    console.print(table)
-    console.print(
-        "Every hook may also name config and hparams. A hook names only the arguments it uses.",
-        markup=False,
+        name = Text(spec.name, style="bold")
+        console.print(name + " (required)" if spec.required else name)
+        for line in _lines(spec, width):
+            console.print(Text(line), soft_wrap=True)
+        console.print()
+    console.print(Text(textwrap.fill(_FOOT, width)), soft_wrap=True)
+
+
+def _lines(spec: Spec, width: int) -> list[str]:
+    rows = {"may name": ", ".join(spec.arguments), "returns": spec.returns, "default": spec.default}
+    lines = _wrapped(spec.doc, "  ", width)
+    for heading, text in rows.items():
+        if text not in ("", "–"):
+            lines += _wrapped(text, f"    {heading:10}", width)
+    return lines
+
+
+def _wrapped(text: str, start: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
     )
