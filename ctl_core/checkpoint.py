@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,9 +25,7 @@ import tensorflow as tf
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, one_line
 from ctl_core.freezing import freeze_flags, set_freeze_flags
-
-if TYPE_CHECKING:
-    from ctl_core.state import State
+from ctl_core.state import State
 
 # What reading a file that is cut short, altered or gone raises.
 _UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
@@ -322,25 +320,6 @@ class Checkpoints:
             f"{record.examples} examples, since {why}."
         )
         self.state.data.skip(elements)
-
-
-def repair_list(folder: Path) -> None:
-    """Makes the manager's own list of checkpoints anew if it is damaged or gone.
-
-    A CheckpointManager refuses to start with a damaged list, and would never delete what a
-    missing one does not name.
-    """
-    try:
-        listed = tf.train.get_checkpoint_state(str(folder)) is not None
-    except ValueError:  # empty, or no text any more
-        listed = False
-    steps = sorted(int(path.stem.split("-")[1]) for path in folder.glob("engine/ckpt-*.json"))
-    if listed or not (steps or (folder / "checkpoint").exists()):
-        return
-    (folder / "checkpoint").unlink(missing_ok=True)
-    if steps:
-        paths = [str(folder / f"ckpt-{step}") for step in steps]
-        tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
 
 
 def _seeds(model: Any) -> list[Any]:

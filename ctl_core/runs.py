@@ -162,3 +162,22 @@ def _free_name(runs_dir: Path) -> str:
     while (runs_dir / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
     return name if number == 1 else f"{name}-{number}"
+
+
+def repair_list(folder: Path) -> None:
+    """Makes the manager's own list of checkpoints anew if it is damaged or gone.
+
+    A CheckpointManager refuses to start with a damaged list, and would never delete what a
+    missing one does not name.
+    """
+    try:
+        listed = tf.train.get_checkpoint_state(str(folder)) is not None
+    except ValueError:  # empty, or no text any more
+        listed = False
+    steps = sorted(int(path.stem.split("-")[1]) for path in folder.glob("engine/ckpt-*.json"))
+    if listed or not (steps or (folder / "checkpoint").exists()):
+        return
+    (folder / "checkpoint").unlink(missing_ok=True)
+    if steps:
+        paths = [str(folder / f"ckpt-{step}") for step in steps]
+        tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)

@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.checkpoint import repair_list
 from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
@@ -19,7 +18,7 @@ from ctl_core.evaluation import Evaluation, create_evaluation
 from ctl_core.freezing import trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
-from ctl_core.runs import Run
+from ctl_core.runs import Run, repair_list
 from ctl_core.step import (
     LearningRate,
     Parts,
