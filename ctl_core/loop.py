@@ -7,6 +7,7 @@ else happens here, between two calls: hooks, evaluation, checkpoints, signals.
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ctl_core.checkpoint import Checkpoints
@@ -253,10 +255,23 @@ class StepFunctions:
                 trace_evaluation(self._state.evaluation)
         except HookFailed as error:
             raise SetupError(str(error)) from error.__cause__
+        except Exception as error:
+            if made := re.search(r"Unable to lift tensor <tf.Tensor '([^']*)/Init", str(error)):
+                raise SetupError(
+                    f"a hook makes the variable {_base_name(made.group(1))} inside the step; make "
+                    "it in create_model. keras.random functions take one of the model's as seed."
+                ) from error
+            raise
         if names := self._state.parts.without_gradient:
             console.warn(
                 f"the loss does not depend on {', '.join(names[:5])}"
                 f"{' and others' if len(names) > 5 else ''}: not updated."
+            )
+        if generators := _foreign_generators(self._state, graph.variables):
+            console.warn(
+                f"a hook draws random numbers with {', '.join(generators)}, which is no part of "
+                "the model: no checkpoint holds its state, and a resumed run draws others. Keep "
+                "the generator, or the layer that has it, in an attribute of train_model."
             )
         definition = graph.as_graph_def()
         nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
@@ -297,6 +312,19 @@ class StepFunctions:
             }
 
         return observe
+
+
+def _foreign_generators(state: State, used: Any) -> list[str]:
+    """Names the states of random generators that a step uses but the model does not own."""
+    variables = getattr(state.train_model, "variables", ())
+    own = {_base_name((v.value if isinstance(v, keras.Variable) else v).name) for v in variables}
+    names = {_base_name(variable.name) for variable in used} - own
+    return sorted(name for name in names if name.endswith(("seed_generator_state", "StateVar")))
+
+
+def _base_name(name: str) -> str:
+    """Leaves out which replica's copy of a variable the name means."""
+    return name.split(":")[0].split("/replica_")[0]
 
 
 def _of_replicas(values: tuple[Any, ...], name: str) -> Any:

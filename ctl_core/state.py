@@ -206,19 +206,26 @@ def _build_variables(parts: Parts, element_spec: Any) -> tuple[dict[str, list[An
     Returns:
         The trainable_vars by objective, and the specification of the model's input.
     """
-    found: dict[str, Any] = {}
-
-    def build(batch: Any) -> None:
+    with _scratch_graph().as_default():
+        batch = tf.nest.map_structure(
+            lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape),
+            element_spec,
+            expand_composites=True,
+        )
         inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
-        found["spec"] = tf.nest.map_structure(tf.type_spec_from_value, inputs)
+        input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
         output, loss = forward(parts, batch, training=True)
-        found["variables"] = {
-            name: variables
-            for name, (_, variables) in objectives(parts, batch, output, loss).items()
-        }
+        named = objectives(parts, batch, output, loss)
+    return {name: variables for name, (_, variables) in named.items()}, input_spec
 
-    tf.function(build, autograph=False).get_concrete_function(element_spec)
-    return found["variables"], found["spec"]
+
+def _scratch_graph() -> Any:
+    """Returns a graph to call hooks in without running anything.
+
+    Variables made in it exist outside of it. ``FuncGraph`` is not quite public, but Keras builds
+    its models in one; in a tf.function, random generators could not be made on several replicas.
+    """
+    return tf.__internal__.FuncGraph("build")
 
 
 def _build_optimizer(optimizer: Any, variables: list[Any], candidates: list[Any]) -> None:

@@ -292,6 +292,39 @@ def test_random_ops_that_cannot_be_resumed_are_pointed_out(
     assert "RandomStandardNormal" in capsys.readouterr().out
 
 
+class MakesLayersLate(keras.Model):
+    """Creates its layers, and with them random generators, in build()."""
+
+    def build(self, shape: Any) -> None:
+        self.drop, self.out = keras.layers.Dropout(0.5), keras.layers.Dense(1)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.out(self.drop(inputs, training=training))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_random_generators_outside_the_model_are_pointed_out(
+    train: Train, capsys: pytest.CaptureFixture[str], replicas: int
+) -> None:
+    noise = keras.layers.GaussianNoise(0.1)
+    hooks = make_hooks(
+        create_model=lambda: MakesLayersLate(),
+        input_pre=lambda batch: noise(batch[0], training=True),
+    )
+    train(hooks, steps=1, virtual_devices=replicas)
+    output = capsys.readouterr().out
+    assert output.count("warning: a hook draws random numbers") == 1
+    del hooks.input_pre
+    train(hooks, steps=1, virtual_devices=replicas, run_name="without")
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_generator_made_inside_the_step_is_refused_on_several_replicas(train: Train) -> None:
+    hooks = make_hooks(input_pre=lambda batch: batch[0] + keras.random.normal((1,)))
+    with pytest.raises(ctl_core.SetupError, match="seed_generator_state inside the step"):
+        train(hooks, steps=1, virtual_devices=2)
+
+
 def test_variables_without_gradient_are_pointed_out_once(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
