@@ -19,12 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, one_line
 from ctl_core.freezing import freeze_flags, set_freeze_flags
+from ctl_core.randomness import generator_states
 from ctl_core.state import State
 
 # What reading a file that is cut short, altered or gone raises.
@@ -95,7 +95,7 @@ class Checkpoints:
         parts: dict[str, Any] = {
             "step": self.state.step_variable,
             "lr": self.state.lr,
-            "seeds": _seeds(self.state.train_model),
+            "seeds": generator_states(self.state.train_model),
         }
         if with_input:
             parts["input"] = self.state.data.iterator
@@ -320,18 +320,6 @@ class Checkpoints:
             f"{record.examples} examples, since {why}."
         )
         self.state.data.skip(elements)
-
-
-def _seeds(model: Any) -> list[Any]:
-    """Returns the state of a Keras model's seed generators, which checkpoints leave out.
-
-    ``variables`` holds what ``weights`` does, and seed generators (and metrics) besides.
-    """
-    if not isinstance(model, keras.Layer):
-        return []
-    weights = {id(variable) for variable in model.weights}
-    metrics = {id(variable) for variable in model.metrics_variables}
-    return [v.value for v in model.variables if id(v) not in weights | metrics]
 
 
 def _variables_in(path: str) -> dict[str, tuple[str, list[int]]]:

@@ -27,6 +27,7 @@ from ctl_core.evaluation import evaluate, trace_evaluation
 from ctl_core.freezing import freeze_flags
 from ctl_core.hooks import OBSERVED, Hook, Hooks
 from ctl_core.inputs import EMPTY
+from ctl_core.randomness import spread
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
 from ctl_core.step import train_step
@@ -67,6 +68,7 @@ def train(callbacks: Any, config: Config) -> State:
         state = create_state(callbacks, config, run, console)
         checkpoints = Checkpoints(state, console)
         record = checkpoints.restore()
+        spread(state.train_model, state.strategy)
         start, last = state.step, _last_step(state, console)
         if record and record.learning_rate != config.learning_rate:
             console.say(f"learning_rate is {config.learning_rate:g} from here on.")
