@@ -3,7 +3,8 @@
 A checkpoint of step 300 is, in runs/NAME/ckpt:
 
     ckpt-300.index, .data-*             what ``create_ckpt`` names
-    engine/ckpt-300.index, .data-*      input position, random state, step, lr
+    engine/ckpt-300.index, .data-*      random state, step, lr
+    engine/input-300.index, .data-*     position in the training data, where it can be saved
     engine/ckpt-300.json                the record, written last: without it, nothing counts
 
 so that a process killed at any moment leaves either a whole checkpoint or none.
@@ -91,15 +92,15 @@ class Checkpoints:
         self._asked_for = True
         return str(self._folder / f"ckpt-{self.state.step}")
 
-    def _engine_part(self, with_input: bool) -> tf.train.Checkpoint:
-        parts: dict[str, Any] = {
-            "step": self.state.step_variable,
-            "lr": self.state.lr,
-            "seeds": generator_states(self.state.train_model),
-        }
-        if with_input:
-            parts["input"] = self.state.data.iterator
-        return tf.train.Checkpoint(**parts)
+    def _engine_part(self) -> tf.train.Checkpoint:
+        return tf.train.Checkpoint(
+            step=self.state.step_variable,
+            lr=self.state.lr,
+            seeds=generator_states(self.state.train_model),
+        )
+
+    def _input_part(self) -> tf.train.Checkpoint:
+        return tf.train.Checkpoint(input=self.state.data.iterator)
 
     def save(self, due: bool) -> None:
         """Saves after the current step, if that is due or a hook asked for it.
@@ -124,20 +125,8 @@ class Checkpoints:
         self._engine_folder.mkdir(parents=True, exist_ok=True)
         record_path = self._engine_folder / f"ckpt-{step}.json"
         record_path.unlink(missing_ok=True)  # while its parts are replaced, it must not count
-        prefix = str(self._engine_folder / f"ckpt-{step}")
-        input_saved = True
-        try:
-            self._engine_part(with_input=True).write(prefix)
-        except tf.errors.FailedPreconditionError as error:
-            input_saved = False
-            self._engine_part(with_input=False).write(prefix)
-            self._warn_once(
-                "the position in the training data cannot be saved "
-                f"({one_line(error.message, 120)}); a resumed run will read and drop what was "
-                "used. Stateless random ops make it savable: see ctl_core.data.with_seeds."
-            )
-        if input_saved:
-            self._warn_if_large(prefix)
+        self._engine_part().write(str(self._engine_folder / f"ckpt-{step}"))
+        input_saved = self._save_input(str(self._engine_folder / f"input-{step}"))
         saved = self._save_user_part(checkpoint_number=step)
         if saved is None:
             raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
@@ -159,13 +148,28 @@ class Checkpoints:
         os.replace(beside, record_path)
         self._remove_orphans()
 
+    def _save_input(self, prefix: str) -> bool:
+        """Writes the position in the training data; returns whether that is possible."""
+        try:
+            self._input_part().write(prefix)
+        except tf.errors.FailedPreconditionError as error:
+            self._warn_once(
+                "the position in the training data cannot be saved "
+                f"({one_line(error.message, 120)}); a resumed run will read and drop what was "
+                "used. Stateless random ops make it savable: see ctl_core.data.with_seeds."
+            )
+            return False
+        self._warn_if_large(prefix)
+        return True
+
     def _remove_orphans(self) -> None:
-        """Removes engine parts whose user part the manager has deleted."""
+        """Removes engine parts whose user part the manager has deleted, or that do not count."""
         for path in self._engine_folder.glob("ckpt-*.json"):
             if not (self._folder / f"{path.stem}.index").exists():
                 path.unlink()
-        for path in self._engine_folder.glob("ckpt-*.index"):
-            if not (self._engine_folder / f"{path.stem}.json").exists():
+        for path in self._engine_folder.glob("*-*.index"):
+            step = path.stem.split("-")[1]
+            if not (self._engine_folder / f"ckpt-{step}.json").exists():
                 for part in self._engine_folder.glob(f"{path.stem}.*"):
                     part.unlink()
 
@@ -245,14 +249,12 @@ class Checkpoints:
         try:
             tf.train.load_checkpoint(engine_part)
             self._restore_user_part(user_part)
-            saved = with_input and record.input_saved and self._same_input(record)
-            status = self._engine_part(with_input=saved).read(engine_part)
-            status.expect_partial()
+            self._engine_part().read(engine_part).expect_partial()
         except _UNREADABLE as error:
             self._warn_damaged(step, one_line(error, 160))
             return None
-        if with_input and not saved:
-            self._fast_forward(record)
+        if with_input:
+            self._restore_input(record)
         set_freeze_flags(self.state.train_model, record.frozen)
         self.examples = record.examples
         self.done = set(record.done)
@@ -266,9 +268,26 @@ class Checkpoints:
             f"the checkpoint of step {step} is damaged ({why}); using the one before."
         )
 
-    def _same_input(self, record: Record) -> bool:
+    def _restore_input(self, record: Record) -> None:
+        """Goes to the position in the training data, by reading and dropping if need be."""
         parts = self.state.parts
-        return (record.replicas, record.batch_size) == (parts.replicas, parts.batch_size)
+        if not record.input_saved:
+            why = "it could not be saved"
+        elif (record.replicas, record.batch_size) != (parts.replicas, parts.batch_size):
+            s = "s" * (record.replicas > 1)
+            why = f"it was saved with {record.replicas} replica{s}, batch_size {record.batch_size}"
+        else:
+            try:
+                self._input_part().read(str(self._engine_folder / f"input-{record.step}"))
+                return
+            except _UNREADABLE:
+                why = "the saved position does not fit the data any more, or its file is damaged"
+                self.state.renew_input()
+        self.console.warn(
+            f"the position in the training data is reached by reading and dropping "
+            f"{record.examples} examples, since {why}."
+        )
+        self.state.data.skip(record.examples // (parts.batch_size // parts.replicas))
 
     def _restore_user_part(self, path: str) -> None:
         status = None
@@ -306,20 +325,6 @@ class Checkpoints:
                     f"{saved[key][1]}"
                 )
         return differences
-
-    def _fast_forward(self, record: Record) -> None:
-        """Reaches the input position by reading and dropping what was used."""
-        elements = record.examples // (self.state.parts.batch_size // self.state.parts.replicas)
-        why = (
-            "it could not be saved"
-            if self._same_input(record)
-            else f"it was saved with {record.replicas} replicas and batch_size {record.batch_size}"
-        )
-        self.console.warn(
-            f"the position in the training data is reached by reading and dropping "
-            f"{record.examples} examples, since {why}."
-        )
-        self.state.data.skip(elements)
 
 
 def _variables_in(path: str) -> dict[str, tuple[str, list[int]]]:

@@ -406,7 +406,7 @@ def _parse(
 
 def _plain(line: str, named: bool, command: str) -> str:
     """Keeps what a user needs of a jsonargparse message: the setting, the value, the type."""
-    if unknown := re.search(r"unrecognized arguments: (\S+)", line):
+    if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", line):
         flag = unknown.group(1).split("=")[0]
         if not flag.startswith("-"):
             return f"unexpected word {flag!r}: settings are given as --name value."
@@ -418,12 +418,13 @@ def _plain(line: str, named: bool, command: str) -> str:
         return f"{yes_no.group(1)} takes no value; the opposite is --no-{yes_no.group(1)[2:]}."
     key = re.search(r"""[Kk]ey "(\w+)""", line)
     value = re.search(r"(?:(?:Got|Given) value:|Value not boolean:) ?(.*?)\.?$", line)
-    if not value or not (named or key):
+    if not key and not (named and value):
         return line
-    kind: Any = _TYPES.get(key.group(1)) if key else bool
+    kinds = {**_TYPES, **{name: kind for name, (kind, _) in OPTIONS[command].items()}}
+    kind = kinds.get(key.group(1), str) if key else bool
     expected = _WORDS.get(kind) or f"one of {', '.join(get_args(kind))}"
     setting = f"{key.group(1)}: " if key and not named else ""
-    return f"{setting}expected {expected}, got {value.group(1)!r}."
+    return f"{setting}expected {expected}" + (f", got {value.group(1)!r}." if value else ".")
 
 
 _KEYS = (*FIELDS, "config")
@@ -512,4 +513,8 @@ def write_config(config: Config, path: Path) -> None:
     )
     beside = path.with_name(path.name + ".tmp")
     beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.replace(path)
+    except OSError:
+        beside.unlink()
+        raise

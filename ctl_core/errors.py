@@ -18,8 +18,9 @@ _OP_STACK = re.compile(
     re.DOTALL,
 )
 _OP_NAMES = re.compile(
-    r"\[\[(?:(?:\{\{[^}]*\}\})+|[A-Za-z][\w./-]*)\]\]"
+    r"\n\t \[\[(?:(?:\{\{[^}]*\}\})+|[\w./-]*)\]\]"
     r"|\{\{function_node [^}]*\}\} ?|\[Op:\w+\]( name:.*)?"
+    r"|Error in user-defined function passed to \S+ transformation with iterator: \S+: "
 )
 
 
@@ -61,7 +62,7 @@ def brief(error: BaseException, limit: int = 300) -> str:
         text = text.rpartition(f"    {kind}: ")[2]
     text = _OP_STACK.sub("", text)
     if "Traceback (most recent call last):" in text:  # Python inside an op, as py_function runs it
-        text = text.split("Traceback (most recent call last):")[0].lstrip()
+        text = _OP_NAMES.sub("", text.split("Traceback (most recent call last):")[0]).lstrip()
         if re.match(r"\w+: ", text):
             kind, _, text = text.partition(": ")
     for end in ("\n  (1) ", "Arguments received by ", "You can attempt the following resolutions"):

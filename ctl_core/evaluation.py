@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.chunks import ChunkLength
-from ctl_core.errors import SetupError
+from ctl_core.errors import HookFailed, RunError, SetupError, brief
 from ctl_core.inputs import create_eval_dataset, deal, first_dimension
-from ctl_core.step import Parts, batch_sum, call_model, expect, forward
+from ctl_core.step import Parts, batch_sum, call_model, expect, forward, kind_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,8 @@ def create_evaluation(
     if not isinstance(metrics, dict):
         raise SetupError(f"{where}: returned a {type(metrics).__name__}, expected a dict by name.")
     for name, metric in metrics.items():
+        if not isinstance(name, str):
+            raise SetupError(f"{where}: the name {name!r} is {kind_of(name)}, expected a text.")
         if not isinstance(metric, keras.Metric):
             raise SetupError(
                 f"{where}: '{name}' is a {type(metric).__name__}, expected a Keras metric."
@@ -145,7 +147,14 @@ def _update(parts: Parts, metrics: dict[str, Any], sums: Sums, batch: Any) -> No
                     f"'{name}' of create_metrics, only for {', '.join(map(repr, arguments))}."
                 )
             own = arguments[name]
-        metric.update_state(*(own if isinstance(own, tuple | list) else (own,)))
+        try:
+            metric.update_state(*(own if isinstance(own, tuple | list) else (own,)))
+        except Exception as error:
+            where = f"metric_pre ({hooks.metric_pre.where})"
+            raise HookFailed(
+                f"{where}: update_state of the metric '{name}' refuses what it returned: "
+                f"{brief(error)}"
+            ) from error
 
 
 def trace_evaluation(evaluation: Evaluation) -> None:
@@ -183,7 +192,13 @@ def evaluate(evaluation: Evaluation, stopped: Callable[[], bool]) -> dict[str, f
     loss = float(sums.loss.read_value()) + float(sums.extra_loss.read_value())
     values = {"loss": loss / examples}
     for name, metric in evaluation.metrics.items():
-        values[name] = float(np.asarray(metric.result()))
+        result = np.asarray(metric.result())
+        if result.size != 1:
+            raise RunError(
+                f"create_metrics: the result of '{name}' has shape {list(result.shape)}, expected "
+                "a single number."
+            )
+        values[name] = float(result.reshape(()))
     return values
 
 

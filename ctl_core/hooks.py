@@ -278,13 +278,16 @@ def describe(element: Any) -> str:
 
 
 def _code_of(function: Callable[..., Any]) -> Any:
-    """Returns the code of a function, of what a partial calls, or of an object's __call__."""
+    """Returns the code of a function, of what a partial calls, or of an object's or class's own."""
     function = inspect.unwrap(getattr(function, "func", function))
-    return getattr(function, "__code__", None) or getattr(
-        getattr(type(function), "__call__", None),  # noqa: B004
-        "__code__",
-        None,
-    )
+    if inspect.isclass(function):
+        own = [part for part in vars(function).values() if inspect.isfunction(part)]
+        return own[0].__code__ if own else None
+    return getattr(function, "__code__", None) or getattr(_call_of(function), "__code__", None)
+
+
+def _call_of(instance: Any) -> Any:
+    return getattr(type(instance), "__call__", None)  # noqa: B004
 
 
 def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,8 +301,13 @@ def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(inner, *function.args, **function.keywords)
     if inspect.ismethod(function):
         return functools.partial(_traceable(function.__func__), function.__self__)
-    if not inspect.isfunction(function):
+    if isinstance(function, tf.types.experimental.Callable):
         return function
+    if not inspect.isfunction(function):
+        call = _call_of(function)
+        return (
+            functools.partial(_traceable(call), function) if inspect.isfunction(call) else function
+        )
     try:
         converted = tf.autograph.to_graph(function)
     except Exception:  # no source, as in some notebooks: it runs as it is
@@ -323,6 +331,8 @@ def _original_lines(converted: Callable[..., Any]) -> dict[tuple[str, int], tupl
 
 
 Schedule = dict[int, tuple[Hook, ...]]
+# In the message of an op that failed: it was one of the data's, since reading had to stop for it.
+READING = re.compile(r"\[\[[^\[\]]*IteratorGetNext(\w*)(?:\}\})?\]\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +364,7 @@ class Hooks:
         """
         text = str(error)
         frames = frames_in(text)
-        if reading := re.search(r"\[\[[^\[\]]*IteratorGetNext(\w*)(\}\})?\]\]", text):
+        if reading := READING.search(text):
             evaluating = reading.group(1).startswith("AsOptional")
             hook = (self.create_eval_dataset if evaluating else None) or self.create_dataset
             line = hook.line_in(frames) or hook.where

@@ -91,17 +91,18 @@ def create_input(
     replicas = strategy.num_replicas_in_sync
     pipeline = _create_pipeline(hooks, per_replica, replicas)
     static = static_batch_size(pipeline.dataset)
+    length = pipeline.dataset.cardinality()
     if static is not None:
         _check_batch_size(pipeline.hook, static, per_replica, replicas)
-    elif pipeline.dataset.cardinality() != 0:
+    if length == tf.data.UNKNOWN_CARDINALITY or (static is None and length != 0):
         found = batch_size_of(_first_element(pipeline.dataset, pipeline.hook))
         _check_batch_size(pipeline.hook, found, per_replica, replicas)
-        if pipeline.dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        if length == tf.data.INFINITE_CARDINALITY:
             # Iterators of one dataset share its shuffle's random state, and this one may have
             # read ahead into the next pass: the run starts from a dataset that nobody has read.
             keras.utils.set_random_seed(seed)
             pipeline = _create_pipeline(hooks, per_replica, replicas)
-    if pipeline.dataset.cardinality() == 0:
+    if length == 0:
         raise SetupError(f"{pipeline.hook.name} ({pipeline.hook.where}): {EMPTY}")
     epoch = _whole_batches(pipeline.dataset, per_replica)
     if pipeline.endless:
@@ -129,6 +130,11 @@ def _create_pipeline(hooks: Hooks, per_replica: int, replicas: int) -> _Pipeline
     repeated = first.repeat()
     made = _dataset_of(hooks.make_batches, dataset=repeated, per_replica_batch_size=per_replica)
     if made is not repeated:
+        if made.cardinality() >= 0:
+            raise SetupError(
+                f"make_batches ({hooks.make_batches.where}): ends after {int(made.cardinality())} "
+                "elements; it gets the repeated dataset and must not end."
+            )
         return _Pipeline(hooks.make_batches, made, endless=True)
     endless = bool(first.cardinality() == tf.data.INFINITE_CARDINALITY)
     return _Pipeline(hooks.create_dataset, first, endless)

@@ -22,7 +22,7 @@ from ctl_core.checkpoint import Checkpoints
 from ctl_core.chunks import ChunkLength
 from ctl_core.config import Config
 from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, one_line
+from ctl_core.errors import CtlError, HookFailed, RunError, SetupError
 from ctl_core.evaluation import evaluate, trace_evaluation
 from ctl_core.freezing import freeze_flags
 from ctl_core.hooks import OBSERVED, Hook, Hooks
@@ -107,7 +107,7 @@ def _loop(
         due = schedule.due(stop)
         wanted = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
         before, values = step, {}
-        with _blame(step):
+        with _blame(state):
             if stop == step + 1 and (wanted or schedule.every_step):
                 values = functions.observe(wanted)
                 step += 1
@@ -156,7 +156,8 @@ def _evaluate_and_save(
     """Evaluates if that is due and not done, then saves: a checkpoint holds what came before."""
     step = state.step
     if state.evaluation and schedule.evaluation_due(step) and checkpoints.evaluated != step:
-        values = evaluate(state.evaluation, stopped=lambda: bool(signals.received))
+        with _blame(state):
+            values = evaluate(state.evaluation, stopped=lambda: bool(signals.received))
         if values is not None:
             state.metrics = values
             checkpoints.evaluated = step
@@ -387,18 +388,18 @@ def session(run: Run, console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def _blame(step: int) -> Iterator[None]:
-    """Turns a failure of TensorFlow's inside a graph call into one line."""
+def _blame(state: State) -> Iterator[None]:
+    """Turns a failure of TensorFlow's inside a graph call into one line that names the hook."""
+    step, hooks = state.step, state.hooks
     try:
         yield
     except tf.errors.OutOfRangeError as error:
+        where = f"create_dataset ({hooks.create_dataset.where})"
         if step == 0:
-            raise SetupError(f"create_dataset: {EMPTY}") from error
-        raise RunError(f"create_dataset: the training data ended after step {step}.") from error
+            raise SetupError(f"{where}: {EMPTY}") from error
+        raise RunError(f"{where}: the training data ended after step {step}.") from error
     except tf.errors.OpError as error:
-        reading = "IteratorGetNext" in str(error)
-        where = "create_dataset: reading the training data failed" if reading else "a step failed"
-        raise RunError(f"{where} after step {step}: {one_line(error.message)}") from error
+        raise RunError(f"{hooks.blame(error)}, after step {step}.") from error
 
 
 def _last_step(state: State, console: Console) -> int:

@@ -24,6 +24,7 @@ from ctl_core.step import (
     Parts,
     expect,
     forward,
+    kind_of,
     objectives,
     reduce_no_more,
 )
@@ -69,6 +70,12 @@ class State:
     def step(self) -> int:
         """How many steps were taken."""
         return int(self.step_variable.numpy())
+
+    def renew_input(self) -> None:
+        """Makes the training data anew, as it was before anything was read from it."""
+        keras.utils.set_random_seed(self.config.seed)
+        per_replica = self.parts.batch_size // self.parts.replicas
+        self.data = create_input(self.hooks, self.strategy, per_replica, self.config.seed)
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -155,10 +162,9 @@ def _create(hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Stra
 
 def _callable(hook: Hook, what: str) -> Any:
     made = hook()
-    if not callable(made):
-        kind = "nothing" if made is None else f"a {type(made).__name__}"
+    if not callable(made) or isinstance(made, type):
         raise SetupError(
-            f"{hook.name} ({hook.where}): returned {kind}, expected {what}, a callable."
+            f"{hook.name} ({hook.where}): returned {kind_of(made)}, expected {what}, a callable."
         )
     return made
 
@@ -175,10 +181,9 @@ def _check_reduction(hook: Hook, loss: Any) -> None:
 
 def _check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
     for name, optimizer in optimizers.items():
-        if not hasattr(optimizer, "apply_gradients"):
-            kind = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
+        if not hasattr(optimizer, "apply_gradients") or isinstance(optimizer, type):
             raise SetupError(
-                f"{hook.name} ({hook.where}): returned {kind}"
+                f"{hook.name} ({hook.where}): returned {kind_of(optimizer)}"
                 + (f" as '{name}'" if name else "")
                 + ", expected an optimizer, or a dict of optimizers by objective."
             )

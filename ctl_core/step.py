@@ -195,6 +195,10 @@ def objectives(
         extra = tf.cast(tf.convert_to_tensor(extra_loss, dtype_hint=total.dtype), total.dtype)
         if extra.shape.rank not in (0, None):
             raise SetupError(f"{where}: extra_loss must be a scalar, got shape {extra.shape}.")
+        if not isinstance(variables, list | tuple):
+            raise SetupError(
+                f"{where}: trainable_vars must be a list of variables, got {kind_of(variables)}."
+            )
         variables = list(variables)
         if not variables:
             raise SetupError(f"{where}: returned no trainable_vars; there is nothing to train.")
@@ -211,19 +215,36 @@ def batch_sum(loss: Any, batch: Any, parts: Parts) -> tf.Tensor:
     Raises:
         SetupError: the loss has another shape.
     """
-    loss = tf.convert_to_tensor(loss)
+    create_loss = f"create_loss ({parts.hooks.create_loss.where})"
+    try:
+        loss = tf.convert_to_tensor(loss)
+    except (TypeError, ValueError):
+        raise SetupError(
+            f"{create_loss}: the loss is {kind_of(loss)}; expected one number per example, or "
+            "their sum."
+        ) from None
     rank = loss.shape.rank
     examples = first_dimension(batch)
     length = loss.shape[0] if rank == 1 else None
     wrong_length = isinstance(examples, int) and length is not None and length != examples
     if rank not in (0, 1, None) or wrong_length or not loss.dtype.is_floating:
         raise SetupError(
-            f"create_loss ({parts.hooks.create_loss.where}): the loss has shape {loss.shape} and "
+            f"{create_loss}: the loss has shape {loss.shape} and "
             f"type {loss.dtype.name}; expected floating-point numbers, one per example "
             f"(shape [{examples if isinstance(examples, int) else 'batch'}]) or their sum (shape "
             "[]); sum or average over the other dimensions in create_loss."
         )
     return tf.reduce_sum(loss)
+
+
+def kind_of(value: Any) -> str:
+    """Says what a value is, for a message that expected something else."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"a{'n' * (name[0] in 'aeiou')} {name}"
 
 
 def expect(values: Any, names: tuple[str, ...], where: str) -> tuple[Any, ...]:
@@ -234,7 +255,7 @@ def expect(values: Any, names: tuple[str, ...], where: str) -> tuple[Any, ...]:
     """
     if isinstance(values, tuple | list) and len(values) == len(names):
         return tuple(values)
-    got = f"{len(values)} values" if isinstance(values, tuple | list) else type(values).__name__
+    got = f"{len(values)} values" if isinstance(values, tuple | list) else kind_of(values)
     raise SetupError(f"{where}: returned {got}, expected {len(names)}: {', '.join(names)}.")
 
 
@@ -277,12 +298,7 @@ def train_step(parts: Parts, batch: Any, wanted: frozenset[str]) -> dict[str, An
             ("update_gradients", "display_gradients"),
             where,
         )
-        if len(update) != len(variables):
-            raise SetupError(
-                f"{where}: returned {len(update)} update_gradients for {len(variables)} "
-                "gradients; return one for each, in the same order."
-            )
-        pairs = list(zip(update, variables, strict=True))
+        pairs = _pairs(update, variables, where)
         apply = parts.optimizers[name].apply_gradients
         _blamed(parts.hooks.create_opt, "the optimizer", apply, pairs)
         losses[name], raw[name] = objective, gradients
@@ -297,6 +313,25 @@ def train_step(parts: Parts, batch: Any, wanted: frozenset[str]) -> dict[str, An
         name: value if several else value[""] for name, value in values.items() if name in wanted
     }
     return found | {k: v for k, v in (("output", output), ("batch", batch)) if k in wanted}
+
+
+def _pairs(update: Any, variables: list[Any], where: str) -> list[tuple[Any, Any]]:
+    """Checks what ``update_pre`` returned and puts each gradient to its variable."""
+    if not isinstance(update, list | tuple):
+        raise SetupError(f"{where}: update_gradients must be a list, got {kind_of(update)}.")
+    if len(update) != len(variables):
+        raise SetupError(
+            f"{where}: returned {len(update)} update_gradients for {len(variables)} gradients; "
+            "return one for each, in the same order."
+        )
+    for gradient, variable in zip(update, variables, strict=True):
+        shape = getattr(gradient, "shape", None)
+        if shape is not None and not shape.is_compatible_with(tuple(variable.shape)):
+            raise SetupError(
+                f"{where}: the gradient of {variable_name(variable)} has shape {shape}, expected "
+                f"that of the variable, {tuple(variable.shape)}."
+            )
+    return list(zip(update, variables, strict=True))
 
 
 def _existing(

@@ -126,6 +126,27 @@ def test_a_damaged_newest_checkpoint_falls_back(
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("part", ["input-10.index", "input-10.data-00000-of-00001"])
+@pytest.mark.parametrize("damage", [cut_short, Path.unlink])
+def test_a_damaged_input_position_is_reached_by_skipping(
+    train: Train,
+    tmp_path: Path,
+    trained: tuple[Path, list[np.ndarray]],
+    capsys: pytest.CaptureFixture[str],
+    part: str,
+    damage: Any,
+) -> None:
+    shutil.copytree(trained[0], tmp_path / "runs")
+    damage(tmp_path / "runs" / "run" / "ckpt" / "engine" / part)
+    state = train(make_hooks(), steps=15)
+    assert "reading and dropping 160 examples" in capsys.readouterr().out
+    whole = train(make_hooks(), steps=15, run_name="whole")
+    for one, other in zip(
+        whole.train_model.get_weights(), state.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("damage", [cut_short, empty, flip, Path.unlink])
 def test_the_managers_own_list_is_not_needed(train: Train, damage: Any) -> None:
     state = train(make_hooks(), steps=10, ckpt_every=5)
@@ -152,6 +173,7 @@ def test_half_written_files_are_cleared_away(train: Train) -> None:
     train(make_hooks(), steps=7)
     assert not list(folder.rglob("*_temp")) and not list(folder.rglob("*.tmp"))
     assert numbers(folder, "engine/ckpt-*") == sorted([5, 7] * 3)
+    assert numbers(folder, "engine/input-*") == sorted([5, 7] * 2)
 
 
 def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Train) -> None:

@@ -186,7 +186,7 @@ def test_resuming_on_another_number_of_replicas_goes_on_with_the_next_example(
     parts = weights(train, "parts", [5, 11, 17], [1, 2, 4])
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert "saved with 1 replicas and batch_size 16" in capsys.readouterr().out
+    assert "saved with 1 replica, batch_size 16" in capsys.readouterr().out
 
 
 def test_a_generator_is_reached_by_skipping(

@@ -1,0 +1,405 @@
+"""Settings: where they come from, which goes before which, and that each is used and explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import ctl_core
+from ctl_core.__main__ import main
+from ctl_core.config import (
+    COMMANDS,
+    OPTIONS,
+    Command,
+    Config,
+    find_run,
+    load_config,
+    nearest,
+    parse_command,
+    write_config,
+)
+from ctl_core.errors import SetupError
+
+FIELDS = [field.name for field in dataclasses.fields(Config)]
+
+# For each setting a value for the file, one for the environment and one for a flag, as written
+# there, and what each is in Python. All differ from the default.
+VALUES: dict[str, list[tuple[str, Any]]] = {
+    "steps": [("30", 30), ("40", 40), ("50", 50)],
+    "epochs": [("3", 3), ("4", 4), ("5", 5)],
+    "batch_size": [("8", 8), ("16", 16), ("0x20", 32)],
+    "learning_rate": [("1e-1", 0.1), ("2", 2.0), (".25", 0.25)],
+    "seed": [("7", 7), ("8", 8), ("4294967295", 2**32 - 1)],
+    "run_name": [("'3'", "3"), ("4", "4"), ("2024-01-05", "2024-01-05")],
+    "ckpt_every": [("0", 0), ("5", 5), ("6", 6)],
+    "eval_every": [("0", 0), ("5", 5), ("6", 6)],
+    "strategy": [("mirrored", "mirrored"), ("one_device", "one_device"), ("mirrored", "mirrored")],
+    "virtual_devices": [("2", 2), ("3", 3), ("4", 4)],
+    "max_chunk": [("10", 10), ("20", 20), ("30", 30)],
+    "deterministic": [("true", True), ("1", True), ("", True)],
+    "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
+    "debug": [("yes", True), ("true", True), ("", True)],
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project folder, and no settings in the environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("CTL_")]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+def resolve(
+    *flags: str, config: str | None = None, environ: dict[str, str] | None = None
+) -> Config:
+    """Returns the settings of ``train`` with these flags, config.yaml and environment."""
+    if config is not None:
+        Path("config.yaml").write_text(config)
+    return parse_command(["train", *flags], environ or {}).config
+
+
+def flag_of(name: str, text: str) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    return [f"{flag}={text}"] if text else [flag]
+
+
+def test_the_table_above_knows_every_setting() -> None:
+    assert [*VALUES, "hparams"] == FIELDS
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    assert resolve() == Config()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_defaults_give_way_to_the_file_the_environment_and_flags(name: str) -> None:
+    (file, in_file), (variable, in_environment), (flag, in_flag) = VALUES[name]
+    config, environ = f"{name}: {file}\n", {f"CTL_{name.upper()}": variable}
+    flags = flag_of(name, flag)
+    for settings, expected in (
+        (resolve(config=config), in_file),
+        (resolve(config=config, environ=environ), in_environment),
+        (resolve(*flags, config=config, environ=environ), in_flag),
+        (resolve(config="", environ=environ), in_environment),
+        (resolve(*flags, config="", environ=environ), in_flag),
+        (resolve(*flags, config=config), in_flag),
+        (resolve(*flags, config=""), in_flag),
+    ):
+        value = getattr(settings, name)
+        assert (value, type(value)) == (expected, type(expected))
+        assert dataclasses.replace(settings, **{name: getattr(Config(), name)}) == Config()
+
+
+def test_switches_can_be_switched_off_again() -> None:
+    for name in ("deterministic", "debug"):
+        assert getattr(resolve(f"--no-{name}", config=f"{name}: true"), name) is False
+        off = {f"CTL_{name.upper()}": "0"}
+        assert getattr(resolve(config=f"{name}: true", environ=off), name) is False
+        assert getattr(resolve(f"--{name}", config="", environ=off), name) is True
+
+
+def test_what_is_empty_says_nothing() -> None:
+    assert resolve(config="seed:\nhparams:\n# nothing else\n", environ={"CTL_SEED": ""}) == Config()
+    assert resolve(config="") == Config()
+    assert resolve(environ={"ctl_seed": "3", "CTLSEED": "3", "PATH": "x"}) == Config()
+
+
+def test_the_last_of_a_repeated_flag_holds() -> None:
+    assert resolve("--seed", "1", "--seed", "2").seed == 2
+
+
+def test_another_config_file() -> None:
+    Path("config.yaml").write_text("seed: 1\n")
+    Path("two.yaml").write_text("seed: 2\n")
+    Path("three.yaml").write_bytes(b"\xef\xbb\xbfseed: 3\r\nsteps: 4\r\n")
+    assert resolve("--config", "two.yaml") == Config(seed=2)
+    assert resolve(environ={"CTL_CONFIG": "two.yaml"}) == Config(seed=2)
+    both = resolve("--config", "three.yaml", environ={"CTL_CONFIG": "two.yaml"})
+    assert both == Config(seed=3, steps=4)
+    with pytest.raises(SetupError, match=r"four.yaml: there is no such settings file"):
+        resolve("--config", "four.yaml")
+
+
+def test_epochs_of_a_higher_layer_replace_steps_of_a_lower_one() -> None:
+    assert resolve("--epochs", "3", config="steps: 600") == Config(epochs=3)
+    assert resolve("--steps", "3", config="epochs: 600") == Config(steps=3)
+    assert resolve(config="steps: 600", environ={"CTL_EPOCHS": "2"}) == Config(epochs=2)
+    assert resolve("--steps", "5", environ={"CTL_EPOCHS": "2"}) == Config(steps=5)
+    with pytest.raises(SetupError, match="steps=600 and epochs=3"):
+        resolve(config="steps: 600\nepochs: 3")
+    with pytest.raises(SetupError, match="steps=5 and epochs=2"):
+        resolve("--steps", "5", "--epochs", "2")
+
+
+HPARAMS = "hparams: {width: 32, name: base, layers: {first: 1, second: 2}, rates: [1, 2]}"
+
+
+def test_hparams_are_merged_name_by_name() -> None:
+    environ = {"CTL_HPARAMS": "{width: 64, layers: {second: 3}}"}
+    flags = ("--hparams.name", "wide", "--hparams.layers.first=5", "--hparams.rates", "[3]")
+    assert resolve(config=HPARAMS).hparams == {
+        "width": 32,
+        "name": "base",
+        "layers": {"first": 1, "second": 2},
+        "rates": [1, 2],
+    }
+    assert resolve(*flags, environ=environ).hparams == {
+        "width": 64,
+        "name": "wide",
+        "layers": {"first": 5, "second": 3},
+        "rates": [3],
+    }
+
+
+def test_a_dict_of_hparams_as_a_flag() -> None:
+    flags = ("--hparams", "{a: {b: 1}, c: 2}", "--hparams.a.d", "x", "--steps", "3")
+    assert resolve(*flags) == Config(steps=3, hparams={"a": {"b": 1, "d": "x"}, "c": 2})
+    assert resolve("--hparams.a", "1", "--hparams.a.b", "2").hparams == {"a": {"b": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("64", 64),
+        ("-1", -1),
+        ("1e-3", 0.001),
+        ("-2.5E+2", -250.0),
+        (".5", 0.5),
+        ("1_000", 1000),
+        ("true", True),
+        ("null", None),
+        ("", ""),
+        ("relu", "relu"),
+        ("'64'", "64"),
+        ("'1e-3'", "1e-3"),
+        ("1e-3x", "1e-3x"),
+        ("[1, 1e2, a]", [1, 100.0, "a"]),
+        ("{a: {b: 2}}", {"a": {"b": 2}}),
+        ("[not yaml", "[not yaml"),
+        ("a: b: c", "a: b: c"),
+        ("ümlaut …", "ümlaut …"),
+    ],
+)
+def test_hparams_have_the_same_types_everywhere_and_come_back(text: str, value: Any) -> None:
+    found = resolve("--hparams.x", text).hparams["x"]
+    assert (found, type(found)) == (value, type(value))
+    assert resolve(f"--hparams.x={text}").hparams == {"x": value}
+    plain = Config(hparams={"x": value})
+    write_config(plain, Path("config.yaml"))
+    assert resolve() == plain and load_config("config.yaml") == plain
+    if text and not text.startswith("[not") and ": b:" not in text:
+        assert resolve(config=f"hparams:\n  x: {text}\n") == plain
+        assert resolve(config="", environ={"CTL_HPARAMS": f"{{x: {text}}}"}) == plain
+
+
+def test_the_resolved_config_comes_back_equal(folder: Path) -> None:
+    every = Config(
+        steps=30,
+        batch_size=12,
+        learning_rate=1e-5,
+        seed=2**32 - 1,
+        run_name="007",
+        ckpt_every=0,
+        eval_every=7,
+        strategy="mirrored",
+        virtual_devices=2,
+        max_chunk=3,
+        deterministic=True,
+        runs_dir="some where: else",
+        debug=True,
+        hparams={"a": {"b": [1, "2", 1e-5, None, True]}, "yes": "no", "1": "null"},
+    )
+    for config in (Config(), every, Config(epochs=3)):
+        write_config(config, folder / "resolved.yaml")
+        assert load_config(folder / "resolved.yaml") == config
+        assert resolve("--config", "resolved.yaml") == config
+        assert list(yaml.safe_load((folder / "resolved.yaml").read_text())) == FIELDS
+    assert os.listdir(folder) == ["resolved.yaml"]
+
+
+def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
+    config = Config(
+        steps=np.int64(3),  # type: ignore[arg-type]
+        learning_rate=np.float32(0.5),  # type: ignore[arg-type]
+        runs_dir=folder / "x",  # type: ignore[arg-type]
+    )
+    assert config == Config(steps=3, learning_rate=0.5, runs_dir=str(folder / "x"))
+    write_config(config, folder / "resolved.yaml")
+    assert load_config(folder / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": 3.0}, "steps: expected a whole number, got 3.0"),
+        ({"steps": True}, "steps: expected a whole number, got True"),
+        ({"batch_size": None}, "batch_size: expected a whole number, got None"),
+        ({"max_chunk": 0}, "max_chunk: expected a whole number from 1 up, got 0"),
+        ({"steps": 2**63}, "below 2**63"),
+        ({"learning_rate": "fast"}, "learning_rate: expected a number above 0, got 'fast'"),
+        ({"learning_rate": float("inf")}, "learning_rate: expected a number above 0, got inf"),
+        ({"run_name": 3}, "run_name: expected a folder name"),
+        ({"run_name": ".hidden"}, "run_name: expected a folder name"),
+        ({"runs_dir": 3}, "runs_dir: expected the name of a folder, got 3"),
+        ({"runs_dir": " "}, "runs_dir: expected the name of a folder, got ' '"),
+        ({"deterministic": "no"}, "deterministic: expected true or false, got 'no'"),
+        ({"debug": 1}, "debug: expected true or false, got 1"),
+        ({"strategy": "tpu"}, "strategy: expected auto, one_device or mirrored, got 'tpu'"),
+        ({"strategy": "one_device", "virtual_devices": 2}, "virtual_devices is 2"),
+        ({"steps": 1, "epochs": 1}, "steps and epochs: give one of the two"),
+        ({"hparams": None}, "hparams: expected names with values, got None"),
+        ({"hparams": {"f": print}}, "hparams: 'f' has the value <built-in function print>"),
+        ({"hparams": {"n": np.float32(1)}}, "hparams: 'n' has the value"),
+        ({"hparams": {3: "x"}}, "hparams: 3 has the value 'x'"),
+    ],
+)
+def test_from_python_the_same_checks_hold(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SetupError, match=re.escape(message)):
+        Config(**values)
+    if "hparams" not in values:
+        Path("config.yaml").write_text("")
+        with pytest.raises(SetupError, match=re.escape(message)):
+            load_config("config.yaml", **values)
+
+
+def test_load_config_takes_settings_on_top(folder: Path) -> None:
+    (folder / "my.yaml").write_text(HPARAMS + "\nsteps: 3\n")
+    config = load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
+    assert (config.steps, config.epochs) == (None, 2)
+    assert config.hparams["layers"] == {"first": 9, "second": 2}
+    assert ctl_core.load_config(folder / "my.yaml", steps=None) == dataclasses.replace(
+        load_config("my.yaml"), steps=None
+    )
+    with pytest.raises(SetupError, match=r"unknown setting 'step'; did you mean 'steps'\?"):
+        load_config("my.yaml", step=2)
+    with pytest.raises(SetupError, match=r"nowhere.yaml: there is no such settings file"):
+        load_config("nowhere.yaml")
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([command, "--help"]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help_shows_every_setting_with_its_default(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(command, capsys)
+    sections = re.split(r" (?=--[a-z-]+(?: [A-Z{]|, --no-))", text.split(" options: ")[1])
+    by_flag = {section.split()[0].rstrip(","): section for section in sections}
+    for field in dataclasses.fields(Config):
+        section = by_flag["--" + field.name.replace("_", "-")]
+        default = {} if field.name == "hparams" else field.default
+        shown = "null" if default is None else str(default)
+        assert section.split("default: ")[-1].startswith(shown + ")"), section
+        assert len(section) > 60, "says what it is for"
+    for option in OPTIONS[command]:
+        assert f"--{option}" in by_flag
+    assert "CTL_BATCH_SIZE" in text
+
+
+def test_help_and_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == main(["-h"]) == 0
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    for command, text in COMMANDS.items():
+        assert len(re.findall(rf"^  {command} +{re.escape(text)}$", shown, re.MULTILINE)) == 3
+    assert main(["hooks", "--help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean 'train'?"),
+        (["xyz"], "expected one of train, evaluate, predict, export, hooks"),
+        (["--steps", "3"], "unknown command '--steps'"),
+        (["hooks", "all"], "unexpected word 'all'"),
+    ],
+)
+def test_unknown_commands(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and words in error
+
+
+def test_every_setting_is_used_somewhere() -> None:
+    """Somewhere else in the engine than where settings are read."""
+    engine = Path(ctl_core.__file__).parent
+    sources = [path.read_text() for path in engine.glob("*.py") if path.name != "config.py"]
+    for name in FIELDS:
+        assert any(re.search(rf"\bconfig\.{name}\b", text) for text in sources), name
+
+
+def make_run(name: str, age: int, text: str = "") -> Path:
+    run = Path("runs") / name
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(text)
+    os.utime(run / "config.yaml", (10**9 - age, 10**9 - age))
+    return run
+
+
+def test_find_run() -> None:
+    runs = Path("runs")
+    with pytest.raises(SetupError, match="runs: no run there yet; train one first"):
+        find_run(runs, None)
+    make_run("old", 20)
+    make_run("new", 10)
+    (runs / "newest-but-nothing-in-it").mkdir()
+    assert find_run(runs, None) == runs / "new"
+    assert find_run(runs, "old") == runs / "old"
+    with pytest.raises(SetupError, match=r"run_name: no run 'odl' in runs; did you mean 'old'\?"):
+        find_run(runs, "odl")
+    with pytest.raises(SetupError, match=r"there: new, old"):
+        find_run(runs, "newest-but-nothing-in-it")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export"])
+def test_a_trained_run_is_used_with_its_own_config(command: str) -> None:
+    own = Config(steps=9, batch_size=3, run_name="old", debug=True, hparams={"width": 7})
+    for name, age in (("old", 20), ("new", 10)):
+        run = make_run(name, age)
+        write_config(dataclasses.replace(own, run_name=name), run / "config.yaml")
+        os.utime(run / "config.yaml", (10**9 - age, 10**9 - age))
+    Path("config.yaml").write_text("steps: 1\nbatch_size: 64\nhparams: {width: 1}\n")
+
+    def used(*flags: str, **environ: str) -> Command:
+        return parse_command([command, *flags], environ)
+
+    # How a run was watched says nothing about how it is used.
+    expected = dataclasses.replace(own, debug=False)
+    assert used("--run-name", "old").config == expected
+    assert used().config == dataclasses.replace(expected, run_name="new")
+    assert used(CTL_RUN_NAME="old").config == expected
+    assert used("--run-name", "old", "--batch-size", "5").config.batch_size == 5
+    assert used("--run-name", "old", CTL_BATCH_SIZE="6").config.batch_size == 6
+    assert used("--run-name", "old", "--debug").config.debug is True
+    options = used("--run-name", "old", "--checkpoint", "3").options
+    assert options == {**dict.fromkeys(OPTIONS[command]), "checkpoint": 3}
+    Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\n")
+    assert used("--config", "mine.yaml").config == Config(batch_size=11, run_name="old")
+    Path("config.yaml").write_text("run_name: old\n")
+    assert used().config == expected
+    with pytest.raises(SetupError, match="no run 'none' in runs"):
+        used("--run-name", "none")
+    with pytest.raises(SetupError, match="elsewhere: no run there yet"):
+        used("--runs-dir", "elsewhere")
+    with pytest.raises(SetupError, match=r"unknown setting --chekpoint; did you mean '--checkpo"):
+        used("--chekpoint", "3")
+    with pytest.raises(SetupError, match=r"checkpoint: expected a whole number, got 'last'"):
+        used("--checkpoint", "last")
+
+
+def test_nearest() -> None:
+    assert nearest("bach", ["batch", "lr"]) == "; did you mean 'batch'?"
+    assert nearest("seeed", ["seed"], "--") == "; did you mean '--seed'?"
+    assert nearest("zzz", ["batch", "lr"]) == ""
