@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ctl_core.errors import CtlError as CtlError
     from ctl_core.errors import RunError as RunError
     from ctl_core.errors import SetupError as SetupError
+    from ctl_core.errors import StopTraining as StopTraining
     from ctl_core.loop import train as train
     from ctl_core.state import State as State
 
@@ -29,6 +30,7 @@ _HOME = {
     "RunError": "errors",
     "SetupError": "errors",
     "State": "state",
+    "StopTraining": "errors",
     "deferred": "defaults",
     "load_config": "config",
     "nan_to_zero": "defaults",

@@ -150,13 +150,17 @@ class Checkpoints:
 
     def _save_input(self, prefix: str) -> bool:
         """Writes the position in the training data; returns whether that is possible."""
+        why = self.state.data.unsavable
         try:
-            self._input_part().write(prefix)
+            if why is None:
+                self._input_part().write(prefix)
         except tf.errors.FailedPreconditionError as error:
+            why = one_line(error.message, 120)
+        if why is not None:
             self._warn_once(
-                "the position in the training data cannot be saved "
-                f"({one_line(error.message, 120)}); a resumed run will read and drop what was "
-                "used. Stateless random ops make it savable: see ctl_core.data.with_seeds."
+                f"the position in the training data cannot be saved exactly ({why}); a resumed "
+                "run will read and drop what was used. For random changes to examples, see "
+                "ctl_core.data.with_seeds."
             )
             return False
         self._warn_if_large(prefix)

@@ -40,6 +40,13 @@ class RunError(CtlError):
     """A failure while running: a hook raised, a file could not be written (exit code 1)."""
 
 
+class StopTraining(CtlError):
+    """For hooks to raise in ``every_steps`` or ``at_step``: training ends here, as if done.
+
+    The run is evaluated and saved, and the exit code is 0. Started again, it goes on.
+    """
+
+
 class HookFailed(RunError):
     """A hook raised. The message names the hook, its file and line, and the exception."""
 

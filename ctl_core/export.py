@@ -29,7 +29,10 @@ def export_model(model: Any, input_spec: Any, folder: Path) -> None:
     Raises:
         SetupError: the model is of a kind that cannot be exported.
     """
-    spec = tf.nest.map_structure(_any_number, input_spec)
+    if isinstance(input_spec, dict):  # the signature's arguments get the names of the inputs
+        spec = {name: _any_number(part, name) for name, part in input_spec.items()}
+    else:
+        spec = tf.nest.map_structure(_any_number, input_spec)
     beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     if isinstance(model, keras.Layer):
@@ -54,9 +57,9 @@ def export_model(model: Any, input_spec: Any, folder: Path) -> None:
     beside.rename(folder)
 
 
-def _any_number(spec: Any) -> Any:
+def _any_number(spec: Any, name: str | None = None) -> Any:
     """Leaves the number of examples open."""
     shape = spec.shape.as_list()
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec([None, *shape[1:]], spec.dtype, spec.ragged_rank)
-    return tf.TensorSpec([None, *shape[1:]], spec.dtype)
+    return tf.TensorSpec([None, *shape[1:]], spec.dtype, name)

@@ -220,9 +220,9 @@ class Hook:
         available = {**self.common, **values}
         try:
             return function(**{name: available[name] for name in self.arguments})
-        except CtlError:
+        except (CtlError, BrokenPipeError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             message = self.failure(error)
             if "batch" in self.arguments and "batch" in values:
                 message += f" [batch: {describe(values['batch'])}]"

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from ctl_core.errors import SetupError, one_line
 from ctl_core.hooks import Hook, Hooks
+from ctl_core.randomness import RANDOM_OPS
 
 
 @dataclasses.dataclass
@@ -27,12 +28,14 @@ class Input:
         dataset: the repeated dataset, one element = one replica's batch
         iterator: its position; part of every checkpoint
         epoch: the dataset of one pass, or None where there is no end to a pass
+        unsavable: why the position cannot be saved exactly, or None
     """
 
     strategy: tf.distribute.Strategy
     dataset: tf.data.Dataset
     iterator: Any
     epoch: tf.data.Dataset | None
+    unsavable: str | None
 
     def draw(self) -> Any:
         """Draws the next element for each local replica; runs inside a graph function."""
@@ -107,10 +110,10 @@ def create_input(
     epoch = _whole_batches(pipeline.dataset, per_replica)
     if pipeline.endless:
         dataset = epoch.prefetch(tf.data.AUTOTUNE)
-        return Input(strategy, dataset, iter(dataset), None)
+        return Input(strategy, dataset, iter(dataset), None, unsavable(dataset))
     epoch = _whole_groups(epoch, replicas, pipeline.hook, per_replica)
     dataset = epoch.repeat().prefetch(tf.data.AUTOTUNE)
-    return Input(strategy, dataset, iter(dataset), epoch)
+    return Input(strategy, dataset, iter(dataset), epoch, unsavable(dataset))
 
 
 EMPTY = "returned an empty dataset, or one with fewer examples than one global batch."
@@ -149,6 +152,42 @@ def _check_batch_size(hook: Hook, found: int | None, expected: int, replicas: in
         + f", expected batches of {expected} (batch_size {expected * replicas} over {replicas} "
         f"replica{'s' * (replicas > 1)}): use dataset.batch(per_replica_batch_size)."
     )
+
+
+# Stages whose state TensorFlow leaves out of a checkpoint once a stage behind them has drained
+# them, and the stages that do so before their own pass ends.
+_RESHUFFLING = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
+_DRAINING = {"_ShuffleDataset", "_ZipDataset", "_ConcatenateDataset"}
+# Ops that draw from, or are, a state outside of the pipeline.
+_STATEFUL = {*RANDOM_OPS, "PyFunc", "EagerPyFunc", "PyFuncStateless"}
+
+
+def unsavable(dataset: tf.data.Dataset) -> str | None:
+    """Says why a saved position of this pipeline would not be exact, or returns None.
+
+    TensorFlow refuses to save a stage with outside state, but only while that stage is at work,
+    and forgets how often an earlier stage has reshuffled once a later one has drained it. So the
+    stages are looked at here, by ``_inputs`` and ``_functions``, which have no public form;
+    tests/engine/test_inputs.py fails if TensorFlow changes them.
+    """
+
+    def search(stage: Any, drained: bool) -> str | None:
+        name = type(stage).__name__
+        for function in stage._functions():
+            operations = function.function.graph.get_operations()
+            if found := sorted({operation.type for operation in operations} & _STATEFUL):
+                return f"it runs {', '.join(found)}, which has a state of its own"
+        if drained and name in _RESHUFFLING:
+            return (
+                "a stage that draws random numbers is followed by a shuffle, zip or concatenate; "
+                "with repeat() between the two, it can be"
+            )
+        if name == "_RepeatDataset" and stage.cardinality() == tf.data.INFINITE_CARDINALITY:
+            drained = False
+        drained = drained or name in _DRAINING
+        return next(filter(None, (search(part, drained) for part in stage._inputs())), None)
+
+    return search(dataset, drained=False)
 
 
 def create_eval_dataset(hooks: Hooks, per_replica: int) -> tf.data.Dataset:

@@ -22,28 +22,15 @@ from ctl_core.checkpoint import Checkpoints
 from ctl_core.chunks import ChunkLength
 from ctl_core.config import Config
 from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError, HookFailed, RunError, SetupError
+from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, StopTraining
 from ctl_core.evaluation import evaluate, trace_evaluation
 from ctl_core.freezing import freeze_flags
 from ctl_core.hooks import OBSERVED, Hook, Hooks
 from ctl_core.inputs import EMPTY
-from ctl_core.randomness import spread
+from ctl_core.randomness import RANDOM_OPS, spread
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
 from ctl_core.step import train_step
-
-# Ops that draw from a state which no checkpoint can hold.
-_RANDOM_OPS = {
-    "RandomUniform",
-    "RandomUniformInt",
-    "RandomStandardNormal",
-    "TruncatedNormal",
-    "RandomShuffle",
-    "RandomGammaV2",
-    "RandomPoissonV2",
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-}
 
 
 def train(callbacks: Any, config: Config) -> State:
@@ -76,7 +63,7 @@ def train(callbacks: Any, config: Config) -> State:
         state.functions = StepFunctions(state)
         if start < last:
             state.functions.check(console)
-        run.open(config, start)
+        run.open(config, start, new=start < last)
         console.listeners.append(run.write)
         console.say(_opening(state, start, last, resumed=record is not None))
         console.start(start, last)
@@ -123,8 +110,13 @@ def _loop(
                 hook(step=passed, dev=functions.devices)
         if step == stop:
             with run.writer("train").as_default(step=step):
-                for hook in due:
-                    hook(**_host_values(state, functions, step), **values)
+                try:
+                    for hook in due:
+                        hook(**_host_values(state, functions, step), **values)
+                except StopTraining as asked:
+                    console.say(f"step {step}: a hook ends training. {asked}".rstrip())
+                    schedule.end_at(step)
+                    last = step
             checkpoints.done.update(n for n in state.hooks.at_step if n == step)
             functions.refresh()
             _evaluate_and_save(state, checkpoints, run, console, signals, schedule)
@@ -183,6 +175,10 @@ class Schedule:
         self.every_step = any(n == 1 and not hook.deferred for n, hook in self._every)
         self._periods = {n for n, hook in self._every if not hook.deferred}
         self._periods |= {n for n in (config.ckpt_every, config.eval_every) if n}
+
+    def end_at(self, step: int) -> None:
+        """Makes this step the last one."""
+        self._last = step
 
     def next_stop(self, step: int) -> int:
         """Returns the next step after which the graph has to be left."""
@@ -278,7 +274,7 @@ class StepFunctions:
             )
         definition = graph.as_graph_def()
         nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-        if found := sorted({node.op for node in nodes} & _RANDOM_OPS):
+        if found := sorted({node.op for node in nodes} & RANDOM_OPS):
             console.warn(
                 f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
                 "checkpoint can hold: a resumed run will draw others. Use a "
@@ -445,7 +441,8 @@ def _closing(state: State, start: int, last: int, seconds: float) -> str:
         parts.append(f"evaluation: {values}")
     if state.stopped_by is not None:
         name = signal.Signals(state.stopped_by).name
-        head = f"stopped by {name}, saved; the same command goes on from here"
+        again = f"--run-name {Path(state.run_dir).name}"
+        head = f"stopped by {name}, saved; goes on from here with {again}"
     else:
         head = "done"
     return f"{head}: {'; '.join(parts)}. Everything is in {Path(state.run_dir).resolve()}"

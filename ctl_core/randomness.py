@@ -12,6 +12,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+# Ops that draw from a state which no checkpoint can hold.
+RANDOM_OPS = {
+    "RandomUniform",
+    "RandomUniformInt",
+    "RandomStandardNormal",
+    "TruncatedNormal",
+    "RandomShuffle",
+    "RandomGammaV2",
+    "RandomPoissonV2",
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+}
+
 # What the seeds of two neighbouring replicas differ by; any number that seeds rarely differ by.
 _STRIDE = 1_000_003
 

@@ -82,7 +82,7 @@ class Run:
         """One JSON object a line: step, split and values."""
         return self.path / "metrics.jsonl"
 
-    def open(self, config: Config, step: int) -> None:
+    def open(self, config: Config, step: int, new: bool = True) -> None:
         """Writes config.yaml and opens metrics.jsonl, which ends at ``step`` afterwards.
 
         What an interrupted process had written beyond its last checkpoint is taken out, since
@@ -92,7 +92,8 @@ class Run:
             SetupError: one of the files cannot be written.
         """
         try:
-            write_config(config, self.config_file)
+            if new:  # the settings are those of the steps that were trained
+                write_config(config, self.config_file)
             kept = [line for line in self.read_metrics() if line["step"] <= step]
             beside = self.metrics_file.with_name("metrics.jsonl.tmp")
             beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

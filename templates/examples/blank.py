@@ -14,9 +14,10 @@ from ctl_core import deferred, nan_to_zero, report, show_step, trackable
 
 
 # Required: one pass over the training data, batched; the engine repeats it. A pass ends with its
-# last full global batch. To resume exactly, random numbers in the pipeline must be
-# tf.random.stateless_*: ctl_core.data.with_seeds gives each example a seed. For data in memory,
-# ctl_core.data.index_shuffle shuffles without adding a buffer of examples to every checkpoint.
+# last full global batch. A resumed run goes on with exactly the next example if random changes to
+# examples are tf.random.stateless_* with seeds from ctl_core.data.with_seeds, after the shuffle.
+# A shuffle buffer travels in every checkpoint: for much data in memory,
+# ctl_core.data.index_shuffle shuffles indices instead.
 #
 # def create_dataset(per_replica_batch_size):
 #     dataset = tf.data.Dataset.from_tensor_slices((inputs, targets)).shuffle(1000)
@@ -40,7 +41,8 @@ def make_batches(dataset):
 # Required: the model, a callable: output = train_model(inputs). A Keras model or a tf.Module.
 #
 # def create_model():
-#     return keras.Sequential([keras.layers.Dense(64, activation="relu"), keras.layers.Dense(1)])
+#     hidden = keras.layers.Dense(64, activation="relu")
+#     return keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(1)])
 
 
 # Required: the loss, a callable: loss = train_loss(loss_input). It gives one number per example,
@@ -113,7 +115,8 @@ def print_loss(step, loss):
 every_steps = {1: print_step, 10: print_loss}
 
 # {N: function or list of functions}, once after step N, also across a resume. For example
-# {300: halve} with: def halve(lr): lr.assign(lr * 0.5)
+# {300: halve} with: def halve(lr): lr.assign(lr * 0.5). A hook that raises
+# ctl_core.StopTraining ends training: it is evaluated and saved as if done.
 at_step = {}
 
 

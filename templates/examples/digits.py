@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core import data, deferred, nan_to_zero, report, show_step, trackable
+from ctl_core import deferred, nan_to_zero, report, show_step, trackable
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 
@@ -26,14 +26,15 @@ def load_digits(part):
 # ---- Data -------------------------------------------------------------------------------------
 
 
-# One pass over the training data; the engine repeats it. Indices are shuffled instead of images:
-# a full shuffle that adds next to nothing to a checkpoint. For random augmentation there is
-# data.index_shuffle_with_seeds: random numbers must be tf.random.stateless_*, each example with
-# the seed it is given, or a resumed run draws others.
+# One pass over the training data; the engine repeats it, and a pass ends with its last full global
+# batch. A resumed run goes on with exactly the next example if random changes to examples are
+# tf.random.stateless_* with seeds from ctl_core.data.with_seeds. A shuffle buffer travels in every
+# checkpoint: for much data in memory, ctl_core.data.index_shuffle shuffles indices instead.
 def create_dataset(per_replica_batch_size, config):
     images, labels = load_digits("train")
-    indices = data.index_shuffle(len(images), per_replica_batch_size, config.seed)
-    return indices.map(lambda index: (tf.gather(images, index), tf.gather(labels, index)))
+    examples = tf.data.Dataset.from_tensor_slices((images, labels))
+    shuffled = examples.shuffle(len(images), seed=config.seed)
+    return shuffled.batch(per_replica_batch_size, drop_remainder=True)
 
 
 # The last change to the repeated dataset, before its elements are dealt out to the replicas.
@@ -135,7 +136,8 @@ def print_loss(step, loss):
 every_steps = {1: print_step, 10: print_loss}
 
 # {N: function or list of functions}, once after step N, also across a resume. For example
-# {300: halve} with: def halve(lr): lr.assign(lr * 0.5)
+# {300: halve} with: def halve(lr): lr.assign(lr * 0.5). A hook that raises
+# ctl_core.StopTraining ends training: it is evaluated and saved as if done.
 at_step = {}
 
 

@@ -1,0 +1,90 @@
+"""Pipelines whose saved position would not be exact are read again instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.inputs import unsavable
+from tests.engine.conftest import Train, make_hooks, regression_data
+
+
+def examples() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(regression_data())
+
+
+def noisy(x: tf.Tensor, y: tf.Tensor) -> Any:
+    return x + tf.random.normal(tf.shape(x)), y
+
+
+EXACT = {
+    "one shuffle": lambda: examples().shuffle(100, seed=1),
+    "shuffled and mapped": lambda: examples().shuffle(9, seed=1).map(lambda x, y: (x, y)),
+    "repeated between": lambda: examples().shuffle(100, seed=1).repeat().shuffle(100, seed=2),
+    "zipped before": lambda: tf.data.Dataset.zip((examples(), examples())).shuffle(100, seed=2),
+    "interleaved": lambda: (
+        tf.data.Dataset.range(4)
+        .shuffle(4, seed=1)
+        .interleave(lambda i: examples().skip(25 * i).take(25))
+    ),
+}
+INEXACT = {
+    "shuffled twice": lambda: examples().shuffle(50, seed=1).shuffle(100, seed=2),
+    "random numbers drained": lambda: tf.data.Dataset.zip(
+        (examples(), tf.data.Dataset.random(seed=1, rerandomize_each_iteration=True))
+    ),
+    "a random op before a full shuffle": lambda: examples().map(noisy).shuffle(100, seed=1),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_savable(name: str) -> None:
+    assert unsavable(EXACT[name]().batch(8).repeat().prefetch(2)) is None
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_unsavable(name: str) -> None:
+    assert unsavable(INEXACT[name]().batch(8).repeat().prefetch(2)) is not None
+
+
+@pytest.mark.parametrize("cut", [3, 6, 8])
+def test_two_shuffles_resume_exactly_by_reading_again(
+    train: Train, capsys: pytest.CaptureFixture[str], cut: int
+) -> None:
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        return INEXACT["shuffled twice"]().batch(per_replica_batch_size, drop_remainder=True)
+
+    hooks = make_hooks(create_dataset=create_dataset)
+    whole = train(hooks, steps=20, run_name="whole")
+    train(hooks, steps=cut, run_name="parts")
+    parts = train(hooks, steps=20, run_name="parts")
+    output = capsys.readouterr().out
+    assert "cannot be saved exactly" in output and f"dropping {16 * cut} examples" in output
+    for one, other in zip(
+        whole.train_model.get_weights(), parts.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_an_unbuilt_model_trains_on_several_replicas(train: Train) -> None:
+    def create_model() -> keras.Model:
+        return keras.Sequential([keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)])
+
+    state = train(make_hooks(create_model=create_model), steps=2, virtual_devices=2)
+    assert [tuple(w.shape) for w in state.train_model.weights] == [(5, 4), (4,), (4, 1), (1,)]
+
+
+def test_a_hook_ends_training(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(step: int) -> None:
+        raise ctl_core.StopTraining("It is good enough.")
+
+    state = train(make_hooks(at_step={7: stop}), steps=20)
+    assert state.step == 7 and state.stopped_by is None
+    assert (state.run_dir / "ckpt" / "ckpt-7.index").exists()
+    assert "a hook ends training. It is good enough." in capsys.readouterr().out
+    assert train(make_hooks(at_step={7: stop}), steps=20).step == 20
