@@ -91,6 +91,11 @@ def _print_hooks(rest: list[str]) -> int:
 def _run(command: Command) -> int:
     # TensorFlow's C++ messages are about the machine, not about the run.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else "2")
+    if command.name == "train":
+        _require(Path("callbacks.py"))
+        from ctl_core.strategy import prepare
+
+        prepare(command.config)
     callbacks = load_callbacks(Path("callbacks.py"))
     if command.name == "train":
         from ctl_core.loop import train
@@ -115,8 +120,7 @@ def load_callbacks(path: Path) -> ModuleType:
     Raises:
         SetupError: it is missing, or cannot be imported; with its own line and message.
     """
-    if not path.is_file():
-        raise SetupError(f"no file {path.name} in {Path.cwd()}; run this in the project's folder.")
+    _require(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     folder = str(path.parent.resolve())
     if folder not in sys.path:
@@ -139,6 +143,11 @@ def load_callbacks(path: Path) -> ModuleType:
         where = f"{path.name}:{lines[-1]}" if lines else path.name
         raise SetupError(f"{where}: {brief(error)}") from error
     return module
+
+
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise SetupError(f"no file {path.name} in {Path.cwd()}; run this in the project's folder.")
 
 
 if __name__ == "__main__":

@@ -4,25 +4,31 @@ A checkpoint of step 300 is, in runs/NAME/ckpt:
 
     ckpt-300.index, .data-*             what ``create_ckpt`` names
     engine/ckpt-300.index, .data-*      random state, step, lr
-    engine/input-300.index, .data-*     position in the training data, where it can be saved
+    engine/input-300-0.index, .data-*   process 0's position in the training data, if it can be
+                                        saved; in a cluster, each process writes its own
     engine/ckpt-300.json                the record, written last: without it, nothing counts
 
-so that a process killed at any moment leaves either a whole checkpoint or none.
+so that a process killed at any moment leaves either a whole checkpoint or none. In a cluster, the
+folder has to be one that all processes share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ctl_core.console import Console
+from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, one_line
 from ctl_core.freezing import freeze_flags, set_freeze_flags
 from ctl_core.randomness import generator_states
@@ -42,8 +48,8 @@ class Record:
         step: the step it was taken after
         path: the user's part, relative to the folder of checkpoints
         examples: training examples used so far
-        replicas, batch_size: what the input position belongs to
-        input_saved: whether the input position is in the engine's part
+        processes, replicas, batch_size: what the input positions belong to
+        input_saved: whether every process has saved its input position
         learning_rate: the setting, to notice when it is changed
         done: the keys of ``at_step`` that have run
         frozen: the freeze flags of the model
@@ -54,6 +60,7 @@ class Record:
     step: int
     path: str
     examples: int
+    processes: int
     replicas: int
     batch_size: int
     input_saved: bool
@@ -65,7 +72,15 @@ class Record:
 
 
 class Checkpoints:
-    """Saves and restores a run; the state that lives across steps is in ``record``."""
+    """Saves and restores a run.
+
+    Attributes:
+        examples: training examples used so far, over all processes
+        done: the keys of ``at_step`` that have run
+        evaluated: the step of the last evaluation, or -1
+        saved_step: the step of the last checkpoint, or -1
+        asked: whether a hook has called ``manager.save``
+    """
 
     def __init__(self, state: State, console: Console) -> None:
         """Takes over ``manager.save``: called in a hook, it saves when the step's hooks are done.
@@ -78,9 +93,14 @@ class Checkpoints:
         self.done: set[int] = set()
         self.evaluated = -1
         self.saved_step = -1
+        self.asked = False
+        self._cluster = state.cluster
+        self._drift = Drift(
+            state.strategy, state.cluster, [state.ckpt, state.lr, *_trackables(state)]
+        )
         self._folder = Path(state.manager.directory)
-        self._asked_for = False
         self._warned: set[str] = set()
+        self._summed_up: bool | None = None
         self._save_user_part = state.manager.save
         state.manager.save = self._ask  # type: ignore[method-assign]
 
@@ -89,7 +109,7 @@ class Checkpoints:
         return self._folder / "engine"
 
     def _ask(self, *_: Any, **__: Any) -> str:
-        self._asked_for = True
+        self.asked = True
         return str(self._folder / f"ckpt-{self.state.step}")
 
     def _engine_part(self) -> tf.train.Checkpoint:
@@ -105,35 +125,89 @@ class Checkpoints:
     def save(self, due: bool) -> None:
         """Saves after the current step, if that is due or a hook asked for it.
 
+        Every process of a cluster takes part, also those that write next to nothing.
+
         Raises:
-            RunError: the files cannot be written; earlier checkpoints stay good.
+            RunError: the files cannot be written, or the replicas have drifted apart; earlier
+                checkpoints stay good.
+            PeerLost: another process is gone.
         """
         step = self.state.step
-        asked, self._asked_for = self._asked_for, False
+        asked, self.asked = self.asked, False
         if not asked and (not due or self.saved_step == step):
             return
-        try:
+        with self._cluster.peers():
+            self.state.statistics.average(step)
+            self._drift.check(step)
             self._save(step)
-        except (OSError, tf.errors.OpError) as error:
-            raise RunError(
-                f"the checkpoint of step {step} cannot be written to {self._folder}: "
-                f"{one_line(getattr(error, 'message', error), 200)}; earlier checkpoints are kept."
-            ) from error
         self.saved_step = step
 
     def _save(self, step: int) -> None:
-        self._engine_folder.mkdir(parents=True, exist_ok=True)
-        record_path = self._engine_folder / f"ckpt-{step}.json"
-        record_path.unlink(missing_ok=True)  # while its parts are replaced, it must not count
-        self._engine_part().write(str(self._engine_folder / f"ckpt-{step}"))
-        input_saved = self._save_input(str(self._engine_folder / f"input-{step}"))
-        saved = self._save_user_part(checkpoint_number=step)
-        if saved is None:
-            raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
+        record = self._engine_folder / f"ckpt-{step}.json"
+        chief = self._cluster.task.chief
+        with self._writing(step):
+            self._engine_folder.mkdir(parents=True, exist_ok=True)
+            if chief:
+                record.unlink(missing_ok=True)  # while its parts are replaced, it must not count
+        with self._writing(step):
+            prefix = self._engine_folder / f"input-{step}-{self._cluster.task.index}"
+            input_saved = self._save_input(str(prefix))
+            saved = self._save_user_part(checkpoint_number=step) if chief else self._take_part()
+            if saved is None:
+                raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
+            if chief:
+                self._engine_part().write(str(self._engine_folder / f"ckpt-{step}"))
+        input_saved = self._cluster.all(input_saved)
+        with self._writing(step):
+            if chief:
+                self._write_record(record, step, Path(saved).name, input_saved)
+                self._remove_orphans()
+
+    @contextlib.contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """Around one part of the writing: all go on when all are done, or none does.
+
+        Raises:
+            RunError: a file cannot be written, here or by another process.
+        """
+        failure = None
+        try:
+            yield
+        except (OSError, tf.errors.OpError) as error:
+            if isinstance(error, tf.errors.OpError) and self._cluster.lost(error):
+                raise
+            failure = error
+        well = self._cluster.all(failure is None)
+        head = f"the checkpoint of step {step} cannot be written to {self._folder}"
+        if failure is not None:
+            text = one_line(getattr(failure, "message", failure), 200)
+            raise RunError(f"{head}: {text}; earlier checkpoints are kept.") from failure
+        if not well:
+            raise RunError(f"{head} by another process; earlier checkpoints are kept.")
+
+    def _take_part(self) -> str:
+        """Writes the user's part where nobody looks, if reading its variables takes all processes.
+
+        Those that each replica keeps for itself are summed up over the cluster to be saved.
+        """
+        if self._summed_up is None:
+            found = tf.train.TrackableView(self.state.ckpt).descendants()
+            self._summed_up = any(
+                getattr(item, "synchronization", None) == tf.VariableSynchronization.ON_READ
+                or getattr(item, "synchronization", None) == "on_read"
+                for item in found
+            )
+        if self._summed_up:
+            with tempfile.TemporaryDirectory() as folder:
+                self.state.ckpt.write(str(Path(folder) / "part"))
+        return "written by the chief"
+
+    def _write_record(self, path: Path, step: int, user_part: str, input_saved: bool) -> None:
         record = Record(
             step=step,
-            path=Path(saved).name,
+            path=user_part,
             examples=self.examples,
+            processes=self._cluster.task.processes,
             replicas=self.state.parts.replicas,
             batch_size=self.state.parts.batch_size,
             input_saved=input_saved,
@@ -143,10 +217,9 @@ class Checkpoints:
             evaluated=self.evaluated,
             metrics=self.state.metrics,
         )
-        beside = record_path.with_suffix(".tmp")
+        beside = path.with_suffix(".tmp")
         beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
-        os.replace(beside, record_path)
-        self._remove_orphans()
+        os.replace(beside, path)
 
     def _save_input(self, prefix: str) -> bool:
         """Writes the position in the training data; returns whether that is possible."""
@@ -207,9 +280,9 @@ class Checkpoints:
             SetupError: there are checkpoints but none is whole, the one asked for is not there,
                 or it does not fit the model any more.
         """
-        if with_input:  # another process may be training and saving while this one only reads
-            self._clean()
-        steps = self._steps()
+        if with_input and self._cluster.task.chief:
+            self._clean()  # while only reading, another process may be training and saving
+        steps = self._agreed_steps()
         if step is not None:
             if step not in steps:
                 there = ", ".join(map(str, steps[:10])) or "none"
@@ -236,26 +309,37 @@ class Checkpoints:
             for path in folder.glob("*.tmp"):
                 path.unlink()
 
+    def _agreed_steps(self) -> list[int]:
+        """Returns the steps of the checkpoints there are, newest first, as the chief sees them.
+
+        Raises:
+            SetupError: another process of the cluster sees others.
+        """
+        self._cluster.exchange([0])  # the chief has tidied up
+        steps = self._steps()
+        newest = steps[0] if steps else -1
+        table = self._cluster.exchange([len(steps), newest])
+        if (table != table[0]).any():
+            seen = ", ".join(f"process {i}: {n or 'none'}" for i, n in enumerate(table[:, 0]))
+            raise SetupError(
+                f"runs_dir: the processes of the cluster do not see the same checkpoints in "
+                f"{self._folder} ({seen}); it must be on a file system that all of them share."
+            )
+        return steps
+
     def _steps(self) -> list[int]:
         numbers = {int(p.stem.split("-")[1]) for p in self._engine_folder.glob("ckpt-*.json")}
         return sorted(numbers, reverse=True)
 
     def _restore_one(self, step: int, with_input: bool) -> Record | None:
         """Restores one checkpoint; if it is damaged, warns and returns None."""
+        record, why = None, ""
         try:
-            text = (self._engine_folder / f"ckpt-{step}.json").read_text(encoding="utf-8")
-            record = Record(**json.loads(text))
-        except (OSError, ValueError, TypeError):
-            self._warn_damaged(step, "its record cannot be read")
-            return None
-        user_part = str(self._folder / record.path)
-        engine_part = str(self._engine_folder / f"ckpt-{step}")
-        try:
-            tf.train.load_checkpoint(engine_part)
-            self._restore_user_part(user_part)
-            self._engine_part().read(engine_part).expect_partial()
-        except _UNREADABLE as error:
-            self._warn_damaged(step, one_line(error, 160))
+            record = self._read_parts(step)
+        except _Damaged as error:
+            why = str(error)
+        if not self._cluster.all(record is not None) or record is None:
+            self._warn_damaged(step, why or "another process cannot read it")
             return None
         if with_input:
             self._restore_input(record)
@@ -265,6 +349,29 @@ class Checkpoints:
         self.evaluated = record.evaluated
         self.saved_step = record.step
         self.state.metrics = record.metrics
+        self.state.statistics.averaged_at = record.step
+        return record
+
+    def _read_parts(self, step: int) -> Record:
+        """Reads the record and all variables.
+
+        Raises:
+            _Damaged: a file is cut short, altered or gone.
+            SetupError: the checkpoint does not fit the model.
+        """
+        try:
+            text = (self._engine_folder / f"ckpt-{step}.json").read_text(encoding="utf-8")
+            record = Record(**json.loads(text))
+        except (OSError, ValueError, TypeError) as error:
+            raise _Damaged("its record cannot be read") from error
+        user_part = str(self._folder / record.path)
+        engine_part = str(self._engine_folder / f"ckpt-{step}")
+        try:
+            tf.train.load_checkpoint(engine_part)
+            self._restore_user_part(user_part)
+            self._engine_part().read(engine_part).expect_partial()
+        except _UNREADABLE as error:
+            raise _Damaged(one_line(error, 160)) from error
         return record
 
     def _warn_damaged(self, step: int, why: str) -> None:
@@ -274,24 +381,38 @@ class Checkpoints:
 
     def _restore_input(self, record: Record) -> None:
         """Goes to the position in the training data, by reading and dropping if need be."""
-        parts = self.state.parts
+        parts, task = self.state.parts, self._cluster.task
         if not record.input_saved:
             why = "it could not be saved"
-        elif (record.replicas, record.batch_size) != (parts.replicas, parts.batch_size):
-            s = "s" * (record.replicas > 1)
-            why = f"it was saved with {record.replicas} replica{s}, batch_size {record.batch_size}"
+        elif (record.processes, record.replicas, record.batch_size) != (
+            task.processes,
+            parts.replicas,
+            parts.batch_size,
+        ):
+            why = (
+                f"it was saved with {_count(record.replicas, 'replica')}"
+                + f" in {_count(record.processes, 'process')}"
+                * (record.processes != task.processes)
+                + f", batch_size {record.batch_size}"
+            )
         else:
+            why = ""
             try:
-                self._input_part().read(str(self._engine_folder / f"input-{record.step}"))
-                return
+                prefix = self._engine_folder / f"input-{record.step}-{task.index}"
+                self._input_part().read(str(prefix))
             except _UNREADABLE:
                 why = "the saved position does not fit the data any more, or its file is damaged"
-                self.state.renew_input()
+            # All processes or none: those that skip and those that do not could not be told apart.
+            if self._cluster.all(not why):
+                return
+            why = why or "another process cannot read the position that it saved"
+            self.state.renew_input()
         self.console.warn(
             f"the position in the training data is reached by reading and dropping "
             f"{record.examples} examples, since {why}."
         )
-        self.state.data.skip(record.examples // (parts.batch_size // parts.replicas))
+        elements = record.examples // (parts.batch_size // parts.replicas)
+        self.state.data.skip(elements // task.processes)
 
     def _restore_user_part(self, path: str) -> None:
         status = None
@@ -329,6 +450,21 @@ class Checkpoints:
                     f"{saved[key][1]}"
                 )
         return differences
+
+
+class _Damaged(Exception):
+    """A part of a checkpoint cannot be read; the message says which and why."""
+
+
+def _count(number: int, what: str) -> str:
+    many = what + ("es" if what.endswith("s") else "s")
+    return f"{number} {what if number == 1 else many}"
+
+
+def _trackables(state: State) -> list[Any]:
+    """What a checkpoint may leave out but each replica must have alike."""
+    objects = [state.train_model, *state.parts.optimizers.values()]
+    return [item for item in objects if isinstance(item, tf.Module | keras.Layer | keras.Optimizer)]
 
 
 def _variables_in(path: str) -> dict[str, tuple[str, list[int]]]:

@@ -21,6 +21,7 @@ from ctl_core.export import export_model
 from ctl_core.loop import session
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
+from ctl_core.strategy import Task
 
 
 def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict[str, float]:
@@ -32,7 +33,7 @@ def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict
     with _restored(callbacks, config, options) as (state, console):
         if state.evaluation is None:
             raise SetupError("create_eval_dataset: there is none, so there is nothing to evaluate.")
-        values = run_evaluation(state.evaluation, stopped=lambda: False)
+        values = run_evaluation(state.evaluation)
         assert values is not None
         console.values(state.step, "eval", values)
     return values
@@ -87,7 +88,7 @@ def _restored(
 ) -> Iterator[tuple[State, Console]]:
     """Builds the state on one device and restores the checkpoint that is asked for."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1)
-    run, console = Run(config), Console()
+    run, console = Run(config, Task()), Console()
     with session(run, console):
         state = create_state(callbacks, config, run, console)
         record = Checkpoints(state, console).restore(options["checkpoint"], with_input=False)

@@ -24,6 +24,7 @@ import yaml
 from ctl_core.errors import SetupError, one_line
 
 ENV_PREFIX = "CTL_"
+_STRATEGIES = Literal["auto", "one_device", "mirrored", "multi_worker"]
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -56,7 +57,7 @@ class Config:
         run_name: folder of the run inside runs_dir; an existing one resumes; default: the time
         ckpt_every: save a checkpoint every so many steps (0: only at the end)
         eval_every: evaluate every so many steps (0: only at the end)
-        strategy: auto takes all GPUs, or the virtual devices, or the one device there is
+        strategy: auto joins the cluster of TF_CONFIG; else it takes all GPUs, or the one device
         virtual_devices: split the CPU into so many devices, to try multi-GPU code on a laptop
         max_chunk: most steps inside one graph call
         deterministic: bit-identical results from run to run (op determinism), slower
@@ -73,7 +74,7 @@ class Config:
     run_name: str | None = None
     ckpt_every: int = 1000
     eval_every: int = 1000
-    strategy: Literal["auto", "one_device", "mirrored"] = "auto"
+    strategy: _STRATEGIES = "auto"
     virtual_devices: int = 1
     max_chunk: int = 1000
     deterministic: bool = False
@@ -112,9 +113,10 @@ class Config:
                 f"steps and epochs: give one of the two, got steps={self.steps} and "
                 f"epochs={self.epochs}."
             )
-        if self.strategy not in ("auto", "one_device", "mirrored"):
+        if self.strategy not in get_args(_STRATEGIES):
             raise SetupError(
-                f"strategy: expected auto, one_device or mirrored, got {self.strategy!r}."
+                f"strategy: expected one of {', '.join(get_args(_STRATEGIES))}, got "
+                f"{self.strategy!r}."
             )
         if self.strategy == "one_device" and self.virtual_devices > 1:
             raise SetupError(

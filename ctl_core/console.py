@@ -46,15 +46,18 @@ class _Values(ProgressColumn):
 class Console:
     """The console of one run.
 
+    In a cluster, that of the chief is shown; the others only write to their logs.
+
     Attributes:
         total: the last step of the run, for the progress line
         listeners: called with (step, split, values) for whatever is reported
     """
 
-    def __init__(self, terminal: Terminal | None = None) -> None:
+    def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:
         self.total: int | None = None
         self.listeners: list[Listener] = []
         self._terminal = terminal or Terminal()
+        self._shown = shown
         self._progress: Progress | None = None
         self._values = ""
         self._speed = ""
@@ -76,7 +79,7 @@ class Console:
         """Begins the progress line, on a terminal; speed is measured from here."""
         self.total = total
         self._mark = (time.monotonic(), step)
-        if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
+        if self._shown and self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
             columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
             if self._terminal.width >= NARROW:
                 columns += [BarColumn(bar_width=None), _Values()]
@@ -149,6 +152,8 @@ class Console:
         self._progress.update(task, completed=step, values=self._values, speed=self._speed)
 
     def _print(self, text: str) -> None:
+        if not self._shown:
+            return
         if self._terminal.is_terminal:
             self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         else:

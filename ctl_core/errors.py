@@ -40,6 +40,12 @@ class RunError(CtlError):
     """A failure while running: a hook raised, a file could not be written (exit code 1)."""
 
 
+class PeerLost(RunError):
+    """Another process of the cluster is gone (exit code 75: starting all again helps)."""
+
+    exit_code = 75
+
+
 class StopTraining(CtlError):
     """For hooks to raise in ``every_steps`` or ``at_step``: training ends here, as if done.
 

@@ -12,9 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.chunks import ChunkLength
+from ctl_core.cluster import Word
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
-from ctl_core.inputs import create_eval_dataset, deal, first_dimension
+from ctl_core.inputs import create_eval_dataset, deal, first_dimension, local_replicas
 from ctl_core.step import Parts, batch_sum, call_model, expect, forward, kind_of
+from ctl_core.strategy import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Evaluation:
 
 
 def create_evaluation(
-    parts: Parts, strategy: tf.distribute.Strategy, per_replica: int
+    parts: Parts, strategy: tf.distribute.Strategy, task: Task, per_replica: int
 ) -> Evaluation | None:
     """Creates what ``create_eval_dataset`` and ``create_metrics`` ask for; None without data.
 
@@ -54,7 +56,7 @@ def create_evaluation(
     hooks = parts.hooks
     if hooks.create_eval_dataset is None:
         return None
-    dataset = create_eval_dataset(hooks, per_replica)
+    dataset = create_eval_dataset(hooks, task, per_replica)
     metrics = hooks.create_metrics()
     where = f"create_metrics ({hooks.create_metrics.where})"
     if not isinstance(metrics, dict):
@@ -93,7 +95,7 @@ def _run_steps(
 
     def step(iterator: Any, first: Any) -> tf.Tensor:
         batches, there = [first.get_value()], [tf.constant(True)]
-        for _ in range(1, strategy.num_replicas_in_sync):
+        for _ in range(1, local_replicas(strategy)):
             following = iterator.get_next_as_optional()
             there.append(following.has_value())
             # A replica that sits out still needs a value of the right type: the one before.
@@ -164,15 +166,19 @@ def trace_evaluation(evaluation: Evaluation) -> None:
     )
 
 
-def evaluate(evaluation: Evaluation, stopped: Callable[[], bool]) -> dict[str, float] | None:
-    """Goes once over the evaluation data.
+def evaluate(
+    evaluation: Evaluation, agree: Callable[[Word], Word] = lambda word: word
+) -> dict[str, float] | None:
+    """Goes once over the evaluation data, each process over its part.
 
     Args:
         evaluation: what to evaluate
-        stopped: asked about once a second; True ends the evaluation early
+        agree: asked about once a second, in a cluster for all processes: a signal in its answer
+            ends the evaluation early
 
     Returns:
-        The mean loss per example (plus the extra loss) and the metrics by name; None if stopped.
+        The mean loss per example (plus the extra loss) and the metrics by name; None if ended
+        early. In a cluster, over all examples, the same on every process.
     """
     for metric in evaluation.metrics.values():
         metric.reset_state()
@@ -184,9 +190,10 @@ def evaluate(evaluation: Evaluation, stopped: Callable[[], bool]) -> dict[str, f
     while True:
         with chunk.timed(chunk.limit) as steps:
             more = bool(evaluation.run_steps(iterator, tf.constant(steps, tf.int64)))
-        if not more:
+        word = agree(Word(chunk=chunk.limit, more=more))
+        if not word.more:
             break
-        if stopped():
+        if word.signal:
             return None
     examples = float(sums.examples.read_value())
     loss = float(sums.loss.read_value()) + float(sums.extra_loss.read_value())

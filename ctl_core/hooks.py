@@ -54,14 +54,15 @@ _HOST = _names(
 TABLE: tuple[Spec, ...] = (
     Spec(
         "create_dataset",
-        _names("per_replica_batch_size"),
+        _names("per_replica_batch_size input_context"),
         "tf.data.Dataset of batches of that size",
-        "The training data, one pass; the engine repeats it.",
+        "The training data, one pass; the engine repeats it, and shares it out over the processes "
+        "of a cluster unless the hook names input_context and shards for itself.",
         required=True,
     ),
     Spec(
         "make_batches",
-        _names("dataset per_replica_batch_size"),
+        _names("dataset per_replica_batch_size input_context"),
         "dataset, one element = one replica's batch",
         "Last change to the repeated dataset, before it is dealt out to the replicas.",
         "the dataset unchanged",
@@ -176,7 +177,6 @@ TABLE: tuple[Spec, ...] = (
 )
 SPECS = {spec.name: spec for spec in TABLE}
 COMMON = ("config", "hparams")
-_SHARDING = ("create_dataset", "make_batches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,11 +458,6 @@ def _hook(spec: Spec, name: str, function: Any, common: Mapping[str, Any], origi
             )
         if parameter.name in valid:
             arguments.append(parameter.name)
-        elif parameter.name == "input_context" and spec.name in _SHARDING:
-            raise SetupError(
-                f"{where}: {name} asks for input_context, but a run has one process; "
-                "leave the argument out."
-            )
         elif parameter.default is parameter.empty:
             raise SetupError(
                 f"{where}: {name} asks for '{parameter.name}'"

@@ -1,8 +1,9 @@
 """The training data: from the user's dataset to one value per replica, drawn inside the graph.
 
 A process reads one plain tf.data iterator, which a checkpoint can hold, and deals its elements
-out to the local replicas in turn. Replica r of N thus gets the examples that it would get from
-one device with the whole batch: a run does not depend on N.
+out to the local replicas in turn. In a cluster of P processes, process p takes every P-th element
+from the p-th on. The N replicas of a step thus get the examples that one device would get with
+the whole batch: a run does not depend on N.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tensorflow as tf
 from ctl_core.errors import SetupError, one_line
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.randomness import RANDOM_OPS
+from ctl_core.strategy import Task
 
 
 @dataclasses.dataclass
@@ -25,21 +27,26 @@ class Input:
 
     Attributes:
         strategy: deals the batches out
+        replicas: how many replicas this process has
         dataset: the repeated dataset, one element = one replica's batch
         iterator: its position; part of every checkpoint
-        epoch: the dataset of one pass, or None where there is no end to a pass
+        epoch: the dataset of one pass, or None where there is no end to a pass; what a process
+            reads of it, if the hooks shard for themselves, otherwise the whole
+        sharded: whether the hooks shard for themselves
         unsavable: why the position cannot be saved exactly, or None
     """
 
     strategy: tf.distribute.Strategy
+    replicas: int
     dataset: tf.data.Dataset
     iterator: Any
     epoch: tf.data.Dataset | None
+    sharded: bool
     unsavable: str | None
 
     def draw(self) -> Any:
         """Draws the next element for each local replica; runs inside a graph function."""
-        values = [next(self.iterator) for _ in range(self.strategy.num_replicas_in_sync)]
+        values = [next(self.iterator) for _ in range(self.replicas)]
         return deal(self.strategy, values)
 
     def skip(self, elements: int) -> None:
@@ -57,14 +64,20 @@ class Input:
         elements = int(self.epoch.cardinality())
         if elements < 0:
             elements = int(self.epoch.reduce(tf.constant(0, tf.int64), lambda n, *_: n + 1))
-        return elements // self.strategy.num_replicas_in_sync
+        every = self.replicas if self.sharded else self.strategy.num_replicas_in_sync
+        return elements // every
 
 
 def deal(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
-    """Hands the i-th value to the i-th replica."""
+    """Hands the i-th value to the i-th replica of this process."""
     return strategy.experimental_distribute_values_from_function(
-        lambda context: values[context.replica_id_in_sync_group]
+        lambda context: values[context.replica_id_in_sync_group % len(values)]
     )
+
+
+def local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Counts the replicas of this process; every process of a cluster has as many."""
+    return len(strategy.extended.worker_devices)
 
 
 @tf.function(autograph=False)
@@ -79,7 +92,7 @@ def skip_elements(iterator: Any, count: tf.Tensor) -> None:
 
 
 def create_input(
-    hooks: Hooks, strategy: tf.distribute.Strategy, per_replica: int, seed: int
+    hooks: Hooks, strategy: tf.distribute.Strategy, task: Task, per_replica: int, seed: int
 ) -> Input:
     """Creates the training data from ``create_dataset`` and ``make_batches``.
 
@@ -87,12 +100,20 @@ def create_input(
     batch, so that every pass has the same steps on any number of replicas; smaller elements are
     left out. A ``make_batches`` that batches the repeated dataset itself loses no example.
 
+    Args:
+        hooks: those two, of which one may name ``input_context`` and shard for itself
+        strategy: whose replicas read the data
+        task: which of the processes this is
+        per_replica: examples in an element
+        seed: set again before a pipeline that has been looked into is made anew
+
     Raises:
         SetupError: what the hooks return is no dataset, empty, too short for one global batch,
             or not batched by ``per_replica`` examples.
     """
     replicas = strategy.num_replicas_in_sync
-    pipeline = _create_pipeline(hooks, per_replica, replicas)
+    context = tf.distribute.InputContext(task.processes, task.index, replicas)
+    pipeline = _create_pipeline(hooks, per_replica, context)
     static = static_batch_size(pipeline.dataset)
     length = pipeline.dataset.cardinality()
     if static is not None:
@@ -104,16 +125,28 @@ def create_input(
             # Iterators of one dataset share its shuffle's random state, and this one may have
             # read ahead into the next pass: the run starts from a dataset that nobody has read.
             keras.utils.set_random_seed(seed)
-            pipeline = _create_pipeline(hooks, per_replica, replicas)
+            pipeline = _create_pipeline(hooks, per_replica, context)
     if length == 0:
         raise SetupError(f"{pipeline.hook.name} ({pipeline.hook.where}): {EMPTY}")
-    epoch = _whole_batches(pipeline.dataset, per_replica)
-    if pipeline.endless:
-        dataset = epoch.prefetch(tf.data.AUTOTUNE)
-        return Input(strategy, dataset, iter(dataset), None, unsavable(dataset))
-    epoch = _whole_groups(epoch, replicas, pipeline.hook, per_replica)
-    dataset = epoch.repeat().prefetch(tf.data.AUTOTUNE)
-    return Input(strategy, dataset, iter(dataset), epoch, unsavable(dataset))
+    dataset = _whole_batches(pipeline.dataset, per_replica)
+    epoch = None
+    if not pipeline.endless:
+        # In a pass, each step has all its elements: here, or over all processes.
+        together = local_replicas(strategy) if pipeline.sharded else replicas
+        epoch = _whole_groups(dataset, together, pipeline.hook, per_replica)
+        dataset = epoch.repeat()
+    if task.processes > 1 and not pipeline.sharded:
+        dataset = dataset.shard(task.processes, task.index)
+    dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    return Input(
+        strategy,
+        local_replicas(strategy),
+        dataset,
+        iter(dataset),
+        epoch,
+        pipeline.sharded,
+        unsavable(dataset),
+    )
 
 
 EMPTY = "returned an empty dataset, or one with fewer examples than one global batch."
@@ -126,21 +159,28 @@ class _Pipeline:
     hook: Hook
     dataset: tf.data.Dataset
     endless: bool
+    sharded: bool
 
 
-def _create_pipeline(hooks: Hooks, per_replica: int, replicas: int) -> _Pipeline:
-    first = _dataset_of(hooks.create_dataset, per_replica_batch_size=per_replica)
+def _create_pipeline(
+    hooks: Hooks, per_replica: int, context: tf.distribute.InputContext
+) -> _Pipeline:
+    values = {"per_replica_batch_size": per_replica, "input_context": context}
+    sharded = any(
+        "input_context" in hook.arguments for hook in (hooks.create_dataset, hooks.make_batches)
+    )
+    first = _dataset_of(hooks.create_dataset, **values)
     repeated = first.repeat()
-    made = _dataset_of(hooks.make_batches, dataset=repeated, per_replica_batch_size=per_replica)
+    made = _dataset_of(hooks.make_batches, dataset=repeated, **values)
     if made is not repeated:
         if made.cardinality() >= 0:
             raise SetupError(
                 f"make_batches ({hooks.make_batches.where}): ends after {int(made.cardinality())} "
                 "elements; it gets the repeated dataset and must not end."
             )
-        return _Pipeline(hooks.make_batches, made, endless=True)
+        return _Pipeline(hooks.make_batches, made, endless=True, sharded=sharded)
     endless = bool(first.cardinality() == tf.data.INFINITE_CARDINALITY)
-    return _Pipeline(hooks.create_dataset, first, endless)
+    return _Pipeline(hooks.create_dataset, first, endless, sharded)
 
 
 def _check_batch_size(hook: Hook, found: int | None, expected: int, replicas: int) -> None:
@@ -190,8 +230,8 @@ def unsavable(dataset: tf.data.Dataset) -> str | None:
     return search(dataset, drained=False)
 
 
-def create_eval_dataset(hooks: Hooks, per_replica: int) -> tf.data.Dataset:
-    """Creates the evaluation data; its last batch may be smaller.
+def create_eval_dataset(hooks: Hooks, task: Task, per_replica: int) -> tf.data.Dataset:
+    """Creates this process's part of the evaluation data; the last batch may be smaller.
 
     Raises:
         SetupError: it is no dataset, empty, or endless.
@@ -209,6 +249,8 @@ def create_eval_dataset(hooks: Hooks, per_replica: int) -> tf.data.Dataset:
             f"{hook.name} ({hook.where}): returned single examples, expected batches: use "
             "dataset.batch(per_replica_batch_size)."
         )
+    if task.processes > 1:
+        dataset = dataset.shard(task.processes, task.index)
     return dataset.prefetch(tf.data.AUTOTUNE)
 
 

@@ -7,6 +7,7 @@ else happens here, between two calls: hooks, evaluation, checkpoints, signals.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import time
@@ -20,6 +21,7 @@ import tensorflow as tf
 
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.chunks import ChunkLength
+from ctl_core.cluster import Cluster, Word
 from ctl_core.config import Config
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, StopTraining
@@ -31,6 +33,7 @@ from ctl_core.randomness import RANDOM_OPS, spread
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
 from ctl_core.step import train_step
+from ctl_core.strategy import read_task
 
 
 def train(callbacks: Any, config: Config) -> State:
@@ -49,13 +52,15 @@ def train(callbacks: Any, config: Config) -> State:
     """
     if config.steps is None and config.epochs is None:
         raise SetupError("steps: say how long to train, with steps or epochs.")
-    run, console = Run(config), Console()
+    task = read_task(config)
+    run, console = Run(config, task), Console(shown=task.chief)
     with session(run, console), Signals() as signals:
-        run.lock()
+        if task.chief:
+            run.lock()
         state = create_state(callbacks, config, run, console)
         checkpoints = Checkpoints(state, console)
         record = checkpoints.restore()
-        spread(state.train_model, state.strategy)
+        spread(state.train_model, state.strategy, task)
         start, last = state.step, _last_step(state, console)
         if record and record.learning_rate != config.learning_rate:
             console.say(f"learning_rate is {config.learning_rate:g} from here on.")
@@ -63,8 +68,9 @@ def train(callbacks: Any, config: Config) -> State:
         state.functions = StepFunctions(state)
         if start < last:
             state.functions.check(console)
-        run.open(config, start, new=start < last)
-        console.listeners.append(run.write)
+        if task.chief:
+            run.open(config, start, new=start < last)
+            console.listeners.append(run.write)
         console.say(_opening(state, start, last, resumed=record is not None))
         console.start(start, last)
         seconds = time.monotonic()
@@ -87,13 +93,15 @@ def _loop(
     schedule = Schedule(state.hooks, state.config, last)
     chunk = ChunkLength(state.config.max_chunk)
     functions: StepFunctions = state.functions
+    agree = Agreement(state.cluster, signals)
     step = state.step
-    _evaluate_and_save(state, checkpoints, run, console, signals, schedule)
-    while step < last and not signals.received:
+    agree(Word(chunk=chunk.limit, step=step, frozen=functions.frozen))
+    _evaluate_and_save(state, checkpoints, run, console, agree, schedule)
+    while step < last and not agree.signal:
         stop = schedule.next_stop(step)
         due = schedule.due(stop)
         wanted = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
-        before, values = step, {}
+        before, values, end = step, {}, False
         with _blame(state):
             if stop == step + 1 and (wanted or schedule.every_step):
                 values = functions.observe(wanted)
@@ -115,14 +123,19 @@ def _loop(
                         hook(**_host_values(state, functions, step), **values)
                 except StopTraining as asked:
                     console.say(f"step {step}: a hook ends training. {asked}".rstrip())
-                    schedule.end_at(step)
-                    last = step
+                    end = True
             checkpoints.done.update(n for n in state.hooks.at_step if n == step)
             functions.refresh()
-            _evaluate_and_save(state, checkpoints, run, console, signals, schedule)
+        word = agree(Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen))
+        chunk.limit, checkpoints.asked = word.chunk, word.save
+        if word.end:
+            schedule.end_at(step)
+            last = step
+        if step == stop:
+            _evaluate_and_save(state, checkpoints, run, console, agree, schedule)
     run.flush()
     checkpoints.save(due=True)
-    state.stopped_by = signals.received if step < last else None
+    state.stopped_by = agree.signal if step < last else None
 
 
 def _host_values(state: State, functions: StepFunctions, step: int) -> dict[str, Any]:
@@ -142,14 +155,15 @@ def _evaluate_and_save(
     checkpoints: Checkpoints,
     run: Run,
     console: Console,
-    signals: Signals,
+    agree: Agreement,
     schedule: Schedule,
 ) -> None:
     """Evaluates if that is due and not done, then saves: a checkpoint holds what came before."""
     step = state.step
     if state.evaluation and schedule.evaluation_due(step) and checkpoints.evaluated != step:
         with _blame(state):
-            values = evaluate(state.evaluation, stopped=lambda: bool(signals.received))
+            state.statistics.average(step)
+            values = evaluate(state.evaluation, agree)
         if values is not None:
             state.metrics = values
             checkpoints.evaluated = step
@@ -222,6 +236,11 @@ class StepFunctions:
     def refresh(self) -> None:
         """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
         self._frozen = tuple(freeze_flags(self._state.train_model))
+
+    @property
+    def frozen(self) -> int:
+        """The state of frozen layers as a number."""
+        return hash(self._frozen)
 
     def run(self, steps: int) -> None:
         """Takes ``steps`` steps in one graph call."""
@@ -341,6 +360,27 @@ def _of_replicas(values: tuple[Any, ...], name: str) -> Any:
     return values[0] if len(values) == 1 else tf.concat(values, 0)
 
 
+class Agreement:
+    """What all processes have agreed on; asked after each graph call.
+
+    Attributes:
+        signal: the signal that ends training, or 0; on every process the same
+    """
+
+    def __init__(self, cluster: Cluster, signals: Signals) -> None:
+        self.signal = 0
+        self._cluster = cluster
+        self._signals = signals
+
+    def __call__(self, word: Word) -> Word:
+        """Takes this process's word, adds the signal it received, and returns that of all."""
+        word = self._cluster.agree(
+            dataclasses.replace(word, signal=self.signal or self._signals.received or 0)
+        )
+        self.signal = word.signal
+        return word
+
+
 class Signals:
     """Notes SIGTERM and SIGINT instead of dying of them; a second one is not held back."""
 
@@ -395,6 +435,9 @@ def _blame(state: State) -> Iterator[None]:
             raise SetupError(f"{where}: {EMPTY}") from error
         raise RunError(f"{where}: the training data ended after step {step}.") from error
     except tf.errors.OpError as error:
+        with state.cluster.peers():
+            if state.cluster.lost(error):
+                raise
         raise RunError(f"{hooks.blame(error)}, after step {step}.") from error
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.strategy import Task
+
 # Ops that draw from a state which no checkpoint can hold.
 RANDOM_OPS = {
     "RandomUniform",
@@ -40,13 +42,14 @@ def generator_states(model: Any) -> list[Any]:
     return [v.value for v in model.variables if id(v) not in others]
 
 
-def spread(model: Any, strategy: tf.distribute.Strategy) -> None:
-    """Gives each replica seeds of its own, worked out from those of the first.
+def spread(model: Any, strategy: tf.distribute.Strategy, task: Task) -> None:
+    """Gives each replica seeds of its own, worked out from those of the first of all.
 
-    Done after the model is made and after each restore, since a checkpoint holds the first
-    replica's state only; the counters are the same on all.
+    Done once, after the model is made and restored: a new model has the same seeds everywhere,
+    and a checkpoint holds those of the chief's first replica; the counters are the same on all.
     """
     for state in generator_states(model):
-        first, *others = strategy.experimental_local_results(state)
-        for replica, other in enumerate(others, start=1):
-            other.assign(first + tf.constant([replica * _STRIDE, 0], first.dtype))
+        own = strategy.experimental_local_results(state)
+        first = own[0].numpy()
+        for index, replica in enumerate(own, start=task.index * len(own)):
+            replica.assign(first + tf.constant([index * _STRIDE, 0], replica.dtype))

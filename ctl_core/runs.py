@@ -18,16 +18,20 @@ except ImportError:  # Windows
 
 from ctl_core.config import Config, write_config
 from ctl_core.errors import SetupError
+from ctl_core.strategy import Task
 
 
 class Run:
     """The folder of one run, and what is written there while training.
 
+    In a cluster, only the chief writes; the others have a log, worker-1.log and so on.
+
     Attributes:
         path: runs/NAME
+        task: this process's place in the cluster
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, task: Task) -> None:
         """Creates the folder and its log, nothing else.
 
         Raises:
@@ -35,12 +39,14 @@ class Run:
         """
         name = config.run_name or _free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir) / name
+        self.task = task
+        log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
         self._writers: dict[str, Any] = {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._log = logging.FileHandler(self.path / "train.log", encoding="utf-8")
-            self._held = (self.path / "train.log").open("a")
+            self._log = logging.FileHandler(log, encoding="utf-8")
+            self._held = log.open("a")
         except OSError as error:
             raise self._unwritable(error) from error
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -133,7 +139,11 @@ class Run:
     def writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer of ``train`` or ``eval``, created on first use."""
         if split not in self._writers:
-            self._writers[split] = tf.summary.create_file_writer(str(self.path / "tb" / split))
+            self._writers[split] = (
+                tf.summary.create_file_writer(str(self.path / "tb" / split))
+                if self.task.chief
+                else tf.summary.create_noop_writer()
+            )
         return self._writers[split]
 
     def flush(self) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.batch_norm import MovingStatistics
+from ctl_core.cluster import Cluster
 from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
@@ -45,6 +47,8 @@ class State:
         metrics: values of the last evaluation by name, or {}
         stopped_by: the number of the signal that ended training early, or None
         functions: the graph functions, while training (loop.StepFunctions)
+        cluster: the processes that train together
+        statistics: of batch normalisations, averaged over the replicas before they are read
     """
 
     config: Config
@@ -58,6 +62,8 @@ class State:
     manager: tf.train.CheckpointManager
     hooks: Hooks
     strategy: tf.distribute.Strategy
+    cluster: Cluster
+    statistics: MovingStatistics
     parts: Parts
     data: Input
     evaluation: Evaluation | None
@@ -75,7 +81,8 @@ class State:
         """Makes the training data anew, as it was before anything was read from it."""
         keras.utils.set_random_seed(self.config.seed)
         per_replica = self.parts.batch_size // self.parts.replicas
-        self.data = create_input(self.hooks, self.strategy, per_replica, self.config.seed)
+        task = self.cluster.task
+        self.data = create_input(self.hooks, self.strategy, task, per_replica, self.config.seed)
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -90,19 +97,24 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     strategy = create_strategy(config)
+    cluster = Cluster(strategy, run.task)
+    cluster.check_settings(config)
     hooks, warnings = load_hooks(callbacks, config)
     for warning in warnings:
         console.warn(warning)
     try:
-        return _create(hooks, config, run, strategy)
+        with cluster.peers():
+            return _create(hooks, config, run, strategy, cluster)
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
 
 
-def _create(hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Strategy) -> State:
+def _create(
+    hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Strategy, cluster: Cluster
+) -> State:
     replicas = strategy.num_replicas_in_sync
     per_replica = config.batch_size // replicas
-    data = create_input(hooks, strategy, per_replica, config.seed)
+    data = create_input(hooks, strategy, cluster.task, per_replica, config.seed)
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")
         train_loss = _callable(hooks.create_loss, "train_loss")
@@ -125,8 +137,9 @@ def _create(hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Stra
         candidates = trainable_candidates(train_model)
         for name, one in optimizers.items():
             _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
-        evaluation = create_evaluation(parts, strategy, per_replica)
-        repair_list(run.ckpt)
+        evaluation = create_evaluation(parts, strategy, cluster.task, per_replica)
+        if cluster.task.chief:
+            repair_list(run.ckpt)
         hook = hooks.create_ckpt
         ckpt, manager = expect(
             hook(
@@ -153,6 +166,8 @@ def _create(hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Stra
         manager=manager,
         hooks=hooks,
         strategy=strategy,
+        cluster=cluster,
+        statistics=MovingStatistics(train_model, strategy),
         parts=parts,
         data=data,
         evaluation=evaluation,

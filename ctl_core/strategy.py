@@ -1,6 +1,12 @@
-"""Which tf.distribute strategy a run uses, and on which devices."""
+"""Which tf.distribute strategy a run uses, on which devices, and with which other processes."""
 
 from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
@@ -8,20 +14,95 @@ from ctl_core.config import Config
 from ctl_core.errors import SetupError
 
 
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """This process's place in the cluster; alone, it is the chief of one.
+
+    Attributes:
+        processes: how many train together
+        index: this one's number, from 0; number 0 is the chief
+        address: of the chief, for messages
+    """
+
+    processes: int = 1
+    index: int = 0
+    address: str = ""
+
+    @property
+    def chief(self) -> bool:
+        """Whether this process prints, writes summaries and keeps the checkpoints."""
+        return self.index == 0
+
+
+def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
+    """Reads this process's place in a cluster from ``TF_CONFIG``.
+
+    The form is TensorFlow's: ``{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task":
+    {"type": "worker", "index": 0}}``; with a "chief" in the cluster, that is process 0.
+
+    Raises:
+        SetupError: it cannot be read, has tasks that do not train, or the settings do not fit it.
+    """
+    text = environ.get("TF_CONFIG", "").strip()
+    if config.strategy not in ("auto", "multi_worker"):
+        return Task()
+    if not text:
+        if config.strategy == "multi_worker":
+            raise SetupError(
+                "strategy: multi_worker needs TF_CONFIG in the environment of each process; on one "
+                "machine, --workers K starts them."
+            )
+        return Task()
+    try:
+        content = json.loads(text)
+        cluster = {job: list(hosts) for job, hosts in content["cluster"].items()}
+        job, index = content["task"]["type"], int(content["task"]["index"])
+        tasks = [(name, number) for name in ("chief", "worker") for number in range(
+            len(cluster.get(name, [])))]  # fmt: skip
+        place = tasks.index((job, index))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SetupError(
+            'TF_CONFIG: expected {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
+            f'"worker", "index": 0}}}}, with a task of that cluster, got {text[:200]}'
+        ) from error
+    if len(tasks) > 1 and config.run_name is None:
+        raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
+    return Task(len(tasks), place, cluster[tasks[0][0]][0])
+
+
+def prepare(config: Config) -> Task:
+    """Starts TensorFlow on the devices, and in the cluster, that the settings ask for.
+
+    To be called before anything else that makes TensorFlow start, such as a tensor in
+    callbacks.py: devices and cluster are fixed from then on. Calling it again changes nothing.
+
+    Raises:
+        SetupError: TensorFlow has started otherwise.
+    """
+    task = read_task(config)
+    if config.virtual_devices > 1:
+        _split_cpu(config.virtual_devices)
+    if task.processes > 1:
+        _join_cluster(config)
+    return task
+
+
 def create_strategy(config: Config) -> tf.distribute.Strategy:
     """Creates the strategy that the settings ask for.
 
-    ``auto`` takes all GPUs, or the virtual devices, or the one device there is.
+    ``auto`` joins the cluster of ``TF_CONFIG``; without one, it takes all GPUs, or the virtual
+    devices, or the one device there is.
 
     Raises:
         SetupError: the devices asked for are not there, or the batch cannot be shared out evenly.
     """
+    task = prepare(config)
+    if task.processes > 1:
+        strategy = _join_cluster(config)
+        _check_batch_size(config, strategy.num_replicas_in_sync)
+        return strategy
     devices = _devices(config)
-    if config.batch_size % len(devices):
-        raise SetupError(
-            f"batch_size: {config.batch_size} cannot be shared out evenly over {len(devices)} "
-            f"replicas; take a multiple of {len(devices)}."
-        )
+    _check_batch_size(config, len(devices))
     if len(devices) == 1 and config.strategy != "mirrored":
         return tf.distribute.OneDeviceStrategy(devices[0])
     # On CPU devices, adding up on one of them is several times faster than TensorFlow's own
@@ -31,10 +112,62 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
 
 
+def _check_batch_size(config: Config, replicas: int) -> None:
+    if config.batch_size % replicas:
+        raise SetupError(
+            f"batch_size: {config.batch_size} cannot be shared out evenly over {replicas} "
+            f"replicas; take a multiple of {replicas}."
+        )
+
+
+# A process joins its cluster once; a second strategy for it would wait for peers that are not
+# starting. One for each number of devices, so that tests can use several.
+_joined: dict[tuple[str, int], tf.distribute.Strategy] = {}
+
+
+def _join_cluster(config: Config) -> tf.distribute.Strategy:
+    key = (os.environ["TF_CONFIG"], config.virtual_devices)
+    if key not in _joined:
+        try:
+            with _cpu_devices(config.virtual_devices):
+                _joined[key] = tf.distribute.MultiWorkerMirroredStrategy()
+        except RuntimeError as error:
+            raise SetupError(
+                "TF_CONFIG: TensorFlow has started before the cluster was joined; restart the "
+                "Python process, or train before other TensorFlow calls."
+            ) from error
+    return _joined[key]
+
+
+@contextlib.contextmanager
+def _cpu_devices(count: int) -> Iterator[None]:
+    """Lets a worker without GPUs have ``count`` CPU devices as replicas.
+
+    MultiWorkerMirroredStrategy takes one and has no argument for more: its private method
+    ``_initialize_local_devices`` is replaced while it is created. tests/engine/test_cluster.py
+    trains on 2 workers with 2 devices each and fails if TensorFlow changes this.
+    """
+    if count == 1:
+        yield
+        return
+    from tensorflow.python.distribute import collective_all_reduce_strategy as module
+
+    extended = module.CollectiveAllReduceExtended
+    original = extended._initialize_local_devices
+
+    def local_devices(self: object, resolver: object, worker: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker}/device:CPU:{index}" for index in range(count)), "CPU"
+
+    extended._initialize_local_devices = local_devices
+    try:
+        yield
+    finally:
+        extended._initialize_local_devices = original
+
+
 def _devices(config: Config) -> list[str]:
     """Names the devices, such as ``["GPU:0", "GPU:1"]``, one per replica."""
     if config.virtual_devices > 1:
-        _split_cpu(config.virtual_devices)
         return [f"CPU:{index}" for index in range(config.virtual_devices)]
     gpus = [f"GPU:{index}" for index in range(len(tf.config.list_logical_devices("GPU")))]
     if config.strategy == "one_device":

@@ -169,11 +169,6 @@ HOOKS: dict[str, tuple[dict[str, str | None], str, tuple[str, ...]]] = {
         "def input_pre",
         ("input_pre asks for 'optimizer'; it may name batch, lr, config, hparams",),
     ),
-    "input_context in one process": (
-        {"create_dataset": "def create_dataset(input_context):\n    pass\n"},
-        "def create_dataset",
-        ("create_dataset asks for input_context", "one process"),
-    ),
     "two of three from grad_pre": (
         {"own": "def grad_pre(loss):\n    return loss, 0.0\n"},
         "def grad_pre",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -119,6 +120,6 @@ def test_a_signal_ends_an_evaluation_early(train: Train) -> None:
     state = train(eval_hooks(100), steps=0)
     assert state.evaluation is not None
     state.evaluation.dataset = state.evaluation.dataset.repeat(50)
-    assert evaluate(state.evaluation, stopped=lambda: True) is None
-    values = evaluate(state.evaluation, stopped=lambda: False)
+    assert evaluate(state.evaluation, lambda word: dataclasses.replace(word, signal=15)) is None
+    values = evaluate(state.evaluation)
     assert values is not None and values["seen"] == 5000

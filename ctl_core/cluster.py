@@ -1,0 +1,172 @@
+"""What the processes of a run tell each other between two graph calls.
+
+Every process of a cluster must make the same sequence of graph calls, or their collectives no
+longer meet. So whatever one process alone knows (a signal, its clock, a file that it cannot
+read) is put on the table here, and all decide alike. A process alone decides for itself, at no
+cost; in a cluster, each exchange is one all-reduce of a few numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.config import Config
+from ctl_core.errors import PeerLost, RunError, SetupError
+from ctl_core.strategy import Task
+
+# What TensorFlow says on the processes that are left when one is gone.
+_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+_ABORTED = "Collective ops is aborted by"
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """What a process has to say after a graph call, and what all have agreed on.
+
+    Attributes:
+        chunk: most steps of the next graph call; the lowest counts
+        signal: the signal it received, or 0; the highest counts
+        save: whether a hook asked for a checkpoint; one is enough
+        end: whether a hook asked for the end of training; one is enough
+        more: whether there is more to evaluate; one is enough
+        step, frozen: must be the same everywhere
+    """
+
+    chunk: int
+    signal: int = 0
+    save: bool = False
+    end: bool = False
+    more: bool = False
+    step: int = 0
+    frozen: int = 0
+
+
+class Cluster:
+    """The processes of a run, as this one sees them.
+
+    Attributes:
+        task: this process's place
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, task: Task) -> None:
+        self.task = task
+        self._strategy = strategy
+        self._functions: dict[int, Any] = {}
+
+    def exchange(self, values: Sequence[int]) -> np.ndarray:
+        """Gives every process the whole numbers of all; also a barrier.
+
+        Returns:
+            An int64 array of shape [processes, len(values)].
+
+        Raises:
+            PeerLost: another process is gone.
+        """
+        own = np.array(values, np.int64)
+        if self.task.processes == 1:
+            return own[None]
+        if own.size not in self._functions:
+            self._functions[own.size] = self._trace(own.size)
+        with self.peers():
+            return self._functions[own.size](own).numpy()  # type: ignore[no-any-return]
+
+    def _trace(self, size: int) -> Any:
+        """Builds the exchange: each adds up a table in which only its own row is not zero."""
+        strategy, task = self._strategy, self.task
+
+        def on_replica(values: tf.Tensor) -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            per_process = context.num_replicas_in_sync // task.processes
+            row = tf.one_hot(task.index, task.processes, dtype=tf.int64)
+            first = tf.equal(context.replica_id_in_sync_group % per_process, 0)
+            own = row[:, None] * values[None, :] * tf.cast(first, tf.int64)
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([size], tf.int64)])
+        def exchange(values: tf.Tensor) -> tf.Tensor:
+            table = strategy.run(on_replica, (values,))
+            return strategy.experimental_local_results(table)[0]
+
+        return exchange
+
+    def agree(self, word: Word) -> Word:
+        """Takes this process's word and returns what all of them have agreed on.
+
+        Raises:
+            RunError: hooks have frozen other layers, or taken other steps, than elsewhere.
+            PeerLost: another process is gone.
+        """
+        if self.task.processes == 1:
+            return word
+        table = self.exchange([int(value) for value in dataclasses.astuple(word)])
+        chunk, signal, save, end, more, steps, frozen = table.T
+        if len({*steps}) > 1:
+            raise RunError(f"the processes are at different steps: {sorted({*steps.tolist()})}.")
+        if len({*frozen}) > 1:
+            raise RunError(
+                f"after step {word.step}, the frozen layers differ between the processes: a hook "
+                "that freezes must decide alike on each of them, not by its own output or batch."
+            )
+        return dataclasses.replace(
+            word,
+            chunk=int(chunk.min()),
+            signal=int(signal.max()),
+            save=bool(save.any()),
+            end=bool(end.any()),
+            more=bool(more.any()),
+        )
+
+    def all(self, well: bool) -> bool:
+        """Whether all processes say yes."""
+        return bool(self.exchange([int(well)]).all())
+
+    def check_settings(self, config: Config) -> None:
+        """Compares the settings, which have to be the same on every process.
+
+        Raises:
+            SetupError: they are not.
+        """
+        if self.task.processes == 1:
+            return
+        # What only says how a process works and reports, not what it computes.
+        settings = {**dataclasses.asdict(config), "debug": None, "runs_dir": None}
+        numbers = [_digest(json.dumps({n: v}, sort_keys=True)) for n, v in settings.items()]
+        differ = (self.exchange(numbers) != np.array(numbers)).any(axis=0)
+        names = [name for name, other in zip(settings, differ, strict=True) if other]
+        if names:
+            raise SetupError(
+                f"{', '.join(names)}: not the same on every process of the cluster; give each of "
+                "them the same config.yaml, CTL_ variables and flags."
+            )
+
+    @contextlib.contextmanager
+    def peers(self) -> Iterator[None]:
+        """Turns what TensorFlow raises when another process is gone into ``PeerLost``."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            if self.lost(error):
+                raise PeerLost(
+                    "another process of the cluster is gone; started again, all of them, the run "
+                    "goes on from its last checkpoint."
+                ) from error
+            raise
+
+    def lost(self, error: tf.errors.OpError) -> bool:
+        """Whether an error says that another process is gone, or failed first."""
+        if self.task.processes == 1:
+            return False
+        return isinstance(error, _LOST) or _ABORTED in str(error)
+
+
+def _digest(text: str) -> int:
+    """Returns a text as a number of 63 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

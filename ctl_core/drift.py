@@ -1,0 +1,118 @@
+"""Whether all replicas still have the same variables; asked before each checkpoint.
+
+Each replica works out its own update from the summed gradients, so that all take the same step.
+An update that depends on one replica's output or batch lets them drift apart, and a checkpoint
+would hold one replica's opinion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.cluster import Cluster
+from ctl_core.errors import RunError
+from ctl_core.step import variable_name
+
+_ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
+
+
+class Drift:
+    """Compares the variables over all replicas and processes.
+
+    Costs one pass over the variables and one all-reduce; nothing with a single replica.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, cluster: Cluster, parts: Any) -> None:
+        """Compares every variable that ``parts``, trackable objects, hold on all replicas."""
+        self._strategy, self._cluster = strategy, cluster
+        self._local = len(strategy.extended.worker_devices)
+        self._variables = _mirrored(parts) if strategy.num_replicas_in_sync > 1 else []
+        self._digest: Any = None
+
+    def check(self, step: int) -> None:
+        """Compares.
+
+        Raises:
+            RunError: a variable is not the same everywhere; the message has its name.
+        """
+        if not self._variables:
+            return
+        if self._digest is None:
+            self._digest = self._trace()
+        own = np.array([digests.numpy() for digests in self._digest()])  # [replicas, variables]
+        everywhere = self._cluster.exchange(own.ravel().tolist())
+        table = everywhere.reshape(-1, len(self._variables))
+        differ = (table != table[0]).any(axis=0)
+        if not differ.any():
+            return
+        names = [name for (name, _), other in zip(self._variables, differ, strict=True) if other]
+        odd = int((table != table[0]).any(axis=1).argmax())
+        raise RunError(
+            f"after step {step}, {names[0]}{_more(names)} is no longer the same on all replicas "
+            f"(replica {odd} differs from replica 0): something changed it by what only one "
+            "replica sees, such as output or batch in update_pre; use the summed gradients and "
+            "loss, or all_reduce it first. Earlier checkpoints are kept."
+        )
+
+    def _trace(self) -> Any:
+        """Builds the function that returns a number for each variable, by local replica."""
+        components = [self._strategy.experimental_local_results(v) for _, v in self._variables]
+
+        @tf.function(autograph=False)
+        def digest() -> list[tf.Tensor]:
+            return [
+                tf.stack([_digest(of_replicas[local]) for of_replicas in components])
+                for local in range(self._local)
+            ]
+
+        return digest
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _digest(variable: Any) -> tf.Tensor:
+    """Sums up a variable's bits, each element times an odd number of its position, mod 2**64."""
+    with tf.device(variable.device):
+        value = variable.read_value()
+        if value.dtype == tf.bool:
+            value = tf.cast(value, tf.uint8)
+        bits = tf.reshape(tf.cast(tf.bitcast(value, _BITS[value.dtype.size]), tf.int64), [-1])
+        factors = tf.range(tf.size(bits, tf.int64)) * _ODD * 2 + 1
+        return tf.reduce_sum(bits * factors)
+
+
+_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by size in bytes
+
+
+def _mirrored(parts: Any) -> list[tuple[str, Any]]:
+    """Finds the variables in the objects of which each replica has a copy that must be the same.
+
+    Those that each replica keeps for itself and that are summed up when read, as metrics do, and
+    the states of random generators, are left out.
+
+    Returns:
+        Pairs of name and variable.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for part in parts:
+        for item in tf.train.TrackableView(part).descendants():
+            variable = item.value if isinstance(item, keras.Variable) else item
+            if _is_mirrored(variable):
+                found.setdefault(id(variable), (variable_name(item), variable))
+    return list(found.values())
+
+
+def _is_mirrored(variable: Any) -> bool:
+    return (
+        isinstance(variable, tf.Variable)
+        and isinstance(variable, tf.distribute.DistributedValues)
+        and variable.synchronization != tf.VariableSynchronization.ON_READ
+        and (variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
+        and not variable.name.split(":")[0].endswith(("seed_generator_state", "StateVar"))
+    )

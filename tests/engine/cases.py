@@ -1,0 +1,258 @@
+"""Data, models and hooks that several tests, and the processes of their clusters, train with.
+
+Nothing here starts TensorFlow: devices and cluster are still to be chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+EXAMPLES, FEATURES = 100, 5
+
+
+def regression_data() -> tuple[np.ndarray, np.ndarray]:
+    """Returns 100 examples of 5 features and a target each; batches of 16 leave a remainder."""
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(EXAMPLES, FEATURES)).astype("float32")
+    target = (inputs @ random.normal(size=(FEATURES, 1)) + 0.5).astype("float32")
+    return inputs, target
+
+
+def set_weights(model: keras.Model, seed: int = 1) -> keras.Model:
+    """Gives a model weights that depend on nothing but their shapes."""
+    random = np.random.default_rng(seed)
+    model.set_weights([random.normal(scale=0.3, size=w.shape) for w in model.get_weights()])
+    return model
+
+
+def small_model() -> keras.Model:
+    """A dense model of two layers."""
+    return set_weights(
+        keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                keras.layers.Dense(8, activation="tanh", name="hidden"),
+                keras.layers.Dense(1, name="out"),
+            ]
+        )
+    )
+
+
+def l2_model() -> keras.Model:
+    """The same with regularisation."""
+    regular = keras.regularizers.L2(0.01)
+    return set_weights(
+        keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                keras.layers.Dense(8, activation="tanh", kernel_regularizer=regular),
+                keras.layers.Dense(1, kernel_regularizer=regular),
+            ]
+        )
+    )
+
+
+def norm_model() -> keras.Model:
+    """A model with batch normalisation."""
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+    random = np.random.default_rng(1)
+    for layer in (model.layers[0], model.layers[2]):
+        layer.set_weights([random.normal(scale=0.3, size=w.shape) for w in layer.get_weights()])
+    return model
+
+
+def squared_error(loss_input: Any) -> tf.Tensor:
+    """One number per example."""
+    output, target = loss_input
+    return tf.reduce_sum((output - target) ** 2, axis=1)
+
+
+def sliced(data: Any) -> Callable[[int], tf.data.Dataset]:
+    """Returns a create_dataset that reads arrays in their order."""
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(data).batch(
+            per_replica_batch_size, drop_remainder=True
+        )
+
+    return create_dataset
+
+
+def make_hooks(**hooks: Any) -> SimpleNamespace:
+    """Returns hooks that train ``small_model``, quietly; what is named replaces them."""
+    base: dict[str, Any] = {
+        "create_dataset": sliced(regression_data()),
+        "create_model": small_model,
+        "create_loss": lambda: squared_error,
+        "every_steps": {},
+    }
+    return SimpleNamespace(**{**base, **hooks})
+
+
+# ---- The same weights on any number of devices and processes ----------------------------------
+
+CLIP = 0.05
+
+
+def shuffled(batch_size: int) -> tf.data.Dataset:
+    """One pass, reshuffled each time; what is left over at its end is no whole batch."""
+    examples = tf.data.Dataset.from_tensor_slices(regression_data())
+    return examples.shuffle(40, seed=3).batch(batch_size, drop_remainder=True)
+
+
+def optimizer(kind: str, lr: Any) -> keras.optimizers.Optimizer:
+    """Plain SGD shows a wrong scale that an adaptive optimizer hides."""
+    if kind == "sgd":
+        return keras.optimizers.SGD(lr)
+    return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
+
+
+def clipped(gradients: Any) -> Any:
+    """An update_pre whose clipping clips at every step."""
+    return tf.clip_by_global_norm(gradients, CLIP)[0], gradients
+
+
+def exact_hooks(kind: str) -> SimpleNamespace:
+    """Clipped updates of ``kind``, L2, shuffled data."""
+    return make_hooks(
+        create_dataset=lambda per_replica_batch_size: shuffled(per_replica_batch_size),
+        create_model=l2_model,
+        create_opt=lambda lr: optimizer(kind, lr),
+        update_pre=clipped,
+    )
+
+
+def by_hand(kind: str, steps: int, batch_size: int, rate: float) -> list[np.ndarray]:
+    """The weights of the same training as a plain loop on one device."""
+    keras.utils.set_random_seed(0)
+    stream = iter(shuffled(batch_size).repeat())
+    model, update = l2_model(), optimizer(kind, rate)
+    for _ in range(steps):
+        inputs, target = next(stream)
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(squared_error((model(inputs, training=True), target)))
+            total = total / batch_size + tf.add_n(model.losses)
+        gradients = tape.gradient(total, model.trainable_variables)
+        assert tf.linalg.global_norm(gradients) > CLIP, "the clip has to clip"
+        update.apply_gradients(zip(clipped(gradients)[0], model.trainable_variables, strict=True))
+    return model.get_weights()  # type: ignore[no-any-return]
+
+
+# ---- Evaluation of every remainder ------------------------------------------------------------
+
+SIZES = (1, 7, 23, 24, 25)
+
+
+def eval_hooks(size: int) -> SimpleNamespace:
+    """Evaluates the first ``size`` examples, with a mean and a sum as metrics."""
+    data = tuple(part[:size] for part in regression_data())
+
+    class Seen(keras.metrics.Sum):
+        def update_state(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
+            return super().update_state(tf.ones_like(target))
+
+    return make_hooks(
+        create_eval_dataset=lambda per_replica_batch_size: tf.data.Dataset.from_tensor_slices(
+            data
+        ).batch(per_replica_batch_size),
+        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError(), "seen": Seen()},
+    )
+
+
+def evaluated_by_hand(size: int) -> dict[str, float]:
+    """The same by NumPy."""
+    inputs, target = (part[:size] for part in regression_data())
+    error = small_model()(inputs).numpy() - target
+    return {"loss": (error**2).mean(), "error": abs(error).mean(), "seen": size}
+
+
+# ---- Each example once ------------------------------------------------------------------------
+
+IDS = 60  # five steps of 12
+
+
+def id_hooks(kind: str, seen: list[Any]) -> SimpleNamespace:
+    """Writes down the ids trained on; sharded by the engine, or by the hook itself."""
+    inputs, target = (part[:IDS] for part in regression_data())
+
+    def ids() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((inputs, target, np.arange(IDS)))
+
+    def whole(per_replica_batch_size: int) -> tf.data.Dataset:
+        return ids().shuffle(IDS, seed=1).batch(per_replica_batch_size)
+
+    def sharded(per_replica_batch_size: int, input_context: Any) -> tf.data.Dataset:
+        own = ids().shard(input_context.num_input_pipelines, input_context.input_pipeline_id)
+        return own.shuffle(IDS, seed=1).batch(per_replica_batch_size)
+
+    return make_hooks(
+        create_dataset=whole if kind == "engine" else sharded,
+        loss_pre=lambda output, batch: (output, batch[1]),
+        input_pre=lambda batch: batch[0],
+        every_steps={1: lambda batch: seen.append(batch[2].numpy())},
+    )
+
+
+# ---- Random numbers ---------------------------------------------------------------------------
+
+
+def dropout_hooks(seen: list[Any]) -> SimpleNamespace:
+    """Writes down what Dropout makes of ones."""
+
+    def create_model() -> keras.Model:
+        model = keras.Sequential(
+            [keras.Input((FEATURES,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        )
+        masks = keras.Model(model.inputs, [model.layers[0].output, model.layers[1].output])
+        return set_weights_of_dense(masks)
+
+    return make_hooks(
+        create_model=create_model,
+        input_pre=lambda batch: tf.ones_like(batch[0]),
+        loss_pre=lambda output, batch: (output[1], batch[1]),
+        every_steps={1: lambda output: seen.append(output[0].numpy())},
+    )
+
+
+def set_weights_of_dense(model: keras.Model) -> keras.Model:
+    """The same for a model with other layers that have a state."""
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.Dense):
+            layer.set_weights([np.full(w.shape, 0.1, "float32") for w in layer.get_weights()])
+    return model
+
+
+class Noisy(keras.Model):
+    """Adds noise from a tf.random.Generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.dense.build((None, FEATURES))
+        self.generator = tf.random.Generator.from_seed(5)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        noise = self.generator.normal(tf.shape(inputs))
+        return self.dense(inputs + noise), noise
+
+
+def generator_hooks(seen: list[Any]) -> SimpleNamespace:
+    """Writes down the noise."""
+    return make_hooks(
+        create_model=lambda: set_weights(Noisy()),
+        loss_pre=lambda output, batch: (output[0], batch[1]),
+        every_steps={1: lambda output: seen.append(output[1].numpy())},
+    )

@@ -1,0 +1,151 @@
+"""What each process of a test's cluster runs: cases, whose results it writes down for the test.
+
+One start of a process costs seconds, so a cluster runs several cases one after the other.
+``python -m tests.engine.cluster_program FOLDER CASE...``; each case is a function below.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import tensorflow as tf
+
+import ctl_core
+from tests.engine import cases
+from tests.engine.cases import make_hooks
+
+TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
+
+
+def run(folder: Path, name: str, hooks: Any, **settings: Any) -> ctl_core.State:
+    settings = {"steps": 40, "batch_size": 24, "learning_rate": 0.01, **settings}
+    settings |= {"run_name": name, "runs_dir": str(folder / "runs")}
+    return ctl_core.train(hooks, ctl_core.Config(**settings))
+
+
+def keep(folder: Path, name: str, **arrays: Any) -> None:
+    """Writes one process's result."""
+    np.savez(folder / f"{name}-{TASK}.npz", **arrays)
+
+
+def weights(folder: Path, devices: int) -> None:
+    """40 steps of SGD and Nadam, clipped, with L2 and shuffled data."""
+    for kind in ("sgd", "nadam"):
+        state = run(folder, f"{kind}-{devices}", cases.exact_hooks(kind), virtual_devices=devices)
+        values = state.train_model.get_weights()
+        keep(folder, f"{kind}-{devices}", **{str(i): value for i, value in enumerate(values)})
+
+
+def weights_on_two_devices(folder: Path) -> None:
+    weights(folder, 2)
+
+
+def weights_on_one_device(folder: Path) -> None:
+    weights(folder, 1)
+
+
+def remainders(folder: Path) -> None:
+    """Evaluations of datasets that batches of 24 / replicas do not divide."""
+    for size in cases.SIZES:
+        state = run(folder, f"eval-{size}", cases.eval_hooks(size), steps=0)
+        keep(folder, f"eval-{size}", **state.metrics)
+
+
+def examples_of_an_epoch(folder: Path) -> None:
+    """The ids that this process trains on in one epoch, sharded by the engine and by the hook."""
+    for kind in ("engine", "hook"):
+        seen: list[Any] = []
+        hooks = cases.id_hooks(kind, seen)
+        run(folder, f"ids-{kind}", hooks, steps=None, epochs=1, batch_size=12)
+        keep(folder, f"ids-{kind}", ids=np.concatenate(seen))
+
+
+def dropout(folder: Path) -> None:
+    """What three steps of Dropout on ones give, and two of them after a resume at step 1."""
+    for name, cuts in (("whole", [3]), ("again", [3]), ("parts", [1, 3])):
+        seen: list[Any] = []
+        for steps in cuts:
+            run(folder, f"dropout-{name}", cases.dropout_hooks(seen), steps=steps)
+        keep(folder, f"dropout-{name}", masks=np.stack(seen))
+
+
+def batch_norm(folder: Path) -> None:
+    """Moving statistics after a checkpoint: the same on every process."""
+    state = run(folder, "batch_norm", make_hooks(create_model=cases.norm_model), steps=5)
+    values = state.train_model.get_weights()
+    keep(folder, "batch_norm", **{str(i): value for i, value in enumerate(values)})
+
+
+def drift(folder: Path) -> None:
+    """A host hook that adds to a weight what only this process sees."""
+
+    def own_opinion(train_model: Any, batch: Any) -> None:
+        layer = train_model.get_layer("out")
+        layer.bias.assign_add([float(tf.reduce_mean(batch[0]))])
+
+    message = "nothing found"
+    try:
+        hooks = make_hooks(every_steps={2: own_opinion})
+        run(folder, "drift", hooks, steps=6, ckpt_every=3)
+    except ctl_core.RunError as error:
+        message = str(error)
+    keep(folder, "drift", message=message)
+
+
+def decisions(folder: Path) -> None:
+    """What only one process asks for (a checkpoint, the end of training) happens on all."""
+
+    def ask(step: int, manager: Any) -> None:
+        if TASK == 1 and step == 3:
+            manager.save()
+        if TASK == 1 and step == 7:
+            raise ctl_core.StopTraining("enough")
+
+    state = run(folder, "decisions", make_hooks(every_steps={1: ask}), steps=20)
+    keep(folder, "decisions", step=state.step)
+
+
+def settings_differ(folder: Path) -> None:
+    """One process has another learning rate."""
+    message = "nothing found"
+    try:
+        run(folder, "differ", make_hooks(), steps=1, learning_rate=0.1 * (1 + TASK))
+    except ctl_core.SetupError as error:
+        message = str(error)
+    keep(folder, "differ", message=message)
+
+
+def layers_frozen_unalike(folder: Path) -> None:
+    """A hook freezes a layer on one process only."""
+
+    def freeze(train_model: Any) -> None:
+        if TASK == 1:
+            train_model.get_layer("hidden").trainable = False
+
+    message = "nothing found"
+    try:
+        run(folder, "frozen", make_hooks(at_step={2: freeze}), steps=4)
+    except ctl_core.RunError as error:
+        message = str(error)
+    keep(folder, "frozen", message=message)
+
+
+def generators(folder: Path) -> None:
+    """A tf.random.Generator of the model: what two steps draw, at once and across a resume."""
+    for name, cuts in (("whole", [2]), ("parts", [1, 2])):
+        seen: list[Any] = []
+        for steps in cuts:
+            run(folder, f"generator-{name}", cases.generator_hooks(seen), steps=steps)
+        keep(folder, f"generator-{name}", noise=np.stack(seen))
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:]:
+        globals()[case](Path(sys.argv[1]))

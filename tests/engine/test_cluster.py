@@ -1,0 +1,201 @@
+"""Several processes train as one: real clusters on loopback, against a plain loop and NumPy.
+
+Two clusters are started, once: of two processes with first two devices each and then one, and of
+three processes. Each runs several cases (tests/engine/cluster_program.py), for the starts cost
+more than the cases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine import cases
+from tests.engine.conftest import Train
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def run_cluster(processes: int, folder: Path, *names: str) -> Path:
+    """Runs cases on a cluster, and returns the folder with what they wrote."""
+    workers = [f"127.0.0.1:{port}" for port in free_ports(processes)]
+    command = [sys.executable, "-m", "tests.engine.cluster_program", str(folder), *names]
+    started = []
+    for index in range(processes):
+        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        environ = {**os.environ, "TF_CONFIG": json.dumps(task)}
+        log = (folder / f"process-{index}.log").open("wb")
+        started.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log))
+    codes = [process.wait(timeout=400) for process in started]
+    logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("process-*.log")))
+    assert codes == [0] * processes, logs
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_cluster(
+        2,
+        tmp_path_factory.mktemp("two"),
+        "weights_on_two_devices",
+        "weights_on_one_device",
+        "remainders",
+        "examples_of_an_epoch",
+        "dropout",
+        "generators",
+        "batch_norm",
+        "drift",
+        "decisions",
+        "settings_differ",
+        "layers_frozen_unalike",
+    )
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    names = ("weights_on_one_device", "examples_of_an_epoch")
+    return run_cluster(3, tmp_path_factory.mktemp("three"), *names)
+
+
+def kept(folder: Path, name: str, processes: int) -> list[dict[str, Any]]:
+    """What each process wrote."""
+    found = []
+    for index in range(processes):
+        with np.load(folder / f"{name}-{index}.npz") as file:
+            found.append({key: file[key] for key in file.files})
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[np.ndarray]]:
+    return {kind: cases.by_hand(kind, 40, 24, 0.01) for kind in ("sgd", "nadam")}
+
+
+def assert_equal_weights(found: list[np.ndarray], plain: list[np.ndarray]) -> None:
+    for weight, reference in zip(found, plain, strict=True):
+        np.testing.assert_allclose(weight, reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nadam"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_weights_on_the_devices_of_one_process(
+    train: Train, plain: dict[str, list[np.ndarray]], kind: str, devices: int
+) -> None:
+    hooks = cases.exact_hooks(kind)
+    state = train(hooks, steps=40, batch_size=24, virtual_devices=devices)
+    assert_equal_weights(state.train_model.get_weights(), plain[kind])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nadam"])
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (2, 1), (3, 1)])
+def test_weights_on_several_processes(
+    request: pytest.FixtureRequest,
+    plain: dict[str, list[np.ndarray]],
+    kind: str,
+    processes: int,
+    devices: int,
+) -> None:
+    folder = request.getfixturevalue({2: "two", 3: "three"}[processes])
+    for values in kept(folder, f"{kind}-{devices}", processes):
+        assert_equal_weights(list(values.values()), plain[kind])
+
+
+@pytest.mark.parametrize("size", cases.SIZES)
+def test_evaluation_sees_each_example_once(train: Train, two: Path, size: int) -> None:
+    expected = cases.evaluated_by_hand(size)
+    found = kept(two, f"eval-{size}", 2)
+    for devices in (1, 2, 3):
+        settings = {"steps": 0, "batch_size": 24, "virtual_devices": devices}
+        found.append(train(cases.eval_hooks(size), run_name=f"on-{devices}", **settings).metrics)
+    for values in found:
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["engine", "hook"])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_each_example_is_used_once_in_an_epoch(
+    request: pytest.FixtureRequest, train: Train, kind: str, processes: int
+) -> None:
+    if processes == 1:
+        seen: list[Any] = []
+        train(cases.id_hooks(kind, seen), steps=None, epochs=1, batch_size=12)
+        parts = [np.concatenate(seen)]
+    else:
+        folder = request.getfixturevalue({2: "two", 3: "three"}[processes])
+        parts = [values["ids"] for values in kept(folder, f"ids-{kind}", processes)]
+    assert [len(part) for part in parts] == [cases.IDS // processes] * processes
+    assert sorted(np.concatenate(parts)) == list(range(cases.IDS))
+
+
+@pytest.mark.parametrize("name", ["dropout-{}/masks", "generator-{}/noise"])
+def test_random_layers_differ_between_processes_and_go_on_after_a_resume(
+    two: Path, name: str
+) -> None:
+    name, key = name.split("/")
+    whole, parts = (kept(two, name.format(part), 2) for part in ("whole", "parts"))
+    assert (whole[0][key] != whole[1][key]).any()
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(one[key], other[key])
+        assert (one[key][0] != one[key][1]).any(), "a step must not repeat the one before"
+
+
+def test_random_layers_depend_on_the_seed_alone(two: Path) -> None:
+    whole, again = kept(two, "dropout-whole", 2), kept(two, "dropout-again", 2)
+    for one, other in zip(whole, again, strict=True):
+        np.testing.assert_array_equal(one["masks"], other["masks"])
+
+
+def test_batch_normalisation_has_one_set_of_moving_statistics(two: Path) -> None:
+    first, second = kept(two, "batch_norm", 2)
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, second[name])
+
+
+def test_drift_is_found_at_the_next_checkpoint_and_named(two: Path) -> None:
+    for values in kept(two, "drift", 2):
+        message = str(values["message"])
+        assert message.startswith("after step 3, sequential") and "out/bias" in message
+        assert "no longer the same on all replicas (replica 1 differs" in message
+    assert not (two / "runs/drift/ckpt/engine/ckpt-3.json").exists()
+
+
+def test_what_one_process_asks_for_happens_on_all(two: Path) -> None:
+    assert [int(values["step"]) for values in kept(two, "decisions", 2)] == [7, 7]
+    folder = two / "runs/decisions/ckpt/engine"
+    assert {path.name for path in folder.glob("*.json")} == {"ckpt-3.json", "ckpt-7.json"}
+    assert len(list(folder.glob("input-3-*.index"))) == 2
+
+
+def test_settings_that_differ_are_named(two: Path) -> None:
+    for values in kept(two, "differ", 2):
+        assert str(values["message"]).startswith("learning_rate: not the same on every process")
+
+
+def test_layers_frozen_on_one_process_only_are_an_error(two: Path) -> None:
+    for values in kept(two, "frozen", 2):
+        assert "after step 2, the frozen layers differ" in str(values["message"])
+
+
+def test_only_the_chief_writes(two: Path) -> None:
+    run = two / "runs" / "eval-7"
+    assert (run / "train.log").exists() and (run / "worker-1.log").exists()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["split"]) for line in lines] == [(0, "eval")]
