@@ -1,11 +1,12 @@
 """The command line: ``python -m ctl_core <command>``.
 
-Exit codes: 0 done, 1 failed while running, 2 wrong usage, settings or hooks, 130 and 143 stopped
-by SIGINT or SIGTERM after saving.
+Exit codes: 0 done, 1 failed while running, 2 wrong usage, settings or hooks, 75 lost another
+process of its cluster, 130 and 143 stopped by SIGINT or SIGTERM after saving.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -13,12 +14,14 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from ctl_core.config import COMMANDS, Command, nearest, parse_command
+from ctl_core import launch
+from ctl_core.config import COMMANDS, Command, free_name, nearest, parse_command
 from ctl_core.errors import CtlError, SetupError, brief
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    launch.die_with_supervisor()
     argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without dashes and dots of ours gets "?"
@@ -29,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(command, int):
             return command
         debug = command.config.debug
-        return _run(command)
+        return _run(command, argv)
     except CtlError as error:
         _complain(str(error), debug)
         return error.exit_code
@@ -88,15 +91,20 @@ def _print_hooks(rest: list[str]) -> int:
     return 0
 
 
-def _run(command: Command) -> int:
+def _run(command: Command, argv: list[str]) -> int:
     # TensorFlow's C++ messages are about the machine, not about the run.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else "2")
+    path = Path("callbacks.py")
+    if not path.is_file():
+        raise SetupError(f"no file {path.name} in {Path.cwd()}; run this in the project's folder.")
     if command.name == "train":
-        _require(Path("callbacks.py"))
+        if command.config.workers > 1 and not launch.supervised():
+            name = command.config.run_name or free_name(Path(command.config.runs_dir))
+            return launch.start_cluster(argv, dataclasses.replace(command.config, run_name=name))
         from ctl_core.strategy import prepare
 
         prepare(command.config)
-    callbacks = load_callbacks(Path("callbacks.py"))
+    callbacks = load_callbacks(path)
     if command.name == "train":
         from ctl_core.loop import train
 
@@ -106,7 +114,8 @@ def _run(command: Command) -> int:
 
 
 def _use_run(command: Command, callbacks: ModuleType) -> int:
-    """Runs evaluate, predict or export on a run's checkpoint."""
+    """Runs evaluate, predict or export on a run's checkpoint, in no cluster."""
+    os.environ.pop("TF_CONFIG", None)
     from ctl_core import commands
 
     run = getattr(commands, command.name)
@@ -118,9 +127,8 @@ def load_callbacks(path: Path) -> ModuleType:
     """Imports callbacks.py from the current folder.
 
     Raises:
-        SetupError: it is missing, or cannot be imported; with its own line and message.
+        SetupError: it cannot be imported; with its own line and message.
     """
-    _require(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     folder = str(path.parent.resolve())
     if folder not in sys.path:
@@ -143,11 +151,6 @@ def load_callbacks(path: Path) -> ModuleType:
         where = f"{path.name}:{lines[-1]}" if lines else path.name
         raise SetupError(f"{where}: {brief(error)}") from error
     return module
-
-
-def _require(path: Path) -> None:
-    if not path.is_file():
-        raise SetupError(f"no file {path.name} in {Path.cwd()}; run this in the project's folder.")
 
 
 if __name__ == "__main__":

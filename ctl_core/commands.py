@@ -87,7 +87,7 @@ def _restored(
     callbacks: Any, config: Config, options: Mapping[str, Any]
 ) -> Iterator[tuple[State, Console]]:
     """Builds the state on one device and restores the checkpoint that is asked for."""
-    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1)
+    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
     run, console = Run(config, Task()), Console()
     with session(run, console):
         state = create_state(callbacks, config, run, console)

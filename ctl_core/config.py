@@ -14,6 +14,7 @@ import numbers
 import operator
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -59,6 +60,8 @@ class Config:
         eval_every: evaluate every so many steps (0: only at the end)
         strategy: auto joins the cluster of TF_CONFIG; else it takes all GPUs, or the one device
         virtual_devices: split the CPU into so many devices, to try multi-GPU code on a laptop
+        workers: start a cluster of so many processes on this machine
+        max_restarts: how often a cluster is started again after a crash of one of its workers
         max_chunk: most steps inside one graph call
         deterministic: bit-identical results from run to run (op determinism), slower
         runs_dir: folder that holds the runs
@@ -76,6 +79,8 @@ class Config:
     eval_every: int = 1000
     strategy: _STRATEGIES = "auto"
     virtual_devices: int = 1
+    workers: int = 1
+    max_restarts: int = 3
     max_chunk: int = 1000
     deterministic: bool = False
     runs_dir: str = "runs"
@@ -123,6 +128,11 @@ class Config:
                 f"strategy: one_device uses one device, but virtual_devices is "
                 f"{self.virtual_devices}; leave one of them out."
             )
+        if self.workers > 1 and self.strategy in ("one_device", "mirrored"):
+            raise SetupError(
+                f"strategy: {self.strategy} trains in one process, but workers is {self.workers}; "
+                "leave one of them out."
+            )
         if self.run_name is not None and not (
             isinstance(self.run_name, str) and _RUN_NAME.fullmatch(self.run_name)
         ):
@@ -166,9 +176,11 @@ _LEAST = {
     "ckpt_every": 0,
     "eval_every": 0,
     "virtual_devices": 1,
+    "workers": 1,
+    "max_restarts": 0,
     "max_chunk": 1,
 }
-_TOO_MUCH = {**dict.fromkeys(_LEAST, 2**63), "seed": 2**32}
+_TOO_MUCH = {**dict.fromkeys(_LEAST, 2**63), "seed": 2**32, "workers": 2**10}
 FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 
 
@@ -260,6 +272,9 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     if name != "train":
         file.pop("debug", None)  # how a run was watched says nothing about how it is used
     layers = [file, env, given]
+    if name != "train":  # a trained run is used in one process
+        for layer in layers:
+            layer.pop("workers", None)
     options: dict[str, Any] = dict.fromkeys(OPTIONS[name])
     for layer in layers:
         options.update({key: layer.pop(key) for key in options if key in layer})
@@ -314,6 +329,15 @@ def _nested(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
         both = isinstance(value, dict) and isinstance(below, dict)
         merged[name] = _nested(below, value) if both else value  # type: ignore[arg-type]
     return merged
+
+
+def free_name(runs_dir: Path) -> str:
+    """Returns the time as a name for a run; with a number behind it if that second is taken."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while (runs_dir / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return name if number == 1 else f"{name}-{number}"
 
 
 def find_run(runs_dir: Path, run_name: str | None) -> Path:

@@ -8,6 +8,7 @@ else happens here, between two calls: hooks, evaluation, checkpoints, signals.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import signal
 import time
@@ -50,6 +51,8 @@ def train(callbacks: Any, config: Config) -> State:
         SetupError: a setting or a hook cannot work; nothing was trained.
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
     """
+    if config.workers > 1 and not os.environ.get("TF_CONFIG"):
+        raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
     if config.steps is None and config.epochs is None:
         raise SetupError("steps: say how long to train, with steps or epochs.")
     task = read_task(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ctl_core.config import Config, write_config
+from ctl_core.config import Config, free_name, write_config
 from ctl_core.errors import SetupError
 from ctl_core.strategy import Task
 
@@ -37,7 +36,7 @@ class Run:
         Raises:
             SetupError: the folder cannot be written.
         """
-        name = config.run_name or _free_name(Path(config.runs_dir))
+        name = config.run_name or free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir) / name
         self.task = task
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
@@ -164,15 +163,6 @@ class Run:
         logging.getLogger("ctl_core").removeHandler(self._log)
         self._log.close()
         self._held.close()
-
-
-def _free_name(runs_dir: Path) -> str:
-    """Returns the time as a name; with a number behind it if that second is taken."""
-    name = time.strftime("%Y%m%d-%H%M%S")
-    number = 1
-    while (runs_dir / (name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return name if number == 1 else f"{name}-{number}"
 
 
 def repair_list(folder: Path) -> None:

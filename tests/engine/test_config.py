@@ -42,6 +42,8 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "eval_every": [("0", 0), ("5", 5), ("6", 6)],
     "strategy": [("mirrored", "mirrored"), ("one_device", "one_device"), ("mirrored", "mirrored")],
     "virtual_devices": [("2", 2), ("3", 3), ("4", 4)],
+    "workers": [("2", 2), ("3", 3), ("4", 4)],
+    "max_restarts": [("0", 0), ("1", 1), ("2", 2)],
     "max_chunk": [("10", 10), ("20", 20), ("30", 30)],
     "deterministic": [("true", True), ("1", True), ("", True)],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
@@ -255,6 +257,11 @@ def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
         ({"debug": 1}, "debug: expected true or false, got 1"),
         ({"strategy": "tpu"}, "strategy: expected auto, one_device or mirrored, got 'tpu'"),
         ({"strategy": "one_device", "virtual_devices": 2}, "virtual_devices is 2"),
+        ({"strategy": "one_device", "workers": 2}, "one_device trains in one process, but workers"),
+        ({"strategy": "mirrored", "workers": 3}, "trains in one process, but workers is 3"),
+        ({"workers": 0}, "workers: expected a whole number from 1 up, got 0"),
+        ({"workers": 2000}, "workers: expected a whole number from 1 up and below 2**10, got 2000"),
+        ({"max_restarts": -1}, "max_restarts: expected a whole number from 0 up, got -1"),
         ({"steps": 1, "epochs": 1}, "steps and epochs: give one of the two"),
         ({"hparams": None}, "hparams: expected names with values, got None"),
         ({"hparams": {"f": print}}, "hparams: 'f' has the value <built-in function print>"),
@@ -365,7 +372,7 @@ def test_find_run() -> None:
 
 @pytest.mark.parametrize("command", ["evaluate", "predict", "export"])
 def test_a_trained_run_is_used_with_its_own_config(command: str) -> None:
-    own = Config(steps=9, batch_size=3, run_name="old", debug=True, hparams={"width": 7})
+    own = Config(steps=9, batch_size=3, run_name="old", workers=3, debug=True, hparams={"width": 7})
     for name, age in (("old", 20), ("new", 10)):
         run = make_run(name, age)
         write_config(dataclasses.replace(own, run_name=name), run / "config.yaml")
@@ -375,14 +382,16 @@ def test_a_trained_run_is_used_with_its_own_config(command: str) -> None:
     def used(*flags: str, **environ: str) -> Command:
         return parse_command([command, *flags], environ)
 
-    # How a run was watched says nothing about how it is used.
-    expected = dataclasses.replace(own, debug=False)
+    # How a run was watched, and by how many processes trained, says nothing about how it is used.
+    expected = dataclasses.replace(own, debug=False, workers=1)
     assert used("--run-name", "old").config == expected
     assert used().config == dataclasses.replace(expected, run_name="new")
     assert used(CTL_RUN_NAME="old").config == expected
     assert used("--run-name", "old", "--batch-size", "5").config.batch_size == 5
     assert used("--run-name", "old", CTL_BATCH_SIZE="6").config.batch_size == 6
     assert used("--run-name", "old", "--debug").config.debug is True
+    alone = used("--run-name", "old", "--workers", "2", "--strategy", "one_device", CTL_WORKERS="2")
+    assert alone.config.workers == 1
     options = used("--run-name", "old", "--checkpoint", "3").options
     assert options == {**dict.fromkeys(OPTIONS[command]), "checkpoint": 3}
     Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\n")

@@ -1,0 +1,640 @@
+"""A cluster on this machine: ``./train.sh --workers K`` starts K processes and watches over them.
+
+The supervisor here only starts, ends and judges processes, and never imports TensorFlow. Each
+worker is the same command line again, with a ``TF_CONFIG`` that names its place in the cluster;
+how it trains there is strategy.py's part. Worker 0 is the chief: what it prints is shown. What
+any worker prints is kept in ``runs/NAME/worker-<i>.log``.
+
+A cluster in which one process is gone cannot go on: collectives wait for all. So the supervisor
+stops the others and starts all of them again, from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Literal
+
+try:
+    import fcntl
+    import pty
+    import termios
+except ImportError:  # Windows, where ``start_cluster`` refuses
+    fcntl = pty = termios = None  # type: ignore[assignment]
+
+from ctl_core.errors import PeerLost, SetupError, one_line
+
+if TYPE_CHECKING:
+    from ctl_core.config import Config
+
+# Names the file descriptor of a pipe that ends when the supervisor does, in any way.
+PIPE = "SUPERVISOR_PIPE"
+# How often the supervisor looks around (seconds).
+TICK = 0.1
+# After one worker failed, how long the others may take to end by themselves (seconds).
+PEER_GRACE = 5.0
+# The same after a second signal: a checkpoint may be half written.
+SIGNAL_GRACE = 60.0
+# A worker that ended so has done what it was told to.
+_ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+# The same signals before it listened to them, or a second time.
+_BY_SIGNAL = (-signal.SIGINT, -signal.SIGTERM)
+# Hooks, settings, files: trying again would fail again.
+_USERS_FAILURE = (1, 2)
+
+
+def supervised() -> bool:
+    """Whether this process is a worker that a supervisor has started."""
+    return PIPE in os.environ
+
+
+def die_with_supervisor() -> None:
+    """In a worker, starts a thread that ends it, and what it started, when its supervisor ends."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        pipe = int(os.environ[PIPE])
+        # A number that was handed down to a process of the worker's own means nothing there.
+        if stat.S_ISFIFO(os.fstat(pipe).st_mode):
+            os.set_inheritable(pipe, False)
+            threading.Thread(target=_wait_for_end, args=(pipe,), daemon=True).start()
+
+
+def _wait_for_end(pipe: int) -> None:
+    while os.read(pipe, 1):
+        pass
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def start_cluster(argv: Sequence[str], config: Config) -> int:
+    """Trains in a cluster of ``config.workers`` processes; returns the exit code of the command.
+
+    Args:
+        argv: the command line, which the workers get as it is, and the run's name
+        config: the settings that it means; the run has a name
+
+    Raises:
+        SetupError: the cluster cannot be started here, or the run is being trained.
+    """
+    workers, name = config.workers, config.run_name
+    assert name is not None
+    if fcntl is None:
+        raise SetupError("workers: a cluster on one machine needs Linux or macOS.")
+    if os.environ.get("TF_CONFIG"):
+        raise SetupError(
+            f"workers: {workers} are to be started here, but TF_CONFIG in the environment tells "
+            "this process to join a cluster; leave one of them out."
+        )
+    gpus = visible_gpus(os.environ)
+    devices = config.virtual_devices
+    # All workers have the same number of replicas; with GPUs, TensorFlow has the last word on it.
+    replicas = workers * devices
+    if config.batch_size % replicas:
+        raise SetupError(
+            f"batch_size: {config.batch_size} cannot be shared out evenly over {replicas} "
+            f"replicas; take a multiple of {replicas}."
+        )
+    shares = None
+    if gpus:
+        # Virtual devices are the CPU's, yet TensorFlow would take the GPUs' memory.
+        shares = [""] * workers if devices > 1 else share_gpus(gpus, workers)
+    return supervise(
+        [sys.executable, "-m", "ctl_core", *argv, "--run-name", name],
+        Path(config.runs_dir) / name,
+        workers,
+        max_restarts=config.max_restarts,
+        gpus=shares,
+    )
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Names the GPUs as ``CUDA_VISIBLE_DEVICES`` does, or, without it, as nvidia-smi lists them."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        gpus: list[str] = []
+        for gpu in named.split(","):
+            if not re.match(r"\d|GPU-|MIG-", gpu.strip()):
+                break  # CUDA ignores what comes after one that there is not, such as -1
+            gpus.append(gpu.strip())
+        return gpus
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^GPU (\d+):", listed.stdout, re.MULTILINE) if not listed.returncode else []
+
+
+def share_gpus(gpus: Sequence[str], workers: int) -> list[str]:
+    """Returns a value of ``CUDA_VISIBLE_DEVICES`` for each worker.
+
+    Raises:
+        SetupError: the GPUs cannot be shared out evenly.
+    """
+    each, left = divmod(len(gpus), workers)
+    if left:
+        raise SetupError(
+            f"workers: {workers} workers cannot share {len(gpus)} GPU{'s' * (len(gpus) > 1)} "
+            "evenly; take a number that divides it, or choose GPUs with CUDA_VISIBLE_DEVICES "
+            "(empty: train on the CPU)."
+        )
+    return [",".join(gpus[i * each : (i + 1) * each]) for i in range(workers)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns different ports of the loopback device that nobody listens on."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a worker ended: its exit code, negative for the signal that killed it."""
+
+    worker: int
+    code: int
+
+    def __str__(self) -> str:
+        if self.code == PeerLost.exit_code:
+            return f"worker {self.worker} lost another worker"
+        if self.code >= 0:
+            return f"worker {self.worker} ended with exit code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"worker {self.worker} was killed by {name}"
+
+
+def judge(ends: Sequence[End]) -> tuple[Literal["done", "failed", "crashed"], End]:
+    """Says what became of a cluster, and which worker decides it.
+
+    Args:
+        ends: in the order in which they ended, those that the supervisor killed left out
+
+    Returns:
+        ``done``, with the chief's end if it is among them; ``failed``, the user's own failure,
+        which starting again would repeat; or ``crashed``, with what looks most like the cause.
+    """
+    by_chief = sorted(ends, key=lambda end: end.worker != 0)
+    if failed := [end for end in by_chief if end.code in _USERS_FAILURE]:
+        return "failed", failed[0]
+    if crashed := [end for end in ends if end.code not in _ORDERLY]:
+        # TensorFlow answers the loss of a peer by PeerLost, or by aborting.
+        consequences = (-signal.SIGABRT, PeerLost.exit_code)
+        return "crashed", min(
+            crashed,
+            key=lambda end: consequences.index(end.code) + 1 if end.code in consequences else 0,
+        )
+    return "done", by_chief[0]
+
+
+def supervise(
+    command: Sequence[str],
+    folder: Path,
+    workers: int,
+    max_restarts: int = 3,
+    gpus: Sequence[str] | None = None,
+    peer_grace: float = PEER_GRACE,
+    signal_grace: float = SIGNAL_GRACE,
+) -> int:
+    """Starts the workers, again after a crash, until they are done; returns the exit code.
+
+    No process of the cluster is left when this returns, nor when it is killed.
+
+    Args:
+        command: what each worker runs
+        folder: the run folder, for the logs
+        workers: how many
+        max_restarts: how often all are started again after a crash, in total
+        gpus: each worker's ``CUDA_VISIBLE_DEVICES``; None leaves it as it is
+        peer_grace: see ``PEER_GRACE``
+        signal_grace: see ``SIGNAL_GRACE``
+
+    Raises:
+        SetupError: the logs cannot be written, a worker cannot be started, or another process
+            is training the run.
+    """
+    _open_standard_streams()
+    with _hold(folder), _Signals() as signals, _life_line() as pipe:
+        for restarts in range(max_restarts + 1):
+            with Cluster(command, folder, workers, gpus, pipe, restarts) as cluster:
+                ends = cluster.watch(signals, peer_grace, signal_grace)
+            if cluster.console_error is not None:
+                return _console_gone(cluster.console_error)
+            verdict, end = judge(ends) if ends else ("crashed", End(0, -signal.SIGKILL))
+            log = folder / f"worker-{end.worker}.log"
+            if verdict == "failed":
+                if end.worker:  # the chief has shown its own
+                    _print_error(f"{cluster.error_of(end)} ({log})")
+                return end.code
+            if signals.received:
+                code = _stopped_code(ends, signals.received[0])
+                if verdict == "crashed" and end.code not in _BY_SIGNAL:
+                    cluster.say(f"warning: {end} ({log}) while it was to stop; not restarted")
+                return code
+            if verdict == "done":
+                return end.code
+            if restarts < max_restarts:
+                cluster.say(
+                    f"warning: {end} ({log}); restarting from the last checkpoint "
+                    f"({restarts + 1} of {max_restarts})"
+                )
+        _print_error(f"{end} ({log}), and max_restarts is {max_restarts}; giving up.")
+    return 1
+
+
+def _stopped_code(ends: Sequence[End], received: int) -> int:
+    """Returns the chief's exit code after a signal: 130 or 143, or 0 if it was done already."""
+    for end in ends:
+        if end.worker == 0 and end.code in _ORDERLY:
+            return end.code
+        if end.worker == 0 and end.code in _BY_SIGNAL:
+            return 128 - end.code
+    return 128 + received
+
+
+def _console_gone(error: OSError) -> int:
+    if not isinstance(error, BrokenPipeError):  # the reader, such as head, has left: no news
+        _print_error(f"the console cannot be written to: {error.strerror}; stopped.")
+    return 1
+
+
+class _Signals:
+    """Notes SIGINT and SIGTERM instead of dying of them.
+
+    Attributes:
+        received: all of them, in their order
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, lambda n, _: self.received.append(n))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class _Worker:
+    index: int
+    process: subprocess.Popen[bytes]
+    log_start: int
+    signals: int = 0
+    running: bool = True
+    killed: bool = False
+
+
+class Cluster:
+    """The processes of one start of the cluster, none of which outlives it.
+
+    Attributes:
+        console_error: why the console cannot be written to any more, if so
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        count: int,
+        gpus: Sequence[str] | None,
+        pipe: int,
+        restarts: int,
+    ) -> None:
+        self._folder = folder
+        self._workers: list[_Worker] = []
+        self._tees: list[_Tee] = []
+        try:
+            addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
+            for index in range(count):
+                place = {
+                    "cluster": {"worker": addresses},
+                    "task": {"type": "worker", "index": index},
+                }
+                environ = {
+                    **os.environ,
+                    "TF_CONFIG": json.dumps(place),
+                    PIPE: str(pipe),
+                    # What was printed before a crash is to be in the log.
+                    "PYTHONUNBUFFERED": "1",
+                }
+                if gpus is not None:
+                    environ["CUDA_VISIBLE_DEVICES"] = gpus[index]
+                self._start(command, index, environ, pipe, f"start {restarts + 1}")
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, OSError):
+                raise SetupError(f"a worker cannot be started: {one_line(error)}") from error
+            raise
+
+    def _start(
+        self, command: Sequence[str], index: int, environ: dict[str, str], pipe: int, words: str
+    ) -> None:
+        with _open_log(self._folder, index) as log:
+            start = os.fstat(log.fileno()).st_size
+            log.write(f"--- {time.strftime('%F %T')} worker {index}, {words} ---\n".encode())
+            out, err = self._tee(log) if index == 0 else (log.fileno(), log.fileno())
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environ,
+                pass_fds=(pipe,),
+                start_new_session=True,
+            )
+        self._workers.append(_Worker(index, process, start))
+        if index == 0:
+            for tee in self._tees:
+                tee.start()
+
+    def _tee(self, log: IO[bytes]) -> tuple[int, int]:
+        """Returns what the chief writes to; one thing where the supervisor's own streams are."""
+        one = os.path.samestat(os.fstat(1), os.fstat(2))
+        self._tees = [_Tee(target, log.fileno()) for target in ((1,) if one else (1, 2))]
+        return self._tees[0].writable, self._tees[-1].writable
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            if worker.running:
+                _kill_group(worker.process)
+                worker.process.wait()
+        for tee in self._tees:
+            tee.close()
+
+    @property
+    def console_error(self) -> OSError | None:
+        return self._tees[0].error
+
+    def watch(self, signals: _Signals, peer_grace: float, signal_grace: float) -> list[End]:
+        """Waits until every worker has ended; returns how, those killed here left out."""
+        ends: list[End] = []
+        deadline = float("inf")
+        while running := [worker for worker in self._workers if worker.running]:
+            for worker in running:
+                code = worker.process.poll()
+                if code is None:
+                    continue
+                worker.running = False
+                _kill_group(worker.process)  # what it has started itself
+                if not worker.killed:
+                    ends.append(End(worker.index, code))
+                    if code not in _ORDERLY:  # the others wait for it in vain
+                        deadline = min(deadline, time.monotonic() + peer_grace)
+            if self.console_error is not None and not signals.received:
+                signals.received.append(signal.SIGTERM)
+            if len(signals.received) > 1:
+                deadline = min(deadline, time.monotonic() + signal_grace)
+            for worker in running:
+                if worker.running and worker.signals < len(signals.received):
+                    worker.process.send_signal(signals.received[worker.signals])
+                    worker.signals += 1
+                if worker.running and time.monotonic() > deadline:
+                    worker.killed = True
+                    _kill_group(worker.process)
+            time.sleep(TICK)
+        for tee in self._tees:
+            tee.finish()
+        while any(tee.copying for tee in self._tees) and len(signals.received) < 2:
+            time.sleep(TICK)  # a console may be slow, such as a pager
+        return ends
+
+    def error_of(self, end: End) -> str:
+        """Returns the last error line that a worker has written since this start."""
+        with contextlib.suppress(OSError):
+            with (self._folder / f"worker-{end.worker}.log").open("rb") as log:
+                start = self._workers[end.worker].log_start
+                log.seek(max(start, os.fstat(log.fileno()).st_size - _LONGEST))
+                text = log.read().decode(errors="replace")
+            if lines := re.findall(r"^error: (.+)", text, re.MULTILINE):
+                return f"worker {end.worker}: {lines[-1].rstrip()}"
+        return str(end)
+
+    def say(self, text: str) -> None:
+        """Prints a line for the user, and into the chief's log."""
+        line = f"{text}\n".encode()
+        with contextlib.suppress(OSError), _open_log(self._folder, 0) as log:
+            log.write(line)
+        with contextlib.suppress(OSError):
+            _write(1, line)
+
+
+def _print_error(text: str) -> None:
+    with contextlib.suppress(OSError):
+        _write(2, f"error: {text}\n".encode())
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a worker and what it has started, as far as that stayed in its process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+# Commands to a terminal: colours, movements, titles.
+_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+# A line, or a search for an error, goes no further (bytes).
+_LONGEST = 1 << 18
+_SHOW_CURSOR, _HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
+
+
+class _Tee:
+    """Copies what the chief writes to the console and, by whole lines, to its log.
+
+    The chief finds a terminal where the supervisor has one. Of a line that was written over
+    again and again, the log gets the last state.
+
+    Attributes:
+        writable: for the chief
+        error: why the console cannot be written to any more, if so
+    """
+
+    def __init__(self, target: int, log: int) -> None:
+        self.error: OSError | None = None
+        self._target, self._log = target, os.dup(log)
+        self._line = b""
+        self._cursor_hidden = self._inside_line = False
+        self._terminal = os.isatty(target)
+        if self._terminal:
+            try:
+                self._source, self.writable = pty.openpty()
+            except OSError:  # none left, or no such devices in a container
+                self._terminal = False
+        if self._terminal:
+            mode = termios.tcgetattr(self.writable)
+            mode[1] &= ~termios.OPOST  # the real terminal makes \r\n of \n
+            termios.tcsetattr(self.writable, termios.TCSANOW, mode)
+            self._fit()
+        else:
+            self._source, self.writable = os.pipe()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+
+    def start(self) -> None:
+        """Begins to copy; called when the chief has its end."""
+        os.close(self.writable)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Lets the copy end with what is there; called when the chief has ended."""
+        self._ended.set()
+
+    @property
+    def copying(self) -> bool:
+        """Whether something is left to be copied."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Leaves the console as it was; a copy that hangs in a console that is stuck is left."""
+        self._ended.set()
+        if self._thread.ident is None:  # the chief could not be started
+            os.close(self.writable)
+        else:
+            self._thread.join(timeout=1)
+        if self._terminal and not self._thread.is_alive():
+            self._show(_SHOW_CURSOR * self._cursor_hidden + b"\n" * self._inside_line)
+
+    def _copy(self) -> None:
+        while True:
+            ready = select.select([self._source], [], [], TICK)[0]
+            if self._terminal:
+                self._fit()
+            if not ready:
+                if self._ended.is_set():
+                    break  # a process that left the chief's group holds the other end
+                continue
+            try:
+                data = os.read(self._source, 1 << 16)
+            except OSError:  # how a pseudo-terminal says that it has ended
+                break
+            if not data:
+                break
+            self._record(data)
+            self._show(data)
+        if self._line:
+            self._record(b"\n")
+        os.close(self._source)
+        os.close(self._log)
+
+    def _record(self, data: bytes) -> None:
+        *lines, self._line = (self._line + data).split(b"\n")
+        # Only what follows the last return to the line's start counts.
+        start = self._line.rstrip(b"\r").rfind(b"\r") + 1
+        self._line = self._line[start:]
+        if len(self._line) > _LONGEST:
+            lines, self._line = [*lines, self._line], b""
+        clean = [_ESCAPES.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2]) for line in lines]
+        with contextlib.suppress(OSError):  # a full disk: the chief itself will notice
+            _write(self._log, b"".join(line + b"\n" for line in clean))
+
+    def _show(self, data: bytes) -> None:
+        if self.error is not None:
+            return
+        hidden, shown = data.rfind(_HIDE_CURSOR), data.rfind(_SHOW_CURSOR)
+        self._cursor_hidden = hidden > shown or (self._cursor_hidden and shown < 0)
+        if text := _ESCAPES.sub(b"", data):
+            self._inside_line = not text.endswith(b"\n")
+        try:
+            _write(self._target, data)
+        except OSError as error:
+            self.error = error
+
+    def _fit(self) -> None:
+        """Gives the chief's terminal the size of the real one."""
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(self._target, termios.TIOCGWINSZ, bytes(8))
+            fcntl.ioctl(self._source, termios.TIOCSWINSZ, size)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Writes all of it, also where the other side has asked not to be waited for."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
+
+
+def _open_standard_streams() -> None:
+    """Fills in standard streams that are closed, or else a pipe would get such a number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _open_log(folder: Path, index: int) -> IO[bytes]:
+    return (folder / f"worker-{index}.log").open("ab", buffering=0)
+
+
+@contextlib.contextmanager
+def _life_line() -> Iterator[int]:
+    """Yields the read end of a pipe whose write end only this process has."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@contextlib.contextmanager
+def _hold(folder: Path) -> Iterator[None]:
+    """Makes the run folder and holds it against other supervisors, by the chief's log.
+
+    Whether the run is being trained without one is seen by its train.log (see ``Run.lock``),
+    which is the chief's to hold.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = _open_log(folder, 0)
+    except OSError as error:
+        raise SetupError(
+            f"{folder}: the run folder cannot be written ({error.filename}: {error.strerror}); "
+            "choose another runs_dir or run_name."
+        ) from error
+    with log, contextlib.ExitStack() as stack:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                held = stack.enter_context((folder / "train.log").open("rb"))
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SetupError(
+                f"{folder}: another process is training this run; stop it, or choose another "
+                "run_name."
+            ) from None
+        except OSError:  # a file system without locks: the chief warns of it
+            pass
+        stack.close()  # lets go of train.log
+        yield
