@@ -1,4 +1,4 @@
-"""The two ways in which a run can end badly, each with its exit code.
+"""The ways in which a run can end badly, each with its exit code.
 
 Whatever the engine raises on purpose is one of these, with a message of one line: what, where,
 what was expected, what to do. ``__main__`` prints the line; the traceback goes to train.log.
