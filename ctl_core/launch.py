@@ -239,6 +239,8 @@ def supervise(
     _open_standard_streams()
     with _hold(folder), _Signals() as signals, _life_line() as pipe:
         for restarts in range(max_restarts + 1):
+            if signals.received:  # between two starts
+                return 128 + signals.received[0]
             with Cluster(command, folder, workers, gpus, pipe, restarts) as cluster:
                 ends = cluster.watch(signals, peer_grace, signal_grace)
             if cluster.console_error is not None:
