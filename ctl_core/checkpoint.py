@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.drift import Drift
-from ctl_core.errors import RunError, SetupError, one_line
+from ctl_core.errors import RunError, SetupError, one_line, reason
 from ctl_core.freezing import freeze_flags, set_freeze_flags
 from ctl_core.randomness import generator_states
 from ctl_core.state import State
@@ -170,7 +170,7 @@ class Checkpoints:
         Raises:
             RunError: a file cannot be written, here or by another process.
         """
-        failure = None
+        failure: Exception | None = None
         try:
             yield
         except (OSError, tf.errors.OpError) as error:
@@ -180,8 +180,7 @@ class Checkpoints:
         well = self._cluster.all(failure is None)
         head = f"the checkpoint of step {step} cannot be written to {self._folder}"
         if failure is not None:
-            text = one_line(getattr(failure, "message", failure), 200)
-            raise RunError(f"{head}: {text}; earlier checkpoints are kept.") from failure
+            raise RunError(f"{head}: {reason(failure)}; earlier checkpoints are kept.") from failure
         if not well:
             raise RunError(f"{head} by another process; earlier checkpoints are kept.")
 

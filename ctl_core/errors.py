@@ -82,3 +82,13 @@ def brief(error: BaseException, limit: int = 300) -> str:
         text = text.split(end)[0]
     text = one_line(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", _OP_NAMES.sub("", text)), limit)
     return f"{kind}: {text}" if text else kind
+
+
+def reason(error: Exception) -> str:
+    """Says in a few words why a file could not be read or written, without where in TensorFlow.
+
+    Its messages name the op, the file and then the operating system's words behind a semicolon.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return one_line(str(getattr(error, "message", error)).split("; ")[-1], 160)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,19 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ctl_core.config import Config, free_name, write_config
-from ctl_core.errors import SetupError
+from ctl_core.errors import RunError, SetupError, reason
 from ctl_core.strategy import Task
+
+
+class _Log(logging.FileHandler):
+    """A log that a full disk does not fill the console with tracebacks of."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._told:
+            self._told = True
+            print(f"warning: {self.baseFilename} cannot be written any more.", file=sys.stderr)
+
+    _told = False
 
 
 class Run:
@@ -44,7 +58,7 @@ class Run:
         self._writers: dict[str, Any] = {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._log = logging.FileHandler(log, encoding="utf-8")
+            self._log = _Log(log, encoding="utf-8")
             self._held = log.open("a")
         except OSError as error:
             raise self._unwritable(error) from error
@@ -129,6 +143,10 @@ class Run:
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
         """Appends a line to metrics.jsonl and a scalar summary per value to tb/<split>."""
+        with self._writing():
+            self._write(step, split, values)
+
+    def _write(self, step: int, split: str, values: dict[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._metrics.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
         with self.writer(split).as_default(step=step):
@@ -147,18 +165,31 @@ class Run:
 
     def flush(self) -> None:
         """Puts what was written so far on the disk; done before each checkpoint."""
-        if self._metrics is not None:
-            self._metrics.flush()
-        for writer in self._writers.values():
-            writer.flush()
+        with self._writing():
+            if self._metrics is not None:
+                self._metrics.flush()
+            for writer in self._writers.values():
+                writer.flush()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, tf.errors.OpError) as error:
+            raise RunError(
+                f"{self.path}: the run folder cannot be written: {reason(error)}; the checkpoints "
+                "so far are kept."
+            ) from error
 
     def close(self) -> None:
-        """Closes every file."""
+        """Closes every file; what cannot be written any more has been complained of before."""
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):
+                self._metrics.close()
             self._metrics = None
         for writer in self._writers.values():
-            writer.close()
+            with contextlib.suppress(tf.errors.OpError):
+                writer.close()
         self._writers = {}
         logging.getLogger("ctl_core").removeHandler(self._log)
         self._log.close()

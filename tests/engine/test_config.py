@@ -255,7 +255,10 @@ def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
         ({"runs_dir": " "}, "runs_dir: expected the name of a folder, got ' '"),
         ({"deterministic": "no"}, "deterministic: expected true or false, got 'no'"),
         ({"debug": 1}, "debug: expected true or false, got 1"),
-        ({"strategy": "tpu"}, "strategy: expected auto, one_device or mirrored, got 'tpu'"),
+        (
+            {"strategy": "tpu"},
+            "strategy: expected one of auto, one_device, mirrored, multi_worker, got 'tpu'",
+        ),
         ({"strategy": "one_device", "virtual_devices": 2}, "virtual_devices is 2"),
         ({"strategy": "one_device", "workers": 2}, "one_device trains in one process, but workers"),
         ({"strategy": "mirrored", "workers": 3}, "trains in one process, but workers is 3"),
