@@ -3,7 +3,7 @@
 A checkpoint of step 300 is, in runs/NAME/ckpt:
 
     ckpt-300.index, .data-*             what ``create_ckpt`` names
-    engine/ckpt-300.index, .data-*      random state, step, lr
+    engine/ckpt-300.index, .data-*      random state, step, lr, loss scale
     engine/input-300-0.index, .data-*   process 0's position in the training data, if it can be
                                         saved; in a cluster, each process writes its own
     engine/ckpt-300.json                the record, written last: without it, nothing counts
@@ -55,6 +55,7 @@ class Record:
         frozen: the freeze flags of the model
         evaluated: the step of the last evaluation, or -1
         metrics: its values
+        accumulate_steps: also what the input position belongs to
     """
 
     step: int
@@ -69,6 +70,7 @@ class Record:
     frozen: list[bool]
     evaluated: int
     metrics: dict[str, float]
+    accumulate_steps: int = 1  # earlier engines had no such setting, nor wrote it
 
 
 class Checkpoints:
@@ -113,11 +115,14 @@ class Checkpoints:
         return str(self._folder / f"ckpt-{self.state.step}")
 
     def _engine_part(self) -> tf.train.Checkpoint:
-        return tf.train.Checkpoint(
+        part = tf.train.Checkpoint(
             step=self.state.step_variable,
             lr=self.state.lr,
             seeds=generator_states(self.state.train_model),
         )
+        if self.state.parts.loss_scale is not None:
+            part.loss_scale = self.state.parts.loss_scale
+        return part
 
     def _input_part(self) -> tf.train.Checkpoint:
         return tf.train.Checkpoint(input=self.state.data.iterator)
@@ -136,6 +141,9 @@ class Checkpoints:
         asked, self.asked = self.asked, False
         if not asked and (not due or self.saved_step == step):
             return
+        loss_scale = self.state.parts.loss_scale
+        if loss_scale is not None and (complaint := loss_scale.complaint()):
+            self._warn_once(complaint)
         with self._cluster.peers():
             self.state.statistics.average(step)
             self._drift.check(step)
@@ -215,6 +223,7 @@ class Checkpoints:
             frozen=freeze_flags(self.state.train_model),
             evaluated=self.evaluated,
             metrics=self.state.metrics,
+            accumulate_steps=self.state.parts.accumulate_steps,
         )
         beside = path.with_suffix(".tmp")
         beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
@@ -383,17 +392,18 @@ class Checkpoints:
         parts, task = self.state.parts, self._cluster.task
         if not record.input_saved:
             why = "it could not be saved"
-        elif (record.processes, record.replicas, record.batch_size) != (
+        elif (record.processes, record.replicas, record.batch_size, record.accumulate_steps) != (
             task.processes,
             parts.replicas,
             parts.batch_size,
+            parts.accumulate_steps,
         ):
-            why = (
-                f"it was saved with {_count(record.replicas, 'replica')}"
-                + f" in {_count(record.processes, 'process')}"
-                * (record.processes != task.processes)
-                + f", batch_size {record.batch_size}"
-            )
+            why = f"it was saved with {_count(record.replicas, 'replica')}"
+            if record.processes != task.processes:
+                why += f" in {_count(record.processes, 'process')}"
+            why += f", batch_size {record.batch_size}"
+            if record.accumulate_steps > 1 or parts.accumulate_steps > 1:
+                why += f", accumulate_steps {record.accumulate_steps}"
         else:
             why = ""
             try:
@@ -410,7 +420,7 @@ class Checkpoints:
             f"the position in the training data is reached by reading and dropping "
             f"{record.examples} examples, since {why}."
         )
-        elements = record.examples // (parts.batch_size // parts.replicas)
+        elements = record.examples // parts.micro_batch_size
         self.state.data.skip(elements // task.processes)
 
     def _restore_user_part(self, path: str) -> None:

@@ -19,6 +19,7 @@ from ctl_core.evaluation import predict as run_prediction
 from ctl_core.evaluation import read_inputs
 from ctl_core.export import export_model
 from ctl_core.loop import session
+from ctl_core.precision import policy
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
 from ctl_core.strategy import Task
@@ -48,7 +49,7 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     with _restored(callbacks, config, options) as (state, console):
         if options["input"]:
             source = Path(options["input"])
-            batches = read_inputs(source, state.input_spec, config.batch_size)
+            batches = read_inputs(source, state.input_spec, state.parts.micro_batch_size)
         elif state.evaluation is not None:
             batches = state.evaluation.dataset
         else:
@@ -89,7 +90,7 @@ def _restored(
     """Builds the state on one device and restores the checkpoint that is asked for."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
     run, console = Run(config, Task()), Console()
-    with session(run, console):
+    with session(run, console), policy(config.precision):
         state = create_state(callbacks, config, run, console)
         record = Checkpoints(state, console).restore(options["checkpoint"], with_input=False)
         if record is None:

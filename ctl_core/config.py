@@ -53,6 +53,8 @@ class Config:
         steps: train until this step, counted from the start of the run, not of the process
         epochs: the same in passes over the training data (give steps or epochs)
         batch_size: global batch size, shared out evenly over the replicas
+        accumulate_steps: micro-batches that an update is made of, to save memory, not time
+        precision: what Keras layers compute in; weights and updates stay float32
         learning_rate: initial value of lr; on resume, a changed value replaces the current one
         seed: seeds Python, NumPy, TensorFlow and Keras
         run_name: folder of the run inside runs_dir; an existing one resumes; default: the time
@@ -72,6 +74,8 @@ class Config:
     steps: int | None = None
     epochs: int | None = None
     batch_size: int = 64
+    accumulate_steps: int = 1
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
     learning_rate: float = 0.001
     seed: int = 0
     run_name: str | None = None
@@ -123,6 +127,10 @@ class Config:
                 f"strategy: expected one of {', '.join(get_args(_STRATEGIES))}, got "
                 f"{self.strategy!r}."
             )
+        if self.precision not in ("float32", "bfloat16", "float16"):
+            raise SetupError(
+                f"precision: expected float32, bfloat16 or float16, got {self.precision!r}."
+            )
         if self.strategy == "one_device" and self.virtual_devices > 1:
             raise SetupError(
                 f"strategy: one_device uses one device, but virtual_devices is "
@@ -172,6 +180,7 @@ _LEAST = {
     "steps": 0,
     "epochs": 0,
     "batch_size": 1,
+    "accumulate_steps": 1,
     "seed": 0,
     "ckpt_every": 0,
     "eval_every": 0,

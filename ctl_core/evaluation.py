@@ -242,8 +242,11 @@ def _named(output: Any) -> dict[str, tf.Tensor]:
             for inner, tensor in _named(part).items()
         }
     if isinstance(output, tuple | list):
-        return {f"output_{index}": part for index, part in enumerate(tf.nest.flatten(output))}
-    return {"output": output.to_tensor() if isinstance(output, tf.RaggedTensor) else output}
+        flat = enumerate(tf.nest.flatten(output))
+        return {f"output_{index}": _named(part)["output"] for index, part in flat}
+    tensor = output.to_tensor() if isinstance(output, tf.RaggedTensor) else output
+    # NumPy has no bfloat16 of its own: a file with it could not be read back.
+    return {"output": tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor}
 
 
 def read_inputs(path: Path, spec: Any, batch_size: int) -> Any:

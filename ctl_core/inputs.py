@@ -34,6 +34,7 @@ class Input:
             reads of it, if the hooks shard for themselves, otherwise the whole
         sharded: whether the hooks shard for themselves
         unsavable: why the position cannot be saved exactly, or None
+        accumulate_steps: how many elements of a replica make a step
     """
 
     strategy: tf.distribute.Strategy
@@ -43,6 +44,7 @@ class Input:
     epoch: tf.data.Dataset | None
     sharded: bool
     unsavable: str | None
+    accumulate_steps: int = 1
 
     def draw(self) -> Any:
         """Draws the next element for each local replica; runs inside a graph function."""
@@ -64,8 +66,8 @@ class Input:
         elements = int(self.epoch.cardinality())
         if elements < 0:
             elements = int(self.epoch.reduce(tf.constant(0, tf.int64), lambda n, *_: n + 1))
-        every = self.replicas if self.sharded else self.strategy.num_replicas_in_sync
-        return elements // every
+        replicas = self.replicas if self.sharded else self.strategy.num_replicas_in_sync
+        return elements // (replicas * self.accumulate_steps)
 
 
 def deal(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
@@ -92,7 +94,12 @@ def skip_elements(iterator: Any, count: tf.Tensor) -> None:
 
 
 def create_input(
-    hooks: Hooks, strategy: tf.distribute.Strategy, task: Task, per_replica: int, seed: int
+    hooks: Hooks,
+    strategy: tf.distribute.Strategy,
+    task: Task,
+    per_replica: int,
+    seed: int,
+    accumulate_steps: int = 1,
 ) -> Input:
     """Creates the training data from ``create_dataset`` and ``make_batches``.
 
@@ -117,10 +124,10 @@ def create_input(
     static = static_batch_size(pipeline.dataset)
     length = pipeline.dataset.cardinality()
     if static is not None:
-        _check_batch_size(pipeline.hook, static, per_replica, replicas)
+        _check_batch_size(pipeline.hook, static, per_replica, replicas, accumulate_steps)
     if length == tf.data.UNKNOWN_CARDINALITY or (static is None and length != 0):
         found = batch_size_of(_first_element(pipeline.dataset, pipeline.hook))
-        _check_batch_size(pipeline.hook, found, per_replica, replicas)
+        _check_batch_size(pipeline.hook, found, per_replica, replicas, accumulate_steps)
         if length == tf.data.INFINITE_CARDINALITY:
             # Iterators of one dataset share its shuffle's random state, and this one may have
             # read ahead into the next pass: the run starts from a dataset that nobody has read.
@@ -133,7 +140,7 @@ def create_input(
     if not pipeline.endless:
         # In a pass, each step has all its elements: here, or over all processes.
         together = local_replicas(strategy) if pipeline.sharded else replicas
-        epoch = _whole_groups(dataset, together, pipeline.hook, per_replica)
+        epoch = _whole_groups(dataset, together * accumulate_steps, pipeline.hook, per_replica)
         dataset = epoch.repeat()
     if task.processes > 1 and not pipeline.sharded:
         dataset = dataset.shard(task.processes, task.index)
@@ -146,6 +153,7 @@ def create_input(
         epoch,
         pipeline.sharded,
         unsavable(dataset),
+        accumulate_steps,
     )
 
 
@@ -183,14 +191,18 @@ def _create_pipeline(
     return _Pipeline(hooks.create_dataset, first, endless, sharded)
 
 
-def _check_batch_size(hook: Hook, found: int | None, expected: int, replicas: int) -> None:
+def _check_batch_size(
+    hook: Hook, found: int | None, expected: int, replicas: int, accumulate_steps: int
+) -> None:
     if found == expected:
         return
+    micro = f" and {accumulate_steps} micro-batches" if accumulate_steps > 1 else ""
     raise SetupError(
         f"{hook.name} ({hook.where}): returned "
         + (f"batches of {found} examples" if found is not None else "single examples")
-        + f", expected batches of {expected} (batch_size {expected * replicas} over {replicas} "
-        f"replica{'s' * (replicas > 1)}): use dataset.batch(per_replica_batch_size)."
+        + f", expected batches of {expected} (batch_size {expected * replicas * accumulate_steps} "
+        f"over {replicas} replica{'s' * (replicas > 1)}{micro}): use "
+        "dataset.batch(per_replica_batch_size)."
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.accumulate import joined, take_update
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster import Cluster, Word
@@ -30,10 +31,10 @@ from ctl_core.evaluation import evaluate, trace_evaluation
 from ctl_core.freezing import freeze_flags
 from ctl_core.hooks import OBSERVED, Hook, Hooks
 from ctl_core.inputs import EMPTY
+from ctl_core.precision import policy
 from ctl_core.randomness import RANDOM_OPS, spread
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
-from ctl_core.step import train_step
 from ctl_core.strategy import read_task
 
 
@@ -57,7 +58,7 @@ def train(callbacks: Any, config: Config) -> State:
         raise SetupError("steps: say how long to train, with steps or epochs.")
     task = read_task(config)
     run, console = Run(config, task), Console(shown=task.chief)
-    with session(run, console), Signals() as signals:
+    with session(run, console), policy(config.precision), Signals() as signals:
         if task.chief:
             run.lock()
         state = create_state(callbacks, config, run, console)
@@ -304,12 +305,10 @@ class StepFunctions:
             )
 
     def _trace_run(self) -> Any:
-        data, strategy, parts = self._state.data, self._state.strategy, self._state.parts
-
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
         def run(steps: tf.Tensor) -> None:
             def body(done: tf.Tensor) -> tuple[tf.Tensor]:
-                strategy.run(lambda batch: train_step(parts, batch, frozenset()), (data.draw(),))
+                take_update(self._state.parts, self._state.data, frozenset())
                 return (done + 1,)
 
             tf.while_loop(lambda done: done < steps, body, (tf.constant(0, tf.int64),))
@@ -317,11 +316,11 @@ class StepFunctions:
         return run
 
     def _trace_observe(self, wanted: frozenset[str]) -> Any:
-        data, strategy, parts = self._state.data, self._state.strategy, self._state.parts
+        strategy = self._state.strategy
 
         @tf.function(autograph=False)
         def observe() -> dict[str, Any]:
-            values = strategy.run(lambda batch: train_step(parts, batch, wanted), (data.draw(),))
+            values = take_update(self._state.parts, self._state.data, wanted)
             return {
                 name: tf.nest.map_structure(
                     lambda value, name=name: _of_replicas(
@@ -354,13 +353,7 @@ def _of_replicas(values: tuple[Any, ...], name: str) -> Any:
     Outputs and batches are concatenated along the batch axis; scalars in them become a vector
     with an entry per replica. What was reduced is the same everywhere.
     """
-    if name not in ("output", "batch"):
-        return values[0]
-    if isinstance(values[0], tf.SparseTensor):
-        return tf.sparse.concat(0, values)
-    if values[0].shape.rank == 0:
-        return tf.stack(values)
-    return values[0] if len(values) == 1 else tf.concat(values, 0)
+    return joined(values) if name in ("output", "batch") else values[0]
 
 
 class Agreement:

@@ -20,6 +20,7 @@ from ctl_core.evaluation import Evaluation, create_evaluation
 from ctl_core.freezing import trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
+from ctl_core.precision import LossScale
 from ctl_core.runs import Run, repair_list
 from ctl_core.step import (
     LearningRate,
@@ -80,9 +81,10 @@ class State:
     def renew_input(self) -> None:
         """Makes the training data anew, as it was before anything was read from it."""
         keras.utils.set_random_seed(self.config.seed)
-        per_replica = self.parts.batch_size // self.parts.replicas
-        task = self.cluster.task
-        self.data = create_input(self.hooks, self.strategy, task, per_replica, self.config.seed)
+        parts, seed, task = self.parts, self.config.seed, self.cluster.task
+        self.data = create_input(
+            self.hooks, self.strategy, task, parts.micro_batch_size, seed, parts.accumulate_steps
+        )
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -113,8 +115,10 @@ def _create(
     hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Strategy, cluster: Cluster
 ) -> State:
     replicas = strategy.num_replicas_in_sync
-    per_replica = config.batch_size // replicas
-    data = create_input(hooks, strategy, cluster.task, per_replica, config.seed)
+    per_replica = config.batch_size // (replicas * config.accumulate_steps)
+    data = create_input(
+        hooks, strategy, cluster.task, per_replica, config.seed, config.accumulate_steps
+    )
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")
         train_loss = _callable(hooks.create_loss, "train_loss")
@@ -131,7 +135,17 @@ def _create(
         optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
         _check_optimizers(hooks.create_opt, optimizers)
         parts = Parts(
-            hooks, train_model, train_loss, lr, optimizer, optimizers, config.batch_size, replicas
+            hooks,
+            train_model,
+            train_loss,
+            lr,
+            optimizer,
+            optimizers,
+            config.batch_size,
+            replicas,
+            config.accumulate_steps,
+            config.precision,
+            LossScale() if config.precision == "float16" else None,
         )
         variables, input_spec = _build_variables(parts, data.dataset.element_spec)
         candidates = trainable_candidates(train_model)
@@ -201,6 +215,12 @@ def _check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
                 f"{hook.name} ({hook.where}): returned {kind_of(optimizer)}"
                 + (f" as '{name}'" if name else "")
                 + ", expected an optimizer, or a dict of optimizers by objective."
+            )
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            raise SetupError(
+                f"{hook.name} ({hook.where}): returned a LossScaleOptimizer, but nothing here "
+                "scales the loss for it; return its inner_optimizer, and set precision: float16, "
+                "where the engine does both."
             )
         reduce_no_more(optimizer)
     if not optimizers:

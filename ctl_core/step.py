@@ -1,7 +1,8 @@
 """One training step on one replica: forward, loss, gradients, their sum, the update.
 
-The graph hooks are called here, in the order of the step. The outer loop, and the hooks that run
-on the host, are loop.py's part.
+The graph hooks are called here, in the order of the step. That a step may be made of several
+micro-batches is accumulate.py's part; the outer loop, and the hooks that run on the host, are
+loop.py's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tensorflow as tf
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.inputs import first_dimension
+from ctl_core.precision import LossScale, all_finite, to_float32
 
 
 class LearningRate(keras.optimizers.schedules.LearningRateSchedule, tf.Module):
@@ -115,7 +117,11 @@ class Parts:
         optimizers: the optimizer by objective; a single one under ""
         batch_size: global batch size B
         replicas: N, over all processes
+        accumulate_steps: A, micro-batches in an update
+        precision: what Keras layers compute in
+        loss_scale: what objectives are multiplied by; only in float16
         without_gradient: names of variables that the loss does not depend on, found in tracing
+        trained: by objective, the variables that it does depend on, found in tracing
     """
 
     hooks: Hooks
@@ -126,7 +132,16 @@ class Parts:
     optimizers: dict[str, Any]
     batch_size: int
     replicas: int
+    accumulate_steps: int = 1
+    precision: str = "float32"
+    loss_scale: LossScale | None = None
     without_gradient: list[str] = dataclasses.field(default_factory=list)
+    trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """How many examples a replica takes at once: B / (N A)."""
+        return self.batch_size // (self.replicas * self.accumulate_steps)
 
     def given(self) -> dict[str, Any]:
         """The objects that every hook of the step may name."""
@@ -137,13 +152,15 @@ def forward(parts: Parts, batch: Any, training: bool) -> tuple[Any, Any]:
     """Runs the model and the loss on one replica's batch.
 
     Returns:
-        The model's output and what ``train_loss`` returned.
+        The model's output, in float32 where precision is lower, and what ``train_loss`` returned.
     """
     hooks, given = parts.hooks, parts.given()
     inputs = hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
     output = _blamed(
         hooks.create_model, "train_model", call_model, parts.train_model, inputs, training
     )
+    if parts.precision != "float32":
+        output = to_float32(output)
     loss_input = hooks.loss_pre.in_graph(output=output, batch=batch, **given)
     loss = _blamed(hooks.create_loss, "train_loss", parts.train_loss, loss_input)
     return output, loss
@@ -169,10 +186,10 @@ def _blamed(hook: Hook, what: str, function: Any, *args: Any) -> Any:
 def objectives(
     parts: Parts, batch: Any, output: Any, loss: Any
 ) -> dict[str, tuple[tf.Tensor, list[Any]]]:
-    """Calls ``grad_pre`` and works out what this replica contributes to each objective.
+    """Calls ``grad_pre`` and works out what this micro-batch contributes to each objective.
 
     Returns:
-        By objective: sum(loss_per_batch) / B + extra_loss / N, and the variables.
+        By objective: sum(loss_per_batch) / B + extra_loss / (N A), and the variables.
 
     Raises:
         SetupError: ``grad_pre`` returned something else than it should.
@@ -202,7 +219,8 @@ def objectives(
         variables = list(variables)
         if not variables:
             raise SetupError(f"{where}: returned no trainable_vars; there is nothing to train.")
-        found[name] = (total / parts.batch_size + extra / parts.replicas, variables)
+        shares = parts.replicas * parts.accumulate_steps
+        found[name] = (total / parts.batch_size + extra / shares, variables)
     return found
 
 
@@ -234,7 +252,7 @@ def batch_sum(loss: Any, batch: Any, parts: Parts) -> tf.Tensor:
             f"(shape [{examples if isinstance(examples, int) else 'batch'}]) or their sum (shape "
             "[]); sum or average over the other dimensions in create_loss."
         )
-    return tf.reduce_sum(loss)
+    return tf.reduce_sum(loss if parts.precision == "float32" else to_float32(loss))
 
 
 def kind_of(value: Any) -> str:
@@ -259,64 +277,90 @@ def expect(values: Any, names: tuple[str, ...], where: str) -> tuple[Any, ...]:
     raise SetupError(f"{where}: returned {got}, expected {len(names)}: {', '.join(names)}.")
 
 
-def train_step(parts: Parts, batch: Any, wanted: frozenset[str]) -> dict[str, Any]:
-    """Takes one step with this replica's batch.
+def contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, Any]:
+    """Differentiates one micro-batch of this replica; nothing is summed or changed yet.
 
-    Runs in a replica context, while a graph is traced. Gradients are summed over the replicas
-    once, before ``update_pre``; the optimizer applies them without reducing again.
+    Runs in a replica context, while a graph is traced, as ``update`` does.
 
     Args:
         parts: what the step is made of
-        batch: one element of the dataset, B / N examples
-        wanted: names of the values to return, out of ``hooks.OBSERVED``; what is not wanted is
-            not computed
+        batch: one element of the dataset, B / (N A) examples
+        kept: which of ``output`` and ``batch`` the update will need
 
     Returns:
-        The wanted values by name: output and batch of this replica, the others reduced. With
-        several objectives all but these two are dicts by objective.
+        ``loss`` and ``gradients``, dicts by objective, and what is kept. With a loss scale the
+        gradients are those of the scaled objectives.
     """
     several = len(parts.optimizers) > 1
     with tf.GradientTape(persistent=several) as tape:
         output, loss = forward(parts, batch, training=True)
         named = objectives(parts, batch, output, loss)
+        losses = {name: objective for name, (objective, _) in named.items()}
+        scaled = losses
+        if parts.loss_scale is not None:
+            scaled = {name: parts.loss_scale.multiply(one) for name, one in losses.items()}
+    gradients = {}
+    for name, (_, variables) in named.items():
+        found = tape.gradient(scaled[name], variables)
+        gradients[name], parts.trained[name] = _existing(parts, found, variables)
+    values = {"loss": losses, "gradients": gradients, "output": output, "batch": batch}
+    return {name: values[name] for name in ("loss", "gradients", *kept)}
+
+
+def update(parts: Parts, contributed: dict[str, Any], wanted: frozenset[str]) -> dict[str, Any]:
+    """Makes one update of what this replica contributes: sum, ``update_pre``, optimizer.
+
+    Gradients are summed over the replicas once, before ``update_pre``; the optimizer applies them
+    without reducing again. With a loss scale it is the caller who calls ``apply``, if the update
+    is finite: a replica cannot decide on its own.
+
+    Args:
+        parts: what the step is made of
+        contributed: what ``contribution`` returned, or the sum of several
+        wanted: names of the values to return, out of ``hooks.OBSERVED``; what is not wanted is
+            not computed
+
+    Returns:
+        The wanted values by name: output and batch of this replica, the others reduced. With
+        several objectives all but these two are dicts by objective. With a loss scale also
+        ``finite``, a scalar bool that is the same on every replica, and ``updates``, for ``apply``.
+    """
     hook = parts.hooks.update_pre
     with_loss = "loss" in wanted or "loss" in hook.arguments
-    losses, raw, updates, displays = {}, {}, {}, {}
-    for name, (objective, variables) in named.items():
-        gradients, variables = _existing(parts, tape.gradient(objective, variables), variables)
-        objective, gradients = _sum_over_replicas(parts, objective, gradients, with_loss)
-        where = f"update_pre ({hook.where})"
-        update, display = expect(
-            hook.in_graph(
-                gradients=gradients,
-                loss=objective,
-                output=output,
-                batch=batch,
-                optimizer=parts.optimizers[name],
-                **parts.given(),
-            ),
+    summed = _sum_over_replicas(parts, contributed, with_loss)
+    where = f"update_pre ({hook.where})"
+    updates, displays = {}, {}
+    for name, gradients in summed["gradients"].items():
+        values = {**contributed, "gradients": gradients, "loss": summed["loss"][name]}
+        update, displays[name] = expect(
+            hook.in_graph(**values, optimizer=parts.optimizers[name], **parts.given()),
             ("update_gradients", "display_gradients"),
             where,
         )
-        pairs = _pairs(update, variables, where)
-        apply = parts.optimizers[name].apply_gradients
-        _blamed(parts.hooks.create_opt, "the optimizer", apply, pairs)
-        losses[name], raw[name] = objective, gradients
-        updates[name], displays[name] = list(update), display
-    values = {
-        "loss": losses,
-        "gradients": raw,
-        "update_gradients": updates,
-        "display_gradients": displays,
-    }
+        _check_update(update, parts.trained[name], where)
+        updates[name] = list(update)
+    values = {**contributed, **summed, "update_gradients": updates, "display_gradients": displays}
     found = {
-        name: value if several else value[""] for name, value in values.items() if name in wanted
+        name: value[""] if name not in ("output", "batch") and "" in value else value
+        for name, value in values.items()
+        if name in wanted
     }
-    return found | {k: v for k, v in (("output", output), ("batch", batch)) if k in wanted}
+    if parts.loss_scale is not None:
+        return {**found, "finite": all_finite(summed["gradients"]), "updates": updates}
+    apply(parts, updates)
+    return found
 
 
-def _pairs(update: Any, variables: list[Any], where: str) -> list[tuple[Any, Any]]:
-    """Checks what ``update_pre`` returned and puts each gradient to its variable."""
+def apply(parts: Parts, updates: dict[str, list[Any]]) -> None:
+    """Lets each objective's optimizer apply what ``update_pre`` returned for it."""
+    for name, gradients in updates.items():
+        pairs = list(zip(gradients, parts.trained[name], strict=True))
+        optimizer = parts.optimizers[name]
+        _blamed(parts.hooks.create_opt, "the optimizer", optimizer.apply_gradients, pairs)
+
+
+def _check_update(update: Any, variables: list[Any], where: str) -> None:
+    """Refuses update_gradients that do not fit the variables."""
     if not isinstance(update, list | tuple):
         raise SetupError(f"{where}: update_gradients must be a list, got {kind_of(update)}.")
     if len(update) != len(variables):
@@ -331,7 +375,6 @@ def _pairs(update: Any, variables: list[Any], where: str) -> list[tuple[Any, Any
                 f"{where}: the gradient of {variable_name(variable)} has shape {shape}, expected "
                 f"that of the variable, {tuple(variable.shape)}."
             )
-    return list(zip(update, variables, strict=True))
 
 
 def _existing(
@@ -352,15 +395,27 @@ def _existing(
 
 
 def _sum_over_replicas(
-    parts: Parts, objective: tf.Tensor, gradients: list[Any], with_loss: bool
-) -> tuple[tf.Tensor, list[Any]]:
-    """Sums the gradients, and the objective if it is wanted, in one all-reduce."""
+    parts: Parts, contributed: dict[str, Any], with_loss: bool
+) -> dict[str, Any]:
+    """Sums gradients, and objectives if they are wanted, all of them in one all-reduce.
+
+    The sums are those of the objectives, without their scale.
+    """
+    names = ("gradients", "loss") if with_loss else ("gradients",)
+    values = {name: contributed[name] for name in names}
     if parts.replicas > 1:
-        values = [*gradients, objective] if with_loss else gradients
         context = tf.distribute.get_replica_context()
-        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-        gradients, objective = (summed[:-1], summed[-1]) if with_loss else (summed, objective)
-    return objective, [_merge_rows(gradient) for gradient in gradients]
+        values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    gradients = {
+        name: [_merge_rows(gradient) for gradient in several]
+        for name, several in values["gradients"].items()
+    }
+    if parts.loss_scale is not None:
+        gradients = {
+            name: [parts.loss_scale.divide(gradient) for gradient in several]
+            for name, several in gradients.items()
+        }
+    return {"loss": contributed["loss"], **values, "gradients": gradients}
 
 
 def _merge_rows(gradient: Any) -> Any:

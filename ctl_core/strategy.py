@@ -113,10 +113,13 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
 
 
 def _check_batch_size(config: Config, replicas: int) -> None:
-    if config.batch_size % replicas:
+    shares = replicas * config.accumulate_steps
+    if config.batch_size % shares:
+        micro = f" with accumulate_steps {config.accumulate_steps}"
         raise SetupError(
             f"batch_size: {config.batch_size} cannot be shared out evenly over {replicas} "
-            f"replicas; take a multiple of {replicas}."
+            f"replica{'s' * (replicas > 1)}{micro * (config.accumulate_steps > 1)}; take a "
+            f"multiple of {shares}."
         )
 
 

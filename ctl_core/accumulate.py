@@ -1,0 +1,152 @@
+"""One update over all replicas: its micro-batches one after the other, then the update itself.
+
+Everything here runs in a cross-replica context, while a graph is traced; what happens on a
+replica is step.py's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.inputs import Input, deal
+from ctl_core.step import Parts, apply, contribution, update
+
+
+def take_update(parts: Parts, data: Input, wanted: frozenset[str]) -> dict[str, Any]:
+    """Draws the elements of one update, and takes it.
+
+    Args:
+        parts: what the step is made of
+        data: where A elements for each local replica are drawn from
+        wanted: names of the values to return, out of ``hooks.OBSERVED``
+
+    Returns:
+        The wanted values by name, each with a value per replica, as ``strategy.run`` returns them.
+    """
+    run = data.strategy.run
+    kept = frozenset({"output", "batch"} & {*wanted, *parts.hooks.update_pre.arguments})
+
+    def whole(batch: Any) -> dict[str, Any]:
+        return update(parts, contribution(parts, batch, kept), wanted)
+
+    if parts.accumulate_steps == 1:
+        found = run(whole, (data.draw(),))
+    else:
+        contributed = _accumulate(parts, data, kept)
+        found = run(lambda one: update(parts, one, wanted), (contributed,))
+    if parts.loss_scale is not None:
+        updates, finite = found.pop("updates"), found.pop("finite")
+        finite = data.strategy.experimental_local_results(finite)[0]
+        tf.cond(finite, lambda: run(lambda one: apply(parts, one), (updates,)), lambda: None)
+        parts.loss_scale.adjust(finite)
+    return found  # type: ignore[no-any-return]
+
+
+def _accumulate(parts: Parts, data: Input, kept: frozenset[str]) -> Any:
+    """Adds up the contributions of A micro-batches, on each replica's own device.
+
+    A micro-batch starts when the gradients of the one before it are there, so that only one takes
+    memory at a time; written out one behind the other, TensorFlow would run them side by side.
+
+    Returns:
+        A contribution with a value per replica: losses and dense gradients added up; the rows of
+        sparse gradients, outputs and batches one behind the other.
+    """
+    strategy, steps = data.strategy, parts.accumulate_steps
+
+    def contributions() -> tuple[Any, ...]:
+        values = strategy.run(lambda batch: contribution(parts, batch, kept), (data.draw(),))
+        return strategy.experimental_local_results(values)  # type: ignore[no-any-return]
+
+    def on_each(function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
+        results = []
+        for device, *own in zip(strategy.extended.worker_devices, *values, strict=True):
+            with tf.device(device):
+                results.append(function(*own))
+        return results
+
+    def body(done: tf.Tensor, totals: list[Any]) -> tuple[tf.Tensor, list[Any]]:
+        return done + 1, on_each(lambda total, one: _add(total, one, done), totals, contributions())
+
+    first = contributions()
+    totals = on_each(lambda one: _start(one, steps), first)
+    gradients = tf.nest.flatten([one["gradients"] for one in first], expand_composites=True)
+    with tf.control_dependencies(gradients):
+        _, totals = tf.while_loop(
+            lambda done, _: done < steps, body, (tf.constant(1), totals), parallel_iterations=1
+        )
+    return deal(strategy, on_each(lambda total, one: _end(total, one, steps), totals, first))
+
+
+# A total is a list with an entry for each part of a contribution: a tensor where micro-batches are
+# added up, otherwise a list with an array of A entries for each tensor that the part is made of.
+def _start(one: dict[str, Any], steps: int) -> list[Any]:
+    """Returns a total that holds the first contribution."""
+
+    def start(part: Any, summed: bool) -> Any:
+        if summed and not isinstance(part, tf.IndexedSlices):
+            return part
+        return [
+            tf.TensorArray(x.dtype, steps, infer_shape=False).write(0, x) for x in _tensors(part)
+        ]
+
+    return [
+        start(part, summed=name in ("loss", "gradients"))
+        for name in sorted(one)  # the order of tf.nest
+        for part in tf.nest.flatten(one[name])
+    ]
+
+
+def _add(total: list[Any], one: dict[str, Any], index: tf.Tensor) -> list[Any]:
+    """Returns the total with another contribution in it, the one of this index."""
+
+    def add(before: Any, part: Any) -> Any:
+        if not isinstance(before, list):
+            return tf.ensure_shape(before + part, before.shape)
+        return [array.write(index, x) for array, x in zip(before, _tensors(part), strict=True)]
+
+    return [add(*pair) for pair in zip(total, tf.nest.flatten(one), strict=True)]
+
+
+def _end(total: list[Any], one: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Returns the total in the form of a contribution, such as ``one``."""
+
+    def end(sum_or_arrays: Any, part: Any) -> Any:
+        if not isinstance(sum_or_arrays, list):
+            return sum_or_arrays
+        shapes = [tensor.shape for tensor in _tensors(part)]
+        pieces = []
+        for index in range(steps):
+            tensors = [
+                tf.ensure_shape(array.read(index), shape)
+                for array, shape in zip(sum_or_arrays, shapes, strict=True)
+            ]
+            pieces.append(tf.nest.pack_sequence_as(part, tensors, expand_composites=True))
+        return joined(pieces)
+
+    ended = [end(*pair) for pair in zip(total, tf.nest.flatten(one), strict=True)]
+    return tf.nest.pack_sequence_as(one, ended)  # type: ignore[no-any-return]
+
+
+def _tensors(part: Any) -> list[tf.Tensor]:
+    """Returns the tensors that a part is made of: several, if it is ragged or sparse."""
+    return tf.nest.flatten(part, expand_composites=True)  # type: ignore[no-any-return]
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Puts values one behind the other along the batch axis; scalars become a vector."""
+    first = values[0]
+    if isinstance(first, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.concat([value.values for value in values], 0),
+            tf.concat([value.indices for value in values], 0),
+            first.dense_shape,
+        )
+    if isinstance(first, tf.SparseTensor):
+        return tf.sparse.concat(0, list(values), expand_nonconcat_dims=True)
+    if first.shape.rank == 0:
+        return tf.stack(values)
+    return first if len(values) == 1 else tf.concat(values, 0)

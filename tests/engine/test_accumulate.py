@@ -1,0 +1,276 @@
+"""An update made of micro-batches is the update of one step with the whole batch."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core.errors import SetupError
+from tests.engine.conftest import FEATURES, Train, make_hooks, regression_data, sliced
+from tests.engine.test_numbers import (
+    BATCH,
+    CASES,
+    CLIP,
+    STEPS,
+    by_hand,
+    clipped,
+    nadam,
+    sgd,
+    unclipped,
+)
+
+
+def assert_weights(state: Any, expected: list[np.ndarray]) -> None:
+    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(weight, reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "replicas", "accumulate"),
+    [
+        ("l2", "nadam_clipped", 1, 2),
+        ("l2", "sgd", 1, 4),
+        ("l2", "nadam_clipped", 2, 4),
+        ("embedding", "sgd", 1, 2),
+        ("embedding", "nadam_clipped", 2, 2),
+        ("two_inputs_two_outputs", "nadam_clipped", 2, 2),
+        ("no_gradient", "sgd", 1, 4),
+    ],
+)
+def test_weights_equal_those_of_whole_batches(
+    train: Train, case: str, kind: str, replicas: int, accumulate: int
+) -> None:
+    create_model, data, loss = CASES[case]
+    hooks = make_hooks(
+        create_dataset=sliced(data()),
+        create_model=create_model,
+        create_loss=lambda: loss,
+        create_opt=sgd if kind == "sgd" else nadam,
+        update_pre=unclipped if kind == "sgd" else clipped,
+    )
+    state = train(hooks, steps=STEPS, virtual_devices=replicas, accumulate_steps=accumulate)
+    assert state.step == STEPS
+    optimizer = sgd(0.01) if kind == "sgd" else nadam(0.01)
+    assert_weights(state, by_hand(case, optimizer, None if kind == "sgd" else CLIP)[0])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_hooks_see_the_update_and_not_its_micro_batches(train: Train, replicas: int) -> None:
+    inputs, target = regression_data()
+    rows = [list(range(n % 4)) for n in range(len(inputs))]
+    data = {
+        "x": inputs,
+        "y": target,
+        "number": np.arange(len(inputs)),
+        "name": np.array([f"n{n}" for n in range(len(inputs))]),
+        "ragged": tf.ragged.constant(rows, dtype=tf.int64),
+        "sparse": tf.sparse.from_dense(np.arange(len(inputs) * 3).reshape(-1, 3)),
+    }
+    seen: list[dict[str, Any]] = []
+
+    def update_pre(gradients: Any, batch: Any, output: Any, loss: Any) -> Any:
+        numbers = tf.cast(tf.concat([batch["number"], batch["ragged"].values], 0), tf.float32)
+        return gradients, tf.reduce_sum(numbers) + tf.reduce_sum(output["all"]) - loss
+
+    def look(
+        batch: Any, output: Any, loss: Any, gradients: Any, display_gradients: Any, step: int
+    ) -> None:
+        seen.append(
+            {
+                "batch": batch,
+                "output": output,
+                "loss": loss,
+                "gradients": gradients,
+                "display": display_gradients,
+                "step": step,
+            }
+        )
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+            self.dense.build((None, FEATURES))
+
+        def call(self, inputs: Any) -> Any:
+            output = self.dense(inputs)
+            return {"all": output, "parts": (output[:, 0], tf.reduce_sum(output))}
+
+    hooks = make_hooks(
+        create_dataset=sliced(data),
+        create_model=Model,
+        create_opt=lambda lr: keras.optimizers.SGD(0.0),
+        input_pre=lambda batch: batch["x"],
+        loss_pre=lambda output, batch: (output["all"], batch["y"]),
+        update_pre=update_pre,
+        every_steps={1: look},
+    )
+    train(hooks, steps=3, batch_size=8, virtual_devices=replicas, accumulate_steps=2)
+    assert [values["step"] for values in seen] == [1, 2, 3]
+    one = seen[2]
+    # Elements of 8 / (N A) examples go to the replicas in turn; each puts its own together.
+    order = list(range(16, 24)) if replicas == 1 else [16, 17, 20, 21, 18, 19, 22, 23]
+    batch, output = one["batch"], one["output"]
+    np.testing.assert_array_equal(batch["number"], order)
+    assert [name.decode() for name in batch["name"].numpy()] == [f"n{n}" for n in order]
+    assert batch["ragged"].to_list() == [rows[n] for n in order]
+    np.testing.assert_array_equal(
+        tf.sparse.to_dense(batch["sparse"]), [[3 * n, 3 * n + 1, 3 * n + 2] for n in order]
+    )
+    x, y = inputs[order], target[order]
+    made = x.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(output["all"], made, rtol=1e-5)
+    np.testing.assert_allclose(output["parts"][0], made[:, 0], rtol=1e-5)
+    by_micro_batch = made[:, 0].reshape(2 * replicas, -1).sum(axis=1)
+    np.testing.assert_allclose(output["parts"][1], by_micro_batch, rtol=1e-5, atol=1e-5)
+    loss = ((made - y) ** 2).sum() / 8
+    np.testing.assert_allclose(one["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(one["gradients"][0], x.T @ (2 * (made - y)) / 8, rtol=1e-4)
+    first = order[: 8 // replicas]  # what update_pre sees is the replica's own
+    expected = sum(first) + sum(sum(rows[n]) for n in first)
+    expected += inputs[first].sum() - loss
+    np.testing.assert_allclose(one["display"], expected, rtol=1e-4)
+
+
+class Pair(tf.Module):
+    """A sparse and a dense variable, for an objective each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.factor = tf.Variable(tf.ones([7, 2])), tf.Variable([1.0])
+
+    def __call__(self, words: Any) -> Any:
+        return tf.gather(self.table, words), tf.cast(words, tf.float32) * self.factor
+
+
+def test_one_all_reduce_an_update_and_no_retracing(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = np.random.default_rng(0).integers(0, 7, (64, 3)).astype("int32")
+    reduced: list[Any] = []
+    original = tf.distribute.ReplicaContext.all_reduce
+
+    def all_reduce(self: Any, op: Any, value: Any, options: Any = None) -> Any:
+        reduced.append(value)
+        return original(self, op, value, options)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", all_reduce)
+    seen: list[Any] = []
+    hooks = make_hooks(
+        create_dataset=sliced(words),
+        create_model=Pair,
+        create_opt=lambda lr: {"table": sgd(0.5), "factor": sgd(0.25)},
+        create_loss=lambda: lambda loss_input: loss_input,
+        input_pre=lambda batch: batch,
+        loss_pre=lambda output: output,
+        grad_pre=lambda output, train_model: {
+            "table": (tf.reduce_sum(output[0] ** 2), 0.0, [train_model.table]),
+            "factor": (tf.reduce_sum(output[1]), train_model.factor[0], [train_model.factor]),
+        },
+        update_pre=unclipped,
+        every_steps={3: lambda loss, gradients: seen.append((loss, gradients))},
+    )
+    state = train(hooks, steps=6, virtual_devices=2, accumulate_steps=4)
+    assert len(reduced) == 4  # each replica once in each of two graphs
+    assert state.functions.trace_counts() == [1, 1]
+    table, factor = np.ones([7, 2], "float32"), 1.0
+    for step in range(6):
+        batch = words[step % 4 * BATCH : (step % 4 + 1) * BATCH]
+        counts = np.bincount(batch.reshape(-1), minlength=7)[:, None]
+        loss = {"table": (counts * table**2).sum() / BATCH, "factor": factor * batch.sum() / BATCH}
+        table_gradient, factor_gradient = 2 * counts * table / BATCH, batch.sum() / BATCH + 1.0
+        if step % 3 == 2:
+            np.testing.assert_allclose(seen[step // 3][0]["table"], loss["table"], rtol=1e-5)
+            np.testing.assert_allclose(seen[step // 3][0]["factor"], loss["factor"] + factor, 1e-5)
+            rows = seen[step // 3][1]["table"][0]
+            assert isinstance(rows, tf.IndexedSlices)
+            np.testing.assert_allclose(tf.convert_to_tensor(rows), table_gradient, rtol=1e-5)
+        table, factor = table - 0.5 * table_gradient, factor - 0.25 * factor_gradient
+    np.testing.assert_allclose(state.train_model.table, table, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.train_model.factor, [factor], rtol=1e-5)
+
+
+def test_micro_batches_run_one_after_the_other(train: Train) -> None:
+    """Side by side they would need the memory of the whole batch."""
+    events: list[str] = []
+
+    def noted(tensor: tf.Tensor, event: str) -> tf.Tensor:
+        def note(value: np.ndarray) -> np.ndarray:
+            events.append(f"{event} begins")
+            time.sleep(0.03 * (event == "backward"))
+            events.append(f"{event} ends")
+            return value
+
+        # Not stateful: TensorFlow keeps stateful ops in order by itself.
+        return tf.ensure_shape(
+            tf.numpy_function(note, [tensor], tensor.dtype, stateful=False), tensor.shape
+        )
+
+    @tf.custom_gradient
+    def watched(tensor: tf.Tensor) -> Any:
+        return noted(tensor, "forward"), lambda gradient: noted(gradient, "backward")
+
+    class Model(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = tf.Variable([0.5]), tf.Variable(tf.ones([FEATURES, 1]))
+
+        def __call__(self, inputs: Any) -> Any:
+            return watched(inputs * self.first) @ self.second
+
+    train(make_hooks(create_model=Model), steps=2, accumulate_steps=4)
+    one = ["forward begins", "forward ends", "backward begins", "backward ends"]
+    assert events == one * 8
+
+
+def test_a_resumed_run_goes_on_with_the_next_micro_batch(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices(regression_data()).shuffle(30, seed=5)
+        return data.batch(per_replica_batch_size)
+
+    hooks = make_hooks(create_dataset=create_dataset)
+    whole = train(hooks, steps=10, accumulate_steps=2, run_name="whole")
+    train(hooks, steps=4, accumulate_steps=2, run_name="parts")
+    parts = train(hooks, steps=10, accumulate_steps=2, run_name="parts")
+    for weight, expected in zip(
+        parts.train_model.get_weights(), whole.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(weight, expected)
+    assert "reading and dropping" not in capsys.readouterr().out
+    train(hooks, steps=4, accumulate_steps=2, run_name="other")
+    other = train(hooks, steps=10, accumulate_steps=1, run_name="other")
+    assert_weights(other, whole.train_model.get_weights())
+    output = " ".join(capsys.readouterr().out.split())
+    assert "reading and dropping 64 examples" in output and "accumulate_steps 2" in output
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_pass_ends_with_its_last_full_global_batch(train: Train, filtered: bool) -> None:
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices(regression_data())
+        if filtered:  # its length is unknown then
+            data = data.filter(lambda *_: True)
+        return data.batch(per_replica_batch_size)
+
+    state = train(
+        make_hooks(create_dataset=create_dataset), steps=None, epochs=2, accumulate_steps=4
+    )
+    assert state.step == 2 * (100 // BATCH)
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused(train: Train) -> None:
+    with pytest.raises(SetupError) as error:
+        train(make_hooks(), batch_size=20, virtual_devices=2, accumulate_steps=4)
+    message = str(error.value)
+    assert "batch_size: 20" in message and "2 replicas" in message
+    assert "accumulate_steps 4" in message and "a multiple of 8" in message
+    hooks = make_hooks(create_dataset=lambda per_replica_batch_size: sliced(regression_data())(16))
+    with pytest.raises(SetupError, match="expected batches of 4"):
+        train(hooks, accumulate_steps=4)
