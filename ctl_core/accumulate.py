@@ -116,7 +116,7 @@ def _end(total: list[Any], one: dict[str, Any], steps: int) -> dict[str, Any]:
 
     def end(sum_or_arrays: Any, part: Any) -> Any:
         if not isinstance(sum_or_arrays, list):
-            return sum_or_arrays
+            return tf.identity(sum_or_arrays)  # the loop's result names no device to reduce to
         shapes = [tensor.shape for tensor in _tensors(part)]
         pieces = []
         for index in range(steps):

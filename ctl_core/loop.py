@@ -457,14 +457,17 @@ def _last_step(state: State, console: Console) -> int:
 
 
 def _opening(state: State, start: int, last: int, resumed: bool) -> str:
-    replicas = state.parts.replicas
+    config, replicas = state.config, state.parts.replicas
+    batch = f"batch size {config.batch_size}"
+    if config.accumulate_steps > 1:
+        batch += f" in {config.accumulate_steps} micro-batches"
     where = f"{replicas} replica{'s' * (replicas > 1)} on {_devices(state)}"
+    if config.precision != "float32":
+        where += f", in {config.precision}"
     if start >= last:
         return f"{state.run_dir}: at step {start} of {last} already, nothing left to train."
     doing = f"resuming at step {start}" if resumed else "training"
-    return (
-        f"{state.run_dir}: {doing}, to step {last}, batch size {state.config.batch_size}, {where}."
-    )
+    return f"{state.run_dir}: {doing}, to step {last}, {batch}, {where}."
 
 
 def _devices(state: State) -> str:

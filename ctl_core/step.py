@@ -304,7 +304,7 @@ def contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, An
         found = tape.gradient(scaled[name], variables)
         gradients[name], parts.trained[name] = _existing(parts, found, variables)
     values = {"loss": losses, "gradients": gradients, "output": output, "batch": batch}
-    return {name: values[name] for name in ("loss", "gradients", *kept)}
+    return {name: values[name] for name in ("loss", "gradients", *sorted(kept))}
 
 
 def update(parts: Parts, contributed: dict[str, Any], wanted: frozenset[str]) -> dict[str, Any]:

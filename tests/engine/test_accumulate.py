@@ -177,6 +177,8 @@ def test_one_all_reduce_an_update_and_no_retracing(
     )
     state = train(hooks, steps=6, virtual_devices=2, accumulate_steps=4)
     assert len(reduced) == 4  # each replica once in each of two graphs
+    devices = {part.device.split("/")[-1] for value in reduced for part in tf.nest.flatten(value)}
+    assert devices == {"device:CPU:0", "device:CPU:1"}  # each sum is where its replica is
     assert state.functions.trace_counts() == [1, 1]
     table, factor = np.ones([7, 2], "float32"), 1.0
     for step in range(6):

@@ -238,7 +238,9 @@ def test_a_run_is_used_in_its_own_precision(
     (tmp_path / "callbacks.py").write_text(test_commands.CALLBACKS)
     (tmp_path / "config.yaml").write_text("steps: 2\nbatch_size: 16\nprecision: bfloat16\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--run-name", "first"]) == 0
+    assert main(["train", "--run-name", "first", "--accumulate-steps", "2"]) == 0
+    opening = capsys.readouterr().out.splitlines()[0]
+    assert opening.endswith("batch size 16 in 2 micro-batches, 1 replica on CPU, in bfloat16.")
     assert main(["evaluate"]) == 0 and main(["predict"]) == 0 and main(["export"]) == 0
     capsys.readouterr()
     with np.load(tmp_path / "runs/first/predictions.npz") as predictions:
