@@ -9,12 +9,14 @@ the whole batch: a run does not depend on N.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from ctl_core.cluster import Cluster
 from ctl_core.errors import SetupError, one_line
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.randomness import RANDOM_OPS
@@ -155,6 +157,36 @@ def create_input(
         unsavable(dataset),
         accumulate_steps,
     )
+
+
+def check_same_data(hooks: Hooks, cluster: Cluster, replicas: int, per_replica: int) -> None:
+    """Compares the first element of a cluster's processes, which take their parts of one dataset.
+
+    Where they read different data, in another order say, some examples would be used twice and
+    others never. Random numbers have to be seeded again afterwards.
+
+    Raises:
+        SetupError: they are not the same.
+    """
+    task = cluster.task
+    if task.processes == 1:
+        return
+    context = tf.distribute.InputContext(task.processes, task.index, replicas)
+    pipeline = _create_pipeline(hooks, per_replica, context)
+    if pipeline.sharded:
+        return
+    digest = hashlib.sha256()
+    for tensor in tf.nest.flatten(
+        _first_element(pipeline.dataset, pipeline.hook), expand_composites=True
+    ):
+        digest.update(repr(tensor.numpy().tolist()).encode())
+    digests = cluster.exchange([int.from_bytes(digest.digest()[:7], "big")])
+    if (digests != digests[0]).any():
+        raise SetupError(
+            f"{pipeline.hook.name} ({pipeline.hook.where}): the processes of the cluster read "
+            "different data, or in a different order, but each takes its part of it; sort lists "
+            "of files, seed what is random, or name input_context and shard there."
+        )
 
 
 EMPTY = "returned an empty dataset, or one with fewer examples than one global batch."

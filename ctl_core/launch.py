@@ -346,6 +346,8 @@ class Cluster:
                     PIPE: str(pipe),
                     # What was printed before a crash is to be in the log.
                     "PYTHONUNBUFFERED": "1",
+                    # So that all go through a set of texts, such as class names, in one order.
+                    "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
                 }
                 if gpus is not None:
                     environ["CUDA_VISIBLE_DEVICES"] = gpus[index]

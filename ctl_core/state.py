@@ -19,7 +19,7 @@ from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import Evaluation, create_evaluation
 from ctl_core.freezing import trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
-from ctl_core.inputs import Input, create_input
+from ctl_core.inputs import Input, check_same_data, create_input
 from ctl_core.precision import LossScale
 from ctl_core.runs import Run, repair_list
 from ctl_core.step import (
@@ -116,6 +116,8 @@ def _create(
 ) -> State:
     replicas = strategy.num_replicas_in_sync
     per_replica = config.batch_size // (replicas * config.accumulate_steps)
+    check_same_data(hooks, cluster, replicas, per_replica)
+    keras.utils.set_random_seed(config.seed)
     data = create_input(
         hooks, strategy, cluster.task, per_replica, config.seed, config.accumulate_steps
     )

@@ -51,6 +51,13 @@ def weights_on_one_device(folder: Path) -> None:
     weights(folder, 1)
 
 
+def weights_of_micro_batches(folder: Path) -> None:
+    """The same, each update made of two micro-batches."""
+    state = run(folder, "accumulated", cases.exact_hooks("sgd"), accumulate_steps=2)
+    values = state.train_model.get_weights()
+    keep(folder, "accumulated", **{str(i): value for i, value in enumerate(values)})
+
+
 def remainders(folder: Path) -> None:
     """Evaluations of datasets that batches of 24 / replicas do not divide."""
     for size in cases.SIZES:
@@ -120,6 +127,17 @@ def settings_differ(folder: Path) -> None:
     except ctl_core.SetupError as error:
         message = str(error)
     keep(folder, "differ", message=message)
+
+
+def data_differs(folder: Path) -> None:
+    """Each process has the examples in an order of its own."""
+    message = "nothing found"
+    try:
+        own = tuple(part[TASK:] for part in cases.regression_data())
+        run(folder, "data", make_hooks(create_dataset=cases.sliced(own)), steps=1)
+    except ctl_core.SetupError as error:
+        message = str(error)
+    keep(folder, "data", message=message)
 
 
 def layers_frozen_unalike(folder: Path) -> None:

@@ -55,6 +55,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("two"),
         "weights_on_two_devices",
         "weights_on_one_device",
+        "weights_of_micro_batches",
         "remainders",
         "examples_of_an_epoch",
         "dropout",
@@ -63,6 +64,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "drift",
         "decisions",
         "settings_differ",
+        "data_differs",
         "layers_frozen_unalike",
     )
 
@@ -114,6 +116,11 @@ def test_weights_on_several_processes(
     folder = request.getfixturevalue({2: "two", 3: "three"}[processes])
     for values in kept(folder, f"{kind}-{devices}", processes):
         assert_equal_weights(list(values.values()), plain[kind])
+
+
+def test_micro_batches_on_several_processes(two: Path, plain: dict[str, list[np.ndarray]]) -> None:
+    for values in kept(two, "accumulated", 2):
+        assert_equal_weights(list(values.values()), plain["sgd"])
 
 
 @pytest.mark.parametrize("size", cases.SIZES)
@@ -187,6 +194,12 @@ def test_what_one_process_asks_for_happens_on_all(two: Path) -> None:
 def test_settings_that_differ_are_named(two: Path) -> None:
     for values in kept(two, "differ", 2):
         assert str(values["message"]).startswith("learning_rate: not the same on every process")
+
+
+def test_data_that_differs_is_found_before_training(two: Path) -> None:
+    for values in kept(two, "data", 2):
+        message = str(values["message"])
+        assert message.startswith("create_dataset (cases.py:") and "different data" in message
 
 
 def test_layers_frozen_on_one_process_only_are_an_error(two: Path) -> None:
