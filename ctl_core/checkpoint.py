@@ -98,7 +98,7 @@ class Checkpoints:
         self.asked = False
         self._cluster = state.cluster
         self._drift = Drift(
-            state.strategy, state.cluster, [state.ckpt, state.lr, *_trackables(state)]
+            state.strategy, state.cluster, [*_trackables(state), state.lr, state.ckpt]
         )
         self._folder = Path(state.manager.directory)
         self._warned: set[str] = set()

@@ -100,11 +100,13 @@ def _mirrored(parts: Any) -> list[tuple[str, Any]]:
         Pairs of name and variable.
     """
     found: dict[int, tuple[str, Any]] = {}
-    for part in parts:
-        for item in tf.train.TrackableView(part).descendants():
-            variable = item.value if isinstance(item, keras.Variable) else item
-            if _is_mirrored(variable):
-                found.setdefault(id(variable), (variable_name(item), variable))
+    # First as Keras knows them, which gives each a path as its name; most have no other.
+    items = [variable for part in parts for variable in getattr(part, "variables", ())]
+    items += [item for part in parts for item in tf.train.TrackableView(part).descendants()]
+    for item in items:
+        variable = item.value if isinstance(item, keras.Variable) else item
+        if _is_mirrored(variable):
+            found.setdefault(id(variable), (variable_name(item), variable))
     return list(found.values())
 
 

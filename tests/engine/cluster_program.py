@@ -76,7 +76,7 @@ def examples_of_an_epoch(folder: Path) -> None:
 
 def dropout(folder: Path) -> None:
     """What three steps of Dropout on ones give, and two of them after a resume at step 1."""
-    for name, cuts in (("whole", [3]), ("again", [3]), ("parts", [1, 3])):
+    for name, cuts in (("whole", [3]), ("parts", [1, 3])):
         seen: list[Any] = []
         for steps in cuts:
             run(folder, f"dropout-{name}", cases.dropout_hooks(seen), steps=steps)

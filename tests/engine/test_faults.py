@@ -1,0 +1,87 @@
+"""Disks that are full, and folders that cannot be written: one line, and earlier checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from ctl_core.errors import RunError, SetupError
+from tests.engine.conftest import Train, make_hooks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 400 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a small file system is not permitted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_checkpoints(
+    train: Train, small_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = small_disk / "run"
+
+    def fill(step: int) -> None:
+        if step == 20:
+            file = (small_disk / "filler").open("wb", buffering=0)
+            with file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1024))
+
+    hooks = make_hooks(every_steps={1: fill})
+    with pytest.raises(RunError, match=r"cannot be written.*No space left on device.* kept") as one:
+        train(hooks, steps=40, ckpt_every=10, runs_dir=str(small_disk))
+    assert "\n" not in str(one.value)
+    assert "Traceback" not in capfd.readouterr().err
+    (small_disk / "filler").unlink()
+    state = train(hooks, steps=19, ckpt_every=10, runs_dir=str(small_disk))
+    assert state.step == 19 and (run / "ckpt/engine/ckpt-10.json").exists()
+    plain = train(make_hooks(), steps=state.step, run_name="plain")
+    for one_weight, other in zip(
+        state.train_model.get_weights(), plain.train_model.get_weights(), strict=True
+    ):
+        assert (one_weight == other).all()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
+def test_a_file_that_cannot_be_written_is_one_line(
+    train: Train, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(make_hooks(), steps=2)
+    run = tmp_path / "runs" / "run"
+    (run / name).unlink()
+    (run / name).mkdir()
+    with pytest.raises(SetupError, match=f"the run folder cannot be written .*{name}"):
+        train(make_hooks(), steps=4)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_metrics_that_cannot_be_written_any_more_end_the_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ctl_core import report
+    from ctl_core.runs import Run
+
+    def no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Run, "_write", no_space)
+    hooks = make_hooks(every_steps={3: lambda step, loss: report(step, loss=loss)})
+    with pytest.raises(RunError, match="No space left on device; the checkpoints so far are kept"):
+        train(hooks, steps=6, ckpt_every=2)
+    assert tf.train.latest_checkpoint(str(tmp_path / "runs/run/ckpt")).endswith("ckpt-2")
