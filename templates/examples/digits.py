@@ -55,11 +55,10 @@ def create_model(hparams):
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(width, 3, padding="same", activation="relu"),
-            keras.layers.Conv2D(2 * width, 3, padding="same", activation="relu"),
+            keras.layers.Conv2D(width, 3, padding="same", activation="gelu"),
+            keras.layers.Conv2D(2 * width, 3, padding="same", activation="gelu"),
             keras.layers.MaxPooling2D(),
             keras.layers.Flatten(),
-            keras.layers.Dropout(0.3),
             keras.layers.Dense(10),
         ]
     )
