@@ -6,8 +6,10 @@ process of its cluster, 130 and 143 stopped by SIGINT or SIGTERM after saving.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import logging
 import os
 import sys
 import traceback
@@ -16,7 +18,7 @@ from types import ModuleType
 
 from ctl_core import launch
 from ctl_core.config import COMMANDS, Command, free_name, nearest, parse_command
-from ctl_core.errors import CtlError, SetupError, brief
+from ctl_core.errors import CtlError, PeerLost, SetupError, brief
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,11 +36,13 @@ def main(argv: list[str] | None = None) -> int:
         debug = command.config.debug
         return _run(command, argv)
     except CtlError as error:
-        _complain(str(error), debug)
-        return error.exit_code
+        # Of a lost peer, the chief's supervisor can say more: which one, and how.
+        if not (isinstance(error, PeerLost) and launch.chief() and not debug):
+            _complain(str(error), debug)
+        return _leave(error.exit_code)
     except KeyboardInterrupt:
         _complain("interrupted", debug)
-        return 130
+        return _leave(130)
     except BrokenPipeError:  # the reader of our output, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -49,7 +53,22 @@ def main(argv: list[str] | None = None) -> int:
             "traceback)",
             debug,
         )
-        return 1
+        return _leave(1)
+
+
+def _leave(code: int) -> int:
+    """Returns the exit code of a failure; a process of a cluster ends here and now.
+
+    TensorFlow's own end would wait for the others, which wait for this one in a collective.
+    """
+    strategy = sys.modules.get("ctl_core.strategy")
+    if strategy is not None and strategy.joined():
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    return code
 
 
 def _complain(text: str, debug: bool) -> None:
@@ -92,8 +111,11 @@ def _print_hooks(rest: list[str]) -> int:
 
 
 def _run(command: Command, argv: list[str]) -> int:
-    # TensorFlow's C++ messages are about the machine, not about the run.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else "2")
+    # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
+    # loses a process are many, and say what one line of ours says.
+    in_cluster = command.config.workers > 1 or os.environ.get("TF_CONFIG")
+    level = "3" if command.name == "train" and in_cluster else "2"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else level)
     path = Path("callbacks.py")
     if not path.is_file():
         raise SetupError(f"no file {path.name} in {Path.cwd()}; run this in the project's folder.")

@@ -3,11 +3,14 @@
 Each replica normalises over its own batch, and Keras 3 lets each keep moving statistics of its
 own, of which a checkpoint would hold the first replica's. Training does not read them, and they
 are linear in those of the batches, so averaging them before they are read, for an evaluation or a
-checkpoint, gives what averaging after every step would give, and costs nothing per step.
+checkpoint, gives what averaging after every step would give, and costs nothing per step. Then
+each goes on with its own: when a run was evaluated or saved must not change a bit of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -17,46 +20,79 @@ from ctl_core.freezing import layers_of
 
 
 class MovingStatistics:
-    """The moving statistics of a model's batch normalisations.
-
-    Attributes:
-        averaged_at: the step after which they were last made equal, or -1
-    """
+    """The moving statistics of a model's batch normalisations."""
 
     def __init__(self, model: Any, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
-        self._model = model
-        self.averaged_at = -1
-        self._average: Any = None
-
-    def average(self, step: int) -> None:
-        """Gives each replica the mean over all replicas, once for a step.
-
-        Every process of a cluster must call it.
-        """
-        if self._strategy.num_replicas_in_sync == 1 or self.averaged_at == step:
-            return
-        if self._average is None:
-            self._average = self._trace()
-        self._average()
-        self.averaged_at = step
-
-    def _trace(self) -> Any:
-        statistics = [
+        self._statistics = [
             variable.value
-            for layer in layers_of(self._model)
+            for layer in layers_of(model)
             if isinstance(layer, keras.layers.BatchNormalization)
             for variable in layer.non_trainable_variables
             if variable.path.split("/")[-1].startswith(("moving_", "renorm_"))
         ]
+        if strategy.num_replicas_in_sync == 1:
+            self._statistics = []
+        # What the replicas of this process have, as variables, and room for a copy of each.
+        self._here = [v for s in self._statistics for v in strategy.experimental_local_results(s)]
+        self._own = [tf.Variable(variable.read_value(), trainable=False) for variable in self._here]
+        self._average: Any = None
+        self._copy: dict[bool, Any] = {}
 
+    def average(self) -> None:
+        """Gives each replica the mean over all replicas.
+
+        Every process of a cluster must call it.
+        """
+        if not self._statistics:
+            return
+        if self._average is None:
+            self._average = self._trace()
+        self._average()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Gives each replica the mean while something reads it, and then its own back.
+
+        Every process of a cluster must enter it.
+        """
+        self._move(keep=True)
+        self.average()
+        yield
+        self._move(keep=False)
+
+    @property
+    def own(self) -> tf.train.Checkpoint | None:
+        """What this process's replicas had before the mean, to be saved; None if it is the same."""
+        return tf.train.Checkpoint(own=self._own) if self._own else None
+
+    def put_back(self) -> None:
+        """Gives this process's replicas what ``own`` holds, after a restore."""
+        self._move(keep=False)
+
+    def _move(self, keep: bool) -> None:
+        """Copies what the replicas have to ``own``, or back; nothing between processes."""
+        if not self._statistics:
+            return
+        if keep not in self._copy:
+            pairs = list(zip(self._here, self._own, strict=True))
+
+            @tf.function(autograph=False)
+            def copy() -> None:
+                for here, own in pairs:
+                    target, source = (own, here) if keep else (here, own)
+                    with tf.device(target.device):
+                        target.assign(source.read_value())
+
+            self._copy[keep] = copy
+        self._copy[keep]()
+
+    def _trace(self) -> Any:
         def on_replica() -> None:
-            if not statistics:
-                return
             context = tf.distribute.get_replica_context()
-            values = [statistic.read_value() for statistic in statistics]
+            values = [statistic.read_value() for statistic in self._statistics]
             means = context.all_reduce(tf.distribute.ReduceOp.MEAN, values)
-            for statistic, mean in zip(statistics, means, strict=True):
+            for statistic, mean in zip(self._statistics, means, strict=True):
                 statistic.assign(mean)
 
         @tf.function(autograph=False)

@@ -6,6 +6,8 @@ A checkpoint of step 300 is, in runs/NAME/ckpt:
     engine/ckpt-300.index, .data-*      random state, step, lr, loss scale
     engine/input-300-0.index, .data-*   process 0's position in the training data, if it can be
                                         saved; in a cluster, each process writes its own
+    engine/statistics-300-0.index, ...  what its replicas have of batch normalisations before
+                                        their mean, which is in the user's part
     engine/ckpt-300.json                the record, written last: without it, nothing counts
 
 so that a process killed at any moment leaves either a whole checkpoint or none. In a cluster, the
@@ -144,8 +146,7 @@ class Checkpoints:
         loss_scale = self.state.parts.loss_scale
         if loss_scale is not None and (complaint := loss_scale.complaint()):
             self._warn_once(complaint)
-        with self._cluster.peers():
-            self.state.statistics.average(step)
+        with self._cluster.peers(), self.state.statistics.averaged():
             self._drift.check(step)
             self._save(step)
         self.saved_step = step
@@ -160,6 +161,8 @@ class Checkpoints:
         with self._writing(step):
             prefix = self._engine_folder / f"input-{step}-{self._cluster.task.index}"
             input_saved = self._save_input(str(prefix))
+            if own := self.state.statistics.own:
+                own.write(self._own_statistics(step))
             saved = self._save_user_part(checkpoint_number=step) if chief else self._take_part()
             if saved is None:
                 raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
@@ -228,6 +231,18 @@ class Checkpoints:
         beside = path.with_suffix(".tmp")
         beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
         os.replace(beside, path)
+
+    def _own_statistics(self, step: int) -> str:
+        return str(self._engine_folder / f"statistics-{step}-{self._cluster.task.index}")
+
+    def _restore_statistics(self, record: Record) -> None:
+        """Gives the replicas their own statistics again; others than before go on with the mean."""
+        own, task = self.state.statistics.own, self._cluster.task
+        same = (record.processes, record.replicas) == (task.processes, self.state.parts.replicas)
+        if own and same:
+            with contextlib.suppress(*_UNREADABLE):  # the mean differs by the order of sums only
+                own.read(self._own_statistics(record.step))
+                self.state.statistics.put_back()
 
     def _save_input(self, prefix: str) -> bool:
         """Writes the position in the training data; returns whether that is possible."""
@@ -302,7 +317,10 @@ class Checkpoints:
             record = self._restore_one(number, with_input)
             if record is not None:
                 return record
-        if steps or any(self._folder.glob("*.index")):
+        # A single user's part beside a folder of the engine's without any record is what is left of
+        # a first checkpoint that was never finished: the run begins anew.
+        parts = list(self._folder.glob("*.index"))
+        if steps or len(parts) > 1 or (parts and not self._engine_folder.exists()):
             raise SetupError(
                 f"{self._folder}: there are checkpoints, but none of them is whole; to start over, "
                 "choose another run_name or remove the folder."
@@ -351,13 +369,13 @@ class Checkpoints:
             return None
         if with_input:
             self._restore_input(record)
+            self._restore_statistics(record)
         set_freeze_flags(self.state.train_model, record.frozen)
         self.examples = record.examples
         self.done = set(record.done)
         self.evaluated = record.evaluated
         self.saved_step = record.step
         self.state.metrics = record.metrics
-        self.state.statistics.averaged_at = record.step
         return record
 
     def _read_parts(self, step: int) -> Record:

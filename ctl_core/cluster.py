@@ -19,12 +19,16 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.config import Config
-from ctl_core.errors import PeerLost, RunError, SetupError
+from ctl_core.errors import CtlError, PeerLost, RunError, SetupError
 from ctl_core.strategy import Task
 
 # What TensorFlow says on the processes that are left when one is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _ABORTED = "Collective ops is aborted by"
+_GONE = (
+    "another process of the cluster is gone; started again, all of them, the run goes on from its "
+    "last checkpoint."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,24 +151,38 @@ class Cluster:
                 "them the same config.yaml, CTL_ variables and flags."
             )
 
-    @contextlib.contextmanager
-    def peers(self) -> Iterator[None]:
+    def peers(self) -> contextlib.AbstractContextManager[None]:
         """Turns what TensorFlow raises when another process is gone into ``PeerLost``."""
-        try:
-            yield
-        except tf.errors.OpError as error:
-            if self.lost(error):
-                raise PeerLost(
-                    "another process of the cluster is gone; started again, all of them, the run "
-                    "goes on from its last checkpoint."
-                ) from error
-            raise
+        return peers(self.task)
 
     def lost(self, error: tf.errors.OpError) -> bool:
         """Whether an error says that another process is gone, or failed first."""
-        if self.task.processes == 1:
-            return False
-        return isinstance(error, _LOST) or _ABORTED in str(error)
+        return _lost(self.task, error)
+
+
+@contextlib.contextmanager
+def peers(task: Task) -> Iterator[None]:
+    """Turns what TensorFlow raises when another process is gone into ``PeerLost``."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if not _lost(task, error):
+            raise
+        raise PeerLost(_GONE) from error
+    except PeerLost:
+        raise
+    except CtlError as error:
+        # What a hook raised: trouble of its own, with a file system say, names no task.
+        cause = error.__cause__
+        if not (_lost(task, cause) and (_ABORTED in str(cause) or "/job:" in str(cause))):
+            raise
+        raise PeerLost(_GONE) from error
+
+
+def _lost(task: Task, error: BaseException | None) -> bool:
+    if task.processes == 1 or not isinstance(error, tf.errors.OpError):
+        return False
+    return isinstance(error, _LOST) or _ABORTED in str(error)
 
 
 def _digest(text: str) -> int:

@@ -61,6 +61,11 @@ def supervised() -> bool:
     return PIPE in os.environ
 
 
+def chief() -> bool:
+    """Whether this process is worker 0 of a supervisor, whose console it has."""
+    return supervised() and '"index": 0}' in os.environ.get("TF_CONFIG", "")
+
+
 def die_with_supervisor() -> None:
     """In a worker, starts a thread that ends it, and what it started, when its supervisor ends."""
     with contextlib.suppress(KeyError, ValueError, OSError):

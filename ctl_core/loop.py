@@ -23,7 +23,7 @@ import tensorflow as tf
 from ctl_core.accumulate import joined, take_update
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.chunks import ChunkLength
-from ctl_core.cluster import Cluster, Word
+from ctl_core.cluster import Cluster, Word, peers
 from ctl_core.config import Config
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, StopTraining
@@ -36,6 +36,9 @@ from ctl_core.randomness import RANDOM_OPS, spread
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
 from ctl_core.strategy import read_task
+
+# How long a signal may be repeated without meaning a second one (seconds).
+SAME_SIGNAL = 1.0
 
 
 def train(callbacks: Any, config: Config) -> State:
@@ -51,6 +54,7 @@ def train(callbacks: Any, config: Config) -> State:
     Raises:
         SetupError: a setting or a hook cannot work; nothing was trained.
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
+        PeerLost: another process of the cluster is gone.
     """
     if config.workers > 1 and not os.environ.get("TF_CONFIG"):
         raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
@@ -58,7 +62,12 @@ def train(callbacks: Any, config: Config) -> State:
         raise SetupError("steps: say how long to train, with steps or epochs.")
     task = read_task(config)
     run, console = Run(config, task), Console(shown=task.chief)
-    with session(run, console), policy(config.precision), Signals() as signals:
+    with (
+        session(run, console),
+        policy(config.precision),
+        peers(task),
+        Signals() as signals,
+    ):
         if task.chief:
             run.lock()
         state = create_state(callbacks, config, run, console)
@@ -139,6 +148,8 @@ def _loop(
             _evaluate_and_save(state, checkpoints, run, console, agree, schedule)
     run.flush()
     checkpoints.save(due=True)
+    with state.cluster.peers():
+        state.statistics.average()
     state.stopped_by = agree.signal if step < last else None
 
 
@@ -165,8 +176,7 @@ def _evaluate_and_save(
     """Evaluates if that is due and not done, then saves: a checkpoint holds what came before."""
     step = state.step
     if state.evaluation and schedule.evaluation_due(step) and checkpoints.evaluated != step:
-        with _blame(state):
-            state.statistics.average(step)
+        with _blame(state), state.statistics.averaged():
             values = evaluate(state.evaluation, agree)
         if values is not None:
             state.metrics = values
@@ -378,10 +388,18 @@ class Agreement:
 
 
 class Signals:
-    """Notes SIGTERM and SIGINT instead of dying of them; a second one is not held back."""
+    """Notes SIGTERM and SIGINT instead of dying of them; a second one is not held back.
+
+    What comes within a second of the first is taken for the same: a process manager may signal
+    a whole cluster, of which the supervisor passes it on as well.
+
+    Attributes:
+        received: the number of the first one, or None
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._at = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -397,8 +415,12 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
-        self.received = number
-        signal.signal(number, self._before[number])
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._at = number, now
+        elif now - self._at > SAME_SIGNAL:
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
 
 
 @contextmanager

@@ -238,6 +238,11 @@ def _check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
             f"{type(manager).__name__}, expected a tf.train.Checkpoint and a "
             "tf.train.CheckpointManager."
         )
+    if getattr(manager, "_max_to_keep", None) == 1:
+        raise SetupError(
+            f"{hook.name} ({hook.where}): max_to_keep=1 deletes the only checkpoint before the "
+            "next is whole, so that a process killed while saving leaves none; keep 2 or more."
+        )
 
 
 def _build_variables(parts: Parts, element_spec: Any) -> tuple[dict[str, list[Any]], Any]:

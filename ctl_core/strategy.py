@@ -6,12 +6,19 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
 from ctl_core.config import Config
-from ctl_core.errors import SetupError
+from ctl_core.errors import PeerLost, SetupError, one_line
+
+# After which a process says that it is waiting for the others to start (seconds).
+PATIENCE = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +28,12 @@ class Task:
     Attributes:
         processes: how many train together
         index: this one's number, from 0; number 0 is the chief
-        address: of the chief, for messages
+        addresses: of all processes, as host:port
     """
 
     processes: int = 1
     index: int = 0
-    address: str = ""
+    addresses: tuple[str, ...] = ()
 
     @property
     def chief(self) -> bool:
@@ -67,7 +74,7 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
         ) from error
     if len(tasks) > 1 and config.run_name is None:
         raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
-    return Task(len(tasks), place, cluster[tasks[0][0]][0])
+    return Task(len(tasks), place, tuple(cluster[name][number] for name, number in tasks))
 
 
 def prepare(config: Config) -> Task:
@@ -78,12 +85,13 @@ def prepare(config: Config) -> Task:
 
     Raises:
         SetupError: TensorFlow has started otherwise.
+        PeerLost: the cluster cannot be joined.
     """
     task = read_task(config)
     if config.virtual_devices > 1:
         _split_cpu(config.virtual_devices)
     if task.processes > 1:
-        _join_cluster(config)
+        _join_cluster(config, task)
     return task
 
 
@@ -98,7 +106,7 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     """
     task = prepare(config)
     if task.processes > 1:
-        strategy = _join_cluster(config)
+        strategy = _join_cluster(config, task)
         _check_batch_size(config, strategy.num_replicas_in_sync)
         return strategy
     devices = _devices(config)
@@ -128,18 +136,72 @@ def _check_batch_size(config: Config, replicas: int) -> None:
 _joined: dict[tuple[str, int], tf.distribute.Strategy] = {}
 
 
-def _join_cluster(config: Config) -> tf.distribute.Strategy:
+def joined() -> bool:
+    """Whether this process is in a cluster, where TensorFlow's own end waits for the others."""
+    return bool(_joined)
+
+
+def _join_cluster(config: Config, task: Task) -> tf.distribute.Strategy:
     key = (os.environ["TF_CONFIG"], config.virtual_devices)
     if key not in _joined:
         try:
-            with _cpu_devices(config.virtual_devices):
+            with _cpu_devices(config.virtual_devices), _waiting(task), _interruptible():
                 _joined[key] = tf.distribute.MultiWorkerMirroredStrategy()
         except RuntimeError as error:
             raise SetupError(
                 "TF_CONFIG: TensorFlow has started before the cluster was joined; restart the "
                 "Python process, or train before other TensorFlow calls."
             ) from error
+        except tf.errors.OpError as error:
+            own = task.addresses[task.index]
+            why = one_line(error.message, 200)
+            if "start gRPC server" in why:
+                why = "its port is taken, perhaps by a process of an earlier start"
+            raise PeerLost(f"{own}: this process cannot join its cluster: {why}.") from error
     return _joined[key]
+
+
+# Prints the text it is given after some seconds, unless its input ends before.
+_SAY_LATER = """
+import sys, threading
+timer = threading.Timer(float(sys.argv[1]), lambda: print(sys.argv[2], flush=True))
+timer.daemon = True
+timer.start()
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def _waiting(task: Task) -> Iterator[None]:
+    """Says so, once, where the other processes keep this one waiting.
+
+    It takes a small process to say it: TensorFlow lets no Python run here while it waits.
+    """
+    others = [a for index, a in enumerate(task.addresses) if index != task.index]
+    text = f"waiting for the other processes of the cluster: {', '.join(others)}"
+    command = [sys.executable, "-ISc", _SAY_LATER, str(PATIENCE), text]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    except OSError:  # no process to be had: the wait is a silent one
+        yield
+        return
+    with process:  # closes its input and waits for it
+        yield
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end a process that waits inside TensorFlow, where no Python handler runs."""
+    ours = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

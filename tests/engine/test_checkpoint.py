@@ -156,6 +156,25 @@ def test_the_managers_own_list_is_not_needed(train: Train, damage: Any) -> None:
     assert seen == [11, 12]
 
 
+def test_a_first_checkpoint_that_was_never_finished_is_none(train: Train) -> None:
+    folder = train(make_hooks(), steps=5).run_dir / "ckpt"
+    for path in folder.glob("engine/ckpt-5.*"):  # written after the user's part
+        path.unlink()
+    seen: list[int] = []
+    train(make_hooks(every_steps={1: lambda step, loss: seen.append(step)}), steps=6)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert numbers(folder, "engine/ckpt-*.json") == [6]
+
+
+def test_one_checkpoint_to_keep_is_too_few(train: Train) -> None:
+    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
+        ckpt = tf.train.Checkpoint(train_model=train_model)
+        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=1)
+
+    with pytest.raises(ctl_core.SetupError, match=r"test_checkpoint.py:\d+\): max_to_keep=1 del"):
+        train(make_hooks(create_ckpt=create_ckpt))
+
+
 def test_no_whole_checkpoint_stops_instead_of_starting_over(train: Train) -> None:
     state = train(make_hooks(), steps=10, ckpt_every=5)
     for path in (state.run_dir / "ckpt").glob("ckpt-*.data*"):

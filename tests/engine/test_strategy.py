@@ -25,11 +25,11 @@ def test_without_tf_config_a_process_is_alone() -> None:
 
 
 def test_the_first_worker_is_the_chief_unless_there_is_one() -> None:
-    assert task_of({"worker": HOSTS}, "worker", 0) == Task(3, 0, "a:1")
-    assert task_of({"worker": HOSTS}, "worker", 2) == Task(3, 2, "a:1")
+    assert task_of({"worker": HOSTS}, "worker", 0) == Task(3, 0, ("a:1", "b:2", "c:3"))
+    assert task_of({"worker": HOSTS}, "worker", 2) == Task(3, 2, ("a:1", "b:2", "c:3"))
     with_chief = {"worker": HOSTS, "chief": ["d:4"]}
-    assert task_of(with_chief, "chief", 0) == Task(4, 0, "d:4")
-    assert task_of(with_chief, "worker", 0) == Task(4, 1, "d:4")
+    assert task_of(with_chief, "chief", 0) == Task(4, 0, ("d:4", "a:1", "b:2", "c:3"))
+    assert task_of(with_chief, "worker", 0) == Task(4, 1, ("d:4", "a:1", "b:2", "c:3"))
 
 
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
