@@ -156,19 +156,24 @@ def by_hand(kind: str, steps: int, batch_size: int, rate: float) -> list[np.ndar
 SIZES = (1, 7, 23, 24, 25)
 
 
-def eval_hooks(size: int) -> SimpleNamespace:
-    """Evaluates the first ``size`` examples, with a mean and a sum as metrics."""
+def eval_hooks(size: int, **hooks: Any) -> SimpleNamespace:
+    """Evaluates the first ``size`` examples, with a mean and a count as metrics."""
     data = tuple(part[:size] for part in regression_data())
 
-    class Seen(keras.metrics.Sum):
-        def update_state(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
-            return super().update_state(tf.ones_like(target))
+    def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(data).batch(per_replica_batch_size)
 
     return make_hooks(
-        create_eval_dataset=lambda per_replica_batch_size: tf.data.Dataset.from_tensor_slices(
-            data
-        ).batch(per_replica_batch_size),
-        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError(), "seen": Seen()},
+        create_eval_dataset=create_eval_dataset,
+        create_metrics=lambda: {
+            "error": keras.metrics.MeanAbsoluteError(),
+            "seen": keras.metrics.Sum(),
+        },
+        metric_pre=lambda output, batch: {
+            "error": (batch[1], output),
+            "seen": tf.ones(tf.shape(output)[0]),
+        },
+        **hooks,
     )
 
 

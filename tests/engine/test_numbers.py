@@ -169,8 +169,9 @@ def by_hand(case: str, optimizer: Any, clip: float | None) -> tuple[list[np.ndar
     return model.get_weights(), norms
 
 
-# With batch normalisation each replica normalises over its own batch: one device only.
-RUNS = [(case, n) for case in CASES for n in ((1,) if case == "batch_norm" else (1, 2, 4))]
+# With batch normalisation each replica normalises over its own batch: one device only. More
+# replicas, and processes, are test_cluster.py's part; tracing for them is what costs here.
+RUNS = [(case, n) for case in CASES for n in ((1,) if case == "batch_norm" else (1, 2))]
 
 
 @pytest.mark.parametrize(("case", "replicas"), RUNS)
@@ -196,7 +197,7 @@ def test_weights_equal_those_of_a_plain_loop(
         np.testing.assert_allclose(weight, reference, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_default_update_clips_at_ten_and_drops_nan(train: Train, replicas: int) -> None:
     def steep(loss_input: Any) -> tf.Tensor:
         output, target = loss_input
