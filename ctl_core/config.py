@@ -66,6 +66,7 @@ class Config:
         max_restarts: how often a cluster is started again after a crash of one of its workers
         max_chunk: most steps inside one graph call
         deterministic: bit-identical results from run to run (op determinism), slower
+        profile: START:STOP profiles the steps after START up to STOP, for TensorBoard
         runs_dir: folder that holds the runs
         debug: show tracebacks and TensorFlow's own messages on the console
         hparams: free values of your own; hooks get them as hparams
@@ -87,6 +88,7 @@ class Config:
     max_restarts: int = 3
     max_chunk: int = 1000
     deterministic: bool = False
+    profile: str | None = None
     runs_dir: str = "runs"
     debug: bool = False
     hparams: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -151,7 +153,25 @@ class Config:
         if not isinstance(self.runs_dir, str | os.PathLike) or not str(self.runs_dir).strip():
             raise SetupError(f"runs_dir: expected the name of a folder, got {self.runs_dir!r}.")
         object.__setattr__(self, "runs_dir", str(self.runs_dir))
+        _ = self.profile_steps
         self._check_hparams()
+
+    @property
+    def profile_steps(self) -> tuple[int, int] | None:
+        """The steps to profile: after the first up to the second; None for none.
+
+        Raises:
+            SetupError: ``profile`` names no such steps.
+        """
+        if self.profile is None:
+            return None
+        found = re.fullmatch(r"(\d+):(\d+)", str(self.profile))
+        if found is None or int(found[1]) >= int(found[2]):
+            raise SetupError(
+                f"profile: expected START:STOP, two step numbers of which the first is lower, such "
+                f"as 50:60, got {self.profile!r}."
+            )
+        return int(found[1]), int(found[2])
 
     def _check_hparams(self) -> None:
         if not isinstance(self.hparams, dict):

@@ -32,6 +32,7 @@ from ctl_core.freezing import freeze_flags
 from ctl_core.hooks import OBSERVED, Hook, Hooks
 from ctl_core.inputs import EMPTY
 from ctl_core.precision import policy
+from ctl_core.profile import Clock, Profile
 from ctl_core.randomness import RANDOM_OPS, spread
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
@@ -86,10 +87,19 @@ def train(callbacks: Any, config: Config) -> State:
             console.listeners.append(run.write)
         console.say(_opening(state, start, last, resumed=record is not None))
         console.start(start, last)
+        profile = Profile(config.profile_steps if task.chief else None, run.path / "tb" / "train")
+        state.clock = Clock()
         seconds = time.monotonic()
-        _loop(state, checkpoints, run, console, signals, last)
+        try:
+            _loop(state, checkpoints, run, console, signals, profile, last)
+        finally:
+            note = profile.end()
         run.flush()
         console.stop()
+        if note:
+            console.say(note)
+        if start < last:
+            console.say(state.clock.summary())
         console.say(_closing(state, start, last, time.monotonic() - seconds))
     return state
 
@@ -100,22 +110,25 @@ def _loop(
     run: Run,
     console: Console,
     signals: Signals,
+    profile: Profile,
     last: int,
 ) -> None:
     """Trains to step ``last``: a chunk, then what is due, then the next chunk."""
-    schedule = Schedule(state.hooks, state.config, last)
+    schedule = Schedule(state.hooks, state.config, last, profile.marks)
     chunk = ChunkLength(state.config.max_chunk)
     functions: StepFunctions = state.functions
     agree = Agreement(state.cluster, signals)
     step = state.step
+    clock = state.clock
     agree(Word(chunk=chunk.limit, step=step, frozen=functions.frozen))
     _evaluate_and_save(state, checkpoints, run, console, agree, schedule)
+    profile.at(step)
     while step < last and not agree.signal:
         stop = schedule.next_stop(step)
         due = schedule.due(stop)
         wanted = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
         before, values, end = step, {}, False
-        with _blame(state):
+        with _blame(state), clock.time("steps"):
             if stop == step + 1 and (wanted or schedule.every_step):
                 values = functions.observe(wanted)
                 step += 1
@@ -126,28 +139,32 @@ def _loop(
                 step += steps
         state.step_variable.assign(step)
         checkpoints.examples += (step - before) * state.config.batch_size
-        for passed in range(before + 1, step + (step != stop)):
-            for hook in schedule.deferred(passed):
-                hook(step=passed, dev=functions.devices)
-        if step == stop:
-            with run.writer("train").as_default(step=step):
-                try:
-                    for hook in due:
-                        hook(**_host_values(state, functions, step), **values)
-                except StopTraining as asked:
-                    console.say(f"step {step}: a hook ends training. {asked}".rstrip())
-                    end = True
-            checkpoints.done.update(n for n in state.hooks.at_step if n == step)
-            functions.refresh()
+        with clock.time("hooks"):
+            for passed in range(before + 1, step + (step != stop)):
+                for hook in schedule.deferred(passed):
+                    hook(step=passed, dev=functions.devices)
+            if step == stop:
+                with run.writer("train").as_default(step=step):
+                    try:
+                        for hook in due:
+                            hook(**_host_values(state, functions, step), **values)
+                    except StopTraining as asked:
+                        console.say(f"step {step}: a hook ends training. {asked}".rstrip())
+                        end = True
+                checkpoints.done.update(n for n in state.hooks.at_step if n == step)
+                functions.refresh()
         word = agree(Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen))
         chunk.limit, checkpoints.asked = word.chunk, word.save
         if word.end:
             schedule.end_at(step)
             last = step
         if step == stop:
+            if note := profile.at(step):
+                console.say(note)
             _evaluate_and_save(state, checkpoints, run, console, agree, schedule)
     run.flush()
-    checkpoints.save(due=True)
+    with clock.time("checkpoints"):
+        checkpoints.save(due=True)
     with state.cluster.peers():
         state.statistics.average()
     state.stopped_by = agree.signal if step < last else None
@@ -176,14 +193,15 @@ def _evaluate_and_save(
     """Evaluates if that is due and not done, then saves: a checkpoint holds what came before."""
     step = state.step
     if state.evaluation and schedule.evaluation_due(step) and checkpoints.evaluated != step:
-        with _blame(state), state.statistics.averaged():
+        with _blame(state), state.clock.time("evaluation"), state.statistics.averaged():
             values = evaluate(state.evaluation, agree)
         if values is not None:
             state.metrics = values
             checkpoints.evaluated = step
             console.values(step, "eval", values)
     run.flush()
-    checkpoints.save(due=schedule.save_due(step))
+    with state.clock.time("checkpoints"):
+        checkpoints.save(due=schedule.save_due(step))
 
 
 class Schedule:
@@ -193,10 +211,14 @@ class Schedule:
         every_step: whether a hook that is not deferred runs after each step
     """
 
-    def __init__(self, hooks: Hooks, config: Config, last: int) -> None:
+    def __init__(
+        self, hooks: Hooks, config: Config, last: int, marks: tuple[int, ...] = ()
+    ) -> None:
+        """Plans a run to step ``last``; after the steps in ``marks`` the graph is left, too."""
         self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
         self._at = hooks.at_step
         self._last = last
+        self._marks = marks
         self._ckpt_every, self._eval_every = config.ckpt_every, config.eval_every
         # Whether a step runs in a chunk or on its own must not depend on where a process began,
         # or a resumed run would compute some steps by another graph.
@@ -211,7 +233,7 @@ class Schedule:
     def next_stop(self, step: int) -> int:
         """Returns the next step after which the graph has to be left."""
         periodic = (step - step % n + n for n in self._periods)
-        once = (n for n in self._at if n > step)
+        once = (n for n in (*self._at, *self._marks) if n > step)
         return min(self._last, *periodic, *once, self._last)
 
     def due(self, step: int) -> list[Hook]:

@@ -21,6 +21,7 @@ from ctl_core.freezing import trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, check_same_data, create_input
 from ctl_core.precision import LossScale
+from ctl_core.profile import Clock
 from ctl_core.runs import Run, repair_list
 from ctl_core.step import (
     LearningRate,
@@ -48,6 +49,7 @@ class State:
         metrics: values of the last evaluation by name, or {}
         stopped_by: the number of the signal that ended training early, or None
         functions: the graph functions, while training (loop.StepFunctions)
+        clock: where the time goes, while training
         cluster: the processes that train together
         statistics: of batch normalisations, averaged over the replicas before they are read
     """
@@ -72,6 +74,7 @@ class State:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     stopped_by: int | None = None
     functions: Any = None
+    clock: Clock = dataclasses.field(default_factory=Clock)
 
     @property
     def step(self) -> int:

@@ -1,0 +1,92 @@
+"""Where the time of a run goes: a summary at its end, and a TensorBoard profile of some steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tensorflow as tf
+
+from ctl_core.errors import RunError, one_line
+
+PARTS = ("steps", "hooks", "evaluation", "checkpoints")
+
+
+class Clock:
+    """Adds up the seconds that each part of the outer loop takes; costs two readings a part.
+
+    Attributes:
+        seconds: by part, of ``PARTS``; tracing counts where it happens, mostly in steps
+        waited: of the steps' seconds, those in which they waited for their input
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.waited = 0.0
+        self._start = time.monotonic()
+
+    @contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        """Adds what happens within to a part, also if it fails."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.monotonic() - start
+
+    def summary(self) -> str:
+        """Says what share of the time since the clock was made went where, in one line."""
+        total = max(time.monotonic() - self._start, 1e-9)
+        steps = self.seconds["steps"]
+        waited = min(self.waited, steps)
+        shares = {"input": waited, **self.seconds, "steps": steps - waited}
+        shares["other"] = max(0.0, total - sum(shares.values()))
+        text = ", ".join(f"{name} {share / total:.0%}" for name, share in shares.items())
+        return f"time: {text} of {total:.1f} s"
+
+
+class Profile:
+    """Profiles the steps from ``start`` to ``stop`` for TensorBoard; without them, nothing.
+
+    TensorFlow's profiler slows down the steps that it looks at.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
+        self._steps = steps
+        self._folder = folder
+        self._running = False
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """The steps after which the graph has to be left for this."""
+        return self._steps or ()
+
+    def at(self, step: int) -> str | None:
+        """Starts or ends after a step, if it is time; returns what to tell the user.
+
+        Raises:
+            RunError: the profiler cannot be started, such as when another one is running.
+        """
+        if self._steps is None:
+            return None
+        start, stop = self._steps
+        if self._running and step >= stop:
+            return self.end()
+        if not self._running and start <= step < stop:
+            try:
+                tf.profiler.experimental.start(str(self._folder))
+            except tf.errors.OpError as error:
+                raise RunError(f"profile: cannot be started: {one_line(error.message)}") from error
+            self._running = True
+        return None
+
+    def end(self) -> str | None:
+        """Ends the profile, if it is running; returns what to tell the user."""
+        if not self._running or self._steps is None:
+            return None
+        self._running = False
+        tf.profiler.experimental.stop()
+        start, stop = self._steps
+        return f"the profile of steps {start} to {stop} is in {self._folder}"
