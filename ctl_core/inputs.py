@@ -37,6 +37,8 @@ class Input:
         sharded: whether the hooks shard for themselves
         unsavable: why the position cannot be saved exactly, or None
         accumulate_steps: how many elements of a replica make a step
+        timed: whether waiting is measured; TensorFlow has no clock where ops are deterministic
+        waited: seconds that steps have waited for elements, a float64 scalar
     """
 
     strategy: tf.distribute.Strategy
@@ -47,11 +49,24 @@ class Input:
     sharded: bool
     unsavable: str | None
     accumulate_steps: int = 1
+    timed: bool = True
+    waited: tf.Variable = dataclasses.field(default_factory=lambda: _seconds())
 
     def draw(self) -> Any:
         """Draws the next element for each local replica; runs inside a graph function."""
-        values = [next(self.iterator) for _ in range(self.replicas)]
+        if not self.timed:
+            return deal(self.strategy, [next(self.iterator) for _ in range(self.replicas)])
+        start = tf.timestamp()
+        with tf.control_dependencies([start]):
+            values = [next(self.iterator) for _ in range(self.replicas)]
+        with tf.control_dependencies(tf.nest.flatten(values, expand_composites=True)):
+            self.waited.assign_add(tf.timestamp() - start)
         return deal(self.strategy, values)
+
+    @property
+    def seconds_waited(self) -> float | None:
+        """How long steps have waited for their elements, if that is measured."""
+        return float(self.waited.numpy()) if self.timed else None
 
     def skip(self, elements: int) -> None:
         """Moves on by so many elements: the way to a position that could not be saved."""
@@ -70,6 +85,11 @@ class Input:
             elements = int(self.epoch.reduce(tf.constant(0, tf.int64), lambda n, *_: n + 1))
         replicas = self.replicas if self.sharded else self.strategy.num_replicas_in_sync
         return elements // (replicas * self.accumulate_steps)
+
+
+def _seconds() -> tf.Variable:
+    with tf.device("CPU:0"):
+        return tf.Variable(0.0, dtype=tf.float64, trainable=False, name="waited")
 
 
 def deal(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:

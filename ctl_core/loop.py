@@ -94,6 +94,7 @@ def train(callbacks: Any, config: Config) -> State:
             _loop(state, checkpoints, run, console, signals, profile, last)
         finally:
             note = profile.end()
+            state.clock.waited = state.data.seconds_waited
         run.flush()
         console.stop()
         if note:

@@ -19,12 +19,12 @@ class Clock:
 
     Attributes:
         seconds: by part, of ``PARTS``; tracing counts where it happens, mostly in steps
-        waited: of the steps' seconds, those in which they waited for their input
+        waited: of the steps' seconds, those in which they waited for their input, if known
     """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.waited = 0.0
+        self.waited: float | None = None
         self._start = time.monotonic()
 
     @contextmanager
@@ -39,9 +39,10 @@ class Clock:
     def summary(self) -> str:
         """Says what share of the time since the clock was made went where, in one line."""
         total = max(time.monotonic() - self._start, 1e-9)
-        steps = self.seconds["steps"]
-        waited = min(self.waited, steps)
-        shares = {"input": waited, **self.seconds, "steps": steps - waited}
+        shares = dict(self.seconds)
+        if self.waited is not None:
+            waited = min(self.waited, shares["steps"])
+            shares = {"input": waited, **shares, "steps": shares["steps"] - waited}
         shares["other"] = max(0.0, total - sum(shares.values()))
         text = ", ".join(f"{name} {share / total:.0%}" for name, share in shares.items())
         return f"time: {text} of {total:.1f} s"
