@@ -290,7 +290,7 @@ class StepFunctions:
         key = (self._frozen, wanted)
         if key not in self._observe:
             self._observe[key] = self._trace_observe(wanted)
-        return self._observe[key]()  # type: ignore[no-any-return]
+        return self._observe[key]()[0]  # type: ignore[no-any-return]
 
     def trace_counts(self) -> list[int]:
         """Returns how often each graph function was traced."""
@@ -349,20 +349,19 @@ class StepFunctions:
         return run
 
     def _trace_observe(self, wanted: frozenset[str]) -> Any:
-        strategy = self._state.strategy
+        results = self._state.strategy.experimental_local_results
 
         @tf.function(autograph=False)
-        def observe() -> dict[str, Any]:
+        def observe() -> tuple[dict[str, Any], Any]:
             values = take_update(self._state.parts, self._state.data, wanted)
-            return {
-                name: tf.nest.map_structure(
-                    lambda value, name=name: _of_replicas(
-                        strategy.experimental_local_results(value), name
-                    ),
-                    part,
-                )
+            found = {
+                name: tf.nest.map_structure(lambda v, n=name: _of_replicas(results(v), n), part)
                 for name, part in values.items()
             }
+            # What is the same on all replicas is returned of all, though one is used: TensorFlow
+            # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
+            # the replicas' variables would no longer be equal.
+            return found, [results(v)[1:] for v in tf.nest.flatten(values)]
 
         return observe
 
