@@ -1,13 +1,14 @@
 # make demo   generate a project with defaults and train it on the CPU
 # make test   lint, then all tests
 # make lint   ruff, mypy, shellcheck
+# make bench  time the engine beside Keras fit and custom loops on the CPU
 #
 # Each makes the virtual environment it needs: .venv-demo for the demo, .venv for the others.
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 
-.PHONY: demo test lint
+.PHONY: demo test lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -23,6 +24,9 @@ lint: $(VENV)/.made
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
 	"$(VENV)/bin/shellcheck" .ci/run "{{cookiecutter.project_slug}}/train.sh"
+
+bench: $(VENV)/.made
+	"$(VENV)/bin/python" -m benchmarks
 
 $(DEMO_VENV)/.made: | python
 	"$(PYTHON)" -m venv "$(DEMO_VENV)"

@@ -1,0 +1,1 @@
+"""The engine beside Keras ``fit`` and custom loops: ``python -m benchmarks``."""

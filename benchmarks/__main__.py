@@ -1,0 +1,111 @@
+"""``python -m benchmarks``: the engine beside Keras ``fit`` and custom loops, on the CPU.
+
+Every peer trains the same model from the same weights, on the same data in the same order, with
+the same update; that their weights are equal is checked before they are timed, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import first_step
+from benchmarks.installed import has_orbit
+from benchmarks.report import Memory, Results, Timing, print_report
+
+# By number of devices, each of which is a process; memory needs one that did nothing before.
+SECTIONS: list[tuple[int, list[str]]] = [
+    (1, ["mlp/50", "mlp/10", "mlp/1", "cnn/50", "vgg/50", "embedding/50", "images/50"]),
+    (1, ["evaluation", "checkpoints"]),
+    (2, ["mlp/50", "cnn/50"]),
+    (4, ["mlp/50", "cnn/50"]),
+    (1, ["memory"]),
+]
+OWN_PROCESS = "start"
+NAMES = sorted({section.split("/")[0] for _, names in SECTIONS for section in names})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures and reports; returns the exit code."""
+    arguments = _parse(argv)
+    begun = time.monotonic()
+    chosen = arguments.only or [*NAMES, OWN_PROCESS]
+    rounds = arguments.rounds or (2 if arguments.quick else 5)
+    timings: list[Timing] = []
+    memory = None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results"
+        file.touch()
+        for devices, sections in SECTIONS:
+            wanted = [section for section in sections if section.split("/")[0] in chosen]
+            if wanted:
+                _work(devices, rounds, file, arguments.quick, wanted)
+        for line in file.read_text(encoding="utf-8").splitlines():
+            values = json.loads(line)
+            if "peer" in values:
+                timings.append(Timing(**values))
+            else:
+                memory = Memory(**values)
+    if OWN_PROCESS in chosen:
+        timings += first_step.measure(rounds)
+    results = Results(timings, memory)
+    notes = _notes(rounds, time.monotonic() - begun)
+    print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)
+    if arguments.json:
+        content = {**results.as_json(), "notes": notes}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="short segments, 2 rounds")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=[*NAMES, OWN_PROCESS],
+        help="one workload or measurement (may be given several times)",
+    )
+    parser.add_argument("--rounds", type=int, help="how often each peer is timed (default: 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to a file")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds is not None and arguments.rounds < 1:
+        parser.error(f"--rounds: expected a number from 1 up, got {arguments.rounds}")
+    return arguments
+
+
+def _work(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]) -> None:
+    """Lets a process of its own measure; its messages go to stderr."""
+    words = [str(devices), str(rounds), str(file), "quick" if quick else "whole", *sections]
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.worker", *words],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _notes(rounds: int, seconds: float) -> list[str]:
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, load {load}"
+    notes = [
+        f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians, goals "
+        "are compared with the median of each round's ratio; beside both stand their quartiles.",
+        "floor: the step in a bare loop in the graph, its data in memory. input alone: batches are "
+        "drawn, nothing is trained. many steps a call: 50, or 10 where the loss is read every 10.",
+    ]
+    if not has_orbit():
+        notes.append("Orbit is not installed, and was left out.")
+    return notes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Stops and starts training loops, so that several can be timed in turn, a segment at a time.
+
+A loop that is not ours, such as Keras ``fit``, cannot be left and entered again without paying
+for its start anew. So each peer trains in a thread of its own, of which only one runs at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Steps after which the weights are compared: one call of Keras with 50 steps a call.
+CHECKED = 50
+
+
+class Over(Exception):
+    """Raised in a loop that is to end."""
+
+
+class Pace:
+    """One loop that trains in a thread of its own, and stands still between two segments.
+
+    Attributes:
+        segment: steps timed at a time
+        weights: function that returns the model's weights, set by the loop; or None
+    """
+
+    def __init__(self, loop: Callable[[Pace], Any], segment: int) -> None:
+        """The loop has to call ``stop`` after each step that is ``due``."""
+        if segment <= CHECKED or segment % CHECKED:
+            raise ValueError(f"segment: expected a multiple of {CHECKED} above it, got {segment}.")
+        self.segment = segment
+        self.weights: Callable[[], list[Any]] | None = None
+        self._loop = loop
+        self._go, self._there = threading.Semaphore(0), threading.Semaphore(0)
+        self._start = self._seconds = 0.0
+        self._over = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._train, daemon=True)
+
+    def due(self, step: int) -> bool:
+        """Whether the loop has to stop after this step."""
+        return step == CHECKED or step % self.segment == 0
+
+    def stop(self) -> None:
+        """Ends the segment in the loop's thread; returns at the beginning of the next one.
+
+        Raises:
+            Over: there is no next one.
+        """
+        self._seconds = time.perf_counter() - self._start
+        self._there.release()
+        self._go.acquire()
+        if self._over:
+            raise Over
+        self._start = time.perf_counter()
+
+    def advance(self) -> float:
+        """Lets the loop train up to its next stop; returns the seconds that it took.
+
+        The first call takes it to step 50, the second one to the end of the first segment.
+        """
+        if not self._thread.is_alive():
+            self._start = time.perf_counter()
+            self._thread.start()
+        else:
+            self._go.release()
+        self._there.acquire()
+        if self._failure is not None:
+            raise self._failure
+        return self._seconds
+
+    def end(self) -> None:
+        """Ends the loop."""
+        self._over = True
+        self._go.release()
+        self._thread.join()
+
+    def _train(self) -> None:
+        try:
+            self._loop(self)
+            self._failure = RuntimeError("the loop has ended by itself.")
+        except Over:
+            return
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._there.release()
+
+
+def timed(paces: dict[str, Pace], rounds: int) -> dict[str, list[float]]:
+    """Times segments in turn; who begins changes from round to round.
+
+    Returns:
+        Seconds of a step by name, one for each round.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in paces}
+    names = list(paces)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(paces[name].advance() / paces[name].segment)
+    return seconds

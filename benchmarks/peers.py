@@ -1,0 +1,289 @@
+"""The training loops that are compared: each trains the same workload until it is told to end.
+
+Every function here has the form of ``Peer``: it builds model, data and optimizer, then loops,
+reads the loss every ``every`` steps on the host, and stops where its ``Pace`` says so.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import ctl_core
+from benchmarks.pace import CHECKED, Over, Pace
+from benchmarks.workloads import LEARNING_RATE, Workload, losses
+
+Peer = Callable[[Workload, tf.distribute.Strategy, int, Pace], None]
+STEPS_PER_CALL = 50
+
+
+def callbacks(work: Workload, **hooks: Any) -> SimpleNamespace:
+    """The workload as hooks of the engine; what is named replaces them."""
+
+    def update_pre(gradients: Any) -> Any:
+        if work.clip is None:
+            return gradients, gradients
+        return tf.clip_by_global_norm(gradients, work.clip)[0], gradients
+
+    base = {
+        "create_dataset": lambda per_replica_batch_size: work.dataset(per_replica_batch_size),
+        "create_model": work.create_model,
+        "create_loss": lambda: lambda loss_input: losses(loss_input[1], loss_input[0]),
+        "create_opt": lambda lr: work.create_opt(lr),
+        "update_pre": update_pre,
+        "every_steps": {},
+    }
+    return SimpleNamespace(**{**base, **hooks})
+
+
+def settings(work: Workload, folder: str, **others: Any) -> ctl_core.Config:
+    """Settings of a run that neither evaluates nor saves by itself."""
+    base = {"batch_size": work.batch_size, "learning_rate": LEARNING_RATE, "runs_dir": folder}
+    quiet = {"ckpt_every": 0, "eval_every": 0}
+    return ctl_core.Config(**{"steps": 2**40, **base, **quiet, **others})
+
+
+def engine(
+    work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace, **others: Any
+) -> None:
+    """``ctl_core.train``, as it is: a host hook reads the loss."""
+
+    def create_model() -> keras.Model:
+        model = work.create_model()
+        pace.weights = model.get_weights
+        return model
+
+    def read(loss: Any) -> None:
+        float(loss)
+
+    def stop() -> None:
+        try:
+            pace.stop()
+        except Over:
+            raise ctl_core.StopTraining from None
+
+    hooks = callbacks(
+        work,
+        create_model=create_model,
+        # After the hook that reads: what that costs belongs to the segment.
+        every_steps={every: read, pace.segment: stop}
+        if every != pace.segment
+        else {every: [read, stop]},
+        at_step={CHECKED: stop},
+    )
+    replicas = strategy.num_replicas_in_sync
+    with tempfile.TemporaryDirectory() as folder:
+        ctl_core.train(hooks, settings(work, folder, virtual_devices=replicas, **others))
+    raise Over
+
+
+class _Stops(keras.callbacks.Callback):
+    """Times epochs, each of which is a segment; that leaves out what Keras does between them."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self._pace = pace
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._pace.stop()
+
+
+class _Reads(keras.callbacks.Callback):
+    """Reads the loss every so many steps."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self._every = every
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if (batch + 1) % self._every == 0:
+            float(logs["loss"])
+
+
+def compiled(work: Workload, steps_per_call: int, **others: Any) -> keras.Model:
+    """The workload as a compiled Keras model."""
+    optimizer = work.create_opt(LEARNING_RATE)
+    optimizer.global_clipnorm = work.clip
+    model = work.create_model()
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        steps_per_execution=steps_per_call,
+        **others,
+    )
+    return model
+
+
+def fit(
+    work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace, per_call: int = 1
+) -> None:
+    """Keras ``fit`` without its progress bar: a callback reads the loss."""
+    with strategy.scope():
+        model = compiled(work, per_call)
+    pace.weights = model.get_weights
+    calls = [_Reads(every), _Stops(pace)]
+    data = work.endless()
+    quiet = {"callbacks": calls, "verbose": 0, "shuffle": False}  # Keras warns of its own default
+    model.fit(data, steps_per_epoch=CHECKED, **quiet)
+    model.fit(data, steps_per_epoch=pace.segment, epochs=2**40, **quiet)
+
+
+def fit_many(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+    """Keras ``fit`` with many steps a call: 50, or fewer where the loss is read more often."""
+    fit(work, strategy, every, pace, math.gcd(every, STEPS_PER_CALL))
+
+
+def clipped(work: Workload, gradients: Any) -> Any:
+    """The update."""
+    return gradients if work.clip is None else tf.clip_by_global_norm(gradients, work.clip)[0]
+
+
+def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+    """A custom loop as TensorFlow's guides have it: one call of a ``tf.function`` for a step."""
+    with strategy.scope():
+        model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+        optimizer.build(model.trainable_variables)
+    pace.weights = model.get_weights
+    data = work.endless()
+    several = strategy.num_replicas_in_sync > 1
+    if several:
+        data = strategy.experimental_distribute_dataset(data)
+
+    def on_replica(inputs: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(losses(labels, model(inputs, training=True))) / work.batch_size
+        gradients = clipped(work, tape.gradient(loss, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    @tf.function
+    def train_step(inputs: Any, labels: Any) -> Any:
+        if not several:
+            return on_replica(inputs, labels)
+        loss = strategy.run(on_replica, (inputs, labels))
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None)
+
+    for step, (inputs, labels) in enumerate(data, start=1):
+        loss = train_step(inputs, labels)
+        if step % every == 0:
+            float(loss)
+        if pace.due(step):
+            pace.stop()
+
+
+def floor(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+    """The step's operations in a bare loop in the graph, with all batches in memory already."""
+    model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+    optimizer.build(model.trainable_variables)
+    pace.weights = model.get_weights
+    batches = list(work.dataset(work.batch_size))
+    all_inputs, all_labels = (tf.stack(parts) for parts in zip(*batches, strict=True))
+
+    def body(step: Any) -> Any:
+        index = step % len(batches)
+        with tf.GradientTape() as tape:
+            logits = model(tf.gather(all_inputs, index), training=True)
+            loss = tf.reduce_sum(losses(tf.gather(all_labels, index), logits)) / work.batch_size
+        gradients = clipped(work, tape.gradient(loss, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return (step + 1,)
+
+    @tf.function(autograph=False)
+    def run(first: Any, last: Any) -> None:
+        tf.while_loop(lambda step: step < last, body, (first,))
+
+    _in_segments(run, pace)
+
+
+def drain(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+    """What the input costs: a loop in the graph that draws batches and trains nothing."""
+    iterator = iter(work.endless())
+
+    @tf.function(autograph=False)
+    def run(first: Any, last: Any) -> None:
+        def body(step: Any) -> Any:
+            next(iterator)
+            return (step + 1,)
+
+        tf.while_loop(lambda step: step < last, body, (first,))
+
+    _in_segments(run, pace)
+
+
+def _in_segments(run: Callable[[Any, Any], None], pace: Pace) -> None:
+    """Lets a graph loop take the steps from one to another, a segment in one call."""
+    step = 0
+    while True:
+        last = CHECKED if step == 0 else step - step % pace.segment + pace.segment
+        run(tf.constant(step), tf.constant(last))
+        step = last
+        pace.stop()
+
+
+def orbit(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+    """Orbit's controller and trainer, from TensorFlow's Model Garden."""
+    import orbit as library
+
+    with strategy.scope():
+        model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+        optimizer.build(model.trainable_variables)
+        step = tf.Variable(0, dtype=tf.int64, trainable=False)
+    pace.weights = model.get_weights
+    data = strategy.experimental_distribute_dataset(work.endless())
+
+    class Trainer(library.StandardTrainer):  # type: ignore[misc]
+        """One step; the loop around it is Orbit's."""
+
+        def __init__(self) -> None:
+            super().__init__(data)
+            self.loss = keras.metrics.Mean()
+
+        def train_loop_begin(self) -> None:
+            self.loss.reset_state()
+
+        def train_step(self, iterator: Any) -> None:
+            def on_replica(batch: Any) -> None:
+                inputs, labels = batch
+                with tf.GradientTape() as tape:
+                    total = tf.reduce_sum(losses(labels, model(inputs, training=True)))
+                    loss = total / work.batch_size
+                gradients = clipped(work, tape.gradient(loss, model.trainable_variables))
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+                self.loss.update_state(loss)
+                step.assign_add(1)
+
+            strategy.run(on_replica, (next(iterator),))
+
+        def train_loop_end(self) -> Any:
+            return {"loss": float(self.loss.result())}
+
+    with strategy.scope():
+        trainer = Trainer()
+    controller = library.Controller(
+        strategy=strategy,
+        trainer=trainer,
+        global_step=step,
+        steps_per_loop=math.gcd(every, STEPS_PER_CALL),
+    )
+    taken = 0
+    while True:
+        taken = CHECKED if taken == 0 else taken - taken % pace.segment + pace.segment
+        controller.train(taken, checkpoint_at_completion=False)
+        pace.stop()
+
+
+PEERS: dict[str, Peer] = {
+    "engine": engine,
+    "Keras fit": fit,
+    "Keras fit, many steps a call": fit_many,
+    "textbook loop": textbook,
+    "Orbit": orbit,
+    "floor": floor,
+    "input alone": drain,
+}

@@ -1,0 +1,226 @@
+"""One process of the benchmark: its devices are fixed when TensorFlow starts.
+
+``python -m benchmarks.worker DEVICES ROUNDS FILE QUICK SECTION...`` writes what it measures as
+JSON, a line for each result. A section is a workload with how often the loss is read, such as
+``mlp/50``, or one of ``evaluation``, ``checkpoints`` and ``memory``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ctl_core
+from benchmarks.installed import has_orbit
+from benchmarks.pace import CHECKED, Pace, timed
+from benchmarks.peers import PEERS, callbacks, compiled, engine, settings
+from benchmarks.report import Memory, Timing, memory_used
+from benchmarks.workloads import WORKLOADS, Workload
+from ctl_core.evaluation import evaluate
+
+# Of the same sums in another order; far below what another update would make.
+TOLERANCE = 1e-5
+ONE_DEVICE_ONLY = ("floor", "input alone")
+MEMORY_STEPS = 10_000
+EVALUATED = 100  # batches
+
+
+def steps(
+    work: Workload, devices: int, every: int, rounds: int, names: tuple[str, ...] | None = None
+) -> Iterator[Timing]:
+    """Times the peers on a workload, after a check that they train the same.
+
+    Args:
+        work: the workload
+        devices: how many replicas
+        every: the loss is read on the host so often, in steps
+        rounds: how often each peer is timed
+        names: the peers; default: all for which this makes sense
+    """
+    work = work.on(devices)
+    strategy = _strategy(devices)
+    names = names or tuple(name for name in PEERS if _fits(name, devices, every))
+    loops = {name: functools.partial(PEERS[name], work, strategy, every) for name in names}
+    paces = {name: Pace(loop, work.segment) for name, loop in loops.items()}
+    yield from _rounds(work.name, devices, every, paces, rounds)
+
+
+def _fits(name: str, devices: int, every: int) -> bool:
+    if name == "Orbit":
+        return has_orbit()
+    if name == "Keras fit, many steps a call":
+        return every > 1
+    return name not in ONE_DEVICE_ONLY or (devices == 1 and every == 50)
+
+
+def _strategy(devices: int) -> tf.distribute.Strategy:
+    """One for all peers but the engine, which makes its own."""
+    if devices == 1:
+        return tf.distribute.OneDeviceStrategy("CPU:0")
+    return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(devices)])
+
+
+def _rounds(
+    name: str, devices: int, every: int, paces: dict[str, Pace], rounds: int
+) -> Iterator[Timing]:
+    """Checks, warms up, times and ends the loops. One that fails, but the engine's, is noted."""
+    reference: list[Any] | None = None
+    for peer, pace in list(paces.items()):
+        begun = time.perf_counter()
+        try:
+            pace.advance()
+        except tf.errors.OpError as error:
+            if peer == "engine":
+                raise
+            del paces[peer]
+            yield Timing(name, devices, every, peer, [], failure=type(error).__name__)
+            continue
+        _note(f"{name}, {devices} devices, {peer}: {time.perf_counter() - begun:.1f} s to begin")
+        if pace.weights is not None:
+            reference = reference or pace.weights()
+            check_equal(pace.weights(), reference, f"{name}: {peer}")
+    timed(paces, 1)
+    for peer, seconds in timed(paces, rounds).items():
+        yield Timing(name, devices, every, peer, seconds)
+    for pace in paces.values():
+        pace.end()
+    gc.collect()
+
+
+def check_equal(weights: list[Any], reference: list[Any], what: str) -> None:
+    """Compares the weights of two peers.
+
+    Raises:
+        AssertionError: a weight differs by more than 1e-5 of itself or of its tensor's largest.
+    """
+    for weight, other in zip(weights, reference, strict=True):
+        np.testing.assert_allclose(
+            weight, other, TOLERANCE, TOLERANCE * np.abs(other).max(), err_msg=what
+        )
+
+
+def evaluation(rounds: int) -> Iterator[Timing]:
+    """Times evaluations of the same weights on the same data; a step is a batch."""
+    for make in (WORKLOADS["mlp"], WORKLOADS["cnn"]):
+        work = make()
+        loops: dict[str, Callable[[Pace], None]] = {
+            "engine": functools.partial(_evaluate, work),
+            "Keras evaluate": functools.partial(_evaluate_by_keras, work, 1),
+            "Keras evaluate, many steps a call": functools.partial(_evaluate_by_keras, work, 50),
+        }
+        paces = {name: Pace(loop, EVALUATED) for name, loop in loops.items()}
+        yield from _rounds(f"evaluation of {work.name}", 1, 0, paces, rounds)
+
+
+def _evaluated(work: Workload, batch_size: int) -> tf.data.Dataset:
+    return work.dataset(batch_size).repeat().take(EVALUATED)
+
+
+def _evaluate(work: Workload, pace: Pace) -> None:
+    hooks = callbacks(
+        work,
+        create_eval_dataset=lambda per_replica_batch_size: _evaluated(work, per_replica_batch_size),
+        create_metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        state = ctl_core.train(hooks, settings(work, folder, steps=0))
+    assert state.evaluation is not None
+    while True:
+        values = evaluate(state.evaluation) or {}
+        pace.weights = lambda values=values: list(values.values())
+        pace.stop()
+
+
+def _evaluate_by_keras(work: Workload, steps_per_call: int, pace: Pace) -> None:
+    model = compiled(work, steps_per_call, metrics=[keras.metrics.SparseCategoricalAccuracy()])
+    batches = _evaluated(work, work.batch_size).prefetch(tf.data.AUTOTUNE)
+    while True:
+        values = model.evaluate(batches, verbose=0)
+        pace.weights = lambda values=values: list(values)
+        pace.stop()
+
+
+def checkpoints(rounds: int) -> Iterator[Timing]:
+    """Times the engine on the CNN, without checkpoints and with one every 100 steps."""
+    work = dataclasses.replace(WORKLOADS["cnn"](), segment=200)
+    strategy = _strategy(1)
+    paces = {
+        name: Pace(functools.partial(engine, work, strategy, 50, ckpt_every=ckpt_every), 200)
+        for name, ckpt_every in {"engine": 0, "engine, saving every 100 steps": 100}.items()
+    }
+    yield from _rounds("checkpoints of cnn", 1, 50, paces, rounds)
+
+
+def memory(steps_between: int) -> Memory:
+    """Measures this process's memory while the engine trains the MLP and saves every 100 steps."""
+    work, used = WORKLOADS["mlp"](), []
+    warm = max(1000, steps_between // 10)
+
+    def note() -> None:
+        gc.collect()
+        used.append(memory_used())
+
+    hooks = callbacks(
+        work,
+        every_steps={50: lambda loss: float(loss)},
+        at_step={warm: note, warm + steps_between: note},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        last = warm + steps_between
+        ctl_core.train(hooks, settings(work, folder, steps=last, ckpt_every=100))
+    return Memory(steps_between, steps_between // 100, *used)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def shortened(work: Workload) -> Workload:
+    """The same with the shortest segments."""
+    return dataclasses.replace(work, segment=2 * CHECKED)
+
+
+def main(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]) -> None:
+    """Measures section after section and writes each result to the file at once."""
+    if devices > 1:
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0],
+            [tf.config.LogicalDeviceConfiguration()] * devices,
+        )
+    others: dict[str, Callable[[], Any]] = {
+        "evaluation": lambda: evaluation(rounds),
+        "checkpoints": lambda: checkpoints(rounds),
+        "memory": lambda: [memory(MEMORY_STEPS // 10 if quick else MEMORY_STEPS)],
+    }
+    with file.open("a", encoding="utf-8") as out:
+        for section in sections:
+            if section in others:
+                results = others[section]()
+            else:
+                name, every = section.split("/")
+                work = WORKLOADS[name]()
+                work = shortened(work) if quick else work
+                results = steps(work, devices, int(every), rounds)
+            for result in results:
+                print(json.dumps(dataclasses.asdict(result)), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(
+        int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "quick", sys.argv[5:]
+    )

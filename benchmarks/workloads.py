@@ -1,0 +1,196 @@
+"""What is trained: data, model and optimizer of each workload, the same for every peer.
+
+Data are random numbers made here, read in their order; weights depend on their shapes only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+LEARNING_RATE = 1e-3
+SEQUENCE, WORDS = 20, 5000
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A training to be timed.
+
+    Attributes:
+        name: as in the report
+        batch_size: global batch size
+        segment: steps that are timed at a time; a multiple of 50, above 50
+        dataset: (batch size) -> one pass over the data
+        create_model: a model with logits as its output, and always the same weights
+        create_opt: (learning rate) -> optimizer
+        clip: the global norm that gradients are clipped at; None: they are not. Keras clips the
+            gradients of each replica, not their sum, so that with several, nobody clips.
+    """
+
+    name: str
+    batch_size: int
+    segment: int
+    dataset: Callable[[int], tf.data.Dataset]
+    create_model: Callable[[], keras.Model]
+    create_opt: Callable[[Any], keras.optimizers.Optimizer]
+    clip: float | None = 1.0
+
+    def on(self, replicas: int) -> Workload:
+        """The workload as it is trained on several replicas."""
+        return self if replicas == 1 else dataclasses.replace(self, clip=None)
+
+    def endless(self) -> tf.data.Dataset:
+        """The pipeline that peers read: global batches without end."""
+        return self.dataset(self.batch_size).repeat().prefetch(tf.data.AUTOTUNE)
+
+
+def losses(labels: Any, logits: Any) -> Any:
+    """Cross-entropy, a number per example."""
+    return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+
+
+def nadam(rate: Any) -> keras.optimizers.Optimizer:
+    """The engine's default optimizer."""
+    return keras.optimizers.Nadam(learning_rate=rate, epsilon=0.001)
+
+
+def with_weights(*layers: Any) -> keras.Model:
+    """Makes a model of layers; the scale of each kernel is that of its inputs (He et al., 2015)."""
+    model = keras.Sequential(layers)
+    random = np.random.default_rng(1)
+
+    def weight(shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) < 2:
+            return np.zeros(shape)
+        return random.normal(scale=np.sqrt(2 / np.prod(shape[:-1])), size=shape)
+
+    model.set_weights([weight(w.shape) for w in model.get_weights()])
+    return model
+
+
+def sliced(inputs: np.ndarray, classes: int) -> Callable[[int], tf.data.Dataset]:
+    """Reads arrays in their order, with labels at random."""
+    labels = np.random.default_rng(2).integers(0, classes, len(inputs)).astype("int32")
+
+    def dataset(batch_size: int) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices((inputs, labels))
+        return examples.batch(batch_size, drop_remainder=True)
+
+    return dataset
+
+
+def normal(*shape: int) -> np.ndarray:
+    """Random inputs."""
+    return np.random.default_rng(3).normal(size=shape).astype("float32")
+
+
+def mlp() -> Workload:
+    """So little to compute that what is left is the loop's own cost."""
+    layer = keras.layers.Dense
+
+    def create_model() -> keras.Model:
+        return with_weights(keras.Input((16,)), layer(32, activation="relu"), layer(10))
+
+    return Workload("mlp", 32, 1000, sliced(normal(3200, 16), 10), create_model, nadam)
+
+
+def cnn() -> Workload:
+    """Images of 28x28, as in a first tutorial."""
+    layer = keras.layers
+
+    def create_model() -> keras.Model:
+        return with_weights(
+            keras.Input((28, 28, 1)),
+            layer.Conv2D(16, 3, activation="relu"),
+            layer.MaxPooling2D(),
+            layer.Conv2D(32, 3, activation="relu"),
+            layer.MaxPooling2D(),
+            layer.Flatten(),
+            layer.Dense(10),
+        )
+
+    return Workload("cnn", 64, 100, sliced(normal(1280, 28, 28, 1), 10), create_model, nadam)
+
+
+def vgg() -> Workload:
+    """Pairs of convolutions on images of 32x32 (Simonyan and Zisserman, 2014), made narrow."""
+    layer = keras.layers
+
+    def block(filters: int) -> list[Any]:
+        convolution = {"kernel_size": 3, "padding": "same", "activation": "relu"}
+        pair = [layer.Conv2D(filters, **convolution) for _ in range(2)]
+        return [*pair, layer.MaxPooling2D()]
+
+    def create_model() -> keras.Model:
+        blocks = [part for filters in (8, 16, 32) for part in block(filters)]
+        head = [layer.Flatten(), layer.Dense(64, activation="relu"), layer.Dense(10)]
+        return with_weights(keras.Input((32, 32, 3)), *blocks, *head)
+
+    return Workload("vgg", 16, 100, sliced(normal(320, 32, 32, 3), 10), create_model, nadam)
+
+
+def embedding() -> Workload:
+    """Sparse gradients, and an optimizer that leaves the other rows alone.
+
+    Nobody clips: Keras takes the norm before it adds up the rows of a word that occurs twice.
+    """
+    layer = keras.layers
+    words = np.random.default_rng(4).integers(0, WORDS, (3200, SEQUENCE)).astype("int32")
+
+    def create_model() -> keras.Model:
+        return with_weights(
+            keras.Input((SEQUENCE,), dtype="int32"),
+            layer.Embedding(WORDS, 32),
+            layer.GlobalAveragePooling1D(),
+            layer.Dense(2),
+        )
+
+    def create_opt(rate: Any) -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(rate)
+
+    return Workload("embedding", 32, 500, sliced(words, 2), create_model, create_opt, clip=None)
+
+
+def images() -> Workload:
+    """Bound by its input: JPEG images are decoded, cropped, flipped and brightened."""
+    noise = np.random.default_rng(5).integers(0, 255, (320, 12, 12, 3)).astype("uint8")
+    large = noise.repeat(8, axis=1).repeat(8, axis=2)
+    files = np.array([tf.io.encode_jpeg(image).numpy() for image in large])
+    labels = np.random.default_rng(2).integers(0, 10, len(files)).astype("int32")
+
+    def decode(index: Any, example: Any) -> Any:
+        file, label = example
+        seed = tf.stack([index, tf.constant(7, tf.int64)])
+        image = tf.image.stateless_random_crop(tf.io.decode_jpeg(file, 3), (64, 64, 3), seed)
+        image = tf.image.stateless_random_flip_left_right(image, seed)
+        image = tf.image.convert_image_dtype(image, tf.float32)
+        return tf.image.stateless_random_brightness(image, 0.1, seed), label
+
+    def dataset(batch_size: int) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices((files, labels)).enumerate()
+        decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
+        return decoded.batch(batch_size, drop_remainder=True)
+
+    def create_model() -> keras.Model:
+        return with_weights(
+            keras.Input((64, 64, 3)),
+            keras.layers.AveragePooling2D(16),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10),
+        )
+
+    return Workload("images", 32, 100, dataset, create_model, nadam)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "vgg": vgg,
+    "embedding": embedding,
+    "images": images,
+}

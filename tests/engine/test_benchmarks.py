@@ -1,0 +1,132 @@
+"""The benchmark's peers train the same; its report says what the numbers say. Nothing is timed."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks import peers, worker
+from benchmarks.pace import Over, Pace
+from benchmarks.report import Memory, Results, Timing, print_report
+from benchmarks.workloads import mlp
+
+NAMES = ("engine", "Keras fit", "textbook loop", "floor")
+
+
+def test_peers_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    check_equal = worker.check_equal
+
+    def check(weights: Any, reference: Any, what: str) -> None:
+        compared.append(what)
+        start = mlp().create_model().get_weights()
+        assert any(not np.allclose(w, s, rtol=1e-3) for w, s in zip(weights, start, strict=True))
+        check_equal(weights, reference, what)
+
+    monkeypatch.setattr(worker, "check_equal", check)
+    work = worker.shortened(mlp())
+    timings = list(worker.steps(work, devices=1, every=50, rounds=1, names=NAMES))
+    assert compared == [f"mlp: {name}" for name in NAMES]
+    assert [timing.peer for timing in timings] == list(NAMES)
+    assert all(len(timing.seconds) == 1 and timing.failure is None for timing in timings)
+
+
+def test_another_update_is_found() -> None:
+    weights = [np.ones((2, 3)), np.full(3, 0.1)]
+    other = [weights[0], weights[1] * (1 + 1e-4)]
+    worker.check_equal(weights, weights, "same")
+    with pytest.raises(AssertionError, match="other"):
+        worker.check_equal(other, weights, "other")
+
+
+def test_a_loop_stops_at_step_50_and_after_each_segment() -> None:
+    steps: list[int] = []
+
+    def loop(pace: Pace) -> None:
+        for step in range(1, 1000):
+            if pace.due(step):
+                steps.append(step)
+                pace.stop()
+
+    pace = Pace(loop, 100)
+    for expected in (50, 100, 200, 300):
+        assert pace.advance() >= 0
+        assert steps[-1] == expected
+    pace.end()
+    assert steps == [50, 100, 200, 300]
+
+
+def test_a_failure_in_a_loop_is_raised_where_it_is_driven() -> None:
+    def loop(pace: Pace) -> None:
+        raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        Pace(loop, 100).advance()
+    with pytest.raises(ValueError, match="segment"):
+        Pace(loop, 75)
+    assert issubclass(Over, Exception)
+
+
+def made_up() -> Results:
+    def one(peer: str, *micro: float, section: str = "mlp", failure: str | None = None) -> Timing:
+        return Timing(section, 1, 50, peer, [value / 1e6 for value in micro], None, failure)
+
+    return Results(
+        [
+            one("engine", 200, 100, 150),
+            one("Keras fit", 800, 500, 450),  # 4, 5 and 3 times as long
+            one("floor", 80, 80, 80),
+            one("input alone", 20, 20, 20),
+            one("engine", 1000, 1000, 1000, section="cnn"),
+            one("Keras fit", 900, 990, 1100, section="cnn"),
+            one("textbook loop", 3000, 3000, 3000, section="cnn"),
+            one("floor", 1, 1, 1, section="cnn"),  # no peer: it reads no data
+            one("Orbit", section="cnn", failure="InternalError"),
+        ],
+        Memory(steps=10_000, checkpoints=100, before=500.0, after=515.0),
+    )
+
+
+def test_goals_are_compared_with_the_median_of_each_rounds_ratio() -> None:
+    goals = {goal.text: (goal.measured, goal.reached) for goal in made_up().goals()}
+    assert goals == {
+        "mlp: Keras fit / engine": (pytest.approx(4.0), True),
+        "mlp: engine / (floor + input alone)": (pytest.approx(1.5), False),
+        "cnn: best peer (Keras fit) / engine": (pytest.approx(0.99), False),
+        "memory after 10000 steps / before": (pytest.approx(1.03), False),
+    }
+
+
+def test_report_shows_every_row_and_what_failed() -> None:
+    text = io.StringIO()
+    print_report(made_up(), Console(file=text, width=160), ["a note."])
+    lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    assert "mlp 1 every 50 engine 150 µs 125 µs – 175 µs 1.00" in lines
+    assert "Keras fit 500 µs 475 µs – 650 µs 4.00" in lines
+    assert "Orbit fails InternalError" in lines
+    assert any(line.startswith("mlp: Keras fit / engine ≥ 4.00 4.00") for line in lines)
+    assert lines[-1] == "a note."
+
+
+def test_json_holds_the_ratios_and_goals() -> None:
+    content = json.loads(json.dumps(made_up().as_json()))
+    fit = content["timings"][1]
+    assert (fit["peer"], fit["ratio_to_engine"]) == ("Keras fit", pytest.approx(4.0))
+    assert content["timings"][-1]["ratio_to_engine"] is None
+    assert [goal["reached"] for goal in content["goals"]] == [True, False, False, False]
+
+
+def test_another_peer_than_the_engine_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise worker.tf.errors.InvalidArgumentError(None, None, "no")
+
+    monkeypatch.setitem(peers.PEERS, "Keras fit", broken)
+    work = worker.shortened(mlp())
+    failed, timing = worker.steps(work, 1, 50, 1, ("Keras fit", "input alone"))
+    assert (failed.failure, failed.seconds) == ("InvalidArgumentError", [])
+    assert (timing.failure, len(timing.seconds)) == (None, 1)
