@@ -40,6 +40,8 @@ from ctl_core.strategy import read_task
 
 # How long a signal may be repeated without meaning a second one (seconds).
 SAME_SIGNAL = 1.0
+# Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
+FLUSH_INTERVAL = 1.0
 
 
 def train(callbacks: Any, config: Config) -> State:
@@ -122,14 +124,14 @@ def _loop(
     step = state.step
     clock = state.clock
     agree(Word(chunk=chunk.limit, step=step, frozen=functions.frozen))
-    _evaluate_and_save(state, checkpoints, run, console, agree, schedule)
+    _evaluate_and_save(state, step, checkpoints, run, console, agree, schedule)
     profile.at(step)
     while step < last and not agree.signal:
         stop = schedule.next_stop(step)
         due = schedule.due(stop)
         wanted = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
         before, values, end = step, {}, False
-        with _blame(state), clock.time("steps"):
+        with _blame(state, step), clock.time("steps"):
             if stop == step + 1 and (wanted or schedule.every_step):
                 values = functions.observe(wanted)
                 step += 1
@@ -138,7 +140,6 @@ def _loop(
                 with chunk.timed(steps):
                     functions.run(steps)
                 step += steps
-        state.step_variable.assign(step)
         checkpoints.examples += (step - before) * state.config.batch_size
         with clock.time("hooks"):
             for passed in range(before + 1, step + (step != stop)):
@@ -162,7 +163,7 @@ def _loop(
         if step == stop:
             if note := profile.at(step):
                 console.say(note)
-            _evaluate_and_save(state, checkpoints, run, console, agree, schedule)
+            _evaluate_and_save(state, step, checkpoints, run, console, agree, schedule)
     run.flush()
     with clock.time("checkpoints"):
         checkpoints.save(due=True)
@@ -185,6 +186,7 @@ def _host_values(state: State, functions: StepFunctions, step: int) -> dict[str,
 
 def _evaluate_and_save(
     state: State,
+    step: int,
     checkpoints: Checkpoints,
     run: Run,
     console: Console,
@@ -192,17 +194,23 @@ def _evaluate_and_save(
     schedule: Schedule,
 ) -> None:
     """Evaluates if that is due and not done, then saves: a checkpoint holds what came before."""
-    step = state.step
     if state.evaluation and schedule.evaluation_due(step) and checkpoints.evaluated != step:
-        with _blame(state), state.clock.time("evaluation"), state.statistics.averaged():
+        with (
+            _blame(state, step),
+            state.clock.time("evaluation"),
+            state.statistics.averaged(),
+        ):
             values = evaluate(state.evaluation, agree)
         if values is not None:
             state.metrics = values
             checkpoints.evaluated = step
             console.values(step, "eval", values)
-    run.flush()
-    with state.clock.time("checkpoints"):
-        checkpoints.save(due=schedule.save_due(step))
+    due = schedule.save_due(step)
+    saving = due or checkpoints.asked
+    run.flush(0.0 if saving else FLUSH_INTERVAL)
+    if saving:
+        with state.clock.time("checkpoints"):
+            checkpoints.save(due=due)
 
 
 class Schedule:
@@ -344,7 +352,8 @@ class StepFunctions:
                 take_update(self._state.parts, self._state.data, frozenset())
                 return (done + 1,)
 
-            tf.while_loop(lambda done: done < steps, body, (tf.constant(0, tf.int64),))
+            (done,) = tf.while_loop(lambda done: done < steps, body, (tf.constant(0, tf.int64),))
+            self._state.step_variable.assign_add(done)
 
         return run
 
@@ -354,6 +363,7 @@ class StepFunctions:
         @tf.function(autograph=False)
         def observe() -> tuple[dict[str, Any], Any]:
             values = take_update(self._state.parts, self._state.data, wanted)
+            self._state.step_variable.assign_add(1)
             found = {
                 name: tf.nest.map_structure(lambda v, n=name: _of_replicas(results(v), n), part)
                 for name, part in values.items()
@@ -464,9 +474,9 @@ def session(run: Run, console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def _blame(state: State) -> Iterator[None]:
+def _blame(state: State, step: int) -> Iterator[None]:
     """Turns a failure of TensorFlow's inside a graph call into one line that names the hook."""
-    step, hooks = state.step, state.hooks
+    hooks = state.hooks
     try:
         yield
     except tf.errors.OutOfRangeError as error:

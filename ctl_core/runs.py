@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ class Run:
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
         self._writers: dict[str, Any] = {}
+        self._flushes: list[Any] = []
+        self._flushed_at = 0.0
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._log = _Log(log, encoding="utf-8")
@@ -156,20 +159,32 @@ class Run:
     def writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer of ``train`` or ``eval``, created on first use."""
         if split not in self._writers:
-            self._writers[split] = (
+            writer = (
                 tf.summary.create_file_writer(str(self.path / "tb" / split))
                 if self.task.chief
                 else tf.summary.create_noop_writer()
             )
+            # TensorFlow flushes whenever an ``as_default`` ends, so after each step with a hook.
+            self._flushes.append(writer.flush)
+            writer.flush = lambda: None
+            self._writers[split] = writer
         return self._writers[split]
 
-    def flush(self) -> None:
-        """Puts what was written so far on the disk; done before each checkpoint."""
+    def flush(self, pause: float = 0.0) -> None:
+        """Puts what was written so far on the disk; done before each checkpoint.
+
+        Args:
+            pause: not if that was done less than so many seconds ago
+        """
+        now = time.monotonic()
+        if now - self._flushed_at < pause:
+            return
+        self._flushed_at = now
         with self._writing():
             if self._metrics is not None:
                 self._metrics.flush()
-            for writer in self._writers.values():
-                writer.flush()
+            for flush in self._flushes:
+                flush()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -187,10 +202,11 @@ class Run:
             with contextlib.suppress(OSError):
                 self._metrics.close()
             self._metrics = None
-        for writer in self._writers.values():
+        for writer, flush in zip(self._writers.values(), self._flushes, strict=True):
             with contextlib.suppress(tf.errors.OpError):
+                flush()
                 writer.close()
-        self._writers = {}
+        self._writers, self._flushes = {}, []
         logging.getLogger("ctl_core").removeHandler(self._log)
         self._log.close()
         self._held.close()
