@@ -274,6 +274,7 @@ class StepFunctions:
     def __init__(self, state: State) -> None:
         self.devices = tuple(state.strategy.extended.worker_devices)
         self._state = state
+        self._traced: list[Any] = []
         self._run: dict[tuple[bool, ...], Any] = {}
         self._observe: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
         self._frozen = tuple(freeze_flags(state.train_model))
@@ -290,20 +291,24 @@ class StepFunctions:
     def run(self, steps: int) -> None:
         """Takes ``steps`` steps in one graph call."""
         if self._frozen not in self._run:
-            self._run[self._frozen] = self._trace_run()
+            self._run[self._frozen] = self._concrete(self._trace_run())
         self._run[self._frozen](tf.constant(steps, tf.int64))
 
     def observe(self, wanted: frozenset[str]) -> dict[str, Any]:
         """Takes one step and returns the wanted values of it, eager."""
         key = (self._frozen, wanted)
         if key not in self._observe:
-            self._observe[key] = self._trace_observe(wanted)
+            self._observe[key] = self._concrete(self._trace_observe(wanted))
         return self._observe[key]()[0]  # type: ignore[no-any-return]
 
     def trace_counts(self) -> list[int]:
         """Returns how often each graph function was traced."""
-        functions = [*self._run.values(), *self._observe.values()]
-        return [function.experimental_get_tracing_count() for function in functions]
+        return [function.experimental_get_tracing_count() for function in self._traced]
+
+    def _concrete(self, function: Any) -> Any:
+        """Traces; the concrete function spares each call the search for the right trace."""
+        self._traced.append(function)
+        return function.get_concrete_function()
 
     def check(self, console: Console) -> None:
         """Traces a step and the evaluation before training starts, and warns of what shows.
@@ -311,9 +316,9 @@ class StepFunctions:
         Raises:
             SetupError: a hook raised, or returned something else than it should.
         """
-        function = self._run[self._frozen] = self._trace_run()
         try:
-            graph = function.get_concrete_function().graph
+            function = self._run[self._frozen] = self._concrete(self._trace_run())
+            graph = function.graph
             if self._state.evaluation is not None:
                 trace_evaluation(self._state.evaluation)
         except HookFailed as error:
