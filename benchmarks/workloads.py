@@ -179,7 +179,7 @@ def images() -> Workload:
     def create_model() -> keras.Model:
         return with_weights(
             keras.Input((64, 64, 3)),
-            keras.layers.AveragePooling2D(16),
+            keras.layers.Lambda(lambda images: images[:, ::16, ::16]),  # costs next to nothing
             keras.layers.Flatten(),
             keras.layers.Dense(10),
         )
