@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 memory = Memory(**values)
     if OWN_PROCESS in chosen:
-        timings += first_step.measure(rounds)
+        timings += first_step.measure(max(1, rounds // 2 + 1))
     results = Results(timings, memory)
     notes = _notes(rounds, time.monotonic() - begun)
     print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)

@@ -29,8 +29,8 @@ class Pace:
 
     def __init__(self, loop: Callable[[Pace], Any], segment: int) -> None:
         """The loop has to call ``stop`` after each step that is ``due``."""
-        if segment <= CHECKED or segment % CHECKED:
-            raise ValueError(f"segment: expected a multiple of {CHECKED} above it, got {segment}.")
+        if segment < CHECKED or segment % CHECKED:
+            raise ValueError(f"segment: expected a multiple of {CHECKED}, got {segment}.")
         self.segment = segment
         self.weights: Callable[[], list[Any]] | None = None
         self._loop = loop
@@ -60,7 +60,7 @@ class Pace:
     def advance(self) -> float:
         """Lets the loop train up to its next stop; returns the seconds that it took.
 
-        The first call takes it to step 50, the second one to the end of the first segment.
+        The first call takes it to step 50, the next one to the end of the segment it is in.
         """
         if not self._thread.is_alive():
             self._start = time.perf_counter()

@@ -68,15 +68,11 @@ def engine(
         except Over:
             raise ctl_core.StopTraining from None
 
-    hooks = callbacks(
-        work,
-        create_model=create_model,
-        # After the hook that reads: what that costs belongs to the segment.
-        every_steps={every: read, pace.segment: stop}
-        if every != pace.segment
-        else {every: [read, stop]},
-        at_step={CHECKED: stop},
-    )
+    # The stop comes last: what reading costs belongs to the segment.
+    every_steps: dict[int, Any] = {every: [read]}
+    every_steps.setdefault(pace.segment, []).append(stop)
+    at_step = {CHECKED: stop} if pace.segment > CHECKED else {}
+    hooks = callbacks(work, create_model=create_model, every_steps=every_steps, at_step=at_step)
     replicas = strategy.num_replicas_in_sync
     with tempfile.TemporaryDirectory() as folder:
         ctl_core.train(hooks, settings(work, folder, virtual_devices=replicas, **others))

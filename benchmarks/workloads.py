@@ -24,7 +24,7 @@ class Workload:
     Attributes:
         name: as in the report
         batch_size: global batch size
-        segment: steps that are timed at a time; a multiple of 50, above 50
+        segment: steps that are timed at a time; a multiple of 50
         dataset: (batch size) -> one pass over the data
         create_model: a model with logits as its output, and always the same weights
         create_opt: (learning rate) -> optimizer
@@ -96,7 +96,7 @@ def mlp() -> Workload:
     def create_model() -> keras.Model:
         return with_weights(keras.Input((16,)), layer(32, activation="relu"), layer(10))
 
-    return Workload("mlp", 32, 1000, sliced(normal(3200, 16), 10), create_model, nadam)
+    return Workload("mlp", 32, 500, sliced(normal(3200, 16), 10), create_model, nadam)
 
 
 def cnn() -> Workload:
@@ -114,7 +114,7 @@ def cnn() -> Workload:
             layer.Dense(10),
         )
 
-    return Workload("cnn", 64, 100, sliced(normal(1280, 28, 28, 1), 10), create_model, nadam)
+    return Workload("cnn", 64, 50, sliced(normal(1280, 28, 28, 1), 10), create_model, nadam)
 
 
 def vgg() -> Workload:
@@ -131,7 +131,7 @@ def vgg() -> Workload:
         head = [layer.Flatten(), layer.Dense(64, activation="relu"), layer.Dense(10)]
         return with_weights(keras.Input((32, 32, 3)), *blocks, *head)
 
-    return Workload("vgg", 16, 100, sliced(normal(320, 32, 32, 3), 10), create_model, nadam)
+    return Workload("vgg", 16, 50, sliced(normal(320, 32, 32, 3), 10), create_model, nadam)
 
 
 def embedding() -> Workload:
