@@ -63,7 +63,7 @@ class Cluster:
     def __init__(self, strategy: tf.distribute.Strategy, task: Task) -> None:
         self.task = task
         self._strategy = strategy
-        self._functions: dict[int, Any] = {}
+        self._exchange: Any = None
 
     def exchange(self, values: Sequence[int]) -> np.ndarray:
         """Gives every process the whole numbers of all; also a barrier.
@@ -77,12 +77,12 @@ class Cluster:
         own = np.array(values, np.int64)
         if self.task.processes == 1:
             return own[None]
-        if own.size not in self._functions:
-            self._functions[own.size] = self._trace(own.size)
+        if self._exchange is None:
+            self._exchange = self._trace()
         with self.peers():
-            return self._functions[own.size](own).numpy()  # type: ignore[no-any-return]
+            return self._exchange(own).numpy()  # type: ignore[no-any-return]
 
-    def _trace(self, size: int) -> Any:
+    def _trace(self) -> Any:
         """Builds the exchange: each adds up a table in which only its own row is not zero."""
         strategy, task = self._strategy, self.task
 
@@ -94,7 +94,7 @@ class Cluster:
             own = row[:, None] * values[None, :] * tf.cast(first, tf.int64)
             return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
-        @tf.function(autograph=False, input_signature=[tf.TensorSpec([size], tf.int64)])
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
         def exchange(values: tf.Tensor) -> tf.Tensor:
             table = strategy.run(on_replica, (values,))
             return strategy.experimental_local_results(table)[0]
