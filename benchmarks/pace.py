@@ -73,10 +73,10 @@ class Pace:
         return self._seconds
 
     def end(self) -> None:
-        """Ends the loop."""
+        """Ends the loop; what its thread still has to tear down after a second, it does alone."""
         self._over = True
         self._go.release()
-        self._thread.join()
+        self._thread.join(1.0)
 
     def _train(self) -> None:
         try:
