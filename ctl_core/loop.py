@@ -1,15 +1,12 @@
 """The outer loop: chunks of steps inside one graph call, then the hooks that are due.
 
-The inner loop is in the graph: ``StepFunctions.run`` takes many steps in one call, and
-``StepFunctions.observe`` takes one step and returns the values that due hooks name. Everything
-else happens here, between two calls: hooks, evaluation, checkpoints, signals.
+The inner loop is in the graph, see functions.py. Everything else happens here, between two calls:
+hooks, evaluation, checkpoints, signals.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -17,29 +14,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from ctl_core.accumulate import joined, take_update
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.chunks import ChunkLength
-from ctl_core.cluster import Cluster, Word, peers
+from ctl_core.cluster import Word, peers
 from ctl_core.config import Config
 from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, StopTraining
-from ctl_core.evaluation import evaluate, trace_evaluation
-from ctl_core.freezing import freeze_flags
-from ctl_core.hooks import OBSERVED, Hook, Hooks
+from ctl_core.errors import CtlError, RunError, SetupError, StopTraining
+from ctl_core.evaluation import evaluate
+from ctl_core.functions import StepFunctions
+from ctl_core.hooks import OBSERVED
 from ctl_core.inputs import EMPTY
 from ctl_core.precision import policy
 from ctl_core.profile import Clock, Profile
-from ctl_core.randomness import RANDOM_OPS, spread
+from ctl_core.randomness import spread
 from ctl_core.runs import Run
+from ctl_core.schedule import Schedule
+from ctl_core.signals import Agreement, Signals
 from ctl_core.state import State, create_state
 from ctl_core.strategy import read_task
 
-# How long a signal may be repeated without meaning a second one (seconds).
-SAME_SIGNAL = 1.0
 # Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
 FLUSH_INTERVAL = 1.0
 
@@ -211,253 +206,6 @@ def _evaluate_and_save(
     if saving:
         with state.clock.time("checkpoints"):
             checkpoints.save(due=due)
-
-
-class Schedule:
-    """Which hooks, evaluations and checkpoints are due after which step.
-
-    Attributes:
-        every_step: whether a hook that is not deferred runs after each step
-    """
-
-    def __init__(
-        self, hooks: Hooks, config: Config, last: int, marks: tuple[int, ...] = ()
-    ) -> None:
-        """Plans a run to step ``last``; after the steps in ``marks`` the graph is left, too."""
-        self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
-        self._at = hooks.at_step
-        self._last = last
-        self._marks = marks
-        self._ckpt_every, self._eval_every = config.ckpt_every, config.eval_every
-        # Whether a step runs in a chunk or on its own must not depend on where a process began,
-        # or a resumed run would compute some steps by another graph.
-        self.every_step = any(n == 1 and not hook.deferred for n, hook in self._every)
-        self._periods = {n for n, hook in self._every if not hook.deferred}
-        self._periods |= {n for n in (config.ckpt_every, config.eval_every) if n}
-
-    def end_at(self, step: int) -> None:
-        """Makes this step the last one."""
-        self._last = step
-
-    def next_stop(self, step: int) -> int:
-        """Returns the next step after which the graph has to be left."""
-        periodic = (step - step % n + n for n in self._periods)
-        once = (n for n in (*self._at, *self._marks) if n > step)
-        return min(self._last, *periodic, *once, self._last)
-
-    def due(self, step: int) -> list[Hook]:
-        """Returns the hooks to run after a step: every_steps first, each in its own order."""
-        return [hook for n, hook in self._every if step % n == 0] + list(self._at.get(step, ()))
-
-    def deferred(self, step: int) -> list[Hook]:
-        """Returns the hooks due after a step for which the graph was not left."""
-        return [hook for n, hook in self._every if hook.deferred and step % n == 0]
-
-    def evaluation_due(self, step: int) -> bool:
-        """Whether an evaluation belongs after this step."""
-        return step == self._last or bool(
-            step and self._eval_every and step % self._eval_every == 0
-        )
-
-    def save_due(self, step: int) -> bool:
-        """Whether a checkpoint belongs after this step."""
-        return bool(step and self._ckpt_every and step % self._ckpt_every == 0)
-
-
-class StepFunctions:
-    """The graph functions of the inner loop, traced once for each state of frozen layers.
-
-    Attributes:
-        devices: this process's replica devices
-    """
-
-    def __init__(self, state: State) -> None:
-        self.devices = tuple(state.strategy.extended.worker_devices)
-        self._state = state
-        self._traced: list[Any] = []
-        self._run: dict[tuple[bool, ...], Any] = {}
-        self._observe: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
-        self._frozen = tuple(freeze_flags(state.train_model))
-
-    def refresh(self) -> None:
-        """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
-        self._frozen = tuple(freeze_flags(self._state.train_model))
-
-    @property
-    def frozen(self) -> int:
-        """The state of frozen layers as a number."""
-        return hash(self._frozen)
-
-    def run(self, steps: int) -> None:
-        """Takes ``steps`` steps in one graph call."""
-        if self._frozen not in self._run:
-            self._run[self._frozen] = self._concrete(self._trace_run())
-        self._run[self._frozen](tf.constant(steps, tf.int64))
-
-    def observe(self, wanted: frozenset[str]) -> dict[str, Any]:
-        """Takes one step and returns the wanted values of it, eager."""
-        key = (self._frozen, wanted)
-        if key not in self._observe:
-            self._observe[key] = self._concrete(self._trace_observe(wanted))
-        return self._observe[key]()[0]  # type: ignore[no-any-return]
-
-    def trace_counts(self) -> list[int]:
-        """Returns how often each graph function was traced."""
-        return [function.experimental_get_tracing_count() for function in self._traced]
-
-    def _concrete(self, function: Any) -> Any:
-        """Traces; the concrete function spares each call the search for the right trace."""
-        self._traced.append(function)
-        return function.get_concrete_function()
-
-    def check(self, console: Console) -> None:
-        """Traces a step and the evaluation before training starts, and warns of what shows.
-
-        Raises:
-            SetupError: a hook raised, or returned something else than it should.
-        """
-        try:
-            function = self._run[self._frozen] = self._concrete(self._trace_run())
-            graph = function.graph
-            if self._state.evaluation is not None:
-                trace_evaluation(self._state.evaluation)
-        except HookFailed as error:
-            raise SetupError(str(error)) from error.__cause__
-        except Exception as error:
-            if made := re.search(r"Unable to lift tensor <tf.Tensor '([^']*)/Init", str(error)):
-                raise SetupError(
-                    f"a hook makes the variable {_base_name(made.group(1))} inside the step; make "
-                    "it in create_model. keras.random functions take one of the model's as seed."
-                ) from error
-            raise
-        if names := self._state.parts.without_gradient:
-            console.warn(
-                f"the loss does not depend on {', '.join(names[:5])}"
-                f"{' and others' if len(names) > 5 else ''}: not updated."
-            )
-        if generators := _foreign_generators(self._state, graph.variables):
-            console.warn(
-                f"a hook draws random numbers with {', '.join(generators)}, which is no part of "
-                "the model: no checkpoint holds its state, and a resumed run draws others. Keep "
-                "the generator, or the layer that has it, in an attribute of train_model."
-            )
-        definition = graph.as_graph_def()
-        nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-        if found := sorted({node.op for node in nodes} & RANDOM_OPS):
-            console.warn(
-                f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
-                "checkpoint can hold: a resumed run will draw others. Use a "
-                "keras.random.SeedGenerator of the model, or tf.random.stateless_*."
-            )
-
-    def _trace_run(self) -> Any:
-        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
-        def run(steps: tf.Tensor) -> None:
-            def body(done: tf.Tensor) -> tuple[tf.Tensor]:
-                take_update(self._state.parts, self._state.data, frozenset())
-                return (done + 1,)
-
-            (done,) = tf.while_loop(lambda done: done < steps, body, (tf.constant(0, tf.int64),))
-            self._state.step_variable.assign_add(done)
-
-        return run
-
-    def _trace_observe(self, wanted: frozenset[str]) -> Any:
-        results = self._state.strategy.experimental_local_results
-
-        @tf.function(autograph=False)
-        def observe() -> tuple[dict[str, Any], Any]:
-            values = take_update(self._state.parts, self._state.data, wanted)
-            self._state.step_variable.assign_add(1)
-            found = {
-                name: tf.nest.map_structure(lambda v, n=name: _of_replicas(results(v), n), part)
-                for name, part in values.items()
-            }
-            # What is the same on all replicas is returned of all, though one is used: TensorFlow
-            # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
-            # the replicas' variables would no longer be equal.
-            return found, [results(v)[1:] for v in tf.nest.flatten(values)]
-
-        return observe
-
-
-def _foreign_generators(state: State, used: Any) -> list[str]:
-    """Names the states of random generators that a step uses but the model does not own."""
-    variables = getattr(state.train_model, "variables", ())
-    own = {_base_name((v.value if isinstance(v, keras.Variable) else v).name) for v in variables}
-    names = {_base_name(variable.name) for variable in used} - own
-    return sorted(name for name in names if name.endswith(("seed_generator_state", "StateVar")))
-
-
-def _base_name(name: str) -> str:
-    """Leaves out which replica's copy of a variable the name means."""
-    return name.split(":")[0].split("/replica_")[0]
-
-
-def _of_replicas(values: tuple[Any, ...], name: str) -> Any:
-    """Makes one value out of those of the replicas.
-
-    Outputs and batches are concatenated along the batch axis; scalars in them become a vector
-    with an entry per replica. What was reduced is the same everywhere.
-    """
-    return joined(values) if name in ("output", "batch") else values[0]
-
-
-class Agreement:
-    """What all processes have agreed on; asked after each graph call.
-
-    Attributes:
-        signal: the signal that ends training, or 0; on every process the same
-    """
-
-    def __init__(self, cluster: Cluster, signals: Signals) -> None:
-        self.signal = 0
-        self._cluster = cluster
-        self._signals = signals
-
-    def __call__(self, word: Word) -> Word:
-        """Takes this process's word, adds the signal it received, and returns that of all."""
-        word = self._cluster.agree(
-            dataclasses.replace(word, signal=self.signal or self._signals.received or 0)
-        )
-        self.signal = word.signal
-        return word
-
-
-class Signals:
-    """Notes SIGTERM and SIGINT instead of dying of them; a second one is not held back.
-
-    What comes within a second of the first is taken for the same: a process manager may signal
-    a whole cluster, of which the supervisor passes it on as well.
-
-    Attributes:
-        received: the number of the first one, or None
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._at = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._before[number] = signal.signal(number, self._note)
-            except ValueError:  # not in the main thread: the program there decides
-                break
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: object) -> None:
-        now = time.monotonic()
-        if self.received is None:
-            self.received, self._at = number, now
-        elif now - self._at > SAME_SIGNAL:
-            signal.signal(number, self._before[number])
-            os.kill(os.getpid(), number)
 
 
 @contextmanager

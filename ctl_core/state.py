@@ -48,7 +48,7 @@ class State:
         ckpt, manager: as ``create_ckpt`` returned them
         metrics: values of the last evaluation by name, or {}
         stopped_by: the number of the signal that ended training early, or None
-        functions: the graph functions, while training (loop.StepFunctions)
+        functions: the graph functions, while training (functions.StepFunctions)
         clock: where the time goes, while training
         cluster: the processes that train together
         statistics: of batch normalisations, averaged over the replicas before they are read

@@ -1,0 +1,160 @@
+"""The inner loop: graph functions that take steps, traced once for each state of frozen layers.
+
+``run`` takes many steps in one call; ``observe`` takes one and returns the values that due hooks
+name. What an update is made of is accumulate.py's and step.py's part.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.accumulate import joined, take_update
+from ctl_core.console import Console
+from ctl_core.errors import HookFailed, SetupError
+from ctl_core.evaluation import trace_evaluation
+from ctl_core.freezing import freeze_flags
+from ctl_core.randomness import RANDOM_OPS
+from ctl_core.state import State
+
+
+class StepFunctions:
+    """The graph functions of the inner loop, traced once for each state of frozen layers.
+
+    Attributes:
+        devices: this process's replica devices
+    """
+
+    def __init__(self, state: State) -> None:
+        self.devices = tuple(state.strategy.extended.worker_devices)
+        self._state = state
+        self._traced: list[Any] = []
+        self._run: dict[tuple[bool, ...], Any] = {}
+        self._observe: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
+        self._frozen = tuple(freeze_flags(state.train_model))
+
+    def refresh(self) -> None:
+        """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
+        self._frozen = tuple(freeze_flags(self._state.train_model))
+
+    @property
+    def frozen(self) -> int:
+        """The state of frozen layers as a number."""
+        return hash(self._frozen)
+
+    def run(self, steps: int) -> None:
+        """Takes ``steps`` steps in one graph call."""
+        if self._frozen not in self._run:
+            self._run[self._frozen] = self._concrete(self._trace_run())
+        self._run[self._frozen](tf.constant(steps, tf.int64))
+
+    def observe(self, wanted: frozenset[str]) -> dict[str, Any]:
+        """Takes one step and returns the wanted values of it, eager."""
+        key = (self._frozen, wanted)
+        if key not in self._observe:
+            self._observe[key] = self._concrete(self._trace_observe(wanted))
+        return self._observe[key]()[0]  # type: ignore[no-any-return]
+
+    def trace_counts(self) -> list[int]:
+        """Returns how often each graph function was traced."""
+        return [function.experimental_get_tracing_count() for function in self._traced]
+
+    def _concrete(self, function: Any) -> Any:
+        """Traces; the concrete function spares each call the search for the right trace."""
+        self._traced.append(function)
+        return function.get_concrete_function()
+
+    def check(self, console: Console) -> None:
+        """Traces a step and the evaluation before training starts, and warns of what shows.
+
+        Raises:
+            SetupError: a hook raised, or returned something else than it should.
+        """
+        try:
+            function = self._run[self._frozen] = self._concrete(self._trace_run())
+            graph = function.graph
+            if self._state.evaluation is not None:
+                trace_evaluation(self._state.evaluation)
+        except HookFailed as error:
+            raise SetupError(str(error)) from error.__cause__
+        except Exception as error:
+            if made := re.search(r"Unable to lift tensor <tf.Tensor '([^']*)/Init", str(error)):
+                raise SetupError(
+                    f"a hook makes the variable {_base_name(made.group(1))} inside the step; make "
+                    "it in create_model. keras.random functions take one of the model's as seed."
+                ) from error
+            raise
+        if names := self._state.parts.without_gradient:
+            console.warn(
+                f"the loss does not depend on {', '.join(names[:5])}"
+                f"{' and others' if len(names) > 5 else ''}: not updated."
+            )
+        if generators := _foreign_generators(self._state, graph.variables):
+            console.warn(
+                f"a hook draws random numbers with {', '.join(generators)}, which is no part of "
+                "the model: no checkpoint holds its state, and a resumed run draws others. Keep "
+                "the generator, or the layer that has it, in an attribute of train_model."
+            )
+        definition = graph.as_graph_def()
+        nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+        if found := sorted({node.op for node in nodes} & RANDOM_OPS):
+            console.warn(
+                f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
+                "checkpoint can hold: a resumed run will draw others. Use a "
+                "keras.random.SeedGenerator of the model, or tf.random.stateless_*."
+            )
+
+    def _trace_run(self) -> Any:
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+        def run(steps: tf.Tensor) -> None:
+            def body(done: tf.Tensor) -> tuple[tf.Tensor]:
+                take_update(self._state.parts, self._state.data, frozenset())
+                return (done + 1,)
+
+            (done,) = tf.while_loop(lambda done: done < steps, body, (tf.constant(0, tf.int64),))
+            self._state.step_variable.assign_add(done)
+
+        return run
+
+    def _trace_observe(self, wanted: frozenset[str]) -> Any:
+        results = self._state.strategy.experimental_local_results
+
+        @tf.function(autograph=False)
+        def observe() -> tuple[dict[str, Any], Any]:
+            values = take_update(self._state.parts, self._state.data, wanted)
+            self._state.step_variable.assign_add(1)
+            found = {
+                name: tf.nest.map_structure(lambda v, n=name: _of_replicas(results(v), n), part)
+                for name, part in values.items()
+            }
+            # What is the same on all replicas is returned of all, though one is used: TensorFlow
+            # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
+            # the replicas' variables would no longer be equal.
+            return found, [results(v)[1:] for v in tf.nest.flatten(values)]
+
+        return observe
+
+
+def _foreign_generators(state: State, used: Any) -> list[str]:
+    """Names the states of random generators that a step uses but the model does not own."""
+    variables = getattr(state.train_model, "variables", ())
+    own = {_base_name((v.value if isinstance(v, keras.Variable) else v).name) for v in variables}
+    names = {_base_name(variable.name) for variable in used} - own
+    return sorted(name for name in names if name.endswith(("seed_generator_state", "StateVar")))
+
+
+def _base_name(name: str) -> str:
+    """Leaves out which replica's copy of a variable the name means."""
+    return name.split(":")[0].split("/replica_")[0]
+
+
+def _of_replicas(values: tuple[Any, ...], name: str) -> Any:
+    """Makes one value out of those of the replicas.
+
+    Outputs and batches are concatenated along the batch axis; scalars in them become a vector
+    with an entry per replica. What was reduced is the same everywhere.
+    """
+    return joined(values) if name in ("output", "batch") else values[0]
