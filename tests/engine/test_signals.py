@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core import loop
+from ctl_core import loop, signals
 from ctl_core.checkpoint import Checkpoints
 from tests.engine.conftest import Train, make_hooks, regression_data, small_model
 
@@ -115,7 +115,7 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
 def test_a_later_second_signal_is_not_held_back(
     train: Train, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
 ) -> None:
-    monkeypatch.setattr(loop, "SAME_SIGNAL", 0.0)
+    monkeypatch.setattr(signals, "SAME_SIGNAL", 0.0)
     before = signal.signal(second, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
 
     def kill_twice() -> None:
