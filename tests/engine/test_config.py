@@ -48,6 +48,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "max_restarts": [("0", 0), ("1", 1), ("2", 2)],
     "max_chunk": [("10", 10), ("20", 20), ("30", 30)],
     "deterministic": [("true", True), ("1", True), ("", True)],
+    "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
     "debug": [("yes", True), ("true", True), ("", True)],
 }
@@ -353,7 +354,7 @@ def test_every_setting_is_used_somewhere() -> None:
     engine = Path(ctl_core.__file__).parent
     sources = [path.read_text() for path in engine.glob("*.py") if path.name != "config.py"]
     for name in FIELDS:
-        assert any(re.search(rf"\bconfig\.{name}\b", text) for text in sources), name
+        assert any(re.search(rf"\bconfig\.{name}(_steps)?\b", text) for text in sources), name
 
 
 def make_run(name: str, age: int, text: str = "") -> Path:
