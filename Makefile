@@ -17,7 +17,7 @@ demo: $(DEMO_VENV)/.made
 	@"$(DEMO_VENV)/bin/python" scripts/demo_result.py demo/my_training/runs/demo
 
 test: lint
-	"$(VENV)/bin/python" -m pytest --numprocesses 2 --dist loadfile
+	"$(VENV)/bin/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.made
 	"$(VENV)/bin/ruff" check .

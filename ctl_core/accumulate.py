@@ -15,13 +15,16 @@ from ctl_core.inputs import Input, deal
 from ctl_core.step import Parts, apply, contribution, update
 
 
-def take_update(parts: Parts, data: Input, wanted: frozenset[str]) -> dict[str, Any]:
+def take_update(
+    parts: Parts, data: Input, wanted: frozenset[str], watch: bool = False
+) -> dict[str, Any]:
     """Draws the elements of one update, and takes it.
 
     Args:
         parts: what the step is made of
         data: where A elements for each local replica are drawn from
         wanted: names of the values to return, out of ``hooks.OBSERVED``
+        watch: whether to measure how long it waits for its elements
 
     Returns:
         The wanted values by name, each with a value per replica, as ``strategy.run`` returns them.
@@ -33,9 +36,9 @@ def take_update(parts: Parts, data: Input, wanted: frozenset[str]) -> dict[str, 
         return update(parts, contribution(parts, batch, kept), wanted)
 
     if parts.accumulate_steps == 1:
-        found = run(whole, (data.draw(),))
+        found = run(whole, (data.draw(watch),))
     else:
-        contributed = _accumulate(parts, data, kept)
+        contributed = _accumulate(parts, data, kept, watch)
         found = run(lambda one: update(parts, one, wanted), (contributed,))
     if parts.loss_scale is not None:
         updates, finite = found.pop("updates"), found.pop("finite")
@@ -45,7 +48,7 @@ def take_update(parts: Parts, data: Input, wanted: frozenset[str]) -> dict[str, 
     return found  # type: ignore[no-any-return]
 
 
-def _accumulate(parts: Parts, data: Input, kept: frozenset[str]) -> Any:
+def _accumulate(parts: Parts, data: Input, kept: frozenset[str], watch: bool) -> Any:
     """Adds up the contributions of A micro-batches, on each replica's own device.
 
     A micro-batch starts when the gradients of the one before it are there, so that only one takes
@@ -58,7 +61,8 @@ def _accumulate(parts: Parts, data: Input, kept: frozenset[str]) -> Any:
     strategy, steps = data.strategy, parts.accumulate_steps
 
     def contributions() -> tuple[Any, ...]:
-        values = strategy.run(lambda batch: contribution(parts, batch, kept), (data.draw(),))
+        elements = data.draw(watch)
+        values = strategy.run(lambda batch: contribution(parts, batch, kept), (elements,))
         return strategy.experimental_local_results(values)  # type: ignore[no-any-return]
 
     def on_each(function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:

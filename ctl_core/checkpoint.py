@@ -12,6 +12,11 @@ A checkpoint of step 300 is, in runs/NAME/ckpt:
 
 so that a process killed at any moment leaves either a whole checkpoint or none. In a cluster, the
 folder has to be one that all processes share.
+
+The chief copies the variables and writes the copies in the background, while training goes on; it
+waits for that before the next checkpoint and at the end of the run. The first two checkpoints of a
+process, of which the second shows that a copy holds the same, and input positions are written at
+once.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, one_line, reason
 from ctl_core.freezing import freeze_flags, set_freeze_flags
 from ctl_core.randomness import generator_states
+from ctl_core.snapshot import Background, Snapshot, entries
 from ctl_core.state import State
 
 # What reading a file that is cut short, altered or gone raises.
@@ -105,6 +111,11 @@ class Checkpoints:
         self._folder = Path(state.manager.directory)
         self._warned: set[str] = set()
         self._summed_up: bool | None = None
+        self._background = Background()
+        self._begun: int | None = None
+        self._copied = True
+        self._snapshots: list[Snapshot] = []
+        self._entries: list[Any] | None = None
         self._save_user_part = state.manager.save
         state.manager.save = self._ask  # type: ignore[method-assign]
 
@@ -146,33 +157,115 @@ class Checkpoints:
         loss_scale = self.state.parts.loss_scale
         if loss_scale is not None and (complaint := loss_scale.complaint()):
             self._warn_once(complaint)
+        self.finish()
         with self._cluster.peers(), self.state.statistics.averaged():
             self._drift.check(step)
             self._save(step)
         self.saved_step = step
 
     def _save(self, step: int) -> None:
+        chief, index = self._cluster.task.chief, self._cluster.task.index
         record = self._engine_folder / f"ckpt-{step}.json"
-        chief = self._cluster.task.chief
         with self._writing(step):
             self._engine_folder.mkdir(parents=True, exist_ok=True)
             if chief:
                 record.unlink(missing_ok=True)  # while its parts are replaced, it must not count
         with self._writing(step):
-            prefix = self._engine_folder / f"input-{step}-{self._cluster.task.index}"
-            input_saved = self._save_input(str(prefix))
+            input_saved = self._save_input(str(self._engine_folder / f"input-{step}-{index}"))
             if own := self.state.statistics.own:
                 own.write(self._own_statistics(step))
-            saved = self._save_user_part(checkpoint_number=step) if chief else self._take_part()
-            if saved is None:
-                raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
-            if chief:
-                self._engine_part().write(str(self._engine_folder / f"ckpt-{step}"))
-        input_saved = self._cluster.all(input_saved)
+        made = self._record(step, self._cluster.all(input_saved))
         with self._writing(step):
-            if chief:
-                self._write_record(record, step, Path(saved).name, input_saved)
-                self._remove_orphans()
+            if not chief:
+                self._take_part()
+            elif copies := self._take_copies():
+                if self._entries is None:
+                    self._background.start(lambda: self._write(made, copies))
+                elif not self._write(made, copies, expected=self._entries):
+                    self._write(made, self._originals())
+                    self._snapshots, self._copied = [], False
+                self._entries = None
+            else:
+                self._write(made, self._originals())
+                self._make_snapshots(step)
+        self._begun = step
+
+    def finish(self) -> None:
+        """Waits until what is written in the background is on the disk.
+
+        Every process of a cluster takes part.
+
+        Raises:
+            RunError: it could not be written; earlier checkpoints stay good.
+            PeerLost: another process is gone.
+        """
+        if self._begun is None:
+            return
+        step, self._begun = self._begun, None
+        with self._cluster.peers(), self._writing(step):
+            self._background.wait()
+
+    def poll(self) -> None:
+        """Looks whether writing in the background has failed; costs nothing.
+
+        Raises:
+            RunError: it has.
+        """
+        if isinstance(failure := self._background.failure, OSError | tf.errors.OpError):
+            raise self._unwritten(self._begun, failure) from failure
+
+    def abandon(self) -> None:
+        """Lets what is written in the background come to its end, in a run that has failed."""
+        with contextlib.suppress(Exception):  # the run has its own failure to tell
+            self._background.wait()
+
+    def _write(
+        self,
+        record: Record,
+        parts: list[tf.train.Checkpoint],
+        expected: list[Any] | None = None,
+    ) -> bool:
+        """Writes the chief's files; the record last, unless other entries were expected."""
+        user_part, engine_part = parts
+        with _holding(self.state.manager, user_part):
+            saved = self._save_user_part(checkpoint_number=record.step)
+        if saved is None:
+            raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
+        engine_part.write(str(self._engine_folder / f"ckpt-{record.step}"))
+        if expected is not None and self._entries_of(record.step) != expected:
+            return False
+        self._write_record(dataclasses.replace(record, path=Path(saved).name))
+        self._remove_orphans()
+        return True
+
+    def _originals(self) -> list[tf.train.Checkpoint]:
+        """What the chief writes: the user's part and the engine's."""
+        return [self.state.ckpt, self._engine_part()]
+
+    def _entries_of(self, step: int) -> list[Any]:
+        return [
+            entries(str(folder / f"ckpt-{step}")) for folder in (self._folder, self._engine_folder)
+        ]
+
+    def _make_snapshots(self, step: int) -> None:
+        """Makes what later checkpoints are copied to, if a copy may hold the same."""
+        ckpt, manager = self.state.ckpt, self.state.manager
+        usual = (tf.train.Checkpoint, tf.train.CheckpointManager)
+        if self._copied and (type(ckpt), type(manager)) == usual and not self._sums_up():
+            self._snapshots = [Snapshot(part) for part in self._originals()]
+            self._entries = self._entries_of(step)
+
+    def _take_copies(self) -> list[tf.train.Checkpoint]:
+        """Copies the variables; returns what is to be written instead of the originals, if any."""
+        if not all(one.fits() for one in self._snapshots):
+            self._snapshots = []
+        for one in self._snapshots:
+            one.take()
+        copies = [one.checkpoint for one in self._snapshots]
+        if copies:
+            copies[0].save_counter.assign(self.state.ckpt.save_counter)
+            self.state.ckpt.save_counter.assign_add(1)
+        return copies
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
@@ -189,17 +282,31 @@ class Checkpoints:
                 raise
             failure = error
         well = self._cluster.all(failure is None)
-        head = f"the checkpoint of step {step} cannot be written to {self._folder}"
         if failure is not None:
-            raise RunError(f"{head}: {reason(failure)}; earlier checkpoints are kept.") from failure
+            raise self._unwritten(step, failure) from failure
         if not well:
-            raise RunError(f"{head} by another process; earlier checkpoints are kept.")
+            raise self._unwritten(step, None)
 
-    def _take_part(self) -> str:
+    def _unwritten(self, step: int | None, failure: Exception | None) -> RunError:
+        why = " by another process" if failure is None else f": {reason(failure)}"
+        return RunError(
+            f"the checkpoint of step {step} cannot be written to {self._folder}{why}; earlier "
+            "checkpoints are kept."
+        )
+
+    def _take_part(self) -> None:
         """Writes the user's part where nobody looks, if reading its variables takes all processes.
 
         Those that each replica keeps for itself are summed up over the cluster to be saved.
         """
+        if self._sums_up():
+            with tempfile.TemporaryDirectory() as folder:
+                self.state.ckpt.write(str(Path(folder) / "part"))
+
+    def _sums_up(self) -> bool:
+        """Whether reading what the user's part holds takes all processes of a cluster."""
+        if self._cluster.task.processes == 1:
+            return False
         if self._summed_up is None:
             found = tf.train.TrackableView(self.state.ckpt).descendants()
             self._summed_up = any(
@@ -207,15 +314,12 @@ class Checkpoints:
                 or getattr(item, "synchronization", None) == "on_read"
                 for item in found
             )
-        if self._summed_up:
-            with tempfile.TemporaryDirectory() as folder:
-                self.state.ckpt.write(str(Path(folder) / "part"))
-        return "written by the chief"
+        return self._summed_up
 
-    def _write_record(self, path: Path, step: int, user_part: str, input_saved: bool) -> None:
-        record = Record(
+    def _record(self, step: int, input_saved: bool) -> Record:
+        return Record(
             step=step,
-            path=user_part,
+            path=f"ckpt-{step}",
             examples=self.examples,
             processes=self._cluster.task.processes,
             replicas=self.state.parts.replicas,
@@ -225,9 +329,12 @@ class Checkpoints:
             done=sorted(self.done),
             frozen=freeze_flags(self.state.train_model),
             evaluated=self.evaluated,
-            metrics=self.state.metrics,
+            metrics=dict(self.state.metrics),
             accumulate_steps=self.state.parts.accumulate_steps,
         )
+
+    def _write_record(self, record: Record) -> None:
+        path = self._engine_folder / f"ckpt-{record.step}.json"
         beside = path.with_suffix(".tmp")
         beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
         os.replace(beside, path)
@@ -486,6 +593,23 @@ class _Damaged(Exception):
 def _count(number: int, what: str) -> str:
     many = what + ("es" if what.endswith("s") else "s")
     return f"{number} {what if number == 1 else many}"
+
+
+@contextlib.contextmanager
+def _holding(
+    manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint
+) -> Iterator[None]:
+    """Lets a manager save another checkpoint than its own.
+
+    It has no argument for that: its private ``_checkpoint`` is exchanged for a while.
+    tests/engine/test_snapshot.py fails if TensorFlow changes this.
+    """
+    own = manager.checkpoint
+    manager._checkpoint = checkpoint
+    try:
+        yield
+    finally:
+        manager._checkpoint = own
 
 
 def _trackables(state: State) -> list[Any]:

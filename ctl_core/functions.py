@@ -56,6 +56,7 @@ class StepFunctions:
         key = (self._frozen, wanted)
         if key not in self._observe:
             self._observe[key] = self._concrete(self._trace_observe(wanted))
+        self._state.data.watched += 1
         return self._observe[key]()[0]  # type: ignore[no-any-return]
 
     def trace_counts(self) -> list[int]:
@@ -124,7 +125,7 @@ class StepFunctions:
 
         @tf.function(autograph=False)
         def observe() -> tuple[dict[str, Any], Any]:
-            values = take_update(self._state.parts, self._state.data, wanted)
+            values = take_update(self._state.parts, self._state.data, wanted, watch=True)
             self._state.step_variable.assign_add(1)
             found = {
                 name: tf.nest.map_structure(lambda v, n=name: _of_replicas(results(v), n), part)

@@ -37,8 +37,9 @@ class Input:
         sharded: whether the hooks shard for themselves
         unsavable: why the position cannot be saved exactly, or None
         accumulate_steps: how many elements of a replica make a step
-        timed: whether waiting is measured; TensorFlow has no clock where ops are deterministic
-        waited: seconds that steps have waited for elements, a float64 scalar
+        clock: whether there is one in the graph; not where ops are deterministic
+        waited: seconds that watched steps have waited for elements, a float64 scalar
+        watched: how many steps that are
     """
 
     strategy: tf.distribute.Strategy
@@ -49,12 +50,17 @@ class Input:
     sharded: bool
     unsavable: str | None
     accumulate_steps: int = 1
-    timed: bool = True
+    clock: bool = True
     waited: tf.Variable = dataclasses.field(default_factory=lambda: _seconds())
+    watched: int = 0
 
-    def draw(self) -> Any:
-        """Draws the next element for each local replica; runs inside a graph function."""
-        if not self.timed:
+    def draw(self, watch: bool) -> Any:
+        """Draws the next element for each local replica; runs inside a graph function.
+
+        Args:
+            watch: whether to add to ``waited``, which costs some ten microseconds
+        """
+        if not (watch and self.clock):
             return deal(self.strategy, [next(self.iterator) for _ in range(self.replicas)])
         start = tf.timestamp()
         with tf.control_dependencies([start]):
@@ -63,10 +69,15 @@ class Input:
             self.waited.assign_add(tf.timestamp() - start)
         return deal(self.strategy, values)
 
-    @property
-    def seconds_waited(self) -> float | None:
-        """How long steps have waited for their elements, if that is measured."""
-        return float(self.waited.numpy()) if self.timed else None
+    def seconds_waited(self, steps: int) -> float | None:
+        """How long so many steps have waited for their elements, as far as the watched ones tell.
+
+        Returns:
+            None if none was watched.
+        """
+        if not (self.watched and self.clock):
+            return None
+        return float(self.waited.numpy()) / self.watched * steps
 
     def skip(self, elements: int) -> None:
         """Moves on by so many elements: the way to a position that could not be saved."""

@@ -90,8 +90,9 @@ def train(callbacks: Any, config: Config) -> State:
         try:
             _loop(state, checkpoints, run, console, signals, profile, last)
         finally:
+            checkpoints.abandon()
             note = profile.end()
-            state.clock.waited = state.data.seconds_waited
+            state.clock.waited = state.data.seconds_waited(state.step - start)
         run.flush()
         console.stop()
         if note:
@@ -150,6 +151,7 @@ def _loop(
                         end = True
                 checkpoints.done.update(n for n in state.hooks.at_step if n == step)
                 functions.refresh()
+        checkpoints.poll()
         word = agree(Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen))
         chunk.limit, checkpoints.asked = word.chunk, word.save
         if word.end:
@@ -162,6 +164,7 @@ def _loop(
     run.flush()
     with clock.time("checkpoints"):
         checkpoints.save(due=True)
+        checkpoints.finish()
     with state.cluster.peers():
         state.statistics.average()
     state.stopped_by = agree.signal if step < last else None

@@ -19,7 +19,8 @@ class Clock:
 
     Attributes:
         seconds: by part, of ``PARTS``; tracing counts where it happens, mostly in steps
-        waited: of the steps' seconds, those in which they waited for their input, if known
+        waited: of the steps' seconds, those in which they waited for their input; worked out from
+            the steps of which a host hook reads values, None if there were none
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ class State:
         self.data = create_input(
             self.hooks, self.strategy, task, parts.micro_batch_size, seed, parts.accumulate_steps
         )
-        self.data.timed = not self.config.deterministic
+        self.data.clock = not self.config.deterministic
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -125,7 +125,7 @@ def _create(
     data = create_input(
         hooks, strategy, cluster.task, per_replica, config.seed, config.accumulate_steps
     )
-    data.timed = not config.deterministic
+    data.clock = not config.deterministic
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")
         train_loss = _callable(hooks.create_loss, "train_loss")

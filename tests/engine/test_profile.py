@@ -42,7 +42,7 @@ def test_a_range_that_is_none_is_refused(text: Any) -> None:
 
 
 def test_the_summary_shares_out_the_time(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train(make_hooks(), steps=8, ckpt_every=4)
+    train(make_hooks(every_steps={2: lambda loss: None}), steps=8, ckpt_every=4)
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("time: "))
     shares = dict(re.findall(r"(\w+) (\d+)%", line))
     assert list(shares) == ["input", "steps", "hooks", "evaluation", "checkpoints", "other"]
@@ -67,9 +67,12 @@ def test_steps_that_wait_for_their_input_show_it(train: Train) -> None:
         dataset = tf.data.Dataset.from_tensor_slices(regression_data())
         return dataset.batch(per_replica_batch_size, drop_remainder=True).map(slow)
 
-    state = train(make_hooks(create_dataset=create_dataset), steps=10)
+    hooks = make_hooks(create_dataset=create_dataset, every_steps={5: lambda loss: None})
+    state = train(hooks, steps=10)
     waited = state.clock.waited
-    assert waited is not None and 0.5 < waited <= state.clock.seconds["steps"]
+    assert waited is not None and 0.2 < waited < 2 * state.clock.seconds["steps"]
+    unwatched = train(make_hooks(create_dataset=create_dataset), steps=3, run_name="unwatched")
+    assert unwatched.clock.waited is None
 
 
 def _pause() -> None:

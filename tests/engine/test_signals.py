@@ -140,7 +140,8 @@ def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_pat
 
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     place = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
-    program = (
+    program = (  # a shell starts what it runs in the background without SIGINT
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys; from ctl_core import strategy; from ctl_core.config import Config; "
         "from ctl_core.errors import CtlError; strategy.PATIENCE = 0.5\n"
         "try: strategy.prepare(Config(steps=1, run_name='a'))\n"

@@ -1,0 +1,136 @@
+"""Copies of variables, so that a checkpoint is written while training goes on changing them.
+
+TensorFlow's own asynchronous checkpoints (``CheckpointOptions(enable_async=True)``) fail at the
+second save of a Keras 3 model. What is written, when, and when it counts is checkpoint.py's part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_COUNTER = "save_counter"
+
+
+class Snapshot:
+    """A checkpoint of copies: the same objects by the same names, with variables of its own.
+
+    Costs host memory of the size of a checkpoint, and one copy of each variable when taken.
+
+    Attributes:
+        checkpoint: what is to be written
+    """
+
+    def __init__(self, original: tf.train.Checkpoint) -> None:
+        self._original = original
+        self._parts = _parts_of(original)
+        self._pairs: list[tuple[Any, tf.Variable]] = []
+        self.checkpoint = tf.train.Checkpoint()
+        self._copies: dict[int, Any] = {id(original): self.checkpoint}
+        for part in self._parts:
+            self._add_children(part)
+        self._copy: Any = None
+
+    def _add_children(self, part: Any) -> None:
+        copy = self._copies.get(id(part))  # none for the counter
+        if copy is None or isinstance(copy, tf.Variable):
+            return
+        for name, child in tf.train.TrackableView.children(part).items():
+            if part is self._original and name == _COUNTER:
+                continue  # the copy makes its own
+            if id(child) not in self._copies:
+                self._copies[id(child)] = self._copy_of(child)
+            setattr(copy, name, self._copies[id(child)])
+
+    def _copy_of(self, part: Any) -> Any:
+        if not isinstance(part, tf.Variable | keras.Variable):
+            return _node()
+        variable = part.value if isinstance(part, keras.Variable) else part
+        with tf.device("CPU:0"):
+            copy = tf.Variable(
+                tf.zeros(variable.shape, variable.dtype),
+                trainable=False,
+                name=variable.name.split(":")[0],
+            )
+        self._pairs.append((variable, copy))
+        return copy
+
+    def fits(self) -> bool:
+        """Whether the original still has the parts that it had when it was copied."""
+        return [id(part) for part in _parts_of(self._original)] == [id(p) for p in self._parts]
+
+    def take(self) -> None:
+        """Copies the values."""
+        if self._copy is None:
+
+            @tf.function(autograph=False)
+            def copy() -> None:
+                for variable, target in self._pairs:
+                    target.assign(variable.read_value())
+
+            self._copy = copy
+        self._copy()
+
+
+def _parts_of(checkpoint: tf.train.Checkpoint) -> list[Any]:
+    """All objects that a checkpoint holds, in the order in which their names are found."""
+    return tf.train.TrackableView(checkpoint).descendants()  # type: ignore[no-any-return]
+
+
+def entries(path: str) -> set[tuple[str, tuple[int, ...]]]:
+    """What a written checkpoint holds: names and shapes.
+
+    By them a checkpoint of copies shows whether it lacks something that is not a variable, such as
+    an iterator.
+    """
+    found = {(name, tuple(shape)) for name, shape in tf.train.list_variables(path)}
+    return {
+        entry for entry in found if entry[0] != _GRAPH_KEY and not entry[0].startswith(_COUNTER)
+    }
+
+
+def _node() -> Any:
+    """An object whose attributes are parts of a checkpoint, whatever their names.
+
+    tf.Module and tf.train.Checkpoint, which are public, have names of their own that collide.
+    """
+    return tf.__internal__.tracking.AutoTrackable()
+
+
+class Background:
+    """Does one thing at a time in a thread of its own.
+
+    Attributes:
+        failure: what the last one raised, or None
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, function: Callable[[], object]) -> None:
+        """Starts; what was started before must have been waited for."""
+        assert self._thread is None and self.failure is None
+
+        def run() -> None:
+            try:
+                function()
+            except Exception as error:
+                self.failure = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until it has ended; raises what it has raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
