@@ -41,8 +41,10 @@ class Workload:
     clip: float | None = 1.0
 
     def on(self, replicas: int) -> Workload:
-        """The workload as it is trained on several replicas."""
-        return self if replicas == 1 else dataclasses.replace(self, clip=None)
+        """The workload as it is trained on several replicas, where steps take longer."""
+        if replicas == 1:
+            return self
+        return dataclasses.replace(self, clip=None, segment=max(50, self.segment // 100 * 50))
 
     def endless(self) -> tf.data.Dataset:
         """The pipeline that peers read: global batches without end."""
@@ -114,7 +116,7 @@ def cnn() -> Workload:
             layer.Dense(10),
         )
 
-    return Workload("cnn", 64, 50, sliced(normal(1280, 28, 28, 1), 10), create_model, nadam)
+    return Workload("cnn", 16, 100, sliced(normal(320, 28, 28, 1), 10), create_model, nadam)
 
 
 def vgg() -> Workload:
@@ -157,18 +159,18 @@ def embedding() -> Workload:
 
 
 def images() -> Workload:
-    """Bound by its input: JPEG images are decoded, cropped, flipped and brightened."""
-    noise = np.random.default_rng(5).integers(0, 255, (320, 12, 12, 3)).astype("uint8")
-    large = noise.repeat(8, axis=1).repeat(8, axis=2)
+    """Bound by its input: photographs are decoded, cropped, resized, flipped and brightened."""
+    noise = np.random.default_rng(5).integers(0, 255, (64, 25, 30, 3)).astype("uint8")
+    large = noise.repeat(15, axis=1).repeat(16, axis=2)
     files = np.array([tf.io.encode_jpeg(image).numpy() for image in large])
     labels = np.random.default_rng(2).integers(0, 10, len(files)).astype("int32")
 
     def decode(index: Any, example: Any) -> Any:
         file, label = example
         seed = tf.stack([index, tf.constant(7, tf.int64)])
-        image = tf.image.stateless_random_crop(tf.io.decode_jpeg(file, 3), (64, 64, 3), seed)
+        image = tf.image.stateless_random_crop(tf.io.decode_jpeg(file, 3), (320, 320, 3), seed)
+        image = tf.image.resize(image, (224, 224)) / 255.0
         image = tf.image.stateless_random_flip_left_right(image, seed)
-        image = tf.image.convert_image_dtype(image, tf.float32)
         return tf.image.stateless_random_brightness(image, 0.1, seed), label
 
     def dataset(batch_size: int) -> tf.data.Dataset:
@@ -178,13 +180,13 @@ def images() -> Workload:
 
     def create_model() -> keras.Model:
         return with_weights(
-            keras.Input((64, 64, 3)),
-            keras.layers.Lambda(lambda images: images[:, ::16, ::16]),  # costs next to nothing
+            keras.Input((224, 224, 3)),
+            keras.layers.Lambda(lambda images: images[:, ::56, ::56]),  # costs next to nothing
             keras.layers.Flatten(),
             keras.layers.Dense(10),
         )
 
-    return Workload("images", 32, 100, dataset, create_model, nadam)
+    return Workload("images", 16, 100, dataset, create_model, nadam)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
