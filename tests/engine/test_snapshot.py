@@ -1,11 +1,11 @@
-"""Checkpoints that are written in the background hold what the variables were when they were due."""
+"""Checkpoints written in the background hold what the variables were when they were due."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ from tests.engine.conftest import FEATURES, Train, make_hooks, small_model
 class Late(Background):
     """Starts no sooner than somebody waits: training has long changed every variable by then."""
 
-    starts: list[Callable[[], object]] = []
+    starts: ClassVar[list[Callable[[], object]]] = []
 
     def start(self, function: Callable[[], object]) -> None:
         self.starts.append(function)
