@@ -55,6 +55,7 @@ class Config:
         batch_size: global batch size, shared out evenly over the replicas
         accumulate_steps: micro-batches that an update is made of, to save memory, not time
         precision: what Keras layers compute in; weights and updates stay float32
+        jit_compile: compile each replica's forward and backward pass with XLA; may help on GPUs
         learning_rate: initial value of lr; on resume, a changed value replaces the current one
         seed: seeds Python, NumPy, TensorFlow and Keras
         run_name: folder of the run inside runs_dir; an existing one resumes; default: the time
@@ -77,6 +78,7 @@ class Config:
     batch_size: int = 64
     accumulate_steps: int = 1
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    jit_compile: bool = False
     learning_rate: float = 0.001
     seed: int = 0
     run_name: str | None = None
@@ -116,7 +118,7 @@ class Config:
         if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not 0 < rate < 1e30:
             raise SetupError(f"learning_rate: expected a number above 0, got {rate!r}.")
         object.__setattr__(self, "learning_rate", float(rate))
-        for name in ("deterministic", "debug"):
+        for name in ("jit_compile", "deterministic", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise SetupError(f"{name}: expected true or false, got {getattr(self, name)!r}.")
         if self.steps is not None and self.epochs is not None:

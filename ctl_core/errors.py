@@ -84,6 +84,19 @@ def brief(error: BaseException, limit: int = 300) -> str:
     return f"{kind}: {text}" if text else kind
 
 
+def not_compiled(error: Exception) -> str | None:
+    """Says what XLA cannot compile, if that is what an error is about.
+
+    XLA's errors are those of any op; they are told by their text.
+    """
+    text = str(error)
+    if names := sorted({*re.findall(r"No registered '(\w+)' OpKernel for XLA", text)}):
+        return f"XLA cannot compile {', '.join(names)}, which the step uses"
+    if "XLA" in text or "compile-time constant" in text:
+        return f"XLA cannot compile the step: {brief(error, 160)}"
+    return None
+
+
 def reason(error: Exception) -> str:
     """Says in a few words why a file could not be read or written, without where in TensorFlow.
 

@@ -21,7 +21,7 @@ from ctl_core.chunks import ChunkLength
 from ctl_core.cluster import Word, peers
 from ctl_core.config import Config
 from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError, RunError, SetupError, StopTraining
+from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, not_compiled
 from ctl_core.evaluation import evaluate
 from ctl_core.functions import StepFunctions
 from ctl_core.hooks import OBSERVED
@@ -244,6 +244,8 @@ def _blame(state: State, step: int) -> Iterator[None]:
         with state.cluster.peers():
             if state.cluster.lost(error):
                 raise
+        if state.config.jit_compile and (why := not_compiled(error)):
+            raise SetupError(f"jit_compile: {why}; leave it out.") from error
         raise RunError(f"{hooks.blame(error)}, after step {step}.") from error
 
 

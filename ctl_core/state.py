@@ -152,6 +152,7 @@ def _create(
             replicas,
             config.accumulate_steps,
             config.precision,
+            config.jit_compile,
             LossScale() if config.precision == "float16" else None,
         )
         variables, input_spec = _build_variables(parts, data.dataset.element_spec)

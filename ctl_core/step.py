@@ -119,6 +119,7 @@ class Parts:
         replicas: N, over all processes
         accumulate_steps: A, micro-batches in an update
         precision: what Keras layers compute in
+        jit_compile: whether forward and backward pass are compiled with XLA
         loss_scale: what objectives are multiplied by; only in float16
         without_gradient: names of variables that the loss does not depend on, found in tracing
         trained: by objective, the variables that it does depend on, found in tracing
@@ -134,6 +135,7 @@ class Parts:
     replicas: int
     accumulate_steps: int = 1
     precision: str = "float32"
+    jit_compile: bool = False
     loss_scale: LossScale | None = None
     without_gradient: list[str] = dataclasses.field(default_factory=list)
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
@@ -278,7 +280,7 @@ def expect(values: Any, names: tuple[str, ...], where: str) -> tuple[Any, ...]:
 
 
 def contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, Any]:
-    """Differentiates one micro-batch of this replica; nothing is summed or changed yet.
+    """Differentiates one micro-batch of this replica; nothing is summed or updated yet.
 
     Runs in a replica context, while a graph is traced, as ``update`` does.
 
@@ -291,6 +293,17 @@ def contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, An
         ``loss`` and ``gradients``, dicts by objective, and what is kept. With a loss scale the
         gradients are those of the scaled objectives.
     """
+    if not parts.jit_compile:
+        return _contribution(parts, batch, kept)
+    # A function of its own for each replica and each graph: a cached trace of another replica
+    # would hold that replica's variables.
+    function = tf.function(
+        lambda one: _contribution(parts, one, kept), jit_compile=True, autograph=False
+    )
+    return function(batch)  # type: ignore[no-any-return]
+
+
+def _contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, Any]:
     several = len(parts.optimizers) > 1
     with tf.GradientTape(persistent=several) as tape:
         output, loss = forward(parts, batch, training=True)

@@ -37,6 +37,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "batch_size": [("8", 8), ("16", 16), ("0x20", 32)],
     "accumulate_steps": [("2", 2), ("3", 3), ("4", 4)],
     "precision": [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16")],
+    "jit_compile": [("true", True), ("1", True), ("", True)],
     "learning_rate": [("1e-1", 0.1), ("2", 2.0), (".25", 0.25)],
     "seed": [("7", 7), ("8", 8), ("4294967295", 2**32 - 1)],
     "run_name": [("'3'", "3"), ("4", "4"), ("2024-01-05", "2024-01-05")],

@@ -1,0 +1,56 @@
+"""With --jit-compile, the same training; what XLA cannot compile is one line before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core.errors import SetupError, not_compiled
+from tests.engine.cases import exact_hooks, sliced
+from tests.engine.conftest import Train, make_hooks, set_weights
+
+
+def assert_same(train: Train, hooks: Any, **settings: Any) -> None:
+    plain = train(hooks, run_name="plain", **settings)
+    compiled = train(hooks, run_name="compiled", jit_compile=True, **settings)
+    graphs = compiled.functions._run.values()
+    assert all("_XlaMustCompile" in str(one.graph.as_graph_def()) for one in graphs)
+    assert compiled.functions.trace_counts() == [1]
+    for weight, other in zip(
+        compiled.train_model.get_weights(), plain.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(("replicas", "accumulate"), [(1, 1), (2, 2)])
+def test_weights_are_the_same(train: Train, replicas: int, accumulate: int) -> None:
+    settings = {"virtual_devices": replicas, "accumulate_steps": accumulate}
+    assert_same(train, exact_hooks("sgd"), steps=12, **settings)
+
+
+def test_sparse_gradients(train: Train) -> None:
+    def create_model() -> keras.Model:
+        layers = [keras.Input((3,), dtype="int32"), keras.layers.Embedding(9, 4)]
+        return set_weights(
+            keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(1)])
+        )
+
+    random = np.random.default_rng(0)
+    data = (random.integers(0, 9, (64, 3)), random.normal(size=(64, 1)).astype("float32"))
+    hooks = make_hooks(create_dataset=sliced(data), create_model=create_model)
+    assert_same(train, hooks, steps=8)
+
+
+def test_what_xla_cannot_compile_is_named(train: Train) -> None:
+    def input_pre(batch: Any) -> Any:
+        return tf.strings.to_number(tf.strings.as_string(batch[0]))
+
+    with pytest.raises(SetupError, match=r"^jit_compile: XLA cannot compile AsString, .* leave it"):
+        train(make_hooks(input_pre=input_pre), steps=2, jit_compile=True)
+    assert (
+        not_compiled(tf.errors.InvalidArgumentError(None, None, "Matrix size-incompatible")) is None
+    )
