@@ -32,6 +32,7 @@ from benchmarks.peers import PEERS, callbacks, compiled, engine, settings
 from benchmarks.report import Memory, Timing, memory_used
 from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.evaluation import evaluate
+from ctl_core.strategy import prepare
 
 # Of the same sums in another order; far below what another update would make.
 TOLERANCE = 1e-5
@@ -204,11 +205,8 @@ def shortened(work: Workload) -> Workload:
 
 def main(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]) -> None:
     """Measures section after section and writes each result to the file at once."""
-    if devices > 1:
-        tf.config.set_logical_device_configuration(
-            tf.config.list_physical_devices("CPU")[0],
-            [tf.config.LogicalDeviceConfiguration()] * devices,
-        )
+    if devices > 1:  # as the engine would, for all peers
+        prepare(ctl_core.Config(steps=1, virtual_devices=devices))
     others: dict[str, Callable[[], Any]] = {
         "evaluation": lambda: evaluation(rounds),
         "checkpoints": lambda: checkpoints(rounds),

@@ -39,7 +39,7 @@ from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, one_line, reason
 from ctl_core.freezing import freeze_flags, set_freeze_flags
 from ctl_core.randomness import generator_states
-from ctl_core.snapshot import Background, Snapshot, entries
+from ctl_core.snapshot import Background, Snapshot, Traced, entries
 from ctl_core.state import State
 
 # What reading a file that is cut short, altered or gone raises.
@@ -111,6 +111,7 @@ class Checkpoints:
         self._folder = Path(state.manager.directory)
         self._warned: set[str] = set()
         self._summed_up: bool | None = None
+        self._input: Any = None
         self._background = Background()
         self._begun: int | None = None
         self._copied = True
@@ -138,7 +139,10 @@ class Checkpoints:
         return part
 
     def _input_part(self) -> tf.train.Checkpoint:
-        return tf.train.Checkpoint(input=self.state.data.iterator)
+        iterator = self.state.data.iterator
+        if self._input is None or self._input.input is not iterator:
+            self._input = Traced(input=iterator)
+        return self._input
 
     def save(self, due: bool) -> None:
         """Saves after the current step, if that is due or a hook asked for it.
@@ -231,8 +235,8 @@ class Checkpoints:
             saved = self._save_user_part(checkpoint_number=record.step)
         if saved is None:
             raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
-        engine_part.write(str(self._engine_folder / f"ckpt-{record.step}"))
-        if expected is not None and self._entries_of(record.step) != expected:
+        engine_part.write(engine_path := str(self._engine_folder / f"ckpt-{record.step}"))
+        if expected is not None and [entries(saved), entries(engine_path)] != expected:
             return False
         self._write_record(dataclasses.replace(record, path=Path(saved).name))
         self._remove_orphans()
@@ -242,18 +246,14 @@ class Checkpoints:
         """What the chief writes: the user's part and the engine's."""
         return [self.state.ckpt, self._engine_part()]
 
-    def _entries_of(self, step: int) -> list[Any]:
-        return [
-            entries(str(folder / f"ckpt-{step}")) for folder in (self._folder, self._engine_folder)
-        ]
-
     def _make_snapshots(self, step: int) -> None:
         """Makes what later checkpoints are copied to, if a copy may hold the same."""
         ckpt, manager = self.state.ckpt, self.state.manager
         usual = (tf.train.Checkpoint, tf.train.CheckpointManager)
         if self._copied and (type(ckpt), type(manager)) == usual and not self._sums_up():
             self._snapshots = [Snapshot(part) for part in self._originals()]
-            self._entries = self._entries_of(step)
+            paths = manager.latest_checkpoint, str(self._engine_folder / f"ckpt-{step}")
+            self._entries = [entries(path) for path in paths]
 
     def _take_copies(self) -> list[tf.train.Checkpoint]:
         """Copies the variables; returns what is to be written instead of the originals, if any."""
@@ -372,8 +372,10 @@ class Checkpoints:
     def _remove_orphans(self) -> None:
         """Removes engine parts whose user part the manager has deleted, or that do not count."""
         for path in self._engine_folder.glob("ckpt-*.json"):
-            if not (self._folder / f"{path.stem}.index").exists():
-                path.unlink()
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged: restore says so
+                user_part = json.loads(path.read_text(encoding="utf-8"))["path"]
+                if not (self._folder / f"{user_part}.index").exists():
+                    path.unlink()
         for path in self._engine_folder.glob("*-*.index"):
             step = path.stem.split("-")[1]
             if not (self._engine_folder / f"ckpt-{step}.json").exists():

@@ -7,6 +7,7 @@ second save of a Keras 3 model. What is written, when, and when it counts is che
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,13 @@ class Snapshot:
         self._original = original
         self._parts = _parts_of(original)
         self._pairs: list[tuple[Any, tf.Variable]] = []
-        self.checkpoint = tf.train.Checkpoint()
+        self.checkpoint = Traced()
         self._copies: dict[int, Any] = {id(original): self.checkpoint}
         for part in self._parts:
             self._add_children(part)
         self._copy: Any = None
+        if self._pairs:
+            self.checkpoint._on = self._pairs[0][1].device
 
     def _add_children(self, part: Any) -> None:
         copy = self._copies.get(id(part))  # none for the counter
@@ -75,6 +78,36 @@ class Snapshot:
 
             self._copy = copy
         self._copy()
+
+
+class Traced(tf.train.Checkpoint):
+    """A checkpoint of the same parts at each write, so that the graph for it is traced once.
+
+    TensorFlow looks through all objects at each write, several times the work of writing small
+    ones. Private here is ``_write``, which ``write`` and CheckpointManager call;
+    tests/engine/test_snapshot.py fails if TensorFlow changes this.
+    """
+
+    _traced: Any = None
+    _on: str | None = None  # the device of its variables: what is elsewhere gets a file of its own
+
+    def _write(self, file_prefix: Any, options: Any = None) -> Any:
+        if not tf.executing_eagerly():
+            return super()._write(file_prefix, options)
+        if self._traced is None:
+
+            @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.string)])
+            def traced(path: tf.Tensor) -> None:
+                with tf.device(self._on):
+                    self.write(path)
+
+            self._traced = traced
+        with warnings.catch_warnings():  # of tf.data, that options are unknown to a graph
+            warnings.simplefilter("ignore", UserWarning)
+            self._traced(tf.constant(file_prefix))
+        for callback in getattr(options, "experimental_write_callbacks", None) or ():
+            callback(file_prefix)
+        return file_prefix
 
 
 def _parts_of(checkpoint: tf.train.Checkpoint) -> list[Any]:

@@ -241,9 +241,15 @@ def _devices(config: Config) -> list[str]:
 
 
 def _split_cpu(count: int) -> None:
-    """Splits the CPU into ``count`` logical devices, unless TensorFlow has that many already."""
+    """Splits the CPU into ``count`` logical devices, unless TensorFlow has that many already.
+
+    They share the cores, too: an op of one that ran on all of them would hold up the others.
+    """
     cpu = tf.config.list_physical_devices("CPU")[0]
     try:
+        if tf.config.threading.get_intra_op_parallelism_threads() == 0:  # not chosen by the user
+            share = max(1, (os.cpu_count() or 1) // count)
+            tf.config.threading.set_intra_op_parallelism_threads(share)
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration()] * count
         )

@@ -106,9 +106,24 @@ def test_the_manager_counts_and_deletes_as_ever(train: Train, late: type[Late]) 
     ]
     assert state.manager.latest_checkpoint == str(folder / "ckpt-20")
     assert state.manager.checkpoint is state.ckpt
+    assert tf.train.latest_checkpoint(str(folder)) == str(folder / "ckpt-20")
     assert int(state.ckpt.save_counter) == 10
     saved = tf.train.load_checkpoint(str(folder / "ckpt-20"))
     assert saved.get_tensor("save_counter/.ATTRIBUTES/VARIABLE_VALUE") == 10
+
+
+def test_a_manager_may_have_a_name_of_its_own(train: Train, late: type[Late]) -> None:
+    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
+        ckpt = tf.train.Checkpoint(train_model=train_model)
+        name = {"max_to_keep": 2, "checkpoint_name": "mine"}
+        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, **name)
+
+    state = train(make_hooks(create_ckpt=create_ckpt), steps=10, ckpt_every=2)
+    folder = state.run_dir / "ckpt"
+    assert late.starts
+    assert sorted(path.name for path in folder.glob("*.index")) == ["mine-10.index", "mine-8.index"]
+    assert len(list(folder.glob("engine/*.json"))) == 2
+    assert train(make_hooks(create_ckpt=create_ckpt), steps=10).step == 10
 
 
 def test_what_is_no_variable_is_saved_at_once(train: Train, late: type[Late]) -> None:
@@ -146,7 +161,7 @@ def test_a_failure_in_the_background_is_told_by_its_step(
     write = tf.train.Checkpoint.write
 
     def full(self: Any, path: str, options: Any = None) -> Any:
-        if path.endswith("engine/ckpt-8"):
+        if str(path).endswith("engine/ckpt-8"):
             assert threading.current_thread() is not threading.main_thread()
             raise OSError(28, "No space left on device")
         return write(self, path, options)
@@ -165,7 +180,7 @@ def test_a_failing_hook_leaves_the_checkpoint_that_was_being_written(
     write = tf.train.Checkpoint.write
 
     def slowly(self: Any, path: str, options: Any = None) -> Any:
-        if path.endswith("engine/ckpt-6"):
+        if str(path).endswith("engine/ckpt-6"):
             reached.set()
             assert failing.wait(10)
         return write(self, path, options)
@@ -181,7 +196,7 @@ def test_a_failing_hook_leaves_the_checkpoint_that_was_being_written(
     assert (tmp_path / "runs/run/ckpt/engine/ckpt-6.json").exists()
 
 
-def test_values_are_copied_not_shared() -> None:
+def test_values_are_copied_not_shared(tmp_path: Path) -> None:
     model = small_model()
     snapshot = Snapshot(tf.train.Checkpoint(model=model, numbers=[tf.Variable(1), tf.Variable(2)]))
     before = model.get_weights()
@@ -193,6 +208,13 @@ def test_values_are_copied_not_shared() -> None:
     for value, expected in zip(copied[2:], before, strict=True):
         np.testing.assert_array_equal(value, expected)
     assert snapshot.fits()
+    for number in range(3):
+        snapshot.checkpoint.write(str(tmp_path / str(number)))
+    assert snapshot.checkpoint._traced.experimental_get_tracing_count() == 1
+    model.set_weights([weight + 1 for weight in before])
+    snapshot._original.read(str(tmp_path / "2")).assert_consumed()
+    for value, expected in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 def test_keras_still_fails_to_save_asynchronously(tmp_path: Path) -> None:
