@@ -36,7 +36,7 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.drift import Drift
-from ctl_core.errors import RunError, SetupError, one_line, reason
+from ctl_core.errors import RunError, SetupError, one_line, op_message, reason
 from ctl_core.freezing import freeze_flags, set_freeze_flags
 from ctl_core.randomness import generator_states
 from ctl_core.snapshot import Background, Snapshot, Traced, entries
@@ -358,7 +358,7 @@ class Checkpoints:
             if why is None:
                 self._input_part().write(prefix)
         except tf.errors.FailedPreconditionError as error:
-            why = one_line(error.message, 120)
+            why = op_message(error, 120)
         if why is not None:
             self._warn_once(
                 f"the position in the training data cannot be saved exactly ({why}); a resumed "

@@ -104,4 +104,10 @@ def reason(error: Exception) -> str:
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return one_line(str(getattr(error, "message", error)).split("; ")[-1], 160)
+    return one_line(op_message(error, 1000).split("; ")[-1], 160)
+
+
+def op_message(error: Exception, limit: int) -> str:
+    """Returns the first line of what a failed op says, without where it was made."""
+    text = _OP_STACK.sub("", str(getattr(error, "message", error)))
+    return one_line(text.lstrip().split("\n")[0], limit)

@@ -208,7 +208,8 @@ class Run:
                 writer.close()
         self._writers, self._flushes = {}, []
         logging.getLogger("ctl_core").removeHandler(self._log)
-        self._log.close()
+        with contextlib.suppress(OSError):
+            self._log.close()
         self._held.close()
 
 
