@@ -116,7 +116,7 @@ class Checkpoints:
         self._begun: int | None = None
         self._copied = True
         self._snapshots: list[Snapshot] = []
-        self._entries: list[Any] | None = None
+        self._entries: list[Any] | None = None  # what copies must hold, until they have shown it
         self._save_user_part = state.manager.save
         state.manager.save = self._ask  # type: ignore[method-assign]
 
