@@ -101,10 +101,11 @@ class Traced(tf.train.Checkpoint):
                 with tf.device(self._on):
                     self.write(path)
 
+            with warnings.catch_warnings():  # of tf.data, that options are unknown to a graph
+                warnings.simplefilter("ignore", UserWarning)
+                traced.get_concrete_function()  # here: the filters are those of all threads
             self._traced = traced
-        with warnings.catch_warnings():  # of tf.data, that options are unknown to a graph
-            warnings.simplefilter("ignore", UserWarning)
-            self._traced(tf.constant(file_prefix))
+        self._traced(tf.constant(file_prefix))
         for callback in getattr(options, "experimental_write_callbacks", None) or ():
             callback(file_prefix)
         return file_prefix
