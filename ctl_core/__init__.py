@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ctl_core.errors import StopTraining as StopTraining
     from ctl_core.loop import train as train
     from ctl_core.state import State as State
+    from ctl_core.tracking import regularization as regularization
+    from ctl_core.tracking import trainable_variables as trainable_variables
 
 _HOME = {
     "Config": "config",
@@ -34,10 +36,12 @@ _HOME = {
     "deferred": "defaults",
     "load_config": "config",
     "nan_to_zero": "defaults",
+    "regularization": "tracking",
     "report": "console",
     "show_step": "console",
     "trackable": "defaults",
     "train": "loop",
+    "trainable_variables": "tracking",
 }
 __all__ = [*_HOME, "data"]
 

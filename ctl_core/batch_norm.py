@@ -16,28 +16,25 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.freezing import layers_of
+from ctl_core.snapshot import ReplicaCopies
 
 
 class MovingStatistics:
-    """The moving statistics of a model's batch normalisations."""
+    """The moving statistics of the batch normalisations among the layers of a run."""
 
-    def __init__(self, model: Any, strategy: tf.distribute.Strategy) -> None:
+    def __init__(self, layers: list[keras.Layer], strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
         self._statistics = [
             variable.value
-            for layer in layers_of(model)
+            for layer in layers
             if isinstance(layer, keras.layers.BatchNormalization)
             for variable in layer.non_trainable_variables
             if variable.path.split("/")[-1].startswith(("moving_", "renorm_"))
         ]
         if strategy.num_replicas_in_sync == 1:
             self._statistics = []
-        # What the replicas of this process have, as variables, and room for a copy of each.
-        self._here = [v for s in self._statistics for v in strategy.experimental_local_results(s)]
-        self._own = [tf.Variable(variable.read_value(), trainable=False) for variable in self._here]
+        self._copies = ReplicaCopies(strategy, self._statistics)
         self._average: Any = None
-        self._copy: dict[bool, Any] = {}
 
     def average(self) -> None:
         """Gives each replica the mean over all replicas.
@@ -56,36 +53,18 @@ class MovingStatistics:
 
         Every process of a cluster must enter it.
         """
-        self._move(keep=True)
-        self.average()
-        yield
-        self._move(keep=False)
+        with self._copies.put_back_after():
+            self.average()
+            yield
 
     @property
     def own(self) -> tf.train.Checkpoint | None:
         """What this process's replicas had before the mean, to be saved; None if it is the same."""
-        return tf.train.Checkpoint(own=self._own) if self._own else None
+        return tf.train.Checkpoint(own=self._copies.own) if self._statistics else None
 
     def put_back(self) -> None:
         """Gives this process's replicas what ``own`` holds, after a restore."""
-        self._move(keep=False)
-
-    def _move(self, keep: bool) -> None:
-        """Copies what the replicas have to ``own``, or back; nothing between processes."""
-        if not self._statistics:
-            return
-        if keep not in self._copy:
-            pairs = list(zip(self._here, self._own, strict=True))
-
-            @tf.function(autograph=False)
-            def copy() -> None:
-                for here, own in pairs:
-                    target, source = (own, here) if keep else (here, own)
-                    with tf.device(target.device):
-                        target.assign(source.read_value())
-
-            self._copy[keep] = copy
-        self._copy[keep]()
+        self._copies.put_back()
 
     def _trace(self) -> Any:
         def on_replica() -> None:

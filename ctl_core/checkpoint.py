@@ -3,7 +3,8 @@
 A checkpoint of step 300 is, in runs/NAME/ckpt:
 
     ckpt-300.index, .data-*             what ``create_ckpt`` names
-    engine/ckpt-300.index, .data-*      random state, step, lr, loss scale
+    engine/ckpt-300.index, .data-*      random state, step, lr, loss scale, and what belongs to the
+                                        run but not to the user's part
     engine/input-300-0.index, .data-*   process 0's position in the training data, if it can be
                                         saved; in a cluster, each process writes its own
     engine/statistics-300-0.index, ...  what its replicas have of batch normalisations before
@@ -31,14 +32,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, one_line, op_message, reason
-from ctl_core.freezing import freeze_flags, set_freeze_flags
 from ctl_core.randomness import generator_states
+from ctl_core.remainder import Remainder, is_summed
 from ctl_core.snapshot import Background, Snapshot, Traced, entries
 from ctl_core.state import State
 
@@ -64,6 +64,8 @@ class Record:
         evaluated: the step of the last evaluation, or -1
         metrics: its values
         accumulate_steps: also what the input position belongs to
+        remainder: what the engine's part holds of what the user's leaves out; None of an engine
+            that did not look for it
     """
 
     step: int
@@ -79,6 +81,7 @@ class Record:
     evaluated: int
     metrics: dict[str, float]
     accumulate_steps: int = 1  # earlier engines had no such setting, nor wrote it
+    remainder: list[str] | None = None
 
 
 class Checkpoints:
@@ -105,9 +108,8 @@ class Checkpoints:
         self.saved_step = -1
         self.asked = False
         self._cluster = state.cluster
-        self._drift = Drift(
-            state.strategy, state.cluster, [*_trackables(state), state.lr, state.ckpt]
-        )
+        self.remainder = Remainder(state)
+        self._drift = Drift(state.strategy, state.cluster, state.found.variables.values())
         self._folder = Path(state.manager.directory)
         self._warned: set[str] = set()
         self._summed_up: bool | None = None
@@ -128,11 +130,12 @@ class Checkpoints:
         self.asked = True
         return str(self._folder / f"ckpt-{self.state.step}")
 
-    def _engine_part(self) -> tf.train.Checkpoint:
+    def _engine_part(self, remainder: list[str]) -> tf.train.Checkpoint:
         part = tf.train.Checkpoint(
             step=self.state.step_variable,
             lr=self.state.lr,
             seeds=generator_states(self.state.train_model),
+            remainder=self.remainder.saved(remainder),
         )
         if self.state.parts.loss_scale is not None:
             part.loss_scale = self.state.parts.loss_scale
@@ -162,8 +165,10 @@ class Checkpoints:
         if loss_scale is not None and (complaint := loss_scale.complaint()):
             self._warn_once(complaint)
         self.finish()
+        self.remainder.check_nothing_new(step)
         with self._cluster.peers(), self.state.statistics.averaged():
             self._drift.check(step)
+            self.remainder.take()
             self._save(step)
         self.saved_step = step
 
@@ -244,7 +249,7 @@ class Checkpoints:
 
     def _originals(self) -> list[tf.train.Checkpoint]:
         """What the chief writes: the user's part and the engine's."""
-        return [self.state.ckpt, self._engine_part()]
+        return [self.state.ckpt, self._engine_part(self.remainder.names)]
 
     def _make_snapshots(self, step: int) -> None:
         """Makes what later checkpoints are copied to, if a copy may hold the same."""
@@ -309,11 +314,7 @@ class Checkpoints:
             return False
         if self._summed_up is None:
             found = tf.train.TrackableView(self.state.ckpt).descendants()
-            self._summed_up = any(
-                getattr(item, "synchronization", None) == tf.VariableSynchronization.ON_READ
-                or getattr(item, "synchronization", None) == "on_read"
-                for item in found
-            )
+            self._summed_up = any(is_summed(item) for item in found)
         return self._summed_up
 
     def _record(self, step: int, input_saved: bool) -> Record:
@@ -327,10 +328,11 @@ class Checkpoints:
             input_saved=input_saved,
             learning_rate=self.state.config.learning_rate,
             done=sorted(self.done),
-            frozen=freeze_flags(self.state.train_model),
+            frozen=self.state.freezing.flags(),
             evaluated=self.evaluated,
             metrics=dict(self.state.metrics),
             accumulate_steps=self.state.parts.accumulate_steps,
+            remainder=self.remainder.names,
         )
 
     def _write_record(self, record: Record) -> None:
@@ -479,7 +481,11 @@ class Checkpoints:
         if with_input:
             self._restore_input(record)
             self._restore_statistics(record)
-        set_freeze_flags(self.state.train_model, record.frozen)
+        if not self.state.freezing.put_back(record.frozen):
+            self.console.warn(
+                "what was frozen in the checkpoint is of other layers than the model has now; "
+                "what is frozen is as create_model left it."
+            )
         self.examples = record.examples
         self.done = set(record.done)
         self.evaluated = record.evaluated
@@ -502,12 +508,41 @@ class Checkpoints:
         user_part = str(self._folder / record.path)
         engine_part = str(self._engine_folder / f"ckpt-{step}")
         try:
-            tf.train.load_checkpoint(engine_part)
+            remainder = self._check_remainder(record.remainder, engine_part)
             self._restore_user_part(user_part)
-            self._engine_part().read(engine_part).expect_partial()
+            self._engine_part(remainder).read(engine_part).expect_partial()
+            self.remainder.put_back(remainder)
         except _UNREADABLE as error:
             raise _Damaged(one_line(error, 160)) from error
         return record
+
+    def _check_remainder(self, names: list[str] | None, engine_part: str) -> list[str]:
+        """Compares what the engine's part holds for the user's with what there is.
+
+        Returns:
+            The paths to be read.
+
+        Raises:
+            SetupError: it does not fit the model any more.
+        """
+        shapes = tf.train.load_checkpoint(engine_part).get_variable_to_shape_map()
+        keys = [f"remainder/{i}{_KEY_END}VARIABLE_VALUE" for i in range(len(names or ()))]
+        if names is None:
+            names = []
+            if self.remainder.names:
+                self.console.warn(
+                    f"the checkpoint is of an earlier engine, which did not keep "
+                    f"{', '.join(self.remainder.names[:5])}: as created."
+                )
+            return names
+        differences, changes = self.remainder.compare(names, [shapes.get(key) for key in keys])
+        if differences:
+            raise _unfitting(engine_part, differences)
+        if changes:
+            self.console.warn(
+                f"of what hooks hold, compared with the checkpoint: {changes}."
+            )
+        return names
 
     def _warn_damaged(self, step: int, why: str) -> None:
         self.console.warn(
@@ -561,11 +596,7 @@ class Checkpoints:
             differences = self._differences(path)
             if not differences:  # unequal in a way that no variable shows
                 differences = [one_line(error, 200)]
-            more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
-            raise SetupError(
-                f"the checkpoint {path} does not fit the model any more: "
-                f"{'; '.join(differences[:5])}{more}. Undo the change, or choose another run_name."
-            ) from error
+            raise _unfitting(path, differences) from error
 
     def _differences(self, path: str) -> list[str]:
         """Lists the variables that differ, by writing the present state down and comparing."""
@@ -586,6 +617,14 @@ class Checkpoints:
                     f"{saved[key][1]}"
                 )
         return differences
+
+
+def _unfitting(path: str, differences: list[str]) -> SetupError:
+    more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
+    return SetupError(
+        f"the checkpoint {path} does not fit the model any more: "
+        f"{'; '.join(differences[:5])}{more}. Undo the change, or choose another run_name."
+    )
 
 
 class _Damaged(Exception):
@@ -612,12 +651,6 @@ def _holding(
         yield
     finally:
         manager._checkpoint = own
-
-
-def _trackables(state: State) -> list[Any]:
-    """What a checkpoint may leave out but each replica must have alike."""
-    objects = [state.train_model, *state.parts.optimizers.values()]
-    return [item for item in objects if isinstance(item, tf.Module | keras.Layer | keras.Optimizer)]
 
 
 def _variables_in(path: str) -> dict[str, tuple[str, list[int]]]:

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.console import report, show_step
+from ctl_core.tracking import regularization, trainable_variables
 
 
 def nan_to_zero(gradient: Any) -> Any:
@@ -77,7 +78,7 @@ def loss_pre(output, batch):
 
 
 def grad_pre(loss, train_model):
-    return loss, sum(getattr(train_model, "losses", [])), train_model.trainable_variables
+    return loss, regularization(train_model), trainable_variables(train_model)
 
 
 def update_pre(gradients):
@@ -109,4 +110,4 @@ def metric_pre(output, batch):
 
 
 def eval_pre(loss, train_model):
-    return loss, sum(getattr(train_model, "losses", []))
+    return loss, regularization(train_model)

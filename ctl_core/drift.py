@@ -7,15 +7,16 @@ would hold one replica's opinion.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster import Cluster
 from ctl_core.errors import RunError
 from ctl_core.step import variable_name
+from ctl_core.tracking import plain_variable
 
 _ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
 
@@ -26,11 +27,13 @@ class Drift:
     Costs one pass over the variables and one all-reduce; nothing with a single replica.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, cluster: Cluster, parts: Any) -> None:
-        """Compares every variable that ``parts``, trackable objects, hold on all replicas."""
+    def __init__(
+        self, strategy: tf.distribute.Strategy, cluster: Cluster, variables: Iterable[Any]
+    ) -> None:
+        """Compares those of the variables of which each replica has a copy."""
         self._strategy, self._cluster = strategy, cluster
         self._local = len(strategy.extended.worker_devices)
-        self._variables = _mirrored(parts) if strategy.num_replicas_in_sync > 1 else []
+        self._variables = _mirrored(variables) if strategy.num_replicas_in_sync > 1 else []
         self._digest: Any = None
 
     def check(self, step: int) -> None:
@@ -91,8 +94,8 @@ def _digest(variable: Any) -> tf.Tensor:
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by size in bytes
 
 
-def _mirrored(parts: Any) -> list[tuple[str, Any]]:
-    """Finds the variables in the objects of which each replica has a copy that must be the same.
+def _mirrored(variables: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Picks the variables of which each replica has a copy that must be the same.
 
     Those that each replica keeps for itself and that are summed up when read, as metrics do, and
     the states of random generators, are left out.
@@ -100,15 +103,8 @@ def _mirrored(parts: Any) -> list[tuple[str, Any]]:
     Returns:
         Pairs of name and variable.
     """
-    found: dict[int, tuple[str, Any]] = {}
-    # First as Keras knows them, which gives each a path as its name; most have no other.
-    items = [variable for part in parts for variable in getattr(part, "variables", ())]
-    items += [item for part in parts for item in tf.train.TrackableView(part).descendants()]
-    for item in items:
-        variable = item.value if isinstance(item, keras.Variable) else item
-        if _is_mirrored(variable):
-            found.setdefault(id(variable), (variable_name(item), variable))
-    return list(found.values())
+    pairs = ((variable_name(item), plain_variable(item)) for item in variables)
+    return [(name, variable) for name, variable in pairs if _is_mirrored(variable)]
 
 
 def _is_mirrored(variable: Any) -> bool:

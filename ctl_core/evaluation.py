@@ -44,6 +44,14 @@ class Evaluation:
     sums: Sums
     run_steps: Callable[[Any, tf.Tensor], tf.Tensor]
 
+    def lasting_metrics(self) -> dict[str, keras.Metric]:
+        """Those that may keep something when they are reset: by a ``reset_state`` of their own."""
+        return {
+            name: metric
+            for name, metric in self.metrics.items()
+            if not type(metric).reset_state.__module__.startswith("keras.")
+        }
+
 
 def create_evaluation(
     parts: Parts, strategy: tf.distribute.Strategy, task: Task, per_replica: int

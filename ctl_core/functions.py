@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ctl_core.accumulate import joined, take_update
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import trace_evaluation
-from ctl_core.freezing import freeze_flags
-from ctl_core.randomness import RANDOM_OPS
+from ctl_core.randomness import random_ops
 from ctl_core.state import State
 
 
@@ -34,11 +32,11 @@ class StepFunctions:
         self._traced: list[Any] = []
         self._run: dict[tuple[bool, ...], Any] = {}
         self._observe: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
-        self._frozen = tuple(freeze_flags(state.train_model))
+        self._frozen = tuple(state.freezing.flags())
 
     def refresh(self) -> None:
         """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
-        self._frozen = tuple(freeze_flags(self._state.train_model))
+        self._frozen = tuple(self._state.freezing.flags())
 
     @property
     def frozen(self) -> int:
@@ -68,8 +66,11 @@ class StepFunctions:
         self._traced.append(function)
         return function.get_concrete_function()
 
-    def check(self, console: Console) -> None:
+    def check(self, console: Console) -> Any:
         """Traces a step and the evaluation before training starts, and warns of what shows.
+
+        Returns:
+            The variables that a step uses, each replica's part by itself.
 
         Raises:
             SetupError: a hook raised, or returned something else than it should.
@@ -93,20 +94,13 @@ class StepFunctions:
                 f"the loss does not depend on {', '.join(names[:5])}"
                 f"{' and others' if len(names) > 5 else ''}: not updated."
             )
-        if generators := _foreign_generators(self._state, graph.variables):
-            console.warn(
-                f"a hook draws random numbers with {', '.join(generators)}, which is no part of "
-                "the model: no checkpoint holds its state, and a resumed run draws others. Keep "
-                "the generator, or the layer that has it, in an attribute of train_model."
-            )
-        definition = graph.as_graph_def()
-        nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-        if found := sorted({node.op for node in nodes} & RANDOM_OPS):
+        if found := random_ops(graph):
             console.warn(
                 f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
                 "checkpoint can hold: a resumed run will draw others. Use a "
                 "keras.random.SeedGenerator of the model, or tf.random.stateless_*."
             )
+        return graph.variables
 
     def _trace_run(self) -> Any:
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
@@ -137,14 +131,6 @@ class StepFunctions:
             return found, [results(v)[1:] for v in tf.nest.flatten(values)]
 
         return observe
-
-
-def _foreign_generators(state: State, used: Any) -> list[str]:
-    """Names the states of random generators that a step uses but the model does not own."""
-    variables = getattr(state.train_model, "variables", ())
-    own = {_base_name((v.value if isinstance(v, keras.Variable) else v).name) for v in variables}
-    names = {_base_name(variable.name) for variable in used} - own
-    return sorted(name for name in names if name.endswith(("seed_generator_state", "StateVar")))
 
 
 def _base_name(name: str) -> str:

@@ -117,7 +117,7 @@ TABLE: tuple[Spec, ...] = (
         "loss_per_batch, extra_loss, trainable_vars; or a dict of such by objective",
         "What is differentiated (the loss summed over the batch, plus terms that do not depend "
         "on the batch), and by which variables.",
-        "loss, sum of train_model.losses, train_model.trainable_variables",
+        "loss, regularization(train_model), trainable_variables(train_model)",
         in_graph=True,
     ),
     Spec(
@@ -171,12 +171,13 @@ TABLE: tuple[Spec, ...] = (
         _names("loss output batch train_model train_loss lr"),
         "loss_per_batch, extra_loss",
         "The loss that the evaluation reports.",
-        "loss, sum of train_model.losses",
+        "loss, regularization(train_model)",
         in_graph=True,
     ),
 )
 SPECS = {spec.name: spec for spec in TABLE}
 COMMON = ("config", "hparams")
+DATA_HOOKS = ("create_dataset", "make_batches", "create_eval_dataset")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,6 +356,20 @@ class Hooks:
     create_metrics: Hook
     metric_pre: Hook
     eval_pre: Hook
+
+    def functions(self) -> dict[str, Any]:
+        """The functions of the hooks by name, but for those that make data."""
+        found: dict[str, Any] = {}
+        for spec in TABLE:
+            hooks = getattr(self, spec.name)
+            if spec.scheduled:
+                several = [hook.function for some in hooks.values() for hook in some]
+                for index, function in enumerate(several):
+                    name = f"{spec.name}/{getattr(function, '__name__', '')}"
+                    found[f"{name}-{index}" if name in found else name] = function
+            elif hooks is not None and spec.name not in DATA_HOOKS:
+                found[spec.name] = hooks.function
+        return found
 
     def blame(self, error: BaseException) -> str:
         """Says in one line which hook an op belongs to that failed while a graph was running.

@@ -19,7 +19,7 @@ import tensorflow as tf
 from ctl_core.cluster import Cluster
 from ctl_core.errors import SetupError, one_line
 from ctl_core.hooks import Hook, Hooks
-from ctl_core.randomness import RANDOM_OPS
+from ctl_core.randomness import random_ops
 from ctl_core.strategy import Task
 
 
@@ -274,7 +274,7 @@ def _check_batch_size(
 _RESHUFFLING = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
 _DRAINING = {"_ShuffleDataset", "_ZipDataset", "_ConcatenateDataset"}
 # Ops that draw from, or are, a state outside of the pipeline.
-_STATEFUL = {*RANDOM_OPS, "PyFunc", "EagerPyFunc", "PyFuncStateless"}
+_STATEFUL = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
 
 
 def unsavable(dataset: tf.data.Dataset) -> str | None:
@@ -289,8 +289,7 @@ def unsavable(dataset: tf.data.Dataset) -> str | None:
     def search(stage: Any, drained: bool) -> str | None:
         name = type(stage).__name__
         for function in stage._functions():
-            operations = function.function.graph.get_operations()
-            if found := sorted({operation.type for operation in operations} & _STATEFUL):
+            if found := random_ops(function.function.graph, _STATEFUL):
                 return f"it runs {', '.join(found)}, which has a state of its own"
         if drained and name in _RESHUFFLING:
             return (

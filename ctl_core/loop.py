@@ -71,14 +71,14 @@ def train(callbacks: Any, config: Config) -> State:
         state = create_state(callbacks, config, run, console)
         checkpoints = Checkpoints(state, console)
         record = checkpoints.restore()
-        spread(state.train_model, state.strategy, task)
+        spread(state.found.generators, state.strategy, task)
         start, last = state.step, _last_step(state, console)
         if record and record.learning_rate != config.learning_rate:
             console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.lr.assign(config.learning_rate)
         state.functions = StepFunctions(state)
         if start < last:
-            state.functions.check(console)
+            checkpoints.remainder.check_reached(state.functions.check(console))
         if task.chief:
             run.open(config, start, new=start < last)
             console.listeners.append(run.write)

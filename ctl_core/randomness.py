@@ -14,19 +14,6 @@ import tensorflow as tf
 
 from ctl_core.strategy import Task
 
-# Ops that draw from a state which no checkpoint can hold.
-RANDOM_OPS = {
-    "RandomUniform",
-    "RandomUniformInt",
-    "RandomStandardNormal",
-    "TruncatedNormal",
-    "RandomShuffle",
-    "RandomGammaV2",
-    "RandomPoissonV2",
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-}
-
 # What the seeds of two neighbouring replicas differ by; any number that seeds rarely differ by.
 _STRIDE = 1_000_003
 
@@ -42,14 +29,41 @@ def generator_states(model: Any) -> list[Any]:
     return [v.value for v in model.variables if id(v) not in others]
 
 
-def spread(model: Any, strategy: tf.distribute.Strategy, task: Task) -> None:
+def spread(generators: list[Any], strategy: tf.distribute.Strategy, task: Task) -> None:
     """Gives each replica seeds of its own, worked out from those of the first of all.
 
-    Done once, after the model is made and restored: a new model has the same seeds everywhere,
-    and a checkpoint holds those of the chief's first replica; the counters are the same on all.
+    Done once, after the model is made and restored: new generators have the same seeds
+    everywhere, and a checkpoint holds those of the chief's first replica; the counters are the
+    same on all.
+
+    Args:
+        generators: states of Keras seed generators
+        strategy: whose replicas draw from them
+        task: which of the processes this is
     """
-    for state in generator_states(model):
+    for state in generators:
         own = strategy.experimental_local_results(state)
         first = own[0].numpy()
         for index, replica in enumerate(own, start=task.index * len(own)):
             replica.assign(first + tf.constant([index * _STRIDE, 0], replica.dtype))
+
+
+def random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[str]:
+    """Names the types of ops in a graph, or in a function that it calls, that keep a random state.
+
+    No checkpoint can hold it. They are told by their attribute ``seed``: the ops of
+    ``tf.random.stateless_*`` take a seed as an input. One that was told not to draw is left out.
+
+    Args:
+        graph: where to look
+        others: more types of ops to look for
+    """
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    drawing = (node for node in nodes if "seed" in node.attr and _draws(node))
+    return sorted({node.op for node in (*drawing, *(n for n in nodes if n.op in others))})
+
+
+def _draws(node: Any) -> bool:
+    no_dropout = "dropout" in node.attr and node.attr["dropout"].f == 0  # cuDNN's recurrent layers
+    return not (no_dropout or node.attr["deterministic"].b)

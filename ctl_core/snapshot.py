@@ -6,9 +6,10 @@ second save of a Keras 3 model. What is written, when, and when it counts is che
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -78,6 +79,49 @@ class Snapshot:
 
             self._copy = copy
         self._copy()
+
+
+class ReplicaCopies:
+    """What each of this process's replicas has in some variables, kept aside and put back.
+
+    One graph call each, in which nothing passes between processes.
+
+    Attributes:
+        own: the copies, a variable for each replica's part of each variable
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, variables: list[Any]) -> None:
+        results = strategy.experimental_local_results
+        self._here = [part for variable in variables for part in results(variable)]
+        self.own = [tf.Variable(part.read_value(), trainable=False) for part in self._here]
+        self._move: dict[bool, Any] = {}
+
+    @contextlib.contextmanager
+    def put_back_after(self) -> Iterator[None]:
+        """Around something that changes the variables, and must not."""
+        self._copy(to_own=True)
+        yield
+        self._copy(to_own=False)
+
+    def put_back(self) -> None:
+        """Gives the replicas what ``own`` holds."""
+        self._copy(to_own=False)
+
+    def _copy(self, to_own: bool) -> None:
+        if not self.own:
+            return
+        if to_own not in self._move:
+            pairs = list(zip(self._here, self.own, strict=True))
+
+            @tf.function(autograph=False)
+            def copy() -> None:
+                for here, own in pairs:
+                    target, source = (own, here) if to_own else (here, own)
+                    with tf.device(target.device):
+                        target.assign(source.read_value())
+
+            self._move[to_own] = copy
+        self._move[to_own]()
 
 
 class Traced(tf.train.Checkpoint):

@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from ctl_core.accumulate import take_update
 from ctl_core.batch_norm import MovingStatistics
 from ctl_core.cluster import Cluster
+from ctl_core.compat import global_seed_generator, global_seed_generator_kept
 from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import Evaluation, create_evaluation
-from ctl_core.freezing import trainable_candidates
+from ctl_core.freezing import Freezing, trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, check_same_data, create_input
 from ctl_core.precision import LossScale
@@ -26,13 +30,16 @@ from ctl_core.runs import Run, repair_list
 from ctl_core.step import (
     LearningRate,
     Parts,
+    contribution,
     expect,
     forward,
     kind_of,
     objectives,
     reduce_no_more,
+    update,
 )
 from ctl_core.strategy import create_strategy
+from ctl_core.tracking import Found, Unnamed, find
 
 
 @dataclasses.dataclass
@@ -52,6 +59,9 @@ class State:
         clock: where the time goes, while training
         cluster: the processes that train together
         statistics: of batch normalisations, averaged over the replicas before they are read
+        roots: the objects and hooks that the run is made of, by name
+        found: the variables, layers and generators that they reach
+        freezing: what of it is frozen
     """
 
     config: Config
@@ -71,6 +81,9 @@ class State:
     data: Input
     evaluation: Evaluation | None
     input_spec: Any
+    roots: dict[str, Any]
+    found: Found
+    freezing: Freezing
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     stopped_by: int | None = None
     functions: Any = None
@@ -83,7 +96,8 @@ class State:
 
     def renew_input(self) -> None:
         """Makes the training data anew, as it was before anything was read from it."""
-        keras.utils.set_random_seed(self.config.seed)
+        with global_seed_generator_kept():
+            keras.utils.set_random_seed(self.config.seed)
         parts, seed, task = self.parts, self.config.seed, self.cluster.task
         self.data = create_input(
             self.hooks, self.strategy, task, parts.micro_batch_size, seed, parts.accumulate_steps
@@ -126,18 +140,12 @@ def _create(
         hooks, strategy, cluster.task, per_replica, config.seed, config.accumulate_steps
     )
     data.clock = not config.deterministic
+    step = _step_variable()
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")
         train_loss = _callable(hooks.create_loss, "train_loss")
         _check_reduction(hooks.create_loss, train_loss)
         lr = LearningRate(config.learning_rate)
-        step = tf.Variable(
-            0,
-            dtype=tf.int64,
-            trainable=False,
-            name="step",
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
         optimizer = hooks.create_opt(lr=lr)
         optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
         _check_optimizers(hooks.create_opt, optimizers)
@@ -159,6 +167,8 @@ def _create(
         candidates = trainable_candidates(train_model)
         for name, one in optimizers.items():
             _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
+        roots = _roots(parts)
+        _build_late(roots, parts, data, variables)
         evaluation = create_evaluation(parts, strategy, cluster.task, per_replica)
         if cluster.task.chief:
             repair_list(run.ckpt)
@@ -176,6 +186,9 @@ def _create(
             f"create_ckpt ({hook.where})",
         )
     _check_manager(hook, ckpt, manager)
+    if evaluation is not None:
+        roots["metrics"] = evaluation.lasting_metrics()
+    found = find_state(roots)
     return State(
         config=config,
         run_dir=run.path,
@@ -189,12 +202,86 @@ def _create(
         hooks=hooks,
         strategy=strategy,
         cluster=cluster,
-        statistics=MovingStatistics(train_model, strategy),
+        statistics=MovingStatistics(found.layers, strategy),
         parts=parts,
         data=data,
         evaluation=evaluation,
         input_spec=input_spec,
+        roots=roots,
+        found=found,
+        freezing=Freezing(found),
     )
+
+
+def _step_variable() -> tf.Variable:
+    """Makes the step counter: one for all replicas, so that ``int(ckpt.step)`` works."""
+    with tf.device("CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+
+
+def _roots(parts: Parts) -> dict[str, Any]:
+    """Names the objects of a run, and the hooks of which functions may hold others."""
+    return {
+        "train_model": parts.train_model,
+        "train_loss": parts.train_loss,
+        "optimizer": parts.optimizer,
+        "keras.random": global_seed_generator(),
+        **parts.hooks.functions(),
+    }
+
+
+def find_state(roots: dict[str, Any]) -> Found:
+    """Finds what belongs to a run.
+
+    Raises:
+        SetupError: a variable is where it has no name.
+    """
+    try:
+        return find(roots)
+    except Unnamed as where:
+        raise SetupError(
+            f"{where} is a set with variables in it, of which a checkpoint cannot tell one from "
+            "the other; use a list or a dict."
+        ) from where
+
+
+def _build_late(
+    roots: dict[str, Any], parts: Parts, data: Input, variables: dict[str, list[Any]]
+) -> None:
+    """Lets optimizers that make variables only when they are used make them before a restore.
+
+    Those are optimizers of the user's own, and Keras optimizers that hooks use. One that has the
+    method ``build(variables)``, as Keras' have, is built by it; otherwise a step is traced, which
+    nobody runs.
+
+    Raises:
+        SetupError: on several replicas, the variables cannot be made.
+    """
+    own = {n: o for n, o in parts.optimizers.items() if not isinstance(o, keras.Optimizer)}
+    for name, optimizer in own.items():
+        if callable(getattr(optimizer, "build", None)) and not getattr(optimizer, "built", False):
+            optimizer.build(variables[name])
+    late = [o for o in own.values() if not getattr(o, "built", False)]
+    if not late and all(optimizer.built for optimizer in find_state(roots).optimizers):
+        return
+    if parts.replicas == 1:  # tf.function lifts what the values of new variables are made of
+        step = tf.function(lambda: take_update(parts, data, frozenset()) and None, autograph=False)
+        step.get_concrete_function()
+        return
+    try:
+        with _scratch():
+            batch = _placeholders(data.dataset.element_spec)
+            needed = frozenset({"output", "batch"})
+            update(parts, contribution(parts, batch, needed), frozenset())
+    except HookFailed as error:
+        if "could not be lifted" in str(error.__cause__):
+            hook = parts.hooks.create_opt
+            raise SetupError(
+                f"{hook.name} ({hook.where}): {kind_of(late[0])} makes variables when it is first "
+                "used, which several replicas cannot; give it a method build(variables) that makes "
+                "them, and is called before."
+            ) from error
+        raise
 
 
 def _callable(hook: Hook, what: str) -> Any:
@@ -259,12 +346,8 @@ def _build_variables(parts: Parts, element_spec: Any) -> tuple[dict[str, list[An
     Returns:
         The trainable_vars by objective, and the specification of the model's input.
     """
-    with _scratch_graph().as_default():
-        batch = tf.nest.map_structure(
-            lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape),
-            element_spec,
-            expand_composites=True,
-        )
+    with _scratch():
+        batch = _placeholders(element_spec)
         inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
         output, loss = forward(parts, batch, training=True)
@@ -272,13 +355,36 @@ def _build_variables(parts: Parts, element_spec: Any) -> tuple[dict[str, list[An
     return {name: variables for name, (_, variables) in named.items()}, input_spec
 
 
-def _scratch_graph() -> Any:
-    """Returns a graph to call hooks in without running anything.
+def _placeholders(element_spec: Any) -> Any:
+    return tf.nest.map_structure(
+        lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape),
+        element_spec,
+        expand_composites=True,
+    )
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[None]:
+    """A graph, on one replica, to call hooks in without running anything.
 
     Variables made in it exist outside of it. ``FuncGraph`` is not quite public, but Keras builds
     its models in one; in a tf.function, random generators could not be made on several replicas.
     """
-    return tf.__internal__.FuncGraph("build")
+    with tf.__internal__.FuncGraph("build").as_default(), _Alone(tf.distribute.get_strategy(), 0):
+        yield
+
+
+class _Alone(tf.distribute.ReplicaContext):
+    """A replica that meets no other: what is exchanged has the right shapes and no values."""
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Returns the value as it is."""
+        return value
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Returns the value once for each replica."""
+        replicas = self.strategy.num_replicas_in_sync
+        return tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)
 
 
 def _build_optimizer(optimizer: Any, variables: list[Any], candidates: list[Any]) -> None:

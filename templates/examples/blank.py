@@ -8,7 +8,15 @@ the arguments it uses, in any order. All hooks, and what each may name:
 import keras
 import tensorflow as tf
 
-from ctl_core import deferred, nan_to_zero, report, show_step, trackable
+from ctl_core import (
+    deferred,
+    nan_to_zero,
+    regularization,
+    report,
+    show_step,
+    trackable,
+    trainable_variables,
+)
 
 # ---- Data -------------------------------------------------------------------------------------
 
@@ -87,7 +95,7 @@ def loss_pre(output, batch):
 
 # The loss summed over the batch, terms that do not depend on the batch, and what to train.
 def grad_pre(loss, train_model):
-    return loss, sum(getattr(train_model, "losses", [])), train_model.trainable_variables
+    return loss, regularization(train_model), trainable_variables(train_model)
 
 
 # From the gradients, summed over all replicas, to those applied and those to display.
@@ -136,4 +144,4 @@ def metric_pre(output, batch):
 
 # The loss that the evaluation reports.
 def eval_pre(loss, train_model):
-    return loss, sum(getattr(train_model, "losses", []))
+    return loss, regularization(train_model)

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-from ctl_core.freezing import freeze_flags, layers_of, set_freeze_flags, trainable_candidates
+from ctl_core.freezing import Freezing, trainable_candidates
+from ctl_core.tracking import find
 from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights
 
 
@@ -100,16 +101,19 @@ def test_a_layer_frozen_at_first_can_be_unfrozen_later(train: Train) -> None:
 
 def test_flags_reach_nested_layers_and_single_variables() -> None:
     model = normed_model()
-    assert {layer.name for layer in layers_of(model)} >= {"first", "last"}
-    assert set(model.layers[1].layers) <= set(layers_of(model))
+    found = find({"train_model": model})
+    assert {layer.name for layer in found.layers} >= {"first", "last"}
+    assert set(model.layers[1].layers) <= set(found.layers)
+    freezing = Freezing(found)
     inner = model.layers[1].layers[0]
     inner.trainable = False
     model.layers[2].bias.trainable = False
-    flags = freeze_flags(model)
+    flags = freezing.flags()
     free = {variable.path for variable in trainable_candidates(model)}
     assert inner.kernel.path in free and model.layers[2].bias.path in free
-    assert freeze_flags(model) == flags, "asking for candidates must not unfreeze anything"
+    assert freezing.flags() == flags, "asking for candidates must not unfreeze anything"
     model.trainable = True
-    set_freeze_flags(model, flags)
-    assert freeze_flags(model) == flags
+    assert freezing.put_back(flags)
+    assert freezing.flags() == flags
     assert not inner.trainable and not model.layers[2].bias.trainable
+    assert not freezing.put_back(flags[:-1])

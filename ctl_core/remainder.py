@@ -1,0 +1,167 @@
+"""What a run has that ``create_ckpt`` leaves out: kept in the engine's part of a checkpoint.
+
+tracking.py finds everything that belongs to a run; a ``tf.train.Checkpoint`` holds what
+TensorFlow's own tracking follows from the objects that it was given. The rest is here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.errors import RunError, SetupError
+from ctl_core.randomness import generator_states
+from ctl_core.state import State, find_state
+from ctl_core.step import variable_name
+from ctl_core.tracking import plain_variable
+
+# What a resumed run cannot do without; the rest is of hooks, which may change between two starts.
+_NEEDED = ("train_model", "train_loss", "optimizer")
+
+
+class Remainder:
+    """The variables that the engine saves because the user's part does not hold them.
+
+    Attributes:
+        names: the paths of attributes that lead to them, in the order of ``saved``
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        held = {id(plain_variable(v)) for v in tf.train.TrackableView(state.ckpt).descendants()}
+        held |= set(map(id, own_variables(state)))
+        self._variables = {
+            path: variable
+            for path, variable in state.found.variables.items()
+            if id(plain_variable(variable)) not in held
+        }
+        self.names = list(self._variables)
+        # What is summed up when read, by all processes at once, is written as that sum.
+        self._sums = {
+            path: tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
+            for path, variable in self._variables.items()
+            if is_summed(v := plain_variable(variable))
+        }
+        self._take: Any = None
+        self._known = {id(plain_variable(v)) for v in state.found.variables.values()}
+
+    def saved(self, names: list[str]) -> dict[str, Any]:
+        """Returns what is written, or read, for the paths in ``names``, by their position."""
+        return {
+            str(position): self._sums.get(path, self._variables[path])
+            for position, path in enumerate(names)
+            if path in self._variables
+        }
+
+    def take(self) -> None:
+        """Sums up what each replica keeps for itself; every process of a cluster must call it."""
+        if not self._sums:
+            return
+        if self._take is None:
+
+            @tf.function(autograph=False)
+            def take() -> None:
+                for path, total in self._sums.items():
+                    total.assign(plain_variable(self._variables[path]).read_value())
+
+            self._take = take
+        self._take()
+
+    def put_back(self, names: list[str]) -> None:
+        """Gives the first of all replicas the sums that were read, and the others zero."""
+        for path in names:
+            if (total := self._sums.get(path)) is None:
+                continue
+            variable = plain_variable(self._variables[path])
+            of_sum = variable.aggregation == tf.VariableAggregation.SUM
+            parts = self._state.strategy.experimental_local_results(variable)
+            for index, part in enumerate(parts):
+                first = index == 0 and self._state.cluster.task.chief
+                part.assign(total if first or not of_sum else tf.zeros_like(total))
+
+    def compare(self, names: list[str], shapes: list[list[int] | None]) -> tuple[list[str], str]:
+        """Compares with what a checkpoint has.
+
+        Args:
+            names: the paths in the checkpoint
+            shapes: of each; None for what is no variable
+
+        Returns:
+            What does not fit the model, the loss or the optimizer; and a warning about variables
+            of hooks that came or went, or an empty text.
+        """
+        differences: list[str] = []
+        changes: list[str] = []
+        for path in sorted({*names, *self.names}):
+            needed = path.split("/")[0] in _NEEDED
+            if path not in self._variables:
+                (differences if needed else changes).append(f"{path} is gone")
+            elif path not in names:
+                (differences if needed else changes).append(f"{path} is new")
+            else:
+                shape = getattr(self._variables[path], "shape", None)
+                there = shapes[names.index(path)]
+                if shape is not None and there is not None and list(shape) != there:
+                    differences.append(f"{path} has shape {list(shape)}, in the checkpoint {there}")
+        return differences, "; ".join(changes[:5])
+
+    def check_nothing_new(self, step: int) -> None:
+        """Looks whether hooks have made variables since training began.
+
+        Costs some microseconds for each object that the run is made of.
+
+        Raises:
+            RunError: they have.
+        """
+        roots = {name: root for name, root in self._state.roots.items() if name != "metrics"}
+        new = [
+            path
+            for path, variable in find_state(roots).variables.items()
+            if id(plain_variable(variable)) not in self._known
+        ]
+        if new:
+            raise RunError(
+                f"after step {step}, {new[0]}{f' (and {len(new) - 1} more)' * (len(new) > 1)} is "
+                "new: a hook made it while training, and a resumed run would not have it; make it "
+                "in create_model, as an attribute of train_model, or where callbacks.py begins, "
+                "and build it there."
+            )
+
+    def check_reached(self, used: Any) -> None:
+        """Looks whether all variables that a step uses are found.
+
+        Args:
+            used: those variables, each replica's part by itself
+
+        Raises:
+            SetupError: one is not, so that no checkpoint would hold it.
+        """
+        results = self._state.strategy.experimental_local_results
+        known = {id(part) for v in own_variables(self._state) for part in (v, *results(v))}
+        for variable in map(plain_variable, self._state.found.variables.values()):
+            variable = variable.state if isinstance(variable, tf.random.Generator) else variable
+            known |= {id(variable), *map(id, results(variable))}
+        for variable in used:
+            if id(variable) not in known:
+                name = variable_name(variable).split("/replica_")[0]
+                raise SetupError(
+                    f"the step uses the variable {name} of shape {list(variable.shape)}, but "
+                    "nothing leads to it from what create_model, create_loss and create_opt "
+                    "returned or from a global of callbacks.py, so that no checkpoint would hold "
+                    "it: keep it, or the object that has it, in an attribute of train_model."
+                )
+
+
+def own_variables(state: State) -> list[Any]:
+    """The engine's own variables, which it saves by itself or need not save."""
+    own = [state.step_variable, state.lr.value, state.data.waited]
+    if state.parts.loss_scale is not None:
+        own += state.parts.loss_scale.variables
+    return [*own, *generator_states(state.train_model)]
+
+
+def is_summed(variable: Any) -> bool:
+    """Whether each replica keeps a value of its own, and reading adds them up."""
+    synchronization = getattr(variable, "synchronization", None)
+    return synchronization in (tf.VariableSynchronization.ON_READ, "on_read")

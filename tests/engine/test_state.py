@@ -1,0 +1,343 @@
+"""A resumed run has all that the run had, wherever a program keeps it.
+
+Each case is a program as people write it; run in one go and in two parts, it ends with the same
+numbers, bit for bit, in everything that its objects reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.tracking import find, plain_variable
+from tests.engine.conftest import (
+    FEATURES,
+    Train,
+    make_hooks,
+    small_model,
+)
+
+
+def values(state: ctl_core.State) -> dict[str, np.ndarray]:
+    """Everything that the run reaches, found anew, as it is on the first replica and in sum."""
+    found = find({**state.roots, "metrics": None})
+    read = state.strategy.experimental_local_results
+    numbers = {}
+    for path, variable in found.variables.items():
+        plain = plain_variable(variable)
+        if isinstance(plain, tf.random.Generator):
+            plain = plain.state
+        if hasattr(plain, "export"):
+            numbers[path] = np.sort(np.asarray(plain.export()[1]).ravel())
+        else:
+            numbers[path] = np.sum([part.numpy() for part in read(plain)], axis=0)
+    return numbers
+
+
+def assert_resumes(
+    train: Train, program: Callable[[], SimpleNamespace], replicas: int = 1, **settings: Any
+) -> dict[str, np.ndarray]:
+    """Compares 12 steps in one go with 5 and 7, each by objects made anew; returns the former."""
+    settings = {"virtual_devices": replicas, "deterministic": True, **settings}
+    whole = values(train(program(), steps=12, run_name="whole", **settings))
+    train(program(), steps=5, run_name="parts", **settings)
+    parts = values(train(program(), steps=12, run_name="parts", **settings))
+    assert whole.keys() == parts.keys()
+    for path, value in whole.items():
+        np.testing.assert_array_equal(value, parts[path], err_msg=path)
+    return whole
+
+
+def dense(units: int, inputs: int = FEATURES, seed: int = 0) -> keras.layers.Dense:
+    layer = keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed))
+    layer.build((None, inputs))
+    return layer
+
+
+# ---- Models -----------------------------------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable("test_state")
+class Blocks(keras.Model):
+    """Layers in a list, a dict, a tuple and a list of dicts, as ported research code has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [{"dense": dense(6, 6, i), "norm": keras.layers.BatchNormalization()} for i in
+                       range(2)]  # fmt: skip
+        self.heads = {"mean": dense(1, 6, 3)}
+        self.stem = (dense(6, seed=4), keras.layers.Dropout(0.2, seed=5))
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        x = self.stem[1](tf.tanh(self.stem[0](inputs)), training=training)
+        for block in self.blocks:
+            x = x + block["norm"](tf.tanh(block["dense"](x)), training=training)
+        return self.heads["mean"](x)
+
+
+class Module(tf.Module):
+    """A tf.Module that holds Keras layers, Dropout and batch normalisation among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = dense(6), dense(1, 6)
+        self.norm, self.drop = keras.layers.BatchNormalization(), keras.layers.Dropout(0.3, seed=1)
+        self.scale = tf.Variable(tf.ones(6))
+
+    def __call__(self, inputs: Any, training: bool) -> Any:
+        hidden = self.norm(tf.tanh(self.first(inputs)) * self.scale, training=training)
+        return self.last(self.drop(hidden, training=training))
+
+
+class Plain:
+    """No base class at all."""
+
+    def __init__(self) -> None:
+        self.layers = [dense(6), dense(1, 6)]
+        self.gain = tf.Variable(1.0)
+
+    def __call__(self, inputs: Any) -> Any:
+        return self.layers[1](tf.tanh(self.layers[0](inputs))) * self.gain
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls, with a variable made by hand, and keeps a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = keras.Variable(np.zeros((), "int64"), trainable=False, aggregation="mean",
+                                    dtype="int64")  # fmt: skip
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign(self.calls + 1)
+        self.seen.update_state(tf.ones(tf.shape(inputs)[0]))
+        return inputs
+
+
+def shared_model() -> keras.Model:
+    """One layer twice, a model within a model, and two layers of one name."""
+    inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="same"),
+                              keras.layers.BatchNormalization()], name="inner")  # fmt: skip
+    inputs = keras.Input((FEATURES,))
+    shared = keras.layers.Dense(4, activation="tanh", name="shared")
+    outer = keras.layers.Dense(4, name="same")
+    left, right = shared(inputs), shared(inputs[:, ::-1])
+    x = outer(inner(left)) + inner(right)
+    return keras.Model(inputs, keras.layers.Dense(1, name="out")(x))
+
+
+def counting_model() -> keras.Model:
+    model = small_model()
+    return keras.Sequential([keras.Input((FEATURES,)), Counting(), *model.layers])
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "layers in lists and dicts": Blocks,
+    "a tf.Module with Keras layers": Module,
+    "a plain object": Plain,
+    "shared and nested layers": shared_model,
+    "a counter and a metric": counting_model,
+}
+
+
+def seeded(create: Callable[[], Any]) -> Callable[[], Any]:
+    def create_model() -> Any:
+        keras.utils.set_random_seed(1)
+        return create()
+
+    return create_model
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_resumes_whatever_it_is_made_of(train: Train, model: str) -> None:
+    numbers = assert_resumes(train, lambda: make_hooks(create_model=seeded(MODELS[model])))
+    if model == "a counter and a metric":
+        assert [v for path, v in numbers.items() if path.endswith("calls")] == [12]
+        assert [v for path, v in numbers.items() if path.endswith("seen/total")] == [12 * 16]
+
+
+@pytest.mark.parametrize("model", ["layers in lists and dicts", "a tf.Module with Keras layers"])
+def test_a_model_resumes_on_two_devices(train: Train, model: str) -> None:
+    assert_resumes(train, lambda: make_hooks(create_model=seeded(MODELS[model])), replicas=2)
+
+
+def test_a_module_of_keras_layers_trains_as_a_keras_model_does(train: Train) -> None:
+    """The same layers and L2, held by a tf.Module: the defaults find what to train."""
+    regular = keras.regularizers.L2(0.1)
+
+    def layers() -> list[keras.layers.Layer]:
+        keras.utils.set_random_seed(3)
+        made = [keras.layers.Dense(6, "tanh", kernel_regularizer=regular), keras.layers.Dense(1)]
+        made[0].build((None, FEATURES))
+        made[1].build((None, 6))
+        return made
+
+    class Holder(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = {"hidden": layers()[0]}
+            self.out = layers()[1]
+
+        def __call__(self, inputs: Any) -> Any:
+            return self.out(self.parts["hidden"](inputs))
+
+    def freeze(train_model: Any) -> None:
+        hidden = train_model.parts["hidden"] if isinstance(train_model, Holder) else None
+        (hidden or train_model.layers[0]).trainable = False
+
+    trained = {}
+    for name, create in {"module": Holder, "keras": lambda: keras.Sequential(layers())}.items():
+        hooks = make_hooks(create_model=create, at_step={4: freeze},
+                           create_opt=lambda lr: keras.optimizers.SGD(lr))  # fmt: skip
+        state = train(hooks, steps=8, run_name=name, virtual_devices=2)
+        model = state.train_model
+        pair = [model.parts["hidden"], model.out] if name == "module" else model.layers
+        trained[name] = [w for layer in pair for w in layer.get_weights()]
+    for one, other in zip(trained["module"], trained["keras"], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ---- Losses, optimizers, random generators ----------------------------------------------------
+
+
+class CentreLoss:
+    """A plain class with a running centre, as in a loss of a paper's repository."""
+
+    def __init__(self) -> None:
+        self.centre = tf.Variable(0.0, trainable=False)
+
+    def __call__(self, loss_input: Any) -> Any:
+        output, target = loss_input
+        self.centre.assign(0.9 * self.centre + 0.1)
+        return tf.reduce_sum((output - target - self.centre) ** 2, axis=1)
+
+
+class TwoOptimizers:
+    """Another optimizer for the biases."""
+
+    def __init__(self, lr: Any) -> None:
+        self.kernels = keras.optimizers.SGD(lr, momentum=0.9)
+        self.others = keras.optimizers.Adam(lr)
+
+    def apply_gradients(self, pairs: Any) -> None:
+        pairs = list(pairs)
+        self.kernels.apply_gradients([pair for pair in pairs if len(pair[1].shape) == 2])
+        self.others.apply_gradients([pair for pair in pairs if len(pair[1].shape) == 1])
+
+
+class LazyMomentum:
+    """From TensorFlow's guide to optimizers: its variables are made when it is first used."""
+
+    def __init__(self, lr: Any) -> None:
+        self.lr, self.velocities, self.built = lr, [], False
+
+    def apply_gradients(self, pairs: Any) -> None:
+        pairs = list(pairs)
+        if not self.built:
+            for _, variable in pairs:
+                self.velocities.append(tf.Variable(tf.zeros(variable.shape), trainable=False))
+            self.built = True
+        for (gradient, variable), velocity in zip(pairs, self.velocities, strict=True):
+            velocity.assign(0.9 * velocity + gradient)
+            variable.assign_sub(self.lr * velocity)
+
+
+class BuiltMomentum(LazyMomentum):
+    """The same by Keras' protocol."""
+
+    def build(self, variables: Any) -> None:
+        self.velocities = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in variables]
+        self.built = True
+
+
+def adversary_program() -> SimpleNamespace:
+    """A second network with an optimizer of its own, which no hook returns."""
+    critic: Any = None
+    critic_opt: Any = None
+
+    def create_model() -> Any:
+        nonlocal critic, critic_opt
+        critic, critic_opt = dense(1, 1), keras.optimizers.Adam(0.01)
+        return small_model()
+
+    def grad_pre(loss: Any, output: Any, train_model: Any) -> Any:
+        with tf.GradientTape() as tape:
+            score = tf.reduce_mean(critic(tf.stop_gradient(output)) ** 2)
+        variables = critic.trainable_variables
+        critic_opt.apply_gradients(zip(tape.gradient(score, variables), variables, strict=True))
+        return loss + 0.1 * critic(output)[:, 0], 0.0, train_model.trainable_variables
+
+    return make_hooks(create_model=create_model, grad_pre=grad_pre)
+
+
+def unseeded_program() -> SimpleNamespace:
+    """Noise from keras.random without a generator, and from one that the hook holds."""
+    own = keras.random.SeedGenerator(3)
+
+    def input_pre(batch: Any) -> Any:
+        noise = keras.random.normal(tf.shape(batch[0])) + keras.random.uniform((), seed=own)
+        return batch[0] + 0.1 * noise
+
+    return make_hooks(input_pre=input_pre)
+
+
+def metric_program() -> SimpleNamespace:
+    """A host hook with a moving average of the weights and a metric, in its closure."""
+    average = [tf.Variable(w) for w in small_model().get_weights()]
+    losses = keras.metrics.Mean()
+
+    def follow(loss: Any, train_model: Any) -> None:
+        losses.update_state(loss)
+        for mean, weight in zip(average, train_model.get_weights(), strict=True):
+            mean.assign(0.9 * mean + 0.1 * weight)
+
+    return make_hooks(every_steps={1: follow})
+
+
+def table_program() -> SimpleNamespace:
+    """A table that the step writes to, in a model that TensorFlow's tracking does not follow."""
+
+    class Memory(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+        def __call__(self, inputs: Any) -> Any:
+            key = tf.constant([1], tf.int64)
+            self.table.insert(key, self.table.lookup(key) + 1.0)
+            return super().__call__(inputs) + self.table.lookup(key)
+
+    return make_hooks(create_model=seeded(Memory))
+
+
+PROGRAMS: dict[str, Callable[[], SimpleNamespace]] = {
+    "a loss with a running centre": lambda: make_hooks(create_loss=CentreLoss),
+    "an optimizer that holds two": lambda: make_hooks(create_opt=TwoOptimizers),
+    "an optimizer that is built late": lambda: make_hooks(create_opt=LazyMomentum),
+    "an adversary in globals": adversary_program,
+    "noise without a generator": unseeded_program,
+    "a moving average in a host hook": metric_program,
+    "a table": table_program,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_resumes_wherever_its_state_is(
+    train: Train, program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_resumes(train, PROGRAMS[program])
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_optimizers_that_are_built_late_resume_on_two_devices(train: Train) -> None:
+    assert_resumes(train, lambda: make_hooks(create_opt=BuiltMomentum), replicas=2)
+    with pytest.raises(ctl_core.SetupError, match=r"LazyMomentum makes variables .* build\(vari"):
+        train(make_hooks(create_opt=LazyMomentum), steps=1, run_name="late", virtual_devices=2)
