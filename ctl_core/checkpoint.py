@@ -9,6 +9,7 @@ A checkpoint of step 300 is, in runs/NAME/ckpt:
                                         saved; in a cluster, each process writes its own
     engine/statistics-300-0.index, ...  what its replicas have of batch normalisations before
                                         their mean, which is in the user's part
+    engine/vocabularies-<hash>.json     what preprocessing layers have learnt, if there are any
     engine/ckpt-300.json                the record, written last: without it, nothing counts
 
 so that a process killed at any moment leaves either a whole checkpoint or none. In a cluster, the
@@ -24,64 +25,39 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
+import functools
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, one_line, op_message, reason
 from ctl_core.randomness import generator_states
+from ctl_core.record import (
+    NUMBER,
+    PART,
+    Damaged,
+    Record,
+    read_record,
+    regular,
+    saved_steps,
+    write_record,
+)
 from ctl_core.remainder import Remainder, is_summed
 from ctl_core.snapshot import Background, Snapshot, Traced, entries
 from ctl_core.state import State
+from ctl_core.vocabularies import Vocabularies
 
 # What reading a file that is cut short, altered or gone raises.
 _UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 _LARGE_INPUT = 64 * 2**20
 _KEY_END = "/.ATTRIBUTES/"
-
-
-@dataclasses.dataclass
-class Record:
-    """What a checkpoint knows besides tensors; the JSON file that makes it count.
-
-    Attributes:
-        step: the step it was taken after
-        path: the user's part, relative to the folder of checkpoints
-        examples: training examples used so far
-        processes, replicas, batch_size: what the input positions belong to
-        input_saved: whether every process has saved its input position
-        learning_rate: the setting, to notice when it is changed
-        done: the keys of ``at_step`` that have run
-        frozen: the freeze flags of the model
-        evaluated: the step of the last evaluation, or -1
-        metrics: its values
-        accumulate_steps: also what the input position belongs to
-        remainder: what the engine's part holds of what the user's leaves out; None of an engine
-            that did not look for it
-    """
-
-    step: int
-    path: str
-    examples: int
-    processes: int
-    replicas: int
-    batch_size: int
-    input_saved: bool
-    learning_rate: float
-    done: list[int]
-    frozen: list[bool]
-    evaluated: int
-    metrics: dict[str, float]
-    accumulate_steps: int = 1  # earlier engines had no such setting, nor wrote it
-    remainder: list[str] | None = None
 
 
 class Checkpoints:
@@ -109,10 +85,12 @@ class Checkpoints:
         self.asked = False
         self._cluster = state.cluster
         self.remainder = Remainder(state)
+        self._vocabularies = Vocabularies(state.found, state.hooks)
         self._drift = Drift(state.strategy, state.cluster, state.found.variables.values())
         self._folder = Path(state.manager.directory)
         self._warned: set[str] = set()
         self._summed_up: bool | None = None
+        self._relearnt: list[str] = []  # what the last restore has put back into layers
         self._input: Any = None
         self._background = Background()
         self._begun: int | None = None
@@ -121,6 +99,9 @@ class Checkpoints:
         self._entries: list[Any] | None = None  # what copies must hold, until they have shown it
         self._save_user_part = state.manager.save
         state.manager.save = self._ask  # type: ignore[method-assign]
+        self._restore, self._read = state.ckpt.restore, state.ckpt.read
+        state.ckpt.restore = functools.partial(self._rewind, self._restore)
+        state.ckpt.read = functools.partial(self._rewind, self._read)
 
     @property
     def _engine_folder(self) -> Path:
@@ -129,6 +110,24 @@ class Checkpoints:
     def _ask(self, *_: Any, **__: Any) -> str:
         self.asked = True
         return str(self._folder / f"ckpt-{self.state.step}")
+
+    def _rewind(self, restore: Any, path: str, *args: Any, **options: Any) -> Any:
+        """``ckpt.restore`` as hooks call it: weights and optimizer go back, step and data do not.
+
+        Of one of this run's checkpoints, also what the user's part leaves out is restored.
+        """
+        step = self.state.step
+        self._background.wait()
+        status = restore(path, *args, **options)
+        self.state.step_variable.assign(step)
+        match = NUMBER.search(Path(path).name) if path else None
+        if match and Path(path).parent.resolve() == self._folder.resolve():
+            with contextlib.suppress(Damaged):  # no checkpoint of a run: what the hook wrote there
+                names = read_record(self._engine_folder, int(match[1])).remainder or []
+                part = tf.train.Checkpoint(remainder=self.remainder.saved(names))
+                part.read(str(self._engine_folder / f"ckpt-{match[1]}")).expect_partial()
+                self.remainder.put_back(names)
+        return status
 
     def _engine_part(self, remainder: list[str]) -> tf.train.Checkpoint:
         part = tf.train.Checkpoint(
@@ -185,6 +184,8 @@ class Checkpoints:
                 own.write(self._own_statistics(step))
         made = self._record(step, self._cluster.all(input_saved))
         with self._writing(step):
+            if chief:
+                made.vocabularies = self._vocabularies.save(self._engine_folder)
             if not chief:
                 self._take_part()
             elif copies := self._take_copies():
@@ -243,7 +244,7 @@ class Checkpoints:
         engine_part.write(engine_path := str(self._engine_folder / f"ckpt-{record.step}"))
         if expected is not None and [entries(saved), entries(engine_path)] != expected:
             return False
-        self._write_record(dataclasses.replace(record, path=Path(saved).name))
+        write_record(self._engine_folder, dataclasses.replace(record, path=Path(saved).name))
         self._remove_orphans()
         return True
 
@@ -335,12 +336,6 @@ class Checkpoints:
             remainder=self.remainder.names,
         )
 
-    def _write_record(self, record: Record) -> None:
-        path = self._engine_folder / f"ckpt-{record.step}.json"
-        beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
-        os.replace(beside, path)
-
     def _own_statistics(self, step: int) -> str:
         return str(self._engine_folder / f"statistics-{step}-{self._cluster.task.index}")
 
@@ -349,8 +344,9 @@ class Checkpoints:
         own, task = self.state.statistics.own, self._cluster.task
         same = (record.processes, record.replicas) == (task.processes, self.state.parts.replicas)
         if own and same:
-            with contextlib.suppress(*_UNREADABLE):  # the mean differs by the order of sums only
-                own.read(self._own_statistics(record.step))
+            # Without them, the mean differs by the order of sums only.
+            with contextlib.suppress(*_UNREADABLE, Damaged):
+                own.read(regular(self._own_statistics(record.step)))
                 self.state.statistics.put_back()
 
     def _save_input(self, prefix: str) -> bool:
@@ -373,14 +369,20 @@ class Checkpoints:
 
     def _remove_orphans(self) -> None:
         """Removes engine parts whose user part the manager has deleted, or that do not count."""
-        for path in self._engine_folder.glob("ckpt-*.json"):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged: restore says so
-                user_part = json.loads(path.read_text(encoding="utf-8"))["path"]
-                if not (self._folder / f"{user_part}.index").exists():
+        named = set()
+        for step in saved_steps(self._engine_folder):
+            path = self._engine_folder / f"ckpt-{step}.json"
+            with contextlib.suppress(Damaged):  # restore says so
+                record = read_record(self._engine_folder, step)
+                named.add(record.vocabularies)
+                if not (self._folder / f"{record.path}.index").exists():
                     path.unlink()
-        for path in self._engine_folder.glob("*-*.index"):
-            step = path.stem.split("-")[1]
-            if not (self._engine_folder / f"ckpt-{step}.json").exists():
+        for path in self._engine_folder.glob("vocabularies-*.json"):
+            if path.name not in named:
+                path.unlink()
+        for path in self._engine_folder.glob("*.index"):
+            match = PART.fullmatch(path.stem)
+            if match and not (self._engine_folder / f"ckpt-{match[1]}.json").exists():
                 for part in self._engine_folder.glob(f"{path.stem}.*"):
                     part.unlink()
 
@@ -444,7 +446,8 @@ class Checkpoints:
             for path in folder.glob("*_temp"):
                 shutil.rmtree(path, ignore_errors=True)
             for path in folder.glob("*.tmp"):
-                path.unlink()
+                if not path.is_dir():
+                    path.unlink()
 
     def _agreed_steps(self) -> list[int]:
         """Returns the steps of the checkpoints there are, newest first, as the chief sees them.
@@ -453,7 +456,7 @@ class Checkpoints:
             SetupError: another process of the cluster sees others.
         """
         self._cluster.exchange([0])  # the chief has tidied up
-        steps = self._steps()
+        steps = saved_steps(self._engine_folder)
         newest = steps[0] if steps else -1
         table = self._cluster.exchange([len(steps), newest])
         if (table != table[0]).any():
@@ -464,16 +467,12 @@ class Checkpoints:
             )
         return steps
 
-    def _steps(self) -> list[int]:
-        numbers = {int(p.stem.split("-")[1]) for p in self._engine_folder.glob("ckpt-*.json")}
-        return sorted(numbers, reverse=True)
-
     def _restore_one(self, step: int, with_input: bool) -> Record | None:
         """Restores one checkpoint; if it is damaged, warns and returns None."""
         record, why = None, ""
         try:
             record = self._read_parts(step)
-        except _Damaged as error:
+        except Damaged as error:
             why = str(error)
         if not self._cluster.all(record is not None) or record is None:
             self._warn_damaged(step, why or "another process cannot read it")
@@ -497,24 +496,35 @@ class Checkpoints:
         """Reads the record and all variables.
 
         Raises:
-            _Damaged: a file is cut short, altered or gone.
+            Damaged: a file is cut short, altered or gone.
             SetupError: the checkpoint does not fit the model.
         """
-        try:
-            text = (self._engine_folder / f"ckpt-{step}.json").read_text(encoding="utf-8")
-            record = Record(**json.loads(text))
-        except (OSError, ValueError, TypeError) as error:
-            raise _Damaged("its record cannot be read") from error
-        user_part = str(self._folder / record.path)
-        engine_part = str(self._engine_folder / f"ckpt-{step}")
+        record = read_record(self._engine_folder, step)
+        user_part = regular(str(self._folder / record.path))
+        engine_part = regular(str(self._engine_folder / f"ckpt-{step}"))
+        self._put_back_vocabularies(record)
         try:
             remainder = self._check_remainder(record.remainder, engine_part)
             self._restore_user_part(user_part)
             self._engine_part(remainder).read(engine_part).expect_partial()
             self.remainder.put_back(remainder)
         except _UNREADABLE as error:
-            raise _Damaged(one_line(error, 160)) from error
+            raise Damaged(one_line(error, 160)) from error
+        if self.state.step != step:
+            raise Damaged(f"its files are of step {self.state.step}")
+        for layer in self.state.found.adapted.values():
+            if isinstance(layer, keras.layers.Normalization):
+                layer.finalize_state()  # it computes with constants made of its variables
         return record
+
+    def _put_back_vocabularies(self, record: Record) -> None:
+        self._relearnt = []
+        if record.vocabularies is not None:
+            file = self._engine_folder / record.vocabularies
+            try:
+                self._relearnt = self._vocabularies.put_back(file, self.console)
+            except (OSError, ValueError) as error:
+                raise Damaged(f"{file.name} cannot be read") from error
 
     def _check_remainder(self, names: list[str] | None, engine_part: str) -> list[str]:
         """Compares what the engine's part holds for the user's with what there is.
@@ -537,11 +547,9 @@ class Checkpoints:
             return names
         differences, changes = self.remainder.compare(names, [shapes.get(key) for key in keys])
         if differences:
-            raise _unfitting(engine_part, differences)
+            raise _unfitting(engine_part, [*differences, *self._relearnt])
         if changes:
-            self.console.warn(
-                f"of what hooks hold, compared with the checkpoint: {changes}."
-            )
+            self.console.warn(f"of what hooks hold, compared with the checkpoint: {changes}.")
         return names
 
     def _warn_damaged(self, step: int, why: str) -> None:
@@ -570,8 +578,8 @@ class Checkpoints:
             why = ""
             try:
                 prefix = self._engine_folder / f"input-{record.step}-{task.index}"
-                self._input_part().read(str(prefix))
-            except _UNREADABLE:
+                self._input_part().read(regular(str(prefix)))
+            except (*_UNREADABLE, Damaged):
                 why = "the saved position does not fit the data any more, or its file is damaged"
             # All processes or none: those that skip and those that do not could not be told apart.
             if self._cluster.all(not why):
@@ -588,7 +596,7 @@ class Checkpoints:
     def _restore_user_part(self, path: str) -> None:
         status = None
         try:
-            status = self.state.ckpt.restore(path)
+            status = self._restore(path)
             status.assert_consumed()
         except (ValueError, AssertionError) as error:
             if status is not None:
@@ -596,7 +604,7 @@ class Checkpoints:
             differences = self._differences(path)
             if not differences:  # unequal in a way that no variable shows
                 differences = [one_line(error, 200)]
-            raise _unfitting(path, differences) from error
+            raise _unfitting(path, [*differences, *self._relearnt]) from error
 
     def _differences(self, path: str) -> list[str]:
         """Lists the variables that differ, by writing the present state down and comparing."""
@@ -625,10 +633,6 @@ def _unfitting(path: str, differences: list[str]) -> SetupError:
         f"the checkpoint {path} does not fit the model any more: "
         f"{'; '.join(differences[:5])}{more}. Undo the change, or choose another run_name."
     )
-
-
-class _Damaged(Exception):
-    """A part of a checkpoint cannot be read; the message says which and why."""
 
 
 def _count(number: int, what: str) -> str:

@@ -23,6 +23,7 @@ from ctl_core.precision import policy
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
 from ctl_core.strategy import Task
+from ctl_core.tracking import find
 
 
 def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict[str, float]:
@@ -74,11 +75,12 @@ def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     """Writes the model of a checkpoint as a SavedModel to runs/NAME/export.
 
     Raises:
-        SetupError: there is no checkpoint, or the model cannot be exported.
+        SetupError: there is no checkpoint.
     """
     with _restored(callbacks, config, options) as (state, console):
         path = Path(state.run_dir) / "export"
-        export_model(state.train_model, state.input_spec, path)
+        variables = list(find({"train_model": state.train_model}).variables.values())
+        export_model(state.train_model, variables, state.input_spec, path)
         console.say(f"step {state.step}: wrote a SavedModel to {path}")
     return path
 

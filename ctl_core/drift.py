@@ -103,8 +103,11 @@ def _mirrored(variables: Iterable[Any]) -> list[tuple[str, Any]]:
     Returns:
         Pairs of name and variable.
     """
-    pairs = ((variable_name(item), plain_variable(item)) for item in variables)
-    return [(name, variable) for name, variable in pairs if _is_mirrored(variable)]
+    return [
+        (variable_name(item), plain_variable(item))
+        for item in variables
+        if _is_mirrored(plain_variable(item))
+    ]
 
 
 def _is_mirrored(variable: Any) -> bool:

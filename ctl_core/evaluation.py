@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,13 @@ import tensorflow as tf
 
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster import Word
+from ctl_core.compat import written_resources
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
 from ctl_core.inputs import create_eval_dataset, deal, first_dimension, local_replicas
+from ctl_core.snapshot import ReplicaCopies
 from ctl_core.step import Parts, batch_sum, call_model, expect, forward, kind_of
 from ctl_core.strategy import Task
+from ctl_core.tracking import plain_variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +41,14 @@ class Evaluation:
         metrics: the user's metrics by name
         sums: of the loss, the extra loss and the examples
         run_steps: graph function (iterator, steps) -> whether there may be more
+        kept: copies of what the evaluation writes to and training goes on with, once traced
     """
 
     dataset: tf.data.Dataset
     metrics: dict[str, keras.Metric]
     sums: Sums
     run_steps: Callable[[Any, tf.Tensor], tf.Tensor]
+    kept: ReplicaCopies | None = None
 
     def lasting_metrics(self) -> dict[str, keras.Metric]:
         """Those that may keep something when they are reset: by a ``reset_state`` of their own."""
@@ -167,11 +173,31 @@ def _update(parts: Parts, metrics: dict[str, Any], sums: Sums, batch: Any) -> No
             ) from error
 
 
-def trace_evaluation(evaluation: Evaluation) -> None:
-    """Traces the graph of an evaluation without running it: its hooks are checked early."""
-    evaluation.run_steps.get_concrete_function(  # type: ignore[attr-defined]
+def trace_evaluation(
+    evaluation: Evaluation, strategy: tf.distribute.Strategy, variables: list[Any]
+) -> None:
+    """Traces the graph of an evaluation without running it: its hooks are checked early.
+
+    Args:
+        evaluation: what to trace
+        strategy: whose replicas evaluate
+        variables: those of the run; the ones that a forward pass writes to, as a stateful layer
+            does, are put back after each evaluation
+    """
+    graph = evaluation.run_steps.get_concrete_function(  # type: ignore[attr-defined]
         iter(evaluation.dataset), tf.constant(0, tf.int64)
-    )
+    ).graph
+    written = set(map(id, written_resources(graph)))
+    own = [variable for metric in evaluation.metrics.values() for variable in metric.variables]
+    mine = {id(plain_variable(variable)) for variable in own}
+    touched = [
+        plain
+        for plain in map(plain_variable, variables)
+        if isinstance(plain, tf.Variable)
+        and id(plain) not in mine
+        and any(id(p.handle) in written for p in strategy.experimental_local_results(plain))
+    ]
+    evaluation.kept = ReplicaCopies(strategy, touched)
 
 
 def evaluate(
@@ -188,6 +214,11 @@ def evaluate(
         The mean loss per example (plus the extra loss) and the metrics by name; None if ended
         early. In a cluster, over all examples, the same on every process.
     """
+    with evaluation.kept.put_back_after() if evaluation.kept else contextlib.nullcontext():
+        return _evaluate(evaluation, agree)
+
+
+def _evaluate(evaluation: Evaluation, agree: Callable[[Word], Word]) -> dict[str, float] | None:
     for metric in evaluation.metrics.values():
         metric.reset_state()
     sums = evaluation.sums

@@ -11,23 +11,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.errors import SetupError
 from ctl_core.step import call_model
 
 
-def export_model(model: Any, input_spec: Any, folder: Path) -> None:
+def export_model(model: Any, variables: list[Any], input_spec: Any, folder: Path) -> None:
     """Writes the model as a SavedModel, whole or not at all.
 
     The signature ``serve`` (and ``serving_default``) takes what ``train_model`` takes, any number
     of examples at once, and runs it with ``training=False``.
 
     Args:
-        model: a Keras model or a tf.Module
+        model: a Keras model, a tf.Module or another callable
+        variables: all that it reaches
         input_spec: the specification of the model's input while training
         folder: where to write; an earlier export there is replaced
-
-    Raises:
-        SetupError: the model is of a kind that cannot be exported.
     """
     if isinstance(input_spec, dict):  # the signature's arguments get the names of the inputs
         spec = {name: _any_number(part, name) for name, part in input_spec.items()}
@@ -43,16 +40,14 @@ def export_model(model: Any, input_spec: Any, folder: Path) -> None:
         )
         with contextlib.redirect_stdout(io.StringIO()):  # Keras prints its endpoints
             archive.write_out(str(beside), verbose=False)
-    elif isinstance(model, tf.Module):
-        serve = tf.function(
+    else:
+        served = tf.Module()  # of its own, with what TensorFlow would not find in the model
+        served.variables_of_model = variables
+        served.serve = tf.function(
             lambda inputs: call_model(model, inputs, training=False), input_signature=[spec]
         )
-        tf.saved_model.save(model, str(beside), {"serve": serve, "serving_default": serve})
-    else:
-        raise SetupError(
-            f"create_model: a {type(model).__name__} cannot be exported; return a Keras model or "
-            "a tf.Module."
-        )
+        signatures = {"serve": served.serve, "serving_default": served.serve}
+        tf.saved_model.save(served, str(beside), signatures)
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)
 

@@ -70,7 +70,7 @@ class StepFunctions:
         """Traces a step and the evaluation before training starts, and warns of what shows.
 
         Returns:
-            The variables that a step uses, each replica's part by itself.
+            The graph of a step.
 
         Raises:
             SetupError: a hook raised, or returned something else than it should.
@@ -79,7 +79,11 @@ class StepFunctions:
             function = self._run[self._frozen] = self._concrete(self._trace_run())
             graph = function.graph
             if self._state.evaluation is not None:
-                trace_evaluation(self._state.evaluation)
+                trace_evaluation(
+                    self._state.evaluation,
+                    self._state.strategy,
+                    list(self._state.found.variables.values()),
+                )
         except HookFailed as error:
             raise SetupError(str(error)) from error.__cause__
         except Exception as error:
@@ -100,7 +104,7 @@ class StepFunctions:
                 "checkpoint can hold: a resumed run will draw others. Use a "
                 "keras.random.SeedGenerator of the model, or tf.random.stateless_*."
             )
-        return graph.variables
+        return graph
 
     def _trace_run(self) -> Any:
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])

@@ -357,6 +357,11 @@ class Hooks:
     metric_pre: Hook
     eval_pre: Hook
 
+    def data_functions(self) -> dict[str, Any]:
+        """The functions of the hooks that make data, by name."""
+        hooks = {name: getattr(self, name) for name in DATA_HOOKS}
+        return {name: hook.function for name, hook in hooks.items() if hook is not None}
+
     def functions(self) -> dict[str, Any]:
         """The functions of the hooks by name, but for those that make data."""
         found: dict[str, Any] = {}

@@ -78,7 +78,7 @@ def train(callbacks: Any, config: Config) -> State:
             state.lr.assign(config.learning_rate)
         state.functions = StepFunctions(state)
         if start < last:
-            checkpoints.remainder.check_reached(state.functions.check(console))
+            checkpoints.remainder.check_step(state.functions.check(console))
         if task.chief:
             run.open(config, start, new=start < last)
             console.listeners.append(run.write)
@@ -151,6 +151,7 @@ def _loop(
                         end = True
                 checkpoints.done.update(n for n in state.hooks.at_step if n == step)
                 functions.refresh()
+                checkpoints.remainder.after_hooks(due, step)
         checkpoints.poll()
         word = agree(Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen))
         chunk.limit, checkpoints.asked = word.chunk, word.save

@@ -10,7 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.compat import written_resources
 from ctl_core.errors import RunError, SetupError
+from ctl_core.hooks import Hook
 from ctl_core.randomness import generator_states
 from ctl_core.state import State, find_state
 from ctl_core.step import variable_name
@@ -45,6 +47,7 @@ class Remainder:
         }
         self._take: Any = None
         self._known = {id(plain_variable(v)) for v in state.found.variables.values()}
+        self._ran: set[int] = set()
 
     def saved(self, names: list[str]) -> dict[str, Any]:
         """Returns what is written, or read, for the paths in ``names``, by their position."""
@@ -106,6 +109,16 @@ class Remainder:
                     differences.append(f"{path} has shape {list(shape)}, in the checkpoint {there}")
         return differences, "; ".join(changes[:5])
 
+    def after_hooks(self, hooks: list[Hook], step: int) -> None:
+        """Looks after the first run of each hook whether it has made variables.
+
+        Raises:
+            RunError: it has.
+        """
+        if not self._ran.issuperset(map(id, hooks)):
+            self._ran |= set(map(id, hooks))
+            self.check_nothing_new(step)
+
     def check_nothing_new(self, step: int) -> None:
         """Looks whether hooks have made variables since training began.
 
@@ -128,29 +141,47 @@ class Remainder:
                 "and build it there."
             )
 
-    def check_reached(self, used: Any) -> None:
-        """Looks whether all variables that a step uses are found.
+    def check_step(self, graph: Any) -> None:
+        """Looks at the variables that a step uses.
 
         Args:
-            used: those variables, each replica's part by itself
+            graph: that of a traced step
 
         Raises:
-            SetupError: one is not, so that no checkpoint would hold it.
+            SetupError: nothing leads to one of them, so that no checkpoint would hold it; or
+                several replicas would write to one that they share.
         """
         results = self._state.strategy.experimental_local_results
-        known = {id(part) for v in own_variables(self._state) for part in (v, *results(v))}
+        own = {id(part) for v in own_variables(self._state) for part in (v, *results(v))}
+        known = set(own)
         for variable in map(plain_variable, self._state.found.variables.values()):
             variable = variable.state if isinstance(variable, tf.random.Generator) else variable
             known |= {id(variable), *map(id, results(variable))}
-        for variable in used:
+        written = set(map(id, written_resources(graph)))
+        for variable in graph.variables:
+            name = f"{variable_name(variable).split('/replica_')[0]} {list(variable.shape)}"
             if id(variable) not in known:
-                name = variable_name(variable).split("/replica_")[0]
                 raise SetupError(
-                    f"the step uses the variable {name} of shape {list(variable.shape)}, but "
-                    "nothing leads to it from what create_model, create_loss and create_opt "
-                    "returned or from a global of callbacks.py, so that no checkpoint would hold "
-                    "it: keep it, or the object that has it, in an attribute of train_model."
+                    f"the step uses the variable {name}, but nothing leads to it from what "
+                    "create_model, create_loss and create_opt returned or from a global of "
+                    "callbacks.py, so that no checkpoint would hold it: keep it, or the object "
+                    "that has it, in an attribute of train_model."
                 )
+            shared = id(variable) in map(id, self._shared) and id(variable) not in own
+            if shared and id(variable.handle) in written:
+                raise SetupError(
+                    f"the step writes to the variable {name}, which was made outside of the hooks "
+                    f"that create something, so that {self._state.parts.replicas} replicas share "
+                    "it and each would write to it: make it in create_model."
+                )
+
+    @property
+    def _shared(self) -> list[Any]:
+        """The variables that have no part of their own for each replica."""
+        if self._state.parts.replicas == 1:
+            return []
+        plain = map(plain_variable, self._state.found.variables.values())
+        return [v for v in plain if not isinstance(v, tf.distribute.DistributedValues)]
 
 
 def own_variables(state: State) -> list[Any]:

@@ -21,6 +21,7 @@ except ImportError:  # Windows
 
 from ctl_core.config import Config, free_name, write_config
 from ctl_core.errors import RunError, SetupError, reason
+from ctl_core.record import saved_steps
 from ctl_core.strategy import Task
 
 
@@ -219,14 +220,19 @@ def repair_list(folder: Path) -> None:
     A CheckpointManager refuses to start with a damaged list, and would never delete what a
     missing one does not name.
     """
+    file = folder / "checkpoint"
     try:
+        if file.exists() and not file.is_file():  # a named pipe would keep us waiting
+            file.unlink()
         listed = tf.train.get_checkpoint_state(str(folder)) is not None
+    except OSError as error:
+        raise SetupError(f"{file}: expected a file, not a folder; remove it.") from error
     except ValueError:  # empty, or no text any more
         listed = False
-    steps = sorted(int(path.stem.split("-")[1]) for path in folder.glob("engine/ckpt-*.json"))
-    if listed or not (steps or (folder / "checkpoint").exists()):
+    steps = sorted(saved_steps(folder / "engine"))
+    if listed or not (steps or file.exists()):
         return
-    (folder / "checkpoint").unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
     if steps:
         paths = [str(folder / f"ckpt-{step}") for step in steps]
         tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import flatten_layers
@@ -46,7 +47,16 @@ _LEAVES = (
     tf.lookup.experimental.MutableHashTable,
     tf.lookup.experimental.DenseHashTable,
 )
+ADAPTED = (
+    keras.layers.StringLookup,  # within a TextVectorization, too
+    keras.layers.IntegerLookup,
+    keras.layers.Discretization,
+    keras.layers.Normalization,
+)
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
+_CONTAINERS = (dict, list, tuple, set, np.ndarray, np.generic)
+# A longer list or dict, of numbers, texts or records, is data.
+_LONG = 1000
 _LIBRARIES = {"builtins", "keras", "numpy", "tensorflow"}
 _ENGINE = str(Path(__file__).parent)
 _NOT_OURS = (_ENGINE, sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
@@ -62,12 +72,14 @@ class Found:
         layers: Keras layers, as Keras lists those of a model, the others behind them
         generators: states of Keras' seed generators
         optimizers: Keras optimizers
+        adapted: by path, the layers that ``adapt`` teaches something which is in no variable
     """
 
     variables: dict[str, Any]
     layers: list[keras.Layer]
     generators: list[tf.Variable]
     optimizers: list[keras.Optimizer]
+    adapted: dict[str, keras.Layer]
 
     def keras_variables(self) -> list[Any]:
         """The variables of the layers, each once; unlike tf.Variables they can be frozen."""
@@ -91,9 +103,12 @@ def find(roots: Mapping[str, Any]) -> Found:
             layers |= {id(layer): layer for layer in flatten_layers(root)}
     generators: dict[int, tf.Variable] = {}
     optimizers: list[keras.Optimizer] = []
+    adapted: dict[str, keras.Layer] = {}
     for path, item in _walk(roots):
         if isinstance(item, keras.Layer):
             layers.setdefault(id(item), item)
+            if isinstance(item, ADAPTED):
+                adapted[path] = item
         elif isinstance(item, keras.random.SeedGenerator):
             state = plain_variable(item.state)
             generators.setdefault(id(state), state)
@@ -102,7 +117,7 @@ def find(roots: Mapping[str, Any]) -> Found:
         elif isinstance(item, _LEAVES) and id(plain_variable(item)) not in known:
             known.add(id(plain_variable(item)))
             variables[path] = item
-    return Found(variables, list(layers.values()), list(generators.values()), optimizers)
+    return Found(variables, list(layers.values()), list(generators.values()), optimizers, adapted)
 
 
 class Unnamed(Exception):
@@ -179,12 +194,14 @@ def _path(path: str, name: str) -> str:
 def _children(item: Any) -> Iterable[tuple[str, Any]]:
     """Returns name and object of what an object holds."""
     if isinstance(item, Mapping):
+        if len(item) > _LONG and isinstance(next(iter(item.values())), (*_PLAIN, *_CONTAINERS)):
+            return ()
         return [
             (str(key) if isinstance(key, str | int) else str(index), value)
             for index, (key, value) in enumerate(item.items())
         ]
     if isinstance(item, list | tuple | collections.deque):
-        if len(item) > 1000 and all(isinstance(part, _PLAIN) for part in item):
+        if len(item) > _LONG and isinstance(item[0], (*_PLAIN, *_CONTAINERS)):
             return ()
         return [(str(index), part) for index, part in enumerate(item)]
     if isinstance(item, functools.partial):

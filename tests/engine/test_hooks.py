@@ -302,21 +302,15 @@ class MakesLayersLate(keras.Model):
         return self.out(self.drop(inputs, training=training))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_random_generators_outside_the_model_are_pointed_out(
-    train: Train, capsys: pytest.CaptureFixture[str], replicas: int
-) -> None:
+def test_a_generator_that_replicas_would_share_is_refused(train: Train) -> None:
     noise = keras.layers.GaussianNoise(0.1)
     hooks = make_hooks(
         create_model=lambda: MakesLayersLate(),
         input_pre=lambda batch: noise(batch[0], training=True),
     )
-    train(hooks, steps=1, virtual_devices=replicas)
-    output = capsys.readouterr().out
-    assert output.count("warning: a hook draws random numbers") == 1
-    del hooks.input_pre
-    train(hooks, steps=1, virtual_devices=replicas, run_name="without")
-    assert "warning" not in capsys.readouterr().out
+    train(hooks, steps=1)
+    with pytest.raises(ctl_core.SetupError, match=r"seed_generator_state \[2\], which was made"):
+        train(hooks, steps=1, virtual_devices=2, run_name="shared")
 
 
 def test_a_generator_made_inside_the_step_is_refused_on_several_replicas(train: Train) -> None:

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core import loop, signals
-from ctl_core.checkpoint import Checkpoints
+from ctl_core import checkpoint, loop, signals
 from tests.engine.conftest import Train, make_hooks, regression_data, small_model
 
 SETTINGS = {"ckpt_every": 4, "eval_every": 6}
@@ -51,7 +50,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
     def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(regression_data()).batch(per_replica_batch_size)
 
-    evaluate, write = loop.evaluate, Checkpoints._write_record
+    evaluate, write = loop.evaluate, checkpoint.write_record
 
     def evaluate_and_kill(*args: Any) -> Any:
         if during == "evaluation":
@@ -64,7 +63,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
         return write(*args)
 
     monkeypatch.setattr(loop, "evaluate", evaluate_and_kill)
-    monkeypatch.setattr(Checkpoints, "_write_record", write_and_kill)
+    monkeypatch.setattr(checkpoint, "write_record", write_and_kill)
     return make_hooks(
         create_dataset=shuffled,
         create_model=create_model,

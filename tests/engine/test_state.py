@@ -6,6 +6,7 @@ numbers, bit for bit, in everything that its objects reach.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from tests.engine.conftest import (
     FEATURES,
     Train,
     make_hooks,
+    regression_data,
     small_model,
 )
 
@@ -112,8 +114,7 @@ class Counting(keras.layers.Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = keras.Variable(np.zeros((), "int64"), trainable=False, aggregation="mean",
-                                    dtype="int64")  # fmt: skip
+        self.calls = keras.Variable(0.0, trainable=False, aggregation="mean")
         self.seen = keras.metrics.Sum(name="seen")
 
     def call(self, inputs: Any) -> Any:
@@ -237,7 +238,8 @@ class LazyMomentum:
     """From TensorFlow's guide to optimizers: its variables are made when it is first used."""
 
     def __init__(self, lr: Any) -> None:
-        self.lr, self.velocities, self.built = lr, [], False
+        self.lr, self.built = lr, False
+        self.velocities: list[tf.Variable] = []
 
     def apply_gradients(self, pairs: Any) -> None:
         pairs = list(pairs)
@@ -341,3 +343,152 @@ def test_optimizers_that_are_built_late_resume_on_two_devices(train: Train) -> N
     assert_resumes(train, lambda: make_hooks(create_opt=BuiltMomentum), replicas=2)
     with pytest.raises(ctl_core.SetupError, match=r"LazyMomentum makes variables .* build\(vari"):
         train(make_hooks(create_opt=LazyMomentum), steps=1, run_name="late", virtual_devices=2)
+
+
+# ---- What an evaluation leaves alone, and what is refused --------------------------------------
+
+
+def evaluated(**hooks: Any) -> SimpleNamespace:
+    def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(regression_data()).batch(per_replica_batch_size)
+
+    return make_hooks(**{"create_eval_dataset": create_eval_dataset, **hooks})
+
+
+class StatefulRnn(keras.Model):
+    """A recurrent network that goes on where the last batch ended, and counts batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = keras.layers.SimpleRNN(4, stateful=True, seed=1)
+        self.rnn.build((16, FEATURES, 1))
+        self.count, self.out = Counting(), dense(1, 4)
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.rnn(self.count(inputs)[:, :, None]))
+
+
+@pytest.mark.parametrize(("create", "replicas"), [(StatefulRnn, 1), (counting_model, 2)])
+def test_an_evaluation_changes_no_bit_of_training(
+    train: Train, create: Callable[[], Any], replicas: int
+) -> None:
+    def program() -> SimpleNamespace:
+        def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+            data = tf.data.Dataset.from_tensor_slices(regression_data())
+            return data.batch(per_replica_batch_size, drop_remainder=True)
+
+        return evaluated(create_model=seeded(create), create_eval_dataset=create_eval_dataset)
+
+    settings: dict[str, Any] = {"virtual_devices": replicas, "steps": 9, "deterministic": True}
+    often = values(train(program(), eval_every=2, run_name="often", **settings))
+    never = program()
+    del never.create_eval_dataset
+    rarely = values(train(never, run_name="never", **settings))
+    for path, value in rarely.items():
+        np.testing.assert_array_equal(value, often[path], err_msg=path)
+    assert any(path.endswith("seen/total") for path in rarely)
+
+
+def test_evaluating_a_checkpoint_gives_what_training_saw(train: Train, tmp_path: Any) -> None:
+    """Predictions and the export, too, are those of the model that was trained."""
+    from ctl_core import commands
+
+    def program() -> SimpleNamespace:
+        return evaluated(create_model=seeded(Blocks))
+
+    state = train(program(), steps=8)
+    options = {"checkpoint": None, "input": None, "output": None}
+    assert commands.evaluate(program(), state.config, options) == state.metrics
+    inputs = regression_data()[0]
+    expected = state.train_model(inputs, training=False).numpy()
+    path = commands.predict(program(), state.config, options)
+    np.testing.assert_allclose(np.load(path)["output"], expected, rtol=1e-5, atol=1e-6)
+    served = tf.saved_model.load(str(commands.export(program(), state.config, options)))
+    np.testing.assert_allclose(served.serve(inputs), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("create", [Module, Plain])
+def test_a_model_of_any_kind_is_exported(train: Train, create: Callable[[], Any]) -> None:
+    from ctl_core import commands
+
+    state = train(make_hooks(create_model=seeded(create)), steps=3)
+    options = {"checkpoint": None, "input": None, "output": None}
+    path = commands.export(make_hooks(create_model=seeded(create)), state.config, options)
+    inputs = regression_data()[0]
+    arguments = {"training": False} if create is Module else {}
+    served = tf.saved_model.load(str(path)).signatures["serving_default"]
+    output = next(iter(served(inputs=tf.constant(inputs)).values()))
+    np.testing.assert_allclose(output, state.train_model(inputs, **arguments), rtol=1e-5, atol=1e-6)
+
+
+def test_variables_that_a_hook_makes_while_training_are_refused(train: Train) -> None:
+    average: list[Any] = []
+
+    def follow(train_model: Any) -> None:
+        if not average:
+            average.extend(tf.Variable(w) for w in train_model.get_weights())
+
+    with pytest.raises(ctl_core.RunError, match=r"after step 3, .*average/0 \(and 3 more\) is new"):
+        train(make_hooks(every_steps={3: follow}), steps=6)
+
+    def add_layer(train_model: Any) -> None:
+        train_model.head = dense(1, 1)
+
+    with pytest.raises(ctl_core.RunError, match=r"train_model/head/\w+ .* is new: a hook"):
+        train(make_hooks(at_step={2: add_layer}), steps=6, run_name="layer")
+
+
+def test_a_variable_that_nothing_leads_to_is_refused(train: Train) -> None:
+    layers = {dense(FEATURES), dense(FEATURES)}
+    with pytest.raises(ctl_core.SetupError, match="layers is a set with variables in it"):
+        train(make_hooks(input_pre=lambda batch: next(iter(layers))(batch[0])), steps=1)
+    factors = itertools.repeat(tf.Variable(2.0, name="factor"))
+    with pytest.raises(ctl_core.SetupError, match=r"factor \[\], but nothing leads to it"):
+        train(make_hooks(input_pre=lambda batch: batch[0] * next(factors)), steps=1)
+
+
+RANDOM: dict[str, Callable[[Any], Any]] = {
+    "RandomGamma": lambda x: tf.random.gamma([], 1.0) * x,
+    "LogUniformCandidateSampler": lambda x: (
+        x
+        * tf.cast(
+            tf.random.log_uniform_candidate_sampler(tf.zeros([1, 1], tf.int64), 1, 1, True, 9)[0][
+                0
+            ],
+            tf.float32,
+        )
+    ),
+    "FractionalMaxPool": lambda x: (
+        tf.nn.fractional_max_pool(
+            tf.tile(x[:, :, None, None], [1, 1, 5, 1]), [1.0, 1.25, 1.25, 1.0], True
+        )[0][:, :1, 0, 0]
+        * x
+    ),
+    "SampleDistortedBoundingBoxV2": lambda x: (
+        x
+        + tf.cast(
+            tf.image.sample_distorted_bounding_box([9, 9, 3], tf.zeros([1, 1, 4]), 0, 0.5)[0][0],
+            tf.float32,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_operations_that_no_checkpoint_holds_are_pointed_out(
+    train: Train, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    hooks = make_hooks(input_pre=lambda batch: RANDOM[name](batch[0]))
+    train(hooks, steps=1)
+    assert f"draws random numbers with {name}" in capsys.readouterr().out
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        def change(x: Any, y: Any) -> Any:
+            return tf.cond(x[0, 0] > 9.0, lambda: x, lambda: RANDOM[name](x)), y
+
+        data = tf.data.Dataset.from_tensor_slices(regression_data())
+        return data.batch(per_replica_batch_size, drop_remainder=True).map(change)
+
+    data = make_hooks(create_dataset=create_dataset)
+    train(data, steps=1, run_name="data")
+    assert f"it runs {name}, which has a state of its own" in capsys.readouterr().out

@@ -1,0 +1,129 @@
+"""The record of a checkpoint: the JSON file that is written last and makes the checkpoint count.
+
+What a folder holds may have been copied, renamed or damaged: nothing of it is believed unchecked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import types
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+RECORD = re.compile(r"ckpt-(\d+)\.json")
+PART = re.compile(r"(?:ckpt|input|statistics)-(\d+)(?:-\d+)?")
+NUMBER = re.compile(r"-(\d+)$")
+
+
+class Damaged(Exception):
+    """A part of a checkpoint cannot be read; the message says which and why."""
+
+
+@dataclasses.dataclass
+class Record:
+    """What a checkpoint knows besides tensors; the JSON file that makes it count.
+
+    Attributes:
+        step: the step it was taken after
+        path: the user's part, relative to the folder of checkpoints
+        examples: training examples used so far
+        processes, replicas, batch_size: what the input positions belong to
+        input_saved: whether every process has saved its input position
+        learning_rate: the setting, to notice when it is changed
+        done: the keys of ``at_step`` that have run
+        frozen: the freeze flags of the model
+        evaluated: the step of the last evaluation, or -1
+        metrics: its values
+        accumulate_steps: also what the input position belongs to
+        remainder: what the engine's part holds of what the user's leaves out; None of an engine
+            that did not look for it
+        vocabularies: the file with what preprocessing layers have learnt, or None
+    """
+
+    step: int
+    path: str
+    examples: int
+    processes: int
+    replicas: int
+    batch_size: int
+    input_saved: bool
+    learning_rate: float
+    done: list[int]
+    frozen: list[bool]
+    evaluated: int
+    metrics: dict[str, float]
+    accumulate_steps: int = 1  # earlier engines had no such setting, nor wrote it
+    remainder: list[str] | None = None
+    vocabularies: str | None = None
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Returns the steps of which a folder has records, newest first; other names are not ours."""
+    names = (RECORD.fullmatch(path.name) for path in folder.glob("ckpt-*.json"))
+    return sorted({int(match[1]) for match in names if match}, reverse=True)
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Writes a record, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = folder / f"ckpt-{record.step}.json"
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def read_record(folder: Path, step: int) -> Record:
+    """Reads a record and checks it.
+
+    Raises:
+        Damaged: it cannot be read, or is that of another step.
+    """
+    path = folder / f"ckpt-{step}.json"
+    if not path.is_file():  # a folder, or a named pipe, which would keep us waiting
+        raise Damaged("its record is no file")
+    try:
+        record = Record(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise Damaged("its record cannot be read") from error
+    hints = get_type_hints(Record)
+    if wrong := [name for name, hint in hints.items() if not _fits(getattr(record, name), hint)]:
+        raise Damaged(f"its record has a wrong value for {wrong[0]}")
+    match = NUMBER.search(record.path)
+    if record.step != step or not match or int(match[1]) != step or "/" in record.path:
+        raise Damaged(f"its record is that of step {record.step}, {record.path}")
+    return record
+
+
+def regular(prefix: str) -> str:
+    """Returns the prefix, if the files of that name are files: a named pipe would keep us waiting.
+
+    Raises:
+        Damaged: one is not.
+    """
+    path = Path(prefix)
+    for file in path.parent.glob(f"{path.name}.*"):
+        if not file.is_file():
+            raise Damaged(f"{file.name} is no file")
+    return prefix
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from JSON is of a type, such as ``dict[str, float] | None``."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is types.UnionType:
+        return any(_fits(value, one) for one in inner)
+    if isinstance(value, bool) and kind is not bool:
+        return False
+    if kind is float:
+        return isinstance(value, int | float)
+    if kind is dict and isinstance(value, dict):
+        return all(_fits(part, inner[1]) for part in value.values())
+    if kind is list and isinstance(value, list):
+        return all(_fits(part, inner[0]) for part in value)
+    return isinstance(value, kind)

@@ -1,0 +1,107 @@
+"""What preprocessing layers learn from data is part of a checkpoint."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core import commands
+from tests.engine.conftest import Train, make_hooks
+
+WORDS = np.array(["red", "green", "blue", "green", "red", "green", "grey", "red"])
+NUMBERS = np.arange(8, dtype="float32")[:, None]
+TARGET = (NUMBERS > 3).astype("float32")
+OPTIONS: dict[str, Any] = {"checkpoint": None, "input": None, "output": None}
+
+
+def program(words: Any, numbers: Any, adapt: bool = True, size: int = 16) -> SimpleNamespace:
+    """A small recommender: words by their number in a vocabulary of the data that there are."""
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices((({"word": WORDS, "number": NUMBERS}), TARGET))
+        return data.batch(per_replica_batch_size)
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(2)
+        if adapt:
+            lookup = keras.layers.StringLookup()
+            lookup.adapt(words)
+        else:
+            lookup = keras.layers.StringLookup(vocabulary=sorted(set(words)))
+        normal, bins = (
+            keras.layers.Normalization(axis=None),
+            keras.layers.Discretization(num_bins=3),
+        )
+        normal.adapt(numbers)
+        bins.adapt(numbers)
+        word, number = keras.Input((), dtype="string"), keras.Input((1,))
+        parts = [
+            keras.layers.Embedding(size, 3)(lookup(word)),
+            keras.layers.Flatten()(keras.layers.Embedding(3, 2)(bins(number))),
+            normal(number),
+        ]
+        output = keras.layers.Dense(1)(keras.layers.Concatenate()(parts))
+        return keras.Model({"word": word, "number": number}, output)
+
+    def squared(loss_input: Any) -> Any:
+        return tf.reduce_sum((loss_input[0] - loss_input[1]) ** 2, axis=1)
+
+    return make_hooks(
+        create_dataset=create_dataset,
+        create_model=create_model,
+        create_loss=lambda: squared,
+        create_eval_dataset=create_dataset,
+    )
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+def test_more_data_since_change_no_number_of_a_checkpoint(
+    train: Train, capsys: pytest.CaptureFixture[str], adapt: bool
+) -> None:
+    state = train(program(WORDS, NUMBERS, adapt), steps=9, batch_size=8)
+    whole = train(program(WORDS, NUMBERS, adapt), steps=14, batch_size=8, run_name="whole")
+    more = np.concatenate([WORDS, np.repeat(["yellow", "azure"], 9)])
+    later = program(more, NUMBERS * 3 + 1, adapt)
+    capsys.readouterr()
+    assert commands.evaluate(later, state.config, OPTIONS) == state.metrics
+    said = capsys.readouterr().out
+    assert "had 5 entries in the checkpoint, 7 entries as create_model made it" in said, said
+    resumed = train(later, steps=14, batch_size=8)
+    for one, other in zip(resumed.train_model.get_weights(), whole.train_model.get_weights(),
+                          strict=True):  # fmt: skip
+        np.testing.assert_array_equal(one, other)
+    commands.evaluate(program(WORDS, NUMBERS, adapt), state.config, OPTIONS)
+    assert "as create_model made it" not in capsys.readouterr().out.splitlines()[-2]
+
+
+def test_a_model_as_large_as_its_vocabulary_says_why_it_does_not_fit(train: Train) -> None:
+    state = train(program(WORDS, NUMBERS, size=5), steps=2, batch_size=8)
+    later = program(np.append(WORDS, "yellow"), NUMBERS, size=6)
+    with pytest.raises(ctl_core.SetupError, match=r"shape \[6, 3\].*5 entries in the ch"):
+        commands.evaluate(later, state.config, OPTIONS)
+
+
+def test_a_vocabulary_that_data_are_read_with_must_be_the_same(train: Train) -> None:
+    def hooks(words: Any) -> SimpleNamespace:
+        vectorize = keras.layers.TextVectorization(output_mode="tf_idf")
+        vectorize.adapt(words)
+
+        def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+            data = tf.data.Dataset.from_tensor_slices((WORDS, TARGET)).batch(per_replica_batch_size)
+            return data.map(lambda word, target: (vectorize(word)[:, :5], target))
+
+        return make_hooks(
+            create_dataset=create_dataset,
+            create_model=lambda: keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)]),
+        )
+
+    train(hooks(WORDS), steps=2, batch_size=8)
+    train(hooks(WORDS), steps=4, batch_size=8)
+    with pytest.raises(ctl_core.SetupError, match=r"the data are read, .*\(5 entries then, 6"):
+        train(hooks(np.append(WORDS, "yellow")), steps=6, batch_size=8)
