@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,6 @@ import yaml
 from packaging.requirements import Requirement
 
 from .conftest import CHOICES, COMBINATIONS, ROOT, Render, Run, files
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Projects = dict[tuple[str, ...], Path]
 JINJA = re.compile(r"\{\{|\{%|\{#")
@@ -123,7 +119,7 @@ def test_same_tool_settings_as_this_repository(digits: Path) -> None:
     there = tomllib.loads((digits / "pyproject.toml").read_text())
     assert here["project"]["dependencies"] == there["project"]["dependencies"]
     assert here["project"]["requires-python"] == there["project"]["requires-python"]
-    for table in ("line-length", "target-version", "lint"):
+    for table in ("line-length", "lint"):
         assert here["tool"]["ruff"][table] == there["tool"]["ruff"][table]
 
 
