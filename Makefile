@@ -2,13 +2,15 @@
 # make test   lint, then all tests
 # make lint   ruff, mypy, shellcheck
 # make bench  time the engine beside Keras fit and custom loops on the CPU
+# make test-pythons  train a project on each Python that pyproject.toml allows, with an environment
+#             of its own; make test-pythons PYTHONS="3.12 3.13" for these only
 #
 # Each makes the virtual environment it needs: .venv-demo for the demo, .venv for the others.
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 
-.PHONY: demo test lint bench
+.PHONY: demo test test-pythons lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -18,6 +20,9 @@ demo: $(DEMO_VENV)/.made
 
 test: lint
 	"$(VENV)/bin/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+test-pythons: $(VENV)/.made
+	"$(VENV)/bin/python" scripts/pythons.py $(PYTHONS)
 
 lint: $(VENV)/.made
 	"$(VENV)/bin/ruff" check .
@@ -40,5 +45,5 @@ $(VENV)/.made: pyproject.toml | python
 
 .PHONY: python
 python:
-	@"$(PYTHON)" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "make: $(PYTHON) must be Python 3.10 or newer with the venv module; name another: make PYTHON=python3.12" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "make: $(PYTHON) must be Python 3.11 to 3.13 with the venv module; name another: make PYTHON=python3.12" >&2; exit 2; }

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import jsonargparse
 import yaml
@@ -27,6 +27,8 @@ from ctl_core.errors import SetupError, one_line
 ENV_PREFIX = "CTL_"
 _STRATEGIES = Literal["auto", "one_device", "mirrored", "multi_worker"]
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# With one slash, as pathlib writes it; a scheme of one letter is a drive.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,53 +49,60 @@ for _resolver in (_Loader, _Dumper):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings of a run.
+    """Settings of a run, each with what ``--help`` says of it.
 
-    Args:
-        steps: train until this step, counted from the start of the run, not of the process
-        epochs: the same in passes over the training data (give steps or epochs)
-        batch_size: global batch size, shared out evenly over the replicas
-        accumulate_steps: micro-batches that an update is made of, to save memory, not time
-        precision: what Keras layers compute in; weights and updates stay float32
-        jit_compile: compile each replica's forward and backward pass with XLA; may help on GPUs
-        learning_rate: initial value of lr; on resume, a changed value replaces the current one
-        seed: seeds Python, NumPy, TensorFlow and Keras
-        run_name: folder of the run inside runs_dir; an existing one resumes; default: the time
-        ckpt_every: save a checkpoint every so many steps (0: only at the end)
-        eval_every: evaluate every so many steps (0: only at the end)
-        strategy: auto joins the cluster of TF_CONFIG; else it takes all GPUs, or the one device
-        virtual_devices: split the CPU into so many devices, to try multi-GPU code on a laptop
-        workers: start a cluster of so many processes on this machine
-        max_restarts: how often a cluster is started again after a crash of one of its workers
-        max_chunk: most steps inside one graph call
-        deterministic: bit-identical results from run to run (op determinism), slower
-        profile: START:STOP profiles the steps after START up to STOP, for TensorBoard
-        runs_dir: folder that holds the runs
-        debug: show tracebacks and TensorFlow's own messages on the console
-        hparams: free values of your own; hooks get them as hparams
+    The help is no docstring, of which Python 3.13 strips the indentation and -OO leaves nothing.
     """
 
-    steps: int | None = None
-    epochs: int | None = None
-    batch_size: int = 64
-    accumulate_steps: int = 1
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    jit_compile: bool = False
-    learning_rate: float = 0.001
-    seed: int = 0
-    run_name: str | None = None
-    ckpt_every: int = 1000
-    eval_every: int = 1000
-    strategy: _STRATEGIES = "auto"
-    virtual_devices: int = 1
-    workers: int = 1
-    max_restarts: int = 3
-    max_chunk: int = 1000
-    deterministic: bool = False
-    profile: str | None = None
-    runs_dir: str = "runs"
-    debug: bool = False
-    hparams: dict[str, Any] = dataclasses.field(default_factory=dict)
+    steps: Annotated[
+        int | None, "train until this step, counted from the start of the run, not of the process"
+    ] = None
+    epochs: Annotated[
+        int | None, "the same in passes over the training data (give steps or epochs)"
+    ] = None
+    batch_size: Annotated[int, "global batch size, shared out evenly over the replicas"] = 64
+    accumulate_steps: Annotated[
+        int, "micro-batches that an update is made of, to save memory, not time"
+    ] = 1
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        "what Keras layers compute in; weights and updates stay float32",
+    ] = "float32"
+    jit_compile: Annotated[
+        bool, "compile each replica's forward and backward pass with XLA; may help on GPUs"
+    ] = False
+    learning_rate: Annotated[
+        float, "initial value of lr; on resume, a changed value replaces the current one"
+    ] = 0.001
+    seed: Annotated[int, "seeds Python, NumPy, TensorFlow and Keras"] = 0
+    run_name: Annotated[
+        str | None, "folder of the run inside runs_dir; an existing one resumes; default: the time"
+    ] = None
+    ckpt_every: Annotated[int, "save a checkpoint every so many steps (0: only at the end)"] = 1000
+    eval_every: Annotated[int, "evaluate every so many steps (0: only at the end)"] = 1000
+    strategy: Annotated[
+        _STRATEGIES,
+        "auto joins the cluster of TF_CONFIG; else it takes all GPUs, or the one device",
+    ] = "auto"
+    virtual_devices: Annotated[
+        int, "split the CPU into so many devices, to try multi-GPU code on a laptop"
+    ] = 1
+    workers: Annotated[int, "start a cluster of so many processes on this machine"] = 1
+    max_restarts: Annotated[
+        int, "how often a cluster is started again after a crash of one of its workers"
+    ] = 3
+    max_chunk: Annotated[int, "most steps inside one graph call"] = 1000
+    deterministic: Annotated[
+        bool, "bit-identical results from run to run (op determinism), slower"
+    ] = False
+    profile: Annotated[
+        str | None, "START:STOP profiles the steps after START up to STOP, for TensorBoard"
+    ] = None
+    runs_dir: Annotated[str, "folder that holds the runs"] = "runs"
+    debug: Annotated[bool, "show tracebacks and TensorFlow's own messages on the console"] = False
+    hparams: Annotated[dict[str, Any], "free values of your own; hooks get them as hparams"] = (
+        dataclasses.field(default_factory=dict)
+    )
 
     def __post_init__(self) -> None:
         """Checks types, ranges and combinations; numbers of NumPy become Python's.
@@ -154,7 +163,7 @@ class Config:
             )
         if not isinstance(self.runs_dir, str | os.PathLike) or not str(self.runs_dir).strip():
             raise SetupError(f"runs_dir: expected the name of a folder, got {self.runs_dir!r}.")
-        object.__setattr__(self, "runs_dir", str(self.runs_dir))
+        object.__setattr__(self, "runs_dir", _expect_path("runs_dir", str(self.runs_dir)))
         _ = self.profile_steps
         self._check_hparams()
 
@@ -188,6 +197,21 @@ class Config:
                     f"hparams: {name!r} has the value {one_line(repr(value), 60)}; expected a name "
                     "with numbers, texts, true, false, null, or lists and dicts of these."
                 )
+
+
+def _expect_path(name: str, value: str) -> str:
+    """Returns a path as it is.
+
+    Raises:
+        SetupError: it is a URL; where that leads, there are no locks and no renames.
+    """
+    if _URL.match(value):
+        raise SetupError(
+            f"{name}: expected a path in the file system, got the URL {value!r}; take a local path "
+            "and copy the files, or mount what the URL names (gcsfuse does so for gs://) and give "
+            "the path."
+        )
+    return value
 
 
 def _whole(value: Any) -> int | None:
@@ -293,10 +317,11 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     env = _environment(parser, environ)
     named = given.pop("config", env.get("config"))
     env.pop("config", None)
-    path = Path(named or "config.yaml")
+    path = Path(_expect_path("config", named or "config.yaml"))
     if name != "train" and named is None:
         near = {**_read_file(parser, path, required=False), **env, **given}
-        run = find_run(Path(near.get("runs_dir", Config.runs_dir)), near.get("run_name"))
+        runs_dir = _expect_path("runs_dir", near.get("runs_dir", Config.runs_dir))
+        run = find_run(Path(runs_dir), near.get("run_name"))
         given.update(run_name=run.name, runs_dir=str(run.parent))
         path = run / "config.yaml"
     file = _read_file(parser, path, required=named is not None)
@@ -309,6 +334,8 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     options: dict[str, Any] = dict.fromkeys(OPTIONS[name])
     for layer in layers:
         options.update({key: layer.pop(key) for key in options if key in layer})
+    for key in ("input", "output"):
+        _expect_path(key, options.get(key) or "")
     return Command(name, _merge(layers), options)
 
 
@@ -408,13 +435,10 @@ def _parser(command: str) -> jsonargparse.ArgumentParser:
     parser.add_argument(
         "--config", type=str, metavar="FILE", help="settings file (default: config.yaml)"
     )
-    texts = _field_texts()
+    hints = get_type_hints(Config, include_extras=True)
     for field in dataclasses.fields(Config):
-        flag, kind, text = (
-            "--" + field.name.replace("_", "-"),
-            _TYPES[field.name],
-            texts[field.name],
-        )
+        flag, kind = "--" + field.name.replace("_", "-"), _TYPES[field.name]
+        text = hints[field.name].__metadata__[0]
         if kind is bool:
             yes_no = jsonargparse.ActionYesNo(no_prefix="no-")
             parser.add_argument(flag, action=yes_no, default=field.default, help=text)
@@ -424,12 +448,6 @@ def _parser(command: str) -> jsonargparse.ArgumentParser:
         else:
             parser.add_argument(flag, type=kind, default=field.default, help=text)
     return parser
-
-
-def _field_texts() -> dict[str, str]:
-    """Reads the help texts off the docstring of ``Config``, so that they are written once."""
-    texts = re.findall(r"^ {8}(\w+): (.+)$", Config.__doc__ or "", re.MULTILINE)
-    return dict(texts)
 
 
 def _kind(field: dataclasses.Field[Any]) -> Any:

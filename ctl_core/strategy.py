@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,21 +61,65 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
                 "machine, --workers K starts them."
             )
         return Task()
+    addresses, place = _read_cluster(text)
+    if len(addresses) > 1 and config.run_name is None:
+        raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
+    return Task(len(addresses), place, addresses)
+
+
+def _read_cluster(text: str) -> tuple[tuple[str, ...], int]:
+    """Returns the addresses of the processes that train, chief first, and which is this one's.
+
+    Raises:
+        SetupError: ``TF_CONFIG`` is none, or is of a cluster that this engine cannot be.
+    """
     try:
         content = json.loads(text)
-        cluster = {job: list(hosts) for job, hosts in content["cluster"].items()}
-        job, index = content["task"]["type"], int(content["task"]["index"])
-        tasks = [(name, number) for name in ("chief", "worker") for number in range(
-            len(cluster.get(name, [])))]  # fmt: skip
-        place = tasks.index((job, index))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        jobs = {job: tuple(hosts) for job, hosts in content["cluster"].items()}
+        type_, index = content["task"]["type"], int(str(content["task"]["index"]))
+        lists = all(isinstance(hosts, list) for hosts in content["cluster"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        lists = False
+    if not lists or not all(isinstance(host, str) for hosts in jobs.values() for host in hosts):
         raise SetupError(
             'TF_CONFIG: expected {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
-            f'"worker", "index": 0}}}}, with a task of that cluster, got {text[:200]}'
-        ) from error
-    if len(tasks) > 1 and config.run_name is None:
-        raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
-    return Task(len(tasks), place, tuple(cluster[name][number] for name, number in tasks))
+            '"worker", "index": 0}}, or no TF_CONFIG to train in one process, got '
+            f"{one_line(text, 200)}"
+        )
+    # Every process trains; an evaluator is none of them and may be named beside them.
+    known = "expected 'worker', and at most one 'chief', which was called 'master' once"
+    for job in jobs:
+        if jobs[job] and job not in ("chief", "worker", "evaluator"):
+            raise SetupError(
+                f"TF_CONFIG: the cluster has the job {job!r}, {known}; every process trains here."
+            )
+    if type_ not in ("chief", "worker"):
+        raise SetupError(
+            f"TF_CONFIG: this process has the type {type_!r}, {known}; every process trains here, "
+            "and evaluates as eval_every says."
+        )
+    chiefs, workers = jobs.get("chief", ()), jobs.get("worker", ())
+    if len(chiefs) > 1:
+        raise SetupError(
+            f"TF_CONFIG: the cluster has {len(chiefs)} addresses of a chief, {', '.join(chiefs)}; "
+            "expected one; the others are workers."
+        )
+    own = jobs.get(type_, ())
+    if not 0 <= index < len(own):
+        raise SetupError(
+            f"TF_CONFIG: this process is {type_} {index}, but the cluster has {len(own)} of that "
+            f"type, counted from 0: {', '.join(own) or 'none'}; correct the index or the list."
+        )
+    addresses = chiefs + workers
+    for address in addresses if len(addresses) > 1 else ():
+        if addresses.count(address) > 1:
+            raise SetupError(
+                f"TF_CONFIG: {address!r} is the address of {addresses.count(address)} processes; "
+                "each needs one of its own."
+            )
+        if not re.search(r":\d+$", address):
+            raise SetupError(f"TF_CONFIG: expected addresses as host:port, got {address!r}.")
+    return addresses, index if type_ == "chief" else len(chiefs) + index
 
 
 def prepare(config: Config) -> Task:

@@ -54,13 +54,9 @@ installed() { [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ];
 # Any build of TensorFlow counts as TensorFlow, and is never replaced by another.
 missing() {
   "$python" - <<'PYTHON' 2>/dev/null
-import sys
+import tomllib
 from importlib.metadata import PackageNotFoundError, requires, version
 
-try:
-    import tomllib
-except ImportError:
-    from pip._vendor import tomli as tomllib
 try:
     from packaging.requirements import Requirement
 except ImportError:
@@ -95,12 +91,27 @@ for dependency in dependencies:
 PYTHON
 }
 
-# Prints the first Python with a version from $1 to $2.
+# The Pythons that will do, as pyproject.toml has them, such as ">=3.11,<3.14".
+pythons=$(sed -n 's/^requires-python = "\(.*\)".*/\1/p' pyproject.toml)
+oldest=${pythons#*>=3.}
+oldest=${oldest%%[!0-9]*}
+too_new=${pythons#*<3.}
+too_new=${too_new%%[!0-9]*}
+
+# Whether $1 is one of them.
+will_do() {
+  "$1" -c "import sys; sys.exit(not (3, ${oldest:-0}) <= sys.version_info[:2] < (3, ${too_new:-99}))" \
+    2>/dev/null
+}
+
+# Prints the first Python that will do.
 find_python() {
-  local candidate
-  for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
-    if "$candidate" -c "import sys; sys.exit(not ($1) <= sys.version_info[:2] <= ($2))" \
-      2>/dev/null; then
+  local candidate candidates=(python3) minor
+  for ((minor = ${too_new:-20} - 1; minor >= ${oldest:-0}; minor--)); do
+    candidates+=("python3.$minor")
+  done
+  for candidate in "${candidates[@]}" python; do
+    if will_do "$candidate"; then
       echo "$candidate"
       return
     fi
@@ -110,28 +121,35 @@ find_python() {
 
 # Makes the environment unless it is there.
 make_environment() {
-  local base
+  local base found
   if [ -x "$python" ]; then
-    if command -v uv >/dev/null || "$python" -c 'import pip' 2>/dev/null; then return; fi
+    if command -v uv >/dev/null || "$python" -c 'import pip' 2>/dev/null; then
+      will_do "$python" || fail "the environment $env has $("$python" -V 2>&1), but the project" \
+        "needs Python $pythons (pyproject.toml): remove it, or name another with VENV=FOLDER"
+      return
+    fi
   fi
   if [ "$kind" = active ]; then
     fail "the active environment $env has no working Python with pip: deactivate it or mend it"
   elif [ "$kind" = named ] && [ -n "$(ls -A "$env" 2>/dev/null)" ]; then
     fail "VENV=$env has no working Python with pip: name an environment, or a folder to be made"
   fi
-  say "making the environment $env"
   # What an interrupted start left; a named folder is empty here.
   if [ "$kind" = own ]; then rm -rf "$env"; fi
   if command -v uv >/dev/null; then
-    uv venv --quiet --seed --python '>=3.10,<3.14' "$env" >&2 ||
+    say "making the environment $env"
+    uv venv --quiet --seed --python "$pythons" "$env" >&2 ||
       fail "uv could not make the environment $env (see above)"
     return
   fi
-  # TensorFlow 2.21 has builds for 3.10 to 3.13; a newer Python is tried when there is no other.
-  base=$(find_python '3, 10' '3, 13' || find_python '3, 10' '3, 99') ||
-    fail "found no Python 3.10 or newer (python3: $(python3 -V 2>&1 || true)); get one, or uv"
+  if ! base=$(find_python); then
+    found=$(python3 -V 2>/dev/null) || found=absent
+    fail "the project needs Python $pythons (pyproject.toml), and none is on the PATH (python3 is" \
+      "$found): install one, or uv, which gets one by itself"
+  fi
   "$base" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$base has no venv module: install it (Debian, Ubuntu: apt install python3-venv), or uv"
+  say "making the environment $env"
   "$base" -m venv "$env" >&2 || fail "$base could not make the environment $env (see above)"
 }
 

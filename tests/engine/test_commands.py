@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import ctl_core
 from ctl_core.__main__ import main
 from tests.engine.conftest import regression_data, small_model
 
@@ -116,6 +120,32 @@ def test_the_runs_own_settings_are_used_and_left_as_they_are(project: Path) -> N
     assert (project / "runs/first/config.yaml").read_text() == config
     assert (project / "runs/first/metrics.jsonl").read_text() == metrics
     assert json.loads(metrics.splitlines()[-1])["split"] == "eval"
+
+
+def test_without_docstrings_and_assertions(project: Path) -> None:
+    """Every command does under ``python -OO`` what it does otherwise."""
+    commands = [["train", "--run-name", "again"], ["evaluate"], ["predict"], ["export"], ["hooks"]]
+    program = (
+        "import sys\n"
+        "from ctl_core.__main__ import main\n"
+        "assert False, 'is left out'\n"
+        f"for command in {commands}:\n"
+        "    code = main(command)\n"
+        "    if code:\n"
+        "        sys.exit(f'{command}: {code}')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-OO", "-c", program],
+        env={**os.environ, "PYTHONPATH": str(Path(ctl_core.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("ckpt/ckpt-6.index", "predictions.npz", "export/saved_model.pb"):
+        assert (project / "runs/again" / name).exists(), name
+    metrics = [project / f"runs/{run}/metrics.jsonl" for run in ("first", "again")]
+    assert metrics[0].read_text() == metrics[1].read_text()
 
 
 def test_asking_for_a_run_that_is_not_there(

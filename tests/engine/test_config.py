@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +291,51 @@ def test_from_python_the_same_checks_hold(values: dict[str, Any], message: str) 
             load_config("config.yaml", **values)
 
 
+URLS = ["gs://bucket/x", "s3://bucket/x", "hdfs://name:9000/x", "file:///x", "abfss://a@b.c/x"]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_url_is_no_folder(
+    url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused in one line wherever it is said, before anything is made."""
+    words = f"runs_dir: expected a path in the file system, got the URL '{url}'; "
+    for make in (lambda: Config(runs_dir=url), lambda: resolve("--runs-dir", url)):
+        with pytest.raises(SetupError, match=f"^{re.escape(words)}.*copy.*mount"):
+            make()
+    # pathlib has made one slash of the two.
+    with pytest.raises(SetupError, match=r"runs_dir: .*the URL"):
+        Config(runs_dir=Path(url))  # type: ignore[arg-type]
+    (folder / "callbacks.py").touch()
+    (folder / "other.yaml").write_text(f"runs_dir: {url}\n")
+    for argv, environ in (
+        (["--runs-dir", url], {}),
+        (["--runs-dir", url, "--workers", "2"], {}),
+        (["--config", "other.yaml"], {}),
+        ([], {"CTL_RUNS_DIR": url}),
+    ):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        for command in COMMANDS:
+            if command != "hooks":
+                assert main([command, *argv]) == 2
+                error = capsys.readouterr().err
+                assert error.startswith(f"error: {words}") and error.count("\n") == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["callbacks.py", "other.yaml"]
+
+
+def test_a_url_is_no_file_either(folder: Path) -> None:
+    make_run("a", 10)
+    for key in ("input", "output", "config"):
+        with pytest.raises(SetupError, match=f"^{key}: .* got the URL 'gs://bucket/x.npz'"):
+            parse_command(["predict", f"--{key}", "gs://bucket/x.npz"], {})
+
+
+@pytest.mark.parametrize("path", ["C:/runs", "C:\\\\runs", "/mnt/gs:/x", "a:b", "x/http://y"])
+def test_a_path_with_a_colon_is_a_path(path: str) -> None:
+    assert Config(runs_dir=path).runs_dir == path
+
+
 def test_load_config_takes_settings_on_top(folder: Path) -> None:
     (folder / "my.yaml").write_text(HPARAMS + "\nsteps: 3\n")
     config = load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
@@ -324,6 +371,20 @@ def test_help_shows_every_setting_with_its_default(
     for option in OPTIONS[command]:
         assert f"--{option}" in by_flag
     assert "CTL_BATCH_SIZE" in text
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help_needs_no_docstrings(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``python -OO`` has none, and Python 3.13 changes their indentation."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    environ = {**os.environ, "PYTHONPATH": str(Path(ctl_core.__file__).parents[1])}
+    process = [sys.executable, "-OO", "-m", "ctl_core", command, "--help"]
+    done = subprocess.run(process, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
 
 
 def test_help_and_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:

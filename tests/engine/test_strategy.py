@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ctl_core.__main__ import main
 from ctl_core.config import Config
 from ctl_core.errors import SetupError
 from ctl_core.strategy import Task, read_task
@@ -44,15 +47,84 @@ def test_other_strategies_leave_tf_config_alone(strategy: str) -> None:
         "3",
         "{}",
         '{"cluster": {"worker": ["a:1"]}}',
-        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
-        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}',
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}',
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "x"}}',
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0.5}}',
+        '{"cluster": {"worker": ["a:1"]}, "task": ["worker", 0]}',
+        '{"cluster": {"worker": "a:1"}, "task": {"type": "worker", "index": 0}}',
+        '{"cluster": {"worker": [1, 2]}, "task": {"type": "worker", "index": 0}}',
+        '{"cluster": {"worker": {"0": "a:1"}}, "task": {"type": "worker", "index": 0}}',
         '{"cluster": ["a:1"], "task": {"type": "worker", "index": 0}}',
+        '{\n  "cluster": {"worker": null},\n  "task": {"type": "worker", "index": 0}\n}',
     ],
 )
-def test_a_tf_config_that_names_no_place_is_refused(text: str) -> None:
-    with pytest.raises(SetupError, match=r"TF_CONFIG: expected .*got"):
+def test_a_tf_config_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(SetupError, match=r"^TF_CONFIG: expected .*no TF_CONFIG .*got .*$") as told:
         read_task(Config(run_name="run"), {"TF_CONFIG": text})
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "job", "index", "words"),
+    [
+        # As Estimators had it: refused, whichever of the two this is.
+        ({"master": ["m:1"], "worker": HOSTS}, "worker", 0, "has the job 'master', .*'chief'"),
+        ({"master": ["m:1"], "worker": HOSTS}, "master", 0, "has the job 'master', .*'chief'"),
+        ({"chief": ["d:4"], "ps": ["e:5"]}, "chief", 0, "has the job 'ps', expected 'worker'"),
+        ({"worker": HOSTS, "ps": ["e:5"]}, "worker", 1, "has the job 'ps', expected 'worker'"),
+        ({"worker": HOSTS, "ps": ["e:5"]}, "ps", 0, "has the job 'ps', expected 'worker'"),
+        ({"workers": HOSTS}, "workers", 0, "has the job 'workers', expected 'worker'"),
+        ({"worker": HOSTS}, "evaluator", 0, "this process has the type 'evaluator', expected"),
+        ({"worker": HOSTS}, "ps", 0, "this process has the type 'ps', expected 'worker'"),
+        ({"worker": HOSTS}, None, 0, "this process has the type None, expected 'worker'"),
+        ({"worker": HOSTS}, ["worker"], 0, "this process has the type .'worker'., expected"),
+        ({"worker": HOSTS}, "worker", 3, "is worker 3, but the cluster has 3 of that type"),
+        ({"worker": HOSTS}, "worker", -1, "is worker -1, but the cluster has 3 of that type"),
+        ({"worker": HOSTS}, "chief", 0, "is chief 0, but the cluster has 0 of that type"),
+        ({"evaluator": ["d:4"]}, "worker", 0, "the cluster has 0 of that type, .* none;"),
+        ({}, "worker", 0, "the cluster has 0 of that type, .* none;"),
+        ({"chief": ["d:4", "e:5"]}, "chief", 1, "2 addresses of a chief, d:4, e:5; expected one"),
+        ({"worker": [*HOSTS, "a:1"]}, "worker", 1, "'a:1' is the address of 2 processes"),
+        ({"chief": ["b:2"], "worker": HOSTS}, "chief", 0, "'b:2' is the address of 2 processes"),
+        ({"worker": ["a:1", "b"]}, "worker", 0, "expected addresses as host:port, got 'b'"),
+    ],
+)
+def test_a_cluster_that_cannot_train_is_refused(
+    cluster: object, job: Any, index: int, words: str
+) -> None:
+    with pytest.raises(SetupError, match=rf"^TF_CONFIG: .*{words}") as told:
+        task_of(cluster, job, index)
+    assert "\n" not in str(told.value)
+
+
+def test_a_cluster_of_one_is_one_process() -> None:
+    """Whatever its address: nobody is to connect to it."""
+    config = Config()
+    for job in ("worker", "chief"):
+        place = {"cluster": {job: ["here"]}, "task": {"type": job, "index": "0"}}
+        assert read_task(config, {"TF_CONFIG": json.dumps(place)}) == Task(1, 0, ("here",))
+
+
+def test_an_evaluator_beside_the_workers_is_none_of_them() -> None:
+    cluster = {"worker": HOSTS, "evaluator": ["e:5"], "ps": []}
+    assert task_of(cluster, "worker", 1) == Task(3, 1, ("a:1", "b:2", "c:3"))
+
+
+def test_the_command_says_it_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before TensorFlow is asked for a cluster, and before a folder is made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "callbacks.py").touch()
+    for other in ("master", "ps"):
+        cluster = {"worker": ["a:1"], other: ["b:2"]}
+        place = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(place))
+        assert main(["train", "--steps", "1", "--run-name", "a"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: TF_CONFIG: the cluster has the job '{other}'")
+        assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["callbacks.py"]
 
 
 def test_a_cluster_needs_a_run_name() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,6 @@ from cookiecutter.exceptions import FailedHookException
 from markdown_it import MarkdownIt
 
 from .conftest import ROOT, Render, Run
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 NO_NAME = "is no lower-case Python name"
 IN_USE = "is the name of a module or package in use"

@@ -21,7 +21,7 @@ import pytest
 from .conftest import Render, Run
 
 # Everything that train.sh calls, so that PATH can lack uv and hold a stand-in for python3.
-TOOLS = "bash sh basename cat cksum cut dirname ls mkdir mv readlink rm sleep uname"
+TOOLS = "bash sh basename cat cksum cut dirname ls mkdir mv readlink rm sed sleep uname"
 # Calls are one JSON list a line, with the folder first. $0 tells which of the stand-ins it was.
 STAND_IN = """#!{python}
 import json, os, pathlib, shutil, sys, time
@@ -250,7 +250,7 @@ def test_uv_is_used_when_there(place: Place) -> None:
     assert code == 0
     pip = [str(place.project), "pip", "install", "--python", f"{env}/bin/python", "--quiet"]
     assert place.calls() == [
-        *[[str(place.project), "venv", "--quiet", "--seed", "--python", ">=3.10,<3.14", str(env)]],
+        *[[str(place.project), "venv", "--quiet", "--seed", "--python", ">=3.11,<3.14", str(env)]],
         [*pip, "keras"],
         [*pip, "--no-deps", "--editable", "."],
         place.training(),
@@ -347,10 +347,58 @@ def one_line(place: Place, *expected: str, **more: str) -> None:
 
 
 def test_no_usable_python(place: Place) -> None:
+    """One line, which names the Python that is there, and none about an environment."""
     place.set("too_old", "1")
-    one_line(place, "no Python 3.10 or newer", "Python 3.8.1")
+    one_line(place, "needs Python >=3.11,<3.14 (pyproject.toml)", "python3 is Python 3.8.1")
     (place.tools / "python3").unlink()
-    one_line(place, "no Python 3.10 or newer", "python3: ")
+    one_line(place, "needs Python >=3.11,<3.14 (pyproject.toml)", "python3 is absent")
+    assert not (place.project / ".venv").exists()
+    assert not (place.project / ".venv.lock").exists()
+
+
+@pytest.mark.parametrize("kind", ["VENV", "VIRTUAL_ENV", "own"])
+def test_environment_of_another_python(place: Place, kind: str) -> None:
+    """It is not touched: what is in it may be wanted for something else."""
+    env = place.make_environment("env" if kind != "own" else "my project/.venv")
+    place.set("too_old", "1")
+    place.set("missing", "keras\n")
+    before = sorted(env.rglob("*"))
+    words = f"{env} has Python 3.8.1, but the project needs Python >=3.11,<3.14"
+    one_line(place, words, "VENV=FOLDER", **({} if kind == "own" else {kind: str(env)}))
+    assert sorted(env.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("needed", "chosen"),
+    [
+        (">=3.11,<3.14", "python3.13"),
+        (">=3.11,<3.13", "python3.12"),
+        (">=3.12", "python3.14"),
+        (">=3.9, <3.11", "python3.10"),
+    ],
+)
+def test_pyproject_says_which_python(place: Place, needed: str, chosen: str) -> None:
+    """The newest of those; the python3 that is first on the PATH has no version here."""
+    pyproject = place.project / "pyproject.toml"
+    line = 'requires-python = ">=3.11,<3.14"'
+    assert line in pyproject.read_text()
+    pyproject.write_text(pyproject.read_text().replace(line, f'requires-python = "{needed}"'))
+    (place.tools / "python3").unlink()
+    for minor in range(9, 15):
+        python = place.tools / f"python3.{minor}"
+        # Says that it is this version, and for the rest is the stand-in.
+        python.write_text(
+            f"#!{place.tools}/sh\n"
+            f'case "$2" in *version_info*) exec "{sys.executable}" -S -c "import sys\n'
+            f"sys.version_info = (3, {minor}, 1)\n"
+            '$2" ;; esac\n'
+            f'[ "$2" != venv ] || echo "chosen python3.{minor}" >&2\n'
+            f'exec "{place.stand_in}" "$@"\n'
+        )
+        python.chmod(0o755)
+    code, lines = place.train()
+    assert code == 0
+    assert [line for line in lines if line.startswith("chosen")] == [f"chosen {chosen}"]
 
 
 def test_no_venv_module(place: Place) -> None:
@@ -438,10 +486,6 @@ def test_what_counts_as_missing(
             text += 'Requires-Dist: docstring-parser>=0.17; extra == "signatures"\n'
         (info / "METADATA").write_text(text)
     (site / "packaging").symlink_to(Path(packaging.__file__).parent)
-    if sys.version_info < (3, 11):
-        import tomli
-
-        (site / "tomli").symlink_to(Path(tomli.__file__).parent)
     # The real Python without its packages for the question, the stand-in for the rest.
     env = place.make_environment("env")
     python = env / "bin" / "python"

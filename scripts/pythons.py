@@ -1,0 +1,174 @@
+"""Renders a project and trains it on each Python that pyproject.toml allows.
+
+Each gets a machine that seems to have no other Python, and there the project's own train.sh makes
+the environment. On the Python before the oldest, train.sh has to say in one line what it needs.
+
+    python scripts/pythons.py             all of them
+    python scripts/pythons.py 3.12 3.13   these
+
+Exit code 0: all did what they should. 1: one did not, or is not installed, here or by pyenv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = (
+    "./train.sh --steps 4 --batch-size 16 --run-name a",
+    "./train.sh --help",
+    ".venv/bin/python -m ctl_core --help",
+    ".venv/bin/python -m ctl_core hooks",
+    ".venv/bin/python -m ctl_core evaluate",
+    ".venv/bin/python -m ctl_core predict",
+    ".venv/bin/python -m ctl_core export",
+    ".venv/bin/python -m pip install --quiet --disable-pip-version-check pytest",
+    ".venv/bin/python -m pytest --quiet",
+)
+
+
+class FailedError(Exception):
+    """A Python did not do what it should; the message is shown."""
+
+
+def allowed() -> list[str]:
+    """Returns the versions that pyproject.toml allows, such as 3.11."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    range_ = SpecifierSet(project["requires-python"])
+    return [f"3.{minor}" for minor in range(100) if f"3.{minor}" in range_]
+
+
+def find(version: str) -> Path | None:
+    """Finds the interpreter of a version, on the PATH or among those of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    places = [Path(folder) for folder in os.get_exec_path()]
+    for folder in (*places, *sorted(pyenv.glob(f"{version}.*/bin"))):
+        python = folder / f"python{version}"
+        # One of pyenv's on the PATH runs only if it has been chosen.
+        asked = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
+        if python.is_file() and output_of([str(python), "-c", asked]).strip() == version:
+            return python
+    return None
+
+
+def output_of(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def machine_with(python: Path, folder: Path) -> dict[str, str]:
+    """Returns an environment in which ``python3`` is this one, and there is no other, and no uv."""
+    folder.mkdir()
+    (folder / "python3").write_text(f'#!/bin/sh\nexec "{python}" "$@"\n')
+    (folder / "python3").chmod(0o755)
+    for place in os.get_exec_path():
+        for program in Path(place).glob("*"):
+            link = folder / program.name
+            if not program.name.startswith(("python", "uv", "pip")) and not os.path.lexists(link):
+                link.symlink_to(program)
+    names = ("CTL_", "PYTHON", "VENV", "VIRTUAL_ENV", "PYENV_VERSION", "TF_CONFIG")
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
+    return {**kept, "PATH": str(folder), "CUDA_VISIBLE_DEVICES": "-1", "COLUMNS": "80"}
+
+
+def run(words: list[str], folder: Path, environ: dict[str, str], code: int = 0) -> str:
+    """Runs a command in a folder and says how long it took; returns what it printed.
+
+    Raises:
+        FailedError: it has another exit code than ``code``.
+    """
+    start = time.monotonic()
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    command = " ".join(words)
+    print(f"  {time.monotonic() - start:5.1f} s  {command}", flush=True)
+    if done.returncode != code:
+        raise FailedError(f"{command}: exit code {done.returncode}, expected {code}\n{done.stdout}")
+    return done.stdout
+
+
+def check_trains(version: str, project: Path, environ: dict[str, str]) -> None:
+    """Runs every command and the project's own tests.
+
+    Raises:
+        FailedError: one of them does, or ran on another Python.
+    """
+    for command in COMMANDS:
+        run(command.split(), project, environ)
+    python = run([".venv/bin/python", "-V"], project, environ)
+    if not python.startswith(f"Python {version}."):
+        raise FailedError(f"train.sh made an environment of {python}")
+
+
+def check_refused(version: str, project: Path, environ: dict[str, str]) -> None:
+    """Expects one line, exit code 2, and nothing left behind.
+
+    Raises:
+        FailedError: it is otherwise.
+    """
+    output = run(["./train.sh", "--steps", "4"], project, environ, code=2)
+    named = f"Python {version}." in output and f">={allowed()[0]}" in output
+    if output.count("\n") != 1 or not named:
+        raise FailedError(
+            f"expected one line that names Python {version} and those needed:\n{output}"
+        )
+    if left := [name for name in os.listdir(project) if name in (".venv", ".venv.lock", "runs")]:
+        raise FailedError(f"train.sh left {left} behind")
+    print(f"  {output}", end="")
+
+
+def check(version: str) -> bool:
+    """Checks one version; prints how it goes, and returns whether it went well."""
+    good = version in allowed()
+    print(f"Python {version}: {'trains' if good else 'is refused'}?", flush=True)
+    python = find(version)
+    if python is None:
+        print("  FAILED: not tested, for it is not installed", flush=True)
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        environ = machine_with(python, Path(folder, "bin"))
+        project = Path(folder, "my_training")
+        try:
+            render = [sys.executable, "-m", "cookiecutter", "--no-input", "--default-config"]
+            run([*render, "--output-dir", folder, str(ROOT)], ROOT, dict(os.environ))
+            (check_trains if good else check_refused)(version, project, environ)
+        except FailedError as error:
+            print(f"  FAILED: {error}", flush=True)
+            return False
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Checks the versions that are named; returns the exit code."""
+    before = f"3.{int(allowed()[0].split('.')[1]) - 1}"
+    parser = argparse.ArgumentParser(description="train a project on each Python")
+    parser.add_argument("version", nargs="*", default=[before, *allowed()])
+    versions = parser.parse_args(argv).version
+    start = time.monotonic()
+    results = {version: check(version) for version in versions}
+    failed = [version for version, good in results.items() if not good]
+    said = f"FAILED: {', '.join(failed)}" if failed else "all as it should be"
+    print(f"Pythons {', '.join(versions)}: {said} ({time.monotonic() - start:.0f} s)")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
