@@ -40,6 +40,7 @@ from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, one_line, op_message, reason
 from ctl_core.randomness import generator_states
 from ctl_core.record import (
+    NAME,
     NUMBER,
     PART,
     Damaged,
@@ -441,8 +442,15 @@ class Checkpoints:
         return None
 
     def _clean(self) -> None:
-        """Removes what a process that was killed while saving left half-written."""
+        """Removes what a process that was killed while saving left half-written.
+
+        What is no file and has a file's name, such as a named pipe, is moved out of the way.
+        """
         for folder in (self._folder, self._engine_folder):
+            for path in folder.glob("*-*.*"):
+                if NAME.fullmatch(path.name) and not path.is_file():
+                    aside = path.rename(path.with_name(f"{path.name}.aside"))
+                    self.console.warn(f"{path} is no file; it is called {aside.name} now.")
             for path in folder.glob("*_temp"):
                 shutil.rmtree(path, ignore_errors=True)
             for path in folder.glob("*.tmp"):

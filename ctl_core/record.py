@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 RECORD = re.compile(r"ckpt-(\d+)\.json")
 PART = re.compile(r"(?:ckpt|input|statistics)-(\d+)(?:-\d+)?")
+NAME = re.compile(r".*-\d+\.(json|index|data-\d+-of-\d+)")
 NUMBER = re.compile(r"-(\d+)$")
 
 
