@@ -1,7 +1,8 @@
 """The command line: ``python -m ctl_core <command>``.
 
 Exit codes: 0 done, 1 failed while running, 2 wrong usage, settings or hooks, 75 lost another
-process of its cluster, 130 and 143 stopped by SIGINT or SIGTERM after saving.
+process of its cluster, 130 and 143 stopped by SIGINT or SIGTERM after saving; 130, too, ended
+by a second SIGINT.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from types import ModuleType
 from ctl_core import launch
 from ctl_core.config import COMMANDS, Command, free_name, nearest, parse_command
 from ctl_core.errors import CtlError, PeerLost, SetupError, brief
+from ctl_core.signals import INTERRUPTED, interruptible
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     launch.die_with_supervisor()
+    alone = argv is None  # the process is this command's
     argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without dashes and dots of ours gets "?"
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         return _leave(error.exit_code)
     except KeyboardInterrupt:
         _complain("interrupted", debug)
-        return _leave(130)
+        return _leave(INTERRUPTED, at_once=alone)
     except BrokenPipeError:  # the reader of our output, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -57,13 +60,14 @@ def main(argv: list[str] | None = None) -> int:
         return _leave(1)
 
 
-def _leave(code: int) -> int:
+def _leave(code: int, at_once: bool = False) -> int:
     """Returns the exit code of a failure; a process of a cluster ends here and now.
 
-    TensorFlow's own end would wait for the others, which wait for this one in a collective.
+    TensorFlow's own end would wait for the others, which wait for this one in a collective. Of a
+    process that was interrupted, some thread may never end.
     """
     strategy = sys.modules.get("ctl_core.strategy")
-    if strategy is not None and strategy.joined():
+    if at_once or (strategy is not None and strategy.joined()):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -124,17 +128,20 @@ def _run(command: Command, argv: list[str]) -> int:
         if command.config.workers > 1 and not launch.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))
             return launch.start_cluster(argv, dataclasses.replace(command.config, run_name=name))
-        _import_libraries()
+        with interruptible():
+            _import_libraries()
         from ctl_core.strategy import prepare
 
         prepare(command.config)
-    callbacks = load_callbacks(path)
+    with interruptible():
+        callbacks = load_callbacks(path)
     if command.name == "train":
         from ctl_core.loop import train
 
         state = train(callbacks, command.config)
         return 0 if state.stopped_by is None else 128 + state.stopped_by
-    return _use_run(command, callbacks)
+    with interruptible():
+        return _use_run(command, callbacks)
 
 
 def _import_libraries() -> None:

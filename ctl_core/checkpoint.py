@@ -223,6 +223,10 @@ class Checkpoints:
         with contextlib.suppress(Exception):  # the run has its own failure to tell
             self._background.wait()
 
+    def settle(self, seconds: float) -> None:
+        """Gives what is written in the background so long; it counts only if it is all there."""
+        self._background.settle(seconds)
+
     def _write(
         self,
         record: Record,

@@ -75,6 +75,14 @@ class Console:
         LOG.warning(text)
         self._print(f"warning: {text}")
 
+    def answer(self, text: str) -> None:
+        """Prints a line for who sits at this process's terminal, also where others are not shown.
+
+        May be called in any thread.
+        """
+        LOG.info(text)
+        self._print(text, shown=self._shown or self._terminal.is_terminal)
+
     def start(self, step: int, total: int) -> None:
         """Begins the progress line, on a terminal; speed is measured from here."""
         self.total = total
@@ -151,8 +159,8 @@ class Console:
         task = self._progress.task_ids[0]
         self._progress.update(task, completed=step, values=self._values, speed=self._speed)
 
-    def _print(self, text: str) -> None:
-        if not self._shown:
+    def _print(self, text: str, shown: bool | None = None) -> None:
+        if not (self._shown if shown is None else shown):
             return
         if self._terminal.is_terminal:
             self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -26,12 +26,13 @@ from ctl_core.evaluation import evaluate
 from ctl_core.functions import StepFunctions
 from ctl_core.hooks import OBSERVED
 from ctl_core.inputs import EMPTY
+from ctl_core.launch import TICK, supervised
 from ctl_core.precision import policy
 from ctl_core.profile import Clock, Profile
 from ctl_core.randomness import spread
 from ctl_core.runs import Run
 from ctl_core.schedule import Schedule
-from ctl_core.signals import Agreement, Signals
+from ctl_core.signals import SAME_SIGNAL, Agreement, Signals
 from ctl_core.state import State, create_state
 from ctl_core.strategy import read_task
 
@@ -64,12 +65,13 @@ def train(callbacks: Any, config: Config) -> State:
         session(run, console),
         policy(config.precision),
         peers(task),
-        Signals() as signals,
+        Signals(console, SAME_SIGNAL - 2 * TICK * supervised()) as signals,
     ):
         if task.chief:
             run.lock()
         state = create_state(callbacks, config, run, console)
         checkpoints = Checkpoints(state, console)
+        signals.settle = checkpoints.settle
         record = checkpoints.restore()
         spread(state.train_model, state.strategy, task)
         start, last = state.step, _last_step(state, console)
