@@ -22,6 +22,7 @@ once.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -38,6 +39,7 @@ from ctl_core.console import Console
 from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, one_line, op_message, reason
 from ctl_core.freezing import freeze_flags, set_freeze_flags
+from ctl_core.hook_state import check_state
 from ctl_core.randomness import generator_states
 from ctl_core.snapshot import Background, Snapshot, Traced, entries
 from ctl_core.state import State
@@ -64,6 +66,7 @@ class Record:
         evaluated: the step of the last evaluation, or -1
         metrics: its values
         accumulate_steps: also what the input position belongs to
+        state: what host hooks keep; the chief's
     """
 
     step: int
@@ -79,6 +82,7 @@ class Record:
     evaluated: int
     metrics: dict[str, float]
     accumulate_steps: int = 1  # earlier engines had no such setting, nor wrote it
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)  # nor this
 
 
 class Checkpoints:
@@ -158,6 +162,7 @@ class Checkpoints:
         asked, self.asked = self.asked, False
         if not asked and (not due or self.saved_step == step):
             return
+        check_state(self.state.hook_state, "a host hook")
         loss_scale = self.state.parts.loss_scale
         if loss_scale is not None and (complaint := loss_scale.complaint()):
             self._warn_once(complaint)
@@ -335,6 +340,7 @@ class Checkpoints:
             evaluated=self.evaluated,
             metrics=dict(self.state.metrics),
             accumulate_steps=self.state.parts.accumulate_steps,
+            state=copy.deepcopy(self.state.hook_state),  # hooks go on while it is written
         )
 
     def _write_record(self, record: Record) -> None:
@@ -489,6 +495,8 @@ class Checkpoints:
         self.evaluated = record.evaluated
         self.saved_step = record.step
         self.state.metrics = record.metrics
+        self.state.hook_state.clear()
+        self.state.hook_state.update(record.state)
         return record
 
     def _read_parts(self, step: int) -> Record:

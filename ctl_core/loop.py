@@ -24,6 +24,7 @@ from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, not_compiled
 from ctl_core.evaluation import evaluate
 from ctl_core.functions import StepFunctions
+from ctl_core.hook_state import check_state
 from ctl_core.hooks import OBSERVED
 from ctl_core.inputs import EMPTY
 from ctl_core.launch import TICK, supervised
@@ -142,12 +143,14 @@ def _loop(
         with clock.time("hooks"):
             for passed in range(before + 1, step + (step != stop)):
                 for hook in schedule.deferred(passed):
-                    hook(step=passed, dev=functions.devices)
+                    hook(step=passed, dev=functions.devices, chief=state.cluster.task.chief)
             if step == stop:
                 with run.writer("train").as_default(step=step):
                     try:
                         for hook in due:
                             hook(**_host_values(state, functions, step), **values)
+                            if "state" in hook.arguments:
+                                check_state(state.hook_state, f"{hook.name} ({hook.where})")
                     except StopTraining as asked:
                         console.say(f"step {step}: a hook ends training. {asked}".rstrip())
                         end = True
@@ -180,6 +183,8 @@ def _host_values(state: State, functions: StepFunctions, step: int) -> dict[str,
         "optimizer": state.optimizer,
         "ckpt": state.ckpt,
         "manager": state.manager,
+        "chief": state.cluster.task.chief,
+        "state": state.hook_state,
         **state.parts.given(),
     }
 

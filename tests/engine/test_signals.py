@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -213,7 +214,6 @@ FLAGS = (
     "--steps=20",
     "--ckpt-every=3",
     "--run-name=a",
-    "--deterministic",
     "--learning-rate=0.01",
 )
 
@@ -276,9 +276,10 @@ def test_a_second_sigint_ends_a_blocked_graph_call_and_the_run_goes_on(
         create_dataset=sliced(tuple(np.tile(part, (4, 1)) for part in regression_data())),
         every_steps={1: lambda step, loss: None},
     )
-    parts = train(hooks, deterministic=True, run_name="a")
-    whole = train(hooks, deterministic=True, run_name="whole")
-    assert "resuming at step 6" in (tmp_path / "runs" / "a" / "train.log").read_text()
+    parts = train(hooks, run_name="a")
+    whole = train(hooks, run_name="whole")
+    log = (tmp_path / "runs" / "a" / "train.log").read_text()
+    assert re.search("resuming at step [69]", log)  # 9, if its data was there already
     for one, other in zip(
         parts.train_model.get_weights(), whole.train_model.get_weights(), strict=True
     ):
@@ -296,10 +297,11 @@ def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
         "import signal, time; from ctl_core.signals import interruptible\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with interruptible():\n"
-        "    print('ready', flush=True)\n"
-        "    while True:\n"
-        "        try: time.sleep(600)\n"
-        "        except KeyboardInterrupt: pass\n"
+        "    try:\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(600)\n"
+        "    except KeyboardInterrupt:\n"
+        "        time.sleep(600)\n"
     )
     pipe = subprocess.PIPE
     run = subprocess.Popen([sys.executable, "-c", program], stdout=pipe, stderr=pipe, text=True)
