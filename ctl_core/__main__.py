@@ -134,6 +134,9 @@ def _run(command: Command, argv: list[str]) -> int:
 
         prepare(command.config)
     with interruptible():
+        from ctl_core.console import quiet_libraries
+
+        quiet_libraries(not command.config.debug)
         callbacks = load_callbacks(path)
     if command.name == "train":
         from ctl_core.loop import train

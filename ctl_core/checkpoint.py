@@ -37,7 +37,7 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.drift import Drift
-from ctl_core.errors import RunError, SetupError, one_line, op_message, reason
+from ctl_core.errors import RunError, SetupError, op_message, reason
 from ctl_core.freezing import freeze_flags, set_freeze_flags
 from ctl_core.hook_state import check_state
 from ctl_core.randomness import generator_states
@@ -518,7 +518,7 @@ class Checkpoints:
             self._restore_user_part(user_part)
             self._engine_part().read(engine_part).expect_partial()
         except _UNREADABLE as error:
-            raise _Damaged(one_line(error, 160)) from error
+            raise _Damaged(op_message(error, 160)) from error
         return record
 
     def _warn_damaged(self, step: int, why: str) -> None:
@@ -572,7 +572,7 @@ class Checkpoints:
                 status.expect_partial()
             differences = self._differences(path)
             if not differences:  # unequal in a way that no variable shows
-                differences = [one_line(error, 200)]
+                differences = [op_message(error, 200)]
             more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
             raise SetupError(
                 f"the checkpoint {path} does not fit the model any more: "

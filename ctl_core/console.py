@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -187,6 +188,27 @@ def _scalar(name: str, value: Any) -> float:
         return float(array.reshape(()))
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
+
+
+# A file of TensorFlow's or Keras', not the user's.
+_LIBRARY = re.compile(r"[/\\](?:tensorflow|keras)[/\\](?:python|src)[/\\]")
+
+
+def _only_log(record: logging.LogRecord) -> bool:
+    if not _LIBRARY.search(record.pathname):
+        return True
+    LOG.handle(record)
+    return False
+
+
+def quiet_libraries(quiet: bool) -> None:
+    """Lets what TensorFlow and Keras log, for people who know them well, go to train.log only."""
+    for name in ("tensorflow", "absl"):
+        logger = logging.getLogger(name)
+        if quiet:
+            logger.addFilter(_only_log)
+        else:
+            logger.removeFilter(_only_log)
 
 
 _active: Console | None = None
