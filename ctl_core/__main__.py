@@ -1,7 +1,8 @@
 """The command line: ``python -m ctl_core <command>``.
 
 Exit codes: 0 done, 1 failed while running, 2 wrong usage, settings or hooks, 75 lost another
-process of its cluster, 130 and 143 stopped by SIGINT or SIGTERM after saving.
+process of its cluster, 130 and 143 stopped by SIGINT or SIGTERM after saving; 130, too, ended
+by a second SIGINT.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ import gc
 import importlib.util
 import logging
 import os
+import re
 import sys
+import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from ctl_core import launch
 from ctl_core.config import COMMANDS, Command, free_name, nearest, parse_command
 from ctl_core.errors import CtlError, PeerLost, SetupError, brief
+from ctl_core.signals import INTERRUPTED, interruptible
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     launch.die_with_supervisor()
+    alone = argv is None  # the process is this command's
     argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without dashes and dots of ours gets "?"
@@ -43,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return _leave(error.exit_code)
     except KeyboardInterrupt:
         _complain("interrupted", debug)
-        return _leave(130)
+        return _leave(INTERRUPTED, at_once=alone)
     except BrokenPipeError:  # the reader of our output, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -57,13 +63,14 @@ def main(argv: list[str] | None = None) -> int:
         return _leave(1)
 
 
-def _leave(code: int) -> int:
+def _leave(code: int, at_once: bool = False) -> int:
     """Returns the exit code of a failure; a process of a cluster ends here and now.
 
-    TensorFlow's own end would wait for the others, which wait for this one in a collective.
+    TensorFlow's own end would wait for the others, which wait for this one in a collective. Of a
+    process that was interrupted, some thread may never end.
     """
     strategy = sys.modules.get("ctl_core.strategy")
-    if strategy is not None and strategy.joined():
+    if at_once or (strategy is not None and strategy.joined()):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -105,6 +112,7 @@ def _print_hooks(rest: list[str]) -> int:
         raise SetupError(f"unexpected word {rest[0]!r}: hooks takes no settings.")
     else:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        _import_libraries(debug=False)
         from ctl_core.table import print_table
 
         print_table()
@@ -124,33 +132,65 @@ def _run(command: Command, argv: list[str]) -> int:
         if command.config.workers > 1 and not launch.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))
             return launch.start_cluster(argv, dataclasses.replace(command.config, run_name=name))
-        _import_libraries()
+        with interruptible():
+            _import_libraries(command.config.debug)
         from ctl_core.strategy import prepare
 
         prepare(command.config)
-    callbacks = load_callbacks(path)
+    with interruptible():
+        _import_libraries(command.config.debug)
+        from ctl_core.console import quiet_libraries
+
+        quiet_libraries(not command.config.debug)
+        callbacks = load_callbacks(path)
     if command.name == "train":
         from ctl_core.loop import train
 
         state = train(callbacks, command.config)
         return 0 if state.stopped_by is None else 128 + state.stopped_by
-    return _use_run(command, callbacks)
+    with interruptible():
+        return _use_run(command, callbacks)
 
 
-def _import_libraries() -> None:
+def _import_libraries(debug: bool) -> None:
     """Imports TensorFlow and Keras without looking for garbage meanwhile, a sixth of the time.
 
     What they have made stays to the end, and later searches leave it out.
     """
+    if "tensorflow" in sys.modules:
+        return
     gc.disable()
     try:
-        import keras
-        import tensorflow
-
-        assert keras and tensorflow
+        with contextlib.nullcontext() if debug else _without_greeting():
+            importlib.import_module("keras")
+            importlib.import_module("tensorflow")
     finally:
         gc.enable()
     gc.freeze()
+
+
+# What TensorFlow 2.21 says of oneDNN and of the processor, and of saying it so early.
+_GREETING = re.compile(rb"I\d{4} |WARNING: All log messages before absl|To enable the following in")
+
+
+@contextlib.contextmanager
+def _without_greeting() -> Iterator[None]:
+    """Holds back what TensorFlow's C++ prints while it is imported, whatever its log level is.
+
+    It goes to the file descriptor itself; what else is written there comes afterwards.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            os.write(2, b"".join(line for line in held if not _GREETING.match(line)))
 
 
 def _use_run(command: Command, callbacks: ModuleType) -> int:

@@ -24,6 +24,7 @@ once.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import shutil
@@ -37,7 +38,8 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.drift import Drift
-from ctl_core.errors import RunError, SetupError, one_line, op_message, reason
+from ctl_core.errors import RunError, SetupError, op_message, reason
+from ctl_core.hook_state import check_state
 from ctl_core.randomness import generator_states
 from ctl_core.record import (
     NAME,
@@ -161,6 +163,7 @@ class Checkpoints:
         asked, self.asked = self.asked, False
         if not asked and (not due or self.saved_step == step):
             return
+        check_state(self.state.hook_state, "a host hook")
         loss_scale = self.state.parts.loss_scale
         if loss_scale is not None and (complaint := loss_scale.complaint()):
             self._warn_once(complaint)
@@ -229,6 +232,10 @@ class Checkpoints:
         """Lets what is written in the background come to its end, in a run that has failed."""
         with contextlib.suppress(Exception):  # the run has its own failure to tell
             self._background.wait()
+
+    def settle(self, seconds: float) -> None:
+        """Gives what is written in the background so long; it counts only if it is all there."""
+        self._background.settle(seconds)
 
     def _write(
         self,
@@ -335,6 +342,7 @@ class Checkpoints:
             metrics=dict(self.state.metrics),
             accumulate_steps=self.state.parts.accumulate_steps,
             remainder=self.remainder.names,
+            state=copy.deepcopy(self.state.hook_state),  # hooks go on while it is written
         )
 
     def _own_statistics(self, step: int) -> str:
@@ -498,6 +506,8 @@ class Checkpoints:
         self.evaluated = record.evaluated
         self.saved_step = record.step
         self.state.metrics = record.metrics
+        self.state.hook_state.clear()
+        self.state.hook_state.update(record.state)
         return record
 
     def _read_parts(self, step: int) -> Record:
@@ -517,7 +527,7 @@ class Checkpoints:
             self._engine_part(remainder).read(engine_part).expect_partial()
             self.remainder.put_back(remainder)
         except _UNREADABLE as error:
-            raise Damaged(one_line(error, 160)) from error
+            raise Damaged(op_message(error, 160)) from error
         if self.state.step != step:
             raise Damaged(f"its files are of step {self.state.step}")
         for layer in self.state.found.adapted.values():
@@ -611,7 +621,7 @@ class Checkpoints:
                 status.expect_partial()
             differences = self._differences(path)
             if not differences:  # unequal in a way that no variable shows
-                differences = [one_line(error, 200)]
+                differences = [op_message(error, 200)]
             raise _unfitting(path, [*differences, *self._relearnt]) from error
 
     def _differences(self, path: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,6 +75,14 @@ class Console:
         """Prints a line about something that goes on, but not as the user may expect."""
         LOG.warning(text)
         self._print(f"warning: {text}")
+
+    def answer(self, text: str) -> None:
+        """Prints a line for who sits at this process's terminal, also where others are not shown.
+
+        May be called in any thread.
+        """
+        LOG.info(text)
+        self._print(text, shown=self._shown or self._terminal.is_terminal)
 
     def start(self, step: int, total: int) -> None:
         """Begins the progress line, on a terminal; speed is measured from here."""
@@ -151,8 +160,8 @@ class Console:
         task = self._progress.task_ids[0]
         self._progress.update(task, completed=step, values=self._values, speed=self._speed)
 
-    def _print(self, text: str) -> None:
-        if not self._shown:
+    def _print(self, text: str, shown: bool | None = None) -> None:
+        if not (self._shown if shown is None else shown):
             return
         if self._terminal.is_terminal:
             self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -179,6 +188,27 @@ def _scalar(name: str, value: Any) -> float:
         return float(array.reshape(()))
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
+
+
+# A file of TensorFlow's or Keras', not the user's.
+_LIBRARY = re.compile(r"[/\\](?:tensorflow|keras)[/\\](?:python|src)[/\\]")
+
+
+def _only_log(record: logging.LogRecord) -> bool:
+    if not _LIBRARY.search(record.pathname):
+        return True
+    LOG.handle(record)
+    return False
+
+
+def quiet_libraries(quiet: bool) -> None:
+    """Lets what TensorFlow and Keras log, for people who know them well, go to train.log only."""
+    for name in ("tensorflow", "absl"):
+        logger = logging.getLogger(name)
+        if quiet:
+            logger.addFilter(_only_log)
+        else:
+            logger.removeFilter(_only_log)
 
 
 _active: Console | None = None

@@ -42,9 +42,9 @@ def trackable(**objects: Any) -> dict[str, Any]:
 def deferred(hook: Callable[..., None]) -> Callable[..., None]:
     """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
 
-    It may name ``step``, ``dev``, ``config`` and ``hparams``, and must not change what training
-    uses. The engine then need not leave the graph for it: it runs for each of its steps, in
-    order, as soon as the graph call that holds them has ended, about a second later at most.
+    It may name ``step``, ``dev``, ``chief``, ``config`` and ``hparams``, and must not change what
+    training uses. The engine then need not leave the graph for it: it runs for each of its steps,
+    in order, as soon as the graph call that holds them has ended, about a second later at most.
     """
     hook.deferred = True  # type: ignore[attr-defined]
     return hook

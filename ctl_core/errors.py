@@ -22,6 +22,18 @@ _OP_NAMES = re.compile(
     r"|\{\{function_node [^}]*\}\} ?|\[Op:\w+\]( name:.*)?"
     r"|Error in user-defined function passed to \S+ transformation with iterator: \S+: "
 )
+# An op in a message about shapes, with all its attributes and inputs; its kind is kept.
+_OP_DEFINITION = re.compile(r"for '\{\{node [^}]*\}\} = (\w+)\[.*?\)' with")
+
+
+# What follows a message: another one, and what only helps beside the traceback.
+_APPENDED = (
+    "\n  (1) ",
+    "Arguments received by ",
+    "You can attempt the following resolutions",
+    "\n\nStack trace for op definition: ",
+    "\n\ttf2xla conversion failed",
+)
 
 
 class CtlError(Exception):
@@ -78,8 +90,9 @@ def brief(error: BaseException, limit: int = 300) -> str:
         text = _OP_NAMES.sub("", text.split("Traceback (most recent call last):")[0]).lstrip()
         if re.match(r"\w+: ", text):
             kind, _, text = text.partition(": ")
-    for end in ("\n  (1) ", "Arguments received by ", "You can attempt the following resolutions"):
+    for end in _APPENDED:
         text = text.split(end)[0]
+    text = _OP_DEFINITION.sub(r"for \1 with", text)
     text = one_line(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", _OP_NAMES.sub("", text)), limit)
     return f"{kind}: {text}" if text else kind
 
@@ -108,6 +121,6 @@ def reason(error: Exception) -> str:
 
 
 def op_message(error: Exception, limit: int) -> str:
-    """Returns the first line of what a failed op says, without where it was made."""
-    text = _OP_STACK.sub("", str(getattr(error, "message", error)))
+    """Returns the first line of what a failed op says, without where it was made and its name."""
+    text = _OP_NAMES.sub("", _OP_STACK.sub("", str(getattr(error, "message", error))))
     return one_line(text.lstrip().split("\n")[0], limit)

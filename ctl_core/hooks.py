@@ -48,8 +48,10 @@ def _names(text: str) -> tuple[str, ...]:
 OBSERVED = _names("update_gradients loss output batch display_gradients gradients")
 _HOST = _names(
     "dev step update_gradients loss output batch train_model train_loss lr optimizer "
-    "display_gradients gradients ckpt manager"
+    "display_gradients gradients ckpt manager chief state"
 )
+# What a hook that the graph is not left for may name.
+_DEFERRED = _names("dev step chief")
 
 TABLE: tuple[Spec, ...] = (
     Spec(
@@ -132,7 +134,9 @@ TABLE: tuple[Spec, ...] = (
         "every_steps",
         _HOST,
         "–",
-        "{N: function or list of functions}, run on the host after every N-th step.",
+        "{N: function or list of functions}, run on the host after every N-th step, in every "
+        "process of a cluster: what writes a file or calls a service asks chief first, a bool. "
+        "state is a dict that checkpoints keep.",
         "{1: print_step, 10: print_loss}",
         scheduled=True,
     ),
@@ -490,7 +494,7 @@ def _hook(spec: Spec, name: str, function: Any, common: Mapping[str, Any], origi
 
 
 def _check_deferred(spec: Spec, hook: Hook, arguments: list[str]) -> None:
-    allowed = ("step", "dev", *COMMON)
+    allowed = (*_DEFERRED, *COMMON)
     if spec.name != "every_steps":
         raise SetupError(f"{hook.where}: {hook.name} is @deferred, which only every_steps can be.")
     for argument in arguments:

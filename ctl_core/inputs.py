@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.cluster import Cluster
-from ctl_core.errors import SetupError, one_line
+from ctl_core.errors import SetupError, brief
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.randomness import random_ops
 from ctl_core.strategy import Task
@@ -376,7 +376,7 @@ def _first_element(dataset: tf.data.Dataset, hook: Hook) -> Any:
         ) from None
     except tf.errors.OpError as error:
         raise SetupError(
-            f"{hook.name} ({hook.where}): reading the first element failed: {one_line(error)}"
+            f"{hook.name} ({hook.where}): reading the first element failed: {brief(error)}"
         ) from error
 
 

@@ -36,6 +36,7 @@ except ImportError:  # Windows, where ``start_cluster`` refuses
     fcntl = pty = termios = None  # type: ignore[assignment]
 
 from ctl_core.errors import PeerLost, SetupError, one_line
+from ctl_core.signals import INTERRUPTED, Counted
 
 if TYPE_CHECKING:
     from ctl_core.config import Config
@@ -46,8 +47,8 @@ PIPE = "SUPERVISOR_PIPE"
 TICK = 0.1
 # After one worker failed, how long the others may take to end by themselves (seconds).
 PEER_GRACE = 5.0
-# The same after a second signal: a checkpoint may be half written.
-SIGNAL_GRACE = 60.0
+# The same after a second SIGINT (see signals.py), by which they end themselves sooner.
+SIGNAL_GRACE = 1.6
 # A worker that ended so has done what it was told to.
 _ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 # The same signals before it listened to them, or a second time.
@@ -244,20 +245,22 @@ def supervise(
     _open_standard_streams()
     with _hold(folder), _Signals() as signals, _life_line() as pipe:
         for restarts in range(max_restarts + 1):
-            if signals.received:  # between two starts
-                return 128 + signals.received[0]
+            if signals.numbers:  # between two starts
+                return 128 + signals.numbers[0]
             with Cluster(command, folder, workers, gpus, pipe, restarts) as cluster:
                 ends = cluster.watch(signals, peer_grace, signal_grace)
             if cluster.console_error is not None:
                 return _console_gone(cluster.console_error)
+            if signals.ended_at is not None:
+                return INTERRUPTED
             verdict, end = judge(ends) if ends else ("crashed", End(0, -signal.SIGKILL))
             log = folder / f"worker-{end.worker}.log"
             if verdict == "failed":
                 if end.worker:  # the chief has shown its own
                     _print_error(f"{cluster.error_of(end)} ({log})")
                 return end.code
-            if signals.received:
-                code = _stopped_code(ends, signals.received[0])
+            if signals.numbers:
+                code = _stopped_code(ends, signals.numbers[0])
                 if verdict == "crashed" and end.code not in _BY_SIGNAL:
                     cluster.say(f"warning: {end} ({log}) while it was to stop; not restarted")
                 return code
@@ -288,21 +291,27 @@ def _console_gone(error: OSError) -> int:
     return 1
 
 
-class _Signals:
+class _Signals(Counted):
     """Notes SIGINT and SIGTERM instead of dying of them.
 
     Attributes:
-        received: all of them, in their order
+        repeated: whether there was more than one, counted or not
     """
 
     def __init__(self) -> None:
-        self.received: list[int] = []
+        super().__init__()
+        self.repeated = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, lambda n, _: self.received.append(n))
+            self._before[number] = signal.signal(number, lambda n, _: self.note(n))
         return self
+
+    def note(self, number: int) -> bool:
+        """Takes a signal; returns whether it counts."""
+        self.repeated = bool(self.numbers)
+        return super().note(number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -420,13 +429,13 @@ class Cluster:
                     ends.append(End(worker.index, code))
                     if code not in _ORDERLY:  # the others wait for it in vain
                         deadline = min(deadline, time.monotonic() + peer_grace)
-            if self.console_error is not None and not signals.received:
-                signals.received.append(signal.SIGTERM)
-            if len(signals.received) > 1:
-                deadline = min(deadline, time.monotonic() + signal_grace)
+            if self.console_error is not None and not signals.numbers:
+                signals.note(signal.SIGTERM)
+            if signals.ended_at is not None:
+                deadline = min(deadline, signals.ended_at + signal_grace)
             for worker in running:
-                if worker.running and worker.signals < len(signals.received):
-                    worker.process.send_signal(signals.received[worker.signals])
+                if worker.running and worker.signals < len(signals.numbers):
+                    worker.process.send_signal(signals.numbers[worker.signals])
                     worker.signals += 1
                 if worker.running and time.monotonic() > deadline:
                     worker.killed = True
@@ -434,7 +443,7 @@ class Cluster:
             time.sleep(TICK)
         for tee in self._tees:
             tee.finish()
-        while any(tee.copying for tee in self._tees) and len(signals.received) < 2:
+        while any(tee.copying for tee in self._tees) and not signals.repeated:
             time.sleep(TICK)  # a console may be slow, such as a pager
         return ends
 

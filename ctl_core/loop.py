@@ -24,14 +24,16 @@ from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, not_compiled
 from ctl_core.evaluation import evaluate
 from ctl_core.functions import StepFunctions
+from ctl_core.hook_state import check_state
 from ctl_core.hooks import OBSERVED
 from ctl_core.inputs import EMPTY
+from ctl_core.launch import TICK, supervised
 from ctl_core.precision import policy
 from ctl_core.profile import Clock, Profile
 from ctl_core.randomness import spread
 from ctl_core.runs import Run
 from ctl_core.schedule import Schedule
-from ctl_core.signals import Agreement, Signals
+from ctl_core.signals import SAME_SIGNAL, Agreement, Signals
 from ctl_core.state import State, create_state
 from ctl_core.strategy import read_task
 
@@ -64,12 +66,13 @@ def train(callbacks: Any, config: Config) -> State:
         session(run, console),
         policy(config.precision),
         peers(task),
-        Signals() as signals,
+        Signals(console, SAME_SIGNAL - 2 * TICK * supervised()) as signals,
     ):
         if task.chief:
             run.lock()
         state = create_state(callbacks, config, run, console)
         checkpoints = Checkpoints(state, console)
+        signals.settle = checkpoints.settle
         record = checkpoints.restore()
         spread(state.found.generators, state.strategy, task)
         start, last = state.step, _last_step(state, console)
@@ -140,12 +143,14 @@ def _loop(
         with clock.time("hooks"):
             for passed in range(before + 1, step + (step != stop)):
                 for hook in schedule.deferred(passed):
-                    hook(step=passed, dev=functions.devices)
+                    hook(step=passed, dev=functions.devices, chief=state.cluster.task.chief)
             if step == stop:
                 with run.writer("train").as_default(step=step):
                     try:
                         for hook in due:
                             hook(**_host_values(state, functions, step), **values)
+                            if "state" in hook.arguments:
+                                check_state(state.hook_state, f"{hook.name} ({hook.where})")
                     except StopTraining as asked:
                         console.say(f"step {step}: a hook ends training. {asked}".rstrip())
                         end = True
@@ -179,6 +184,8 @@ def _host_values(state: State, functions: StepFunctions, step: int) -> dict[str,
         "optimizer": state.optimizer,
         "ckpt": state.ckpt,
         "manager": state.manager,
+        "chief": state.cluster.task.chief,
+        "state": state.hook_state,
         **state.parts.given(),
     }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from ctl_core.errors import RunError, one_line
+from ctl_core.errors import RunError, op_message
 
 PARTS = ("steps", "hooks", "evaluation", "checkpoints")
 
@@ -80,7 +80,7 @@ class Profile:
             try:
                 tf.profiler.experimental.start(str(self._folder))
             except tf.errors.OpError as error:
-                raise RunError(f"profile: cannot be started: {one_line(error.message)}") from error
+                raise RunError(f"profile: cannot be started: {op_message(error, 400)}") from error
             self._running = True
         return None
 

@@ -39,6 +39,7 @@ class Record:
         evaluated: the step of the last evaluation, or -1
         metrics: its values
         accumulate_steps: also what the input position belongs to
+        state: what host hooks keep; the chief's
         remainder: what the engine's part holds of what the user's leaves out; None of an engine
             that did not look for it
         vocabularies: the file with what preprocessing layers have learnt, or None
@@ -57,6 +58,7 @@ class Record:
     evaluated: int
     metrics: dict[str, float]
     accumulate_steps: int = 1  # earlier engines had no such setting, nor wrote it
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)  # nor this and what follows
     remainder: list[str] | None = None
     vocabularies: str | None = None
 

@@ -54,6 +54,7 @@ class State:
         train_model, train_loss, optimizer, lr: as the hooks made them
         ckpt, manager: as ``create_ckpt`` returned them
         metrics: values of the last evaluation by name, or {}
+        hook_state: what host hooks keep, their argument ``state``
         stopped_by: the number of the signal that ended training early, or None
         functions: the graph functions, while training (functions.StepFunctions)
         clock: where the time goes, while training
@@ -85,6 +86,7 @@ class State:
     found: Found
     freezing: Freezing
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     stopped_by: int | None = None
     functions: Any = None
     clock: Clock = dataclasses.field(default_factory=Clock)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 import tensorflow as tf
 
 from ctl_core.config import Config
-from ctl_core.errors import PeerLost, SetupError, one_line
+from ctl_core.errors import PeerLost, SetupError, one_line, op_message
 
 # After which a process says that it is waiting for the others to start (seconds).
 PATIENCE = 10.0
@@ -199,7 +199,7 @@ def _join_cluster(config: Config, task: Task) -> tf.distribute.Strategy:
             ) from error
         except tf.errors.OpError as error:
             own = task.addresses[task.index]
-            why = one_line(error.message, 200)
+            why = op_message(error, 200)
             if "start gRPC server" in why:
                 why = "its port is taken, perhaps by a process of an earlier start"
             raise PeerLost(f"{own}: this process cannot join its cluster: {why}.") from error

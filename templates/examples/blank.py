@@ -119,7 +119,9 @@ def print_loss(step, loss):
     report(step, loss=loss)
 
 
-# {N: function or list of functions}, after every N-th step.
+# {N: function or list of functions}, after every N-th step. In a cluster they run in every process:
+# what writes a file names chief, a bool, and asks it first. What a hook has to remember, also
+# across a resume, is kept in state, a dict: state["best"] = min(float(loss), state["best"]).
 every_steps = {1: print_step, 10: print_loss}
 
 # {N: function or list of functions}, once after step N, also across a resume. For example

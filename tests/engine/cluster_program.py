@@ -164,6 +164,19 @@ def generators(folder: Path) -> None:
         keep(folder, f"generator-{name}", noise=np.stack(seen))
 
 
+def hook_state(folder: Path) -> None:
+    """What host hooks keep: of its own, until the run goes on from what the chief kept."""
+    seen: list[Any] = []
+
+    def remember(step: int, chief: bool, state: dict[str, Any]) -> None:
+        seen.append((chief, state.get("of", -1)))
+        state.setdefault("of", TASK)
+
+    for steps in (2, 3):
+        run(folder, "state", make_hooks(every_steps={1: remember}), steps=steps)
+    keep(folder, "state", seen=seen)
+
+
 if __name__ == "__main__":
     for case in sys.argv[2:]:
         globals()[case](Path(sys.argv[1]))

@@ -66,6 +66,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "settings_differ",
         "data_differs",
         "layers_frozen_unalike",
+        "hook_state",
     )
 
 
@@ -202,3 +203,9 @@ def test_only_the_chief_writes(two: Path) -> None:
     assert (run / "train.log").exists() and (run / "worker-1.log").exists()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["split"]) for line in lines] == [(0, "eval")]
+
+
+def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path) -> None:
+    chief, other = (found["seen"].tolist() for found in kept(two, "state", 2))
+    assert chief == [[1, -1], [1, 0], [1, 0]]
+    assert other == [[0, -1], [0, 1], [0, 0]]

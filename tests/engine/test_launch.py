@@ -28,6 +28,7 @@ from ctl_core.__main__ import main
 from ctl_core.config import Config
 from ctl_core.errors import PeerLost, SetupError
 from ctl_core.launch import End, free_ports, judge, share_gpus, supervise, visible_gpus
+from ctl_core.signals import SAME_SIGNAL
 
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/a")
@@ -287,11 +288,17 @@ def test_a_second_signal_is_passed_on_too() -> None:
     assert Path("got-1-2").read_text() == str(int(signal.SIGINT))
 
 
-def test_workers_that_do_not_stop_are_killed_after_a_second_signal() -> None:
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_workers_that_do_not_stop_are_killed_after_a_second_sigint(first: signal.Signals) -> None:
     parent = start("most = 9" + LISTENER, settings="signal_grace=0.1", stdout=subprocess.PIPE)
     until(ready)
-    parent.send_signal(signal.SIGINT)
+    parent.send_signal(first)
     until(lambda: Path("got-0-1").exists() and Path("got-1-1").exists())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        parent.send_signal(number)
+        time.sleep(0.05)
+    time.sleep(SAME_SIGNAL)
+    assert parent.poll() is None and not Path("got-0-3").exists()
     parent.send_signal(signal.SIGINT)
     parent.communicate()
     assert parent.returncode == 130

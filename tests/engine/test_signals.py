@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,10 @@ import pytest
 import tensorflow as tf
 
 from ctl_core import checkpoint, loop, signals
+from ctl_core.console import Console
 from tests.engine.conftest import Train, make_hooks, regression_data, small_model
+
+ROOT = Path(__file__).parents[2]
 
 SETTINGS = {"ckpt_every": 4, "eval_every": 6}
 Kill = Callable[[], None]
@@ -110,28 +114,192 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
     ).read_text()
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_later_second_signal_is_not_held_back(
-    train: Train, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
+def test_sigterm_however_often_and_sigint_once_do_not_cut_a_save_short(
+    train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "SAME_SIGNAL", 0.0)
-    before = signal.signal(second, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(loop, "SAME_SIGNAL", 0.0)
 
-    def kill_twice() -> None:
-        signal.raise_signal(signal.SIGTERM)
-        time.sleep(0.01)
-        signal.raise_signal(second)
+    def kill_often() -> None:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+            time.sleep(0.01)
 
-    try:
-        hooks = hooks_with("step", kill_twice, monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            train(hooks, steps=12, **SETTINGS)
-    finally:
-        signal.signal(second, before)
+    hooks = hooks_with("saving", kill_often, monkeypatch)
+    stopped = train(hooks, steps=12, **SETTINGS)
+    assert (stopped.step, stopped.stopped_by) == (5, signal.SIGTERM)
+    assert (stopped.run_dir / "ckpt/engine/ckpt-5.json").exists()
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
+    train: Train, monkeypatch: pytest.MonkeyPatch, first: signal.Signals
+) -> None:
+    monkeypatch.setattr(loop, "SAME_SIGNAL", 0.0)
+    monkeypatch.setattr(signals, "HEED", 60.0)
+
+    def endless() -> None:
+        for number in (first, signal.SIGINT, signal.SIGINT):
+            signal.raise_signal(number)
+            time.sleep(0.05)
+        while True:
+            time.sleep(600)
+
+    hooks = hooks_with("step", endless, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        train(hooks, steps=12, **SETTINGS)
     state = train(hooks, steps=12, **SETTINGS)
     assert state.step == 12
     steps = [json.loads(x)["step"] for x in (state.run_dir / "metrics.jsonl").open()]
     assert steps == sorted(steps)
+
+
+def test_who_listened_to_signals_before_goes_on_and_a_forked_process_has_its_own() -> None:
+    mine, theirs = socket.socketpair()
+    mine.settimeout(60)
+    theirs.setblocking(False)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = signal.set_wakeup_fd(theirs.fileno())
+    try:
+        with signals.Signals(Console()) as noted:
+            assert signal.getsignal(signal.SIGTERM) != handlers[1]
+            child = os.fork()
+            if child == 0:
+                now = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+                os._exit(int(now != handlers or signal.set_wakeup_fd(-1) != -1))
+            assert os.waitpid(child, 0)[1] == 0
+            signal.raise_signal(signal.SIGTERM)
+            assert noted.received == signal.SIGTERM
+            assert mine.recv(1) == bytes([signal.SIGTERM])
+    finally:
+        assert signal.set_wakeup_fd(before) == theirs.fileno()
+        mine.close()
+        theirs.close()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+# A step blocks as soon as it is told to: a graph call that does not end.
+BLOCKED = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import tensorflow as tf
+from tests.engine.cases import *
+
+def wait(inputs):
+    if Path("block").exists() and {blocked}:
+        Path("blocked").touch()
+        while True:
+            time.sleep(600)
+    return inputs
+
+def input_pre(batch):
+    return tf.ensure_shape(tf.numpy_function(wait, [batch[0]], tf.float32), batch[0].shape)
+
+def block(step):
+    Path("block").touch()
+
+create_dataset = sliced(regression_data())
+create_model = small_model
+create_loss = lambda: squared_error
+every_steps = {{1: lambda step, loss: None}}
+at_step = {{8: block}}
+"""
+FLAGS = (
+    "--batch-size=16",
+    "--steps=20",
+    "--ckpt-every=3",
+    "--run-name=a",
+    "--learning-rate=0.01",
+)
+
+
+def start_blocked(folder: Path, blocked: str, *flags: str) -> subprocess.Popen[str]:
+    """Starts a run and waits until it is blocked, after step 8."""
+    source = BLOCKED.format(root=str(ROOT), blocked=blocked)
+    (folder / "callbacks.py").write_text(source)
+    command = [sys.executable, "-c", "import signal, sys; from ctl_core.__main__ import main\n"
+        # a shell starts what it runs in the background without SIGINT
+        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"]  # fmt: skip
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    run = subprocess.Popen(
+        [*command, "train", *FLAGS, *flags],
+        cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True,
+    )  # fmt: skip
+    until((folder / "blocked").exists, run)
+    return run
+
+
+def until(condition: Callable[[], bool], run: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 120
+    while not condition():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.02)
+
+
+def line_with(word: str, run: subprocess.Popen[str]) -> str:
+    """Reads on until there is a line with the word."""
+    assert run.stdout is not None
+    return next(line for line in run.stdout if word in line)
+
+
+def end_blocked(run: subprocess.Popen[str]) -> None:
+    """Stops a blocked run as a person does, and checks what it says."""
+    run.send_signal(signal.SIGTERM)
+    assert (
+        line_with("SIG", run) == "SIGTERM: the run stops after what is running now, and is saved.\n"
+    )
+    run.send_signal(signal.SIGINT)
+    assert "SIGINT: the run stops after what is running now" in line_with("SIG", run)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # none of them means a second
+        run.send_signal(number)
+        time.sleep(0.05)
+    time.sleep(signals.SAME_SIGNAL)
+    assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out) == (130, "")
+    assert err.splitlines()[-1:] == ["error: interrupted"]
+
+
+def test_a_second_sigint_ends_a_blocked_graph_call_and_the_run_goes_on(
+    train: Train, tmp_path: Path
+) -> None:
+    end_blocked(start_blocked(tmp_path, "True"))
+    hooks = make_hooks(every_steps={1: lambda step, loss: None})
+    parts = train(hooks, run_name="a")
+    whole = train(hooks, run_name="whole")
+    assert "resuming at step 6" in (tmp_path / "runs" / "a" / "train.log").read_text()
+    for one, other in zip(
+        parts.train_model.get_weights(), whole.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_cluster_of_which_one_process_is_blocked_ends_by_a_second_sigint(tmp_path: Path) -> None:
+    one = '\'"index": 1\' in __import__("os").environ["TF_CONFIG"]'
+    end_blocked(start_blocked(tmp_path, one, "--workers=2"))
+    assert (tmp_path / "runs/a/ckpt/engine/ckpt-6.json").exists()
+
+
+def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
+    program = (
+        "import signal, time; from ctl_core.signals import interruptible\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with interruptible():\n"
+        "    try:\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(600)\n"
+        "    except KeyboardInterrupt:\n"
+        "        time.sleep(600)\n"
+    )
+    pipe = subprocess.PIPE
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=pipe, stderr=pipe, text=True)
+    line_with("ready", run)
+    run.send_signal(signal.SIGINT)
+    assert run.communicate(timeout=60) == ("", "error: interrupted\n")
+    assert run.returncode == 130
 
 
 def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_path: Path) -> None:

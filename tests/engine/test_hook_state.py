@@ -1,0 +1,171 @@
+"""``state`` and ``chief``, arguments of host hooks: what one remembers is there after a resume."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core import checkpoint
+from ctl_core.hook_state import check_state
+from tests.engine.conftest import Train, make_hooks
+
+
+def reduce_on_plateau(loss: Any, lr: Any, state: dict[str, Any]) -> None:
+    """As Keras' ReduceLROnPlateau: halves after three steps without a better loss."""
+    if float(loss) < state.setdefault("best", math.inf):
+        state.update(best=float(loss), wait=0)
+        return
+    state["wait"] += 1
+    if state["wait"] == 3:
+        lr.assign(lr * 0.5)
+        state["wait"] = 0
+
+
+def plateau_hooks() -> Any:
+    return make_hooks(
+        create_opt=lambda lr: keras.optimizers.SGD(lr), every_steps={1: reduce_on_plateau}
+    )
+
+
+def weights(state: ctl_core.State) -> list[np.ndarray]:
+    return state.train_model.get_weights()  # type: ignore[no-any-return]
+
+
+def record(run: Path, step: int) -> Path:
+    return run / "ckpt" / "engine" / f"ckpt-{step}.json"
+
+
+def test_a_resumed_plateau_counter_gives_the_same_weights(train: Train) -> None:
+    whole = train(plateau_hooks(), run_name="whole")
+    rate = float(whole.lr.value)
+    assert 0.01 / 2**5 < rate < 0.01, "it has to be halved a few times"
+    for steps in (5, 9, 13, 20):
+        parts = train(plateau_hooks(), steps=steps, run_name="parts")
+    assert parts.hook_state == whole.hook_state and float(parts.lr.value) == rate
+    for one, other in zip(weights(parts), weights(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_that_falls_back_to_an_earlier_checkpoint_has_what_that_one_holds(
+    train: Train,
+) -> None:
+    def count(step: int, state: dict[str, Any]) -> None:
+        state.setdefault("steps", []).append(step)
+
+    hooks = make_hooks(every_steps={1: count})
+    run = train(hooks, steps=9, ckpt_every=3).run_dir
+    # Written in the background, while hooks went on: each holds what was there at its step.
+    for step in (3, 6, 9):
+        kept = json.loads(record(run, step).read_text())["state"]
+        assert kept == {"steps": list(range(1, step + 1))}
+    record(run, 9).write_text("{")
+    assert train(hooks, steps=8).hook_state == {"steps": list(range(1, 9))}
+    old = json.loads(record(run, 6).read_text())
+    for step in (8, 3):
+        record(run, step).unlink()
+    del old["state"]  # as earlier engines wrote it
+    record(run, 6).write_text(json.dumps(old))
+    assert train(hooks, steps=7).hook_state == {"steps": [7]}
+
+
+def test_every_value_of_json_comes_back_as_it_was(train: Train) -> None:
+    values = {
+        "best": -math.inf,
+        "nan": math.nan,
+        "small": 5e-324,
+        "third": 1 / 3,
+        "minus": -0.0,
+        "large": 2**200,
+        "done": True,
+        "none": None,
+        "": "ü\n\ud800",
+        "nested": {"a": [1, [2.0, "3"], {}], "b": []},
+    }
+    hooks = make_hooks(at_step={1: lambda state: state.update(values)})
+    train(hooks, steps=1)
+    assert repr(train(hooks, steps=2).hook_state) == repr(values)
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+REFUSED: list[tuple[Any, str]] = [
+    (np.float32(1), "state['a'] is a numpy float32, which a checkpoint's record cannot hold; use "
+     "float(...)."),
+    (np.float64(1), "use float(...)."),
+    (np.int64(1), "use int(...)."),
+    (np.bool_(True), "use bool(...)."),
+    (tf.constant(1.0), "is a tensorflow EagerTensor, which a checkpoint's record cannot hold; use "
+     "float(...)."),
+    (tf.constant(1), "use int(...)."),
+    (np.ones(2), "is a numpy ndarray, which a checkpoint's record cannot hold; use"),
+    ((1, 2), "is a tuple, which a checkpoint's record cannot hold; use list(...)."),
+    ({1}, "is a set, which a checkpoint's record cannot hold; use list(...)."),
+    (collections.defaultdict(int), "use dict(...)."),
+    (b"x", "is a bytes, which a checkpoint's record cannot hold; use numbers, strings, lists"),
+    ([1, {"b": 1j}], "state['a'][1]['b'] is a complex"),
+    ({2: 1}, "state['a'] has the key 2 (int); use str keys."),
+    (CYCLE, "state['a'][0] is the same list as state['a']; use a copy of it."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "words"), REFUSED, ids=lambda part: str(part)[:20])
+def test_anything_else_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(ctl_core.RunError) as caught:
+        check_state({"a": value}, "every_steps[1] (callbacks.py:3)")
+    message = str(caught.value)
+    assert message.startswith("every_steps[1] (callbacks.py:3): state['a']") and words in message
+    assert "\n" not in message
+
+
+def test_the_refusal_names_the_hook_and_the_checkpoint_before_stays(train: Train) -> None:
+    def keep(step: int, loss: Any, state: dict[str, Any]) -> None:
+        state["loss"] = loss if step == 4 else float(loss)
+
+    hooks = make_hooks(every_steps={1: keep, 2: lambda step: None})
+    with pytest.raises(ctl_core.RunError, match=r"every_steps\[1\] .*test_hook_state.py:\d+.*loss"):
+        train(hooks, ckpt_every=2)
+    assert train(make_hooks(), steps=2).hook_state.keys() == {"loss"}
+
+
+def test_what_a_hook_keeps_as_it_ends_training_is_looked_at_too(train: Train) -> None:
+    def end(state: dict[str, Any]) -> None:
+        state["a"] = np.float32(1)
+        raise ctl_core.StopTraining
+
+    with pytest.raises(ctl_core.RunError, match=r"a host hook: state\['a'\] is a numpy float32"):
+        train(make_hooks(at_step={2: end}))
+
+
+def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) -> None:
+    seen: list[Any] = []
+    looks_on = ctl_core.deferred(lambda step, chief: seen.append((step, chief)))
+    train(
+        make_hooks(every_steps={1: looks_on}, at_step={2: lambda chief: seen.append(chief)}),
+        steps=2,
+    )
+    assert seen == [(1, True), (2, True), True]
+    with pytest.raises(ctl_core.SetupError, match="may name dev, step, chief, config, hparams"):
+        train(make_hooks(every_steps={1: ctl_core.deferred(lambda state: None)}))
+
+
+def test_the_record_is_a_copy(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[Any] = []
+    write = checkpoint.write_record
+
+    def late(folder: Any, made: Any) -> None:
+        records.append(made.state)
+        write(folder, made)
+
+    monkeypatch.setattr(checkpoint, "write_record", late)
+    hooks = make_hooks(every_steps={1: lambda step, state: state.setdefault("a", []).append(step)})
+    train(hooks, steps=4, ckpt_every=2)
+    assert [kept["a"] for kept in records] == [[1, 2], [1, 2, 3, 4]]

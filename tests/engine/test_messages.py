@@ -1,0 +1,145 @@
+"""What TensorFlow says in its own way is not what a user reads; ``--debug`` shows all of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from ctl_core.errors import brief, op_message, reason
+from tests.engine.test_errors import Cli, cli, failed, line_of, refused, source_of
+
+__all__ = ["cli"]
+
+INTERNAL = ("{{", "[Op:", "WARNING:tensorflow", "function_node", "Traceback", "T=DT_")
+WIDER = """\
+def create_model():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+"""
+# The shapes are known to the graph when it runs only.
+BLUR = """\
+def blur(value):
+    shape = [None] * len(value.shape)
+    return tf.ensure_shape(tf.numpy_function(lambda v: v, [value], tf.float32), shape)
+"""
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What TensorFlow's logger shows, as it does outside of tests."""
+    monkeypatch.setattr(tf.get_logger(), "level", logging.WARNING)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    tf.get_logger().addHandler(handler)
+    yield messages
+    tf.get_logger().removeHandler(handler)
+
+
+def test_a_checkpoint_of_other_shapes_is_one_line(cli: Cli, shown: list[str]) -> None:
+    assert cli(source_of()).code == 0
+    source = source_of(create_model=WIDER)
+    for command in (("train", "--steps=20", "--batch-size=8"), ("evaluate",)):
+        outcome = cli(source, command=(*command, "--run-name", "a"))
+        refused(outcome, "does not fit the model any more", "has shape [2, 3]")
+        gc.collect()  # TensorFlow warns when what it could not restore is deleted
+        assert shown == []
+    cli(source, "--debug")
+    gc.collect()
+    assert any("unrestored values" in message for message in shown)
+
+
+def test_what_tensorflow_warns_of_is_in_the_log(cli: Cli, shown: list[str]) -> None:
+    hook = "def slow(step):\n    tf.function(lambda: step)()\n\nevery_steps = {1: slow}\n"
+    outcome = cli(source_of(every_steps=hook))
+    assert (outcome.code, outcome.err, shown) == (0, "", [])
+    assert "retracing" in Path("runs/a/train.log").read_text()
+
+
+def test_what_a_hook_logs_by_tensorflows_logger_is_shown(cli: Cli, shown: list[str]) -> None:
+    hook = "every_steps = {10: lambda: tf.get_logger().warning('a word of the user')}\n"
+    assert cli(source_of(every_steps=hook)).code == 0
+    assert shown == ["a word of the user"]
+
+
+SHAPES: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
+    "the first batch": (
+        {
+            "create_dataset": "def create_dataset():\n"
+            "    torn = data.map(lambda a, b: (a[: 1 + tf.cast(b[0] > 0.1, tf.int32)], b))\n"
+            "    return torn.batch(8, True)\n"
+        },
+        "def create_dataset",
+        ("create_dataset", "reading the", "Cannot add tensor to the batch"),
+    ),
+    "a graph hook": (
+        {"every_steps": "def input_pre(batch):\n    return batch[0] @ batch[0]\n"},
+        "return batch[0] @",
+        ("input_pre", "ValueError: Dimensions must be equal, but are 2 and 8 for MatMul with input "
+         "shapes: [8,2], [8,2]. [batch: "),
+    ),
+    "a graph hook while running": (
+        {
+            "every_steps": BLUR + "def input_pre(batch):\n"
+            "    return tf.reshape(blur(batch[0]), [-1, 3])[:, :2]\n"
+        },
+        "return tf.reshape",
+        ("input_pre", "InvalidArgumentError: Input to reshape is a tensor with 16 values, but the "
+         "requested shape requires a multiple of 3, after step 0."),
+    ),
+    "a host hook": (
+        {"every_steps": "every_steps = {1: lambda output: tf.matmul(output, output)}\n"},
+        "every_steps = ",
+        ("every_steps[1]", "InvalidArgumentError: Matrix size-incompatible: In[0]: [8,1], "),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_shapes_that_do_not_fit(cli: Cli, shown: list[str], case: str, devices: str) -> None:
+    pieces, fragment, words = SHAPES[case]
+    source = source_of(**pieces)
+    outcome = cli(source, "--virtual-devices", devices)
+    if devices == "1":
+        found = failed if outcome.code == 1 else refused
+        found(outcome, f"callbacks.py:{line_of(source, fragment)}", *words)
+    assert outcome.code in (1, 2) and len(outcome.err.splitlines()) == 1
+    assert not any(text in outcome.out + outcome.err for text in INTERNAL)
+    assert shown == []
+
+
+def test_no_message_names_ops_or_functions_of_the_graph() -> None:
+    ranges = tf.data.Dataset.range(3).map(lambda n: tf.repeat(n, tf.cast(n, tf.int32) + 1))
+
+    @tf.function(jit_compile=True)
+    def compiled(value: tf.Tensor) -> Any:
+        return tf.reshape(tf.where(value > 0), [7])
+
+    @tf.function
+    def traced(value: tf.Tensor) -> Any:
+        return tf.ones([2, 3], tf.bfloat16) @ value
+
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: list(ranges.batch(3)), "Cannot add tensor to the batch: number of elements does"),
+        (lambda: tf.io.read_file("/no/such"), "/no/such; No such file or directory"),
+        (lambda: compiled(tf.ones(4)), "Input to reshape is a tensor with 4 values, but the "
+         "requested shape has 7"),
+        (lambda: traced(tf.ones([2, 3], tf.bfloat16)), "Dimensions must be equal, but are 3 and 2 "
+         "for MatMul with input shapes: [2,3], [2,3]."),
+    ]  # fmt: skip
+    for call, expected in calls:
+        with pytest.raises(Exception) as caught:
+            call()
+        line = brief(caught.value)
+        assert line.partition(": ")[2].startswith(expected)
+        if isinstance(caught.value, tf.errors.OpError):
+            assert op_message(caught.value, 400).startswith(expected)
+            assert reason(caught.value) == op_message(caught.value, 400).split("; ")[-1]
+        for text in (line, op_message(caught.value, 400), reason(caught.value)):
+            assert not any(part in text for part in INTERNAL), text
