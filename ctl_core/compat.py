@@ -28,6 +28,13 @@ def global_seed_generator() -> keras.random.SeedGenerator | None:
     return global_state.get_global_attribute("global_seed_generator")
 
 
+def is_deterministic() -> bool:
+    """Whether op determinism is on in this process, by us or by the user; it cannot be put off."""
+    from tensorflow.python.framework import config
+
+    return bool(config.is_op_determinism_enabled())
+
+
 @contextlib.contextmanager
 def global_seed_generator_kept() -> Iterator[None]:
     """Around ``keras.utils.set_random_seed``, which forgets that generator."""

@@ -16,7 +16,7 @@ import tensorflow as tf
 from ctl_core.accumulate import take_update
 from ctl_core.batch_norm import MovingStatistics
 from ctl_core.cluster import Cluster
-from ctl_core.compat import global_seed_generator, global_seed_generator_kept
+from ctl_core.compat import global_seed_generator, global_seed_generator_kept, is_deterministic
 from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
@@ -104,7 +104,7 @@ class State:
         self.data = create_input(
             self.hooks, self.strategy, task, parts.micro_batch_size, seed, parts.accumulate_steps
         )
-        self.data.clock = not self.config.deterministic
+        self.data.clock = not is_deterministic()
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -141,7 +141,7 @@ def _create(
     data = create_input(
         hooks, strategy, cluster.task, per_replica, config.seed, config.accumulate_steps
     )
-    data.clock = not config.deterministic
+    data.clock = not is_deterministic()
     step = _step_variable()
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")

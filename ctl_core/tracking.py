@@ -219,6 +219,9 @@ def _children(item: Any) -> Iterable[tuple[str, Any]]:
     if _is_library(type(item)) and not isinstance(item, _HOLDERS):
         return ()
     own = {**_of_classes(item), **getattr(item, "__dict__", {})}
+    if isinstance(item, keras.Sequential):
+        # ``_functional`` is a model of the same layers that nobody sees, tracked under that name.
+        own = {name: value for name, value in own.items() if not name.startswith(("_f", "_self_"))}
     return sorted(own.items(), key=lambda pair: pair[0].startswith("_"))  # public names first
 
 

@@ -47,7 +47,7 @@ def assert_resumes(
     train: Train, program: Callable[[], SimpleNamespace], replicas: int = 1, **settings: Any
 ) -> dict[str, np.ndarray]:
     """Compares 12 steps in one go with 5 and 7, each by objects made anew; returns the former."""
-    settings = {"virtual_devices": replicas, "deterministic": True, **settings}
+    settings = {"virtual_devices": replicas, **settings}
     whole = values(train(program(), steps=12, run_name="whole", **settings))
     train(program(), steps=5, run_name="parts", **settings)
     parts = values(train(program(), steps=12, run_name="parts", **settings))
@@ -114,7 +114,7 @@ class Counting(keras.layers.Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = keras.Variable(0.0, trainable=False, aggregation="mean")
+        self.calls = keras.Variable(0.0, trainable=False)
         self.seen = keras.metrics.Sum(name="seen")
 
     def call(self, inputs: Any) -> Any:
@@ -379,7 +379,7 @@ def test_an_evaluation_changes_no_bit_of_training(
 
         return evaluated(create_model=seeded(create), create_eval_dataset=create_eval_dataset)
 
-    settings: dict[str, Any] = {"virtual_devices": replicas, "steps": 9, "deterministic": True}
+    settings: dict[str, Any] = {"virtual_devices": replicas, "steps": 9}
     often = values(train(program(), eval_every=2, run_name="often", **settings))
     never = program()
     del never.create_eval_dataset
