@@ -119,6 +119,8 @@ def regular(prefix: str) -> str:
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value read from JSON is of a type, such as ``dict[str, float] | None``."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
+    if hint is Any:
+        return True
     if kind is types.UnionType:
         return any(_fits(value, one) for one in inner)
     if isinstance(value, bool) and kind is not bool:

@@ -38,7 +38,7 @@ from ctl_core.step import (
     reduce_no_more,
     update,
 )
-from ctl_core.strategy import create_strategy
+from ctl_core.strategy import Task, create_strategy
 from ctl_core.tracking import Found, Unnamed, find
 
 
@@ -165,12 +165,12 @@ def _create(
             config.jit_compile,
             LossScale() if config.precision == "float16" else None,
         )
-        variables, input_spec = _build_variables(parts, data.dataset.element_spec)
+        variables, input_spec = _build_variables(parts, data, cluster.task)
         candidates = trainable_candidates(train_model)
         for name, one in optimizers.items():
             _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
         roots = _roots(parts)
-        _build_late(roots, parts, data, variables)
+        _build_late(roots, parts, data, cluster.task, variables)
         evaluation = create_evaluation(parts, strategy, cluster.task, per_replica)
         if cluster.task.chief:
             repair_list(run.ckpt)
@@ -248,7 +248,11 @@ def find_state(roots: dict[str, Any]) -> Found:
 
 
 def _build_late(
-    roots: dict[str, Any], parts: Parts, data: Input, variables: dict[str, list[Any]]
+    roots: dict[str, Any],
+    parts: Parts,
+    data: Input,
+    task: Task,
+    variables: dict[str, list[Any]],
 ) -> None:
     """Lets optimizers that make variables only when they are used make them before a restore.
 
@@ -271,7 +275,7 @@ def _build_late(
         step.get_concrete_function()
         return
     try:
-        with _scratch():
+        with _scratch(data, task):
             batch = _placeholders(data.dataset.element_spec)
             needed = frozenset({"output", "batch"})
             update(parts, contribution(parts, batch, needed), frozenset())
@@ -340,7 +344,7 @@ def _check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
         )
 
 
-def _build_variables(parts: Parts, element_spec: Any) -> tuple[dict[str, list[Any]], Any]:
+def _build_variables(parts: Parts, data: Input, task: Task) -> tuple[dict[str, list[Any]], Any]:
     """Runs the forward hooks once on placeholders, so that every variable exists.
 
     Nothing is computed: the graph is thrown away, and Keras creates variables outside of it.
@@ -348,8 +352,8 @@ def _build_variables(parts: Parts, element_spec: Any) -> tuple[dict[str, list[An
     Returns:
         The trainable_vars by objective, and the specification of the model's input.
     """
-    with _scratch():
-        batch = _placeholders(element_spec)
+    with _scratch(data, task):
+        batch = _placeholders(data.dataset.element_spec)
         inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
         output, loss = forward(parts, batch, training=True)
@@ -366,13 +370,14 @@ def _placeholders(element_spec: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[None]:
-    """A graph, on one replica, to call hooks in without running anything.
+def _scratch(data: Input, task: Task) -> Iterator[None]:
+    """A graph, on this process's first replica, to call hooks in without running anything.
 
     Variables made in it exist outside of it. ``FuncGraph`` is not quite public, but Keras builds
     its models in one; in a tf.function, random generators could not be made on several replicas.
     """
-    with tf.__internal__.FuncGraph("build").as_default(), _Alone(tf.distribute.get_strategy(), 0):
+    first = task.index * data.replicas
+    with tf.__internal__.FuncGraph("build").as_default(), _Alone(data.strategy, first):
         yield
 
 
