@@ -367,7 +367,7 @@ class Checkpoints:
             )
             return False
         self._warn_if_large(prefix)
-        return True
+        return self.state.data.holds_shuffles(Path(prefix))
 
     def _remove_orphans(self) -> None:
         """Removes engine parts whose user part the manager has deleted, or that do not count."""

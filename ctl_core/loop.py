@@ -25,7 +25,7 @@ from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, not_co
 from ctl_core.evaluation import evaluate
 from ctl_core.functions import StepFunctions
 from ctl_core.hooks import OBSERVED
-from ctl_core.inputs import EMPTY
+from ctl_core.look import EMPTY
 from ctl_core.precision import policy
 from ctl_core.profile import Clock, Profile
 from ctl_core.randomness import spread
@@ -151,6 +151,7 @@ def _loop(
                         end = True
                 checkpoints.done.update(n for n in state.hooks.at_step if n == step)
                 functions.refresh()
+        state.data.say_left_out(console)
         checkpoints.poll()
         word = agree(Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen))
         chunk.limit, checkpoints.asked = word.chunk, word.save
@@ -165,6 +166,8 @@ def _loop(
     with clock.time("checkpoints"):
         checkpoints.save(due=True)
         checkpoints.finish()
+    if not agree.signal:
+        state.data.say_left_out(console, ended=True)
     with state.cluster.peers():
         state.statistics.average()
     state.stopped_by = agree.signal if step < last else None
@@ -258,7 +261,7 @@ def _last_step(state: State, console: Console) -> int:
     if state.config.epochs is None:
         assert state.config.steps is not None
         return state.config.steps
-    steps = state.data.steps_per_epoch()
+    steps = state.data.steps_per_epoch
     if steps is None:
         raise SetupError(
             "epochs: create_dataset or make_batches gives an endless dataset, which has no "

@@ -19,7 +19,7 @@ from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import Evaluation, create_evaluation
 from ctl_core.freezing import trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
-from ctl_core.inputs import Input, check_same_data, create_input
+from ctl_core.inputs import Input, create_input
 from ctl_core.precision import LossScale
 from ctl_core.profile import Clock
 from ctl_core.runs import Run, repair_list
@@ -83,12 +83,9 @@ class State:
 
     def renew_input(self) -> None:
         """Makes the training data anew, as it was before anything was read from it."""
-        keras.utils.set_random_seed(self.config.seed)
-        parts, seed, task = self.parts, self.config.seed, self.cluster.task
         self.data = create_input(
-            self.hooks, self.strategy, task, parts.micro_batch_size, seed, parts.accumulate_steps
+            self.hooks, self.strategy, self.cluster, self.config, found=self.data.found
         )
-        self.data.clock = not self.config.deterministic
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -110,22 +107,22 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
         console.warn(warning)
     try:
         with cluster.peers():
-            return _create(hooks, config, run, strategy, cluster)
+            return _create(hooks, config, run, strategy, cluster, console)
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
 
 
 def _create(
-    hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Strategy, cluster: Cluster
+    hooks: Hooks,
+    config: Config,
+    run: Run,
+    strategy: tf.distribute.Strategy,
+    cluster: Cluster,
+    console: Console,
 ) -> State:
     replicas = strategy.num_replicas_in_sync
     per_replica = config.batch_size // (replicas * config.accumulate_steps)
-    check_same_data(hooks, cluster, replicas, per_replica)
-    keras.utils.set_random_seed(config.seed)
-    data = create_input(
-        hooks, strategy, cluster.task, per_replica, config.seed, config.accumulate_steps
-    )
-    data.clock = not config.deterministic
+    data = create_input(hooks, strategy, cluster, config, console)
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")
         train_loss = _callable(hooks.create_loss, "train_loss")
@@ -155,7 +152,7 @@ def _create(
             config.jit_compile,
             LossScale() if config.precision == "float16" else None,
         )
-        variables, input_spec = _build_variables(parts, data.dataset.element_spec)
+        variables, input_spec = _build_variables(parts, data.element_spec)
         candidates = trainable_candidates(train_model)
         for name, one in optimizers.items():
             _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])

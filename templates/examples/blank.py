@@ -8,7 +8,7 @@ the arguments it uses, in any order. All hooks, and what each may name:
 import keras
 import tensorflow as tf
 
-from ctl_core import deferred, nan_to_zero, report, show_step, trackable
+from ctl_core import deferred, leading_dimension, nan_to_zero, report, show_step, trackable
 
 # ---- Data -------------------------------------------------------------------------------------
 
@@ -27,6 +27,12 @@ from ctl_core import deferred, nan_to_zero, report, show_step, trackable
 # The last change to the repeated dataset, before its elements are dealt out to the replicas.
 def make_batches(dataset):
     return dataset
+
+
+# How many examples a batch holds: the first dimension of its tensors. Where they differ in it, as
+# in graphs or point sets, say which counts: return tf.shape(labels)[0].
+def count_examples(batch):
+    return leading_dimension(batch)
 
 
 # One pass over the evaluation data. Without this hook there is no evaluation.

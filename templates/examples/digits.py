@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core import deferred, nan_to_zero, report, show_step, trackable
+from ctl_core import deferred, leading_dimension, nan_to_zero, report, show_step, trackable
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 
@@ -40,6 +40,12 @@ def create_dataset(per_replica_batch_size, config):
 # The last change to the repeated dataset, before its elements are dealt out to the replicas.
 def make_batches(dataset):
     return dataset
+
+
+# How many examples a batch holds: the first dimension of its tensors. Where they differ in it, as
+# in graphs or point sets, say which counts: return tf.shape(labels)[0].
+def count_examples(batch):
+    return leading_dimension(batch)
 
 
 # One pass over the evaluation data. Without this hook there is no evaluation.
