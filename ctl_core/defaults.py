@@ -45,6 +45,7 @@ DIFFER = (
 )
 
 
+@tf.autograph.experimental.do_not_convert
 def leading_dimension(batch: Any) -> Any:
     """Returns the first dimension of a batch's tensors, which all of them have to share.
 

@@ -256,7 +256,7 @@ def create_input(
     elif not pipeline.endless:
         dataset = _whole_groups(pipeline, found).repeat()
     if found.size != sizes.per_replica:
-        dataset = _cut(dataset, sizes, tallied)
+        dataset = _cut(dataset, sizes, tallied, pipeline.name)
     if task.processes > 1 and not pipeline.sharded:
         dataset = dataset.shard(task.processes, task.index)
     dataset = dataset.prefetch(tf.data.AUTOTUNE)
@@ -341,7 +341,7 @@ def _tallied(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
     return dataset.filter(lambda used, *_: used).map(lambda used, _, *rest: (used, *rest))
 
 
-def _cut(dataset: tf.data.Dataset, sizes: Sizes, tallied: bool) -> tf.data.Dataset:
+def _cut(dataset: tf.data.Dataset, sizes: Sizes, tallied: bool, name: str) -> tf.data.Dataset:
     """Cuts global batches into the shares that the replicas take one after the other."""
 
     def share(tensor: Any, index: tf.Tensor) -> Any:
@@ -349,8 +349,9 @@ def _cut(dataset: tf.data.Dataset, sizes: Sizes, tallied: bool) -> tf.data.Datas
             return tensor
         if tensor.shape[0] not in (None, sizes.batch) or isinstance(tensor, tf.SparseTensor):
             raise SetupError(
-                f"a global batch cannot be cut into batches of {sizes.per_replica}, since not all "
-                f"of it has {sizes.batch} rows: {describe(tensor)}; batch per_replica_batch_size."
+                f"{name}: a global batch cannot be cut into batches of {sizes.per_replica}, since "
+                f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches of "
+                "per_replica_batch_size."
             )
         start = tf.cast(index, tf.int32) * sizes.per_replica
         part = tensor[start : start + sizes.per_replica]
