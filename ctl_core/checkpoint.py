@@ -38,6 +38,7 @@ from ctl_core.console import Console
 from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, one_line, op_message, reason
 from ctl_core.freezing import freeze_flags, set_freeze_flags
+from ctl_core.inputs import holds_shuffles
 from ctl_core.randomness import generator_states
 from ctl_core.snapshot import Background, Snapshot, Traced, entries
 from ctl_core.state import State
@@ -367,7 +368,7 @@ class Checkpoints:
             )
             return False
         self._warn_if_large(prefix)
-        return self.state.data.holds_shuffles(Path(prefix))
+        return holds_shuffles(Path(prefix), self.state.data.pipeline.dataset)
 
     def _remove_orphans(self) -> None:
         """Removes engine parts whose user part the manager has deleted, or that do not count."""

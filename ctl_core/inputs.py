@@ -109,26 +109,6 @@ class Input:
             return None
         return float(self.waited.numpy()) / self.watched * steps
 
-    def holds_shuffles(self, path: Path) -> bool:
-        """Whether a saved position holds the state of every shuffle, so that it is exact.
-
-        TensorFlow leaves out a shuffle that has been read to its end while a stage behind it, such
-        as prefetch or a map that runs ahead, still holds elements; restored, it would begin with
-        the order of the first pass again. What a cache holds is not shuffled again.
-
-        The name of a shuffle's state in the file is TensorFlow's own; tests/engine/test_inputs.py
-        fails if it changes.
-        """
-
-        def count(stage: Any) -> int:
-            if type(stage).__name__ == "_CacheDataset":
-                return 0
-            return ("Shuffle" in type(stage).__name__) + sum(map(count, stage._inputs()))
-
-        wanted = count(self.pipeline.dataset)
-        files = path.parent.glob(path.name + ".data*") if wanted else ()
-        return sum(file.read_bytes().count(b"epoch_num_random_samples") for file in files) >= wanted
-
     def skip(self, elements: int) -> None:
         """Moves on by so many elements: the way to a position that could not be saved."""
         skip_elements(self.iterator, tf.constant(elements, tf.int64))
@@ -305,10 +285,15 @@ def _tallied(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
         return tf.cast(number == size, tf.int64)
 
     def group(key: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
-        # An element is used if it has the right size and a whole group is there.
-        length = window.reduce(tf.constant(0, tf.int64), lambda length, *_: length + 1)
-        used = tf.logical_and(key == 1, length == found.together)
-        return window.map(lambda *parts: (used, packed(pipeline.dataset, parts)))
+        # An element is used if it has the right size and a whole group is there. (The window is
+        # counted as a batch, since ``Dataset.reduce`` cannot be saved.)
+        lengths = window.map(lambda *_: 0).batch(found.together).map(tf.size)
+
+        def mark(length: tf.Tensor) -> tf.data.Dataset:
+            used = tf.logical_and(key == 1, length == found.together)
+            return window.map(lambda *parts: (used, packed(pipeline.dataset, parts)))
+
+        return lengths.flat_map(mark)
 
     @tf.autograph.experimental.do_not_convert
     def add(state: tf.Tensor, item: Any) -> tuple[tf.Tensor, Any]:
@@ -350,8 +335,8 @@ def _cut(dataset: tf.data.Dataset, sizes: Sizes, tallied: bool, name: str) -> tf
         if tensor.shape[0] not in (None, sizes.batch) or isinstance(tensor, tf.SparseTensor):
             raise SetupError(
                 f"{name}: a global batch cannot be cut into batches of {sizes.per_replica}, since "
-                f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches of "
-                "per_replica_batch_size."
+                f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches "
+                "of per_replica_batch_size."
             )
         start = tf.cast(index, tf.int32) * sizes.per_replica
         part = tensor[start : start + sizes.per_replica]
@@ -407,6 +392,27 @@ def unsavable(dataset: tf.data.Dataset) -> str | None:
         return next(filter(None, (search(part, drained) for part in stage._inputs())), None)
 
     return search(dataset, drained=False)
+
+
+def holds_shuffles(position: Path, dataset: tf.data.Dataset) -> bool:
+    """Whether a saved position holds the state of each shuffle of a dataset, so that it is exact.
+
+    TensorFlow leaves out a shuffle that has been read to its end while a stage behind it, such as
+    prefetch or a map that runs ahead, still holds elements; restored, it would begin with the
+    order of the first pass again. What a cache holds is not shuffled again.
+
+    The name of a shuffle's state in the file is TensorFlow's own; tests/engine/test_inputs.py
+    fails if it changes.
+    """
+
+    def count(stage: Any) -> int:
+        if type(stage).__name__ == "CacheDataset":
+            return 0
+        return (type(stage).__name__ == "_ShuffleDataset") + sum(map(count, stage._inputs()))
+
+    wanted = count(dataset)
+    files = position.parent.glob(position.name + ".data*") if wanted else ()
+    return sum(file.read_bytes().count(b"epoch_num_random_samples") for file in files) >= wanted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,8 @@ from ctl_core import deferred, leading_dimension, nan_to_zero, report, show_step
 # last full global batch. A resumed run goes on with exactly the next example if random changes to
 # examples are tf.random.stateless_* with seeds from ctl_core.data.with_seeds, after the shuffle.
 # A shuffle buffer travels in every checkpoint: for much data in memory,
-# ctl_core.data.index_shuffle shuffles indices instead.
+# ctl_core.data.index_shuffle shuffles indices instead. For examples of different lengths name
+# global_batch_size: ctl_core.data.bucket_by_length groups and pads global batches.
 #
 # def create_dataset(per_replica_batch_size):
 #     dataset = tf.data.Dataset.from_tensor_slices((inputs, targets)).shuffle(1000)
