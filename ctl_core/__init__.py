@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ctl_core.console import report as report
     from ctl_core.console import show_step as show_step
     from ctl_core.defaults import deferred as deferred
+    from ctl_core.defaults import leading_dimension as leading_dimension
     from ctl_core.defaults import nan_to_zero as nan_to_zero
     from ctl_core.defaults import trackable as trackable
     from ctl_core.errors import CtlError as CtlError
@@ -34,6 +35,7 @@ _HOME = {
     "State": "state",
     "StopTraining": "errors",
     "deferred": "defaults",
+    "leading_dimension": "defaults",
     "load_config": "config",
     "nan_to_zero": "defaults",
     "regularization": "tracking",

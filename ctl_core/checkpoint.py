@@ -40,6 +40,7 @@ from ctl_core.console import Console
 from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, op_message, reason
 from ctl_core.hook_state import check_state
+from ctl_core.inputs import holds_shuffles
 from ctl_core.randomness import generator_states
 from ctl_core.record import (
     NAME,
@@ -374,7 +375,7 @@ class Checkpoints:
             )
             return False
         self._warn_if_large(prefix)
-        return True
+        return holds_shuffles(Path(prefix), self.state.data.pipeline.dataset)
 
     def _remove_orphans(self) -> None:
         """Removes engine parts whose user part the manager has deleted, or that do not count."""

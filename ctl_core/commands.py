@@ -52,7 +52,7 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
             source = Path(options["input"])
             batches = read_inputs(source, state.input_spec, state.parts.micro_batch_size)
         elif state.evaluation is not None:
-            batches = state.evaluation.dataset
+            batches = (batch for _, batch in state.evaluation.data)
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
         outputs = run_prediction(state.parts, batches, from_hooks=not options["input"])
@@ -91,6 +91,7 @@ def _restored(
 ) -> Iterator[tuple[State, Console]]:
     """Builds the state on one device and restores the checkpoint that is asked for."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
+    config = dataclasses.replace(config, epochs=None)  # which would count the training data
     run, console = Run(config, Task()), Console()
     with session(run, console), policy(config.precision):
         state = create_state(callbacks, config, run, console)

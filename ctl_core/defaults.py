@@ -39,6 +39,46 @@ def trackable(**objects: Any) -> dict[str, Any]:
     return kept
 
 
+DIFFER = (
+    "the tensors of a batch differ in their first dimension, so that it is not clear how many "
+    "examples it holds; write a hook that says so, such as "
+    "def count_examples(batch): return tf.shape(batch[1])[0]"
+)
+
+
+@tf.autograph.experimental.do_not_convert
+def leading_dimension(batch: Any) -> Any:
+    """Returns the first dimension of a batch's tensors, which all of them have to share.
+
+    Returns:
+        A number where the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the
+        tensors turn out to differ. Scalars do not count; a batch of nothing else gives None.
+
+    Raises:
+        ValueError: the shapes show that the tensors differ.
+    """
+    fixed, found = set(), []
+    for tensor in tf.nest.flatten(batch):
+        if isinstance(tensor, tf.RaggedTensor):
+            found.append(tf.cast(tensor.nrows(), tf.int64))
+        elif isinstance(tensor, tf.SparseTensor):
+            found.append(tensor.dense_shape[0])
+        elif tensor.shape.rank is None or (tensor.shape.rank and tensor.shape[0] is None):
+            found.append(tf.shape(tensor, tf.int64)[0])
+        elif tensor.shape.rank:
+            fixed.add(tensor.shape[0])
+    if tf.executing_eagerly():
+        fixed, found = {*fixed, *(int(size) for size in found)}, []
+    if len(fixed) > 1:
+        raise ValueError(DIFFER)
+    sizes = [*fixed, *found]
+    if len(sizes) < 2:
+        return sizes[0] if sizes else None
+    first = tf.cast(sizes[0], tf.int64)
+    same = tf.reduce_all(tf.stack([tf.cast(size, tf.int64) for size in sizes[1:]]) == first)
+    return tf.where(same, first, tf.constant(-1, tf.int64))
+
+
 def deferred(hook: Callable[..., None]) -> Callable[..., None]:
     """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
 
@@ -52,6 +92,10 @@ def deferred(hook: Callable[..., None]) -> Callable[..., None]:
 
 def make_batches(dataset):
     return dataset
+
+
+def count_examples(batch):
+    return leading_dimension(batch)
 
 
 def create_opt(lr):

@@ -16,7 +16,7 @@ from ctl_core.chunks import ChunkLength
 from ctl_core.cluster import Word
 from ctl_core.compat import written_resources
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
-from ctl_core.inputs import create_eval_dataset, deal, first_dimension, local_replicas
+from ctl_core.inputs import EvaluationData, create_eval_dataset, deal, local_replicas
 from ctl_core.snapshot import ReplicaCopies
 from ctl_core.step import Parts, batch_sum, call_model, expect, forward, kind_of
 from ctl_core.strategy import Task
@@ -37,14 +37,14 @@ class Evaluation:
     """The evaluation data, the metrics and the graph function that updates them.
 
     Attributes:
-        dataset: one pass over the evaluation data
+        data: the evaluation data; element = (number of examples, batch)
         metrics: the user's metrics by name
         sums: of the loss, the extra loss and the examples
         run_steps: graph function (iterator, steps) -> whether there may be more
         kept: copies of what the evaluation writes to and training goes on with, once traced
     """
 
-    dataset: tf.data.Dataset
+    data: EvaluationData
     metrics: dict[str, keras.Metric]
     sums: Sums
     run_steps: Callable[[Any, tf.Tensor], tf.Tensor]
@@ -70,7 +70,7 @@ def create_evaluation(
     hooks = parts.hooks
     if hooks.create_eval_dataset is None:
         return None
-    dataset = create_eval_dataset(hooks, task, per_replica)
+    data = create_eval_dataset(hooks, task, per_replica)
     metrics = hooks.create_metrics()
     where = f"create_metrics ({hooks.create_metrics.where})"
     if not isinstance(metrics, dict):
@@ -85,7 +85,7 @@ def create_evaluation(
         if name == "loss":
             raise SetupError(f"{where}: 'loss' is the engine's own; choose another name.")
     sums = Sums(*(_replica_sum(name) for name in ("loss", "extra_loss", "examples")))
-    return Evaluation(dataset, metrics, sums, _run_steps(parts, strategy, metrics, sums))
+    return Evaluation(data, metrics, sums, _run_steps(parts, strategy, metrics, sums))
 
 
 def _replica_sum(name: str) -> tf.Variable:
@@ -104,8 +104,8 @@ def _run_steps(
 ) -> Callable[[Any, tf.Tensor], tf.Tensor]:
     """Builds the in-graph loop. A replica for which no batch is left sits out the last step."""
 
-    def on_replica(batch: Any, there: tf.Tensor) -> None:
-        tf.cond(there, lambda: _update(parts, metrics, sums, batch), lambda: None)
+    def on_replica(element: Any, there: tf.Tensor) -> None:
+        tf.cond(there, lambda: _update(parts, metrics, sums, *element), lambda: None)
 
     def step(iterator: Any, first: Any) -> tf.Tensor:
         batches, there = [first.get_value()], [tf.constant(True)]
@@ -137,7 +137,9 @@ def _run_steps(
     return run_steps  # type: ignore[no-any-return]
 
 
-def _update(parts: Parts, metrics: dict[str, Any], sums: Sums, batch: Any) -> None:
+def _update(
+    parts: Parts, metrics: dict[str, Any], sums: Sums, examples: tf.Tensor, batch: Any
+) -> None:
     """Adds one replica's batch to the metrics and sums."""
     hooks = parts.hooks
     output, loss = forward(parts, batch, training=False)
@@ -147,7 +149,7 @@ def _update(parts: Parts, metrics: dict[str, Any], sums: Sums, batch: Any) -> No
         ("loss_per_batch", "extra_loss"),
         f"eval_pre ({hooks.eval_pre.where})",
     )
-    examples = tf.cast(first_dimension(batch), tf.float64)
+    examples = tf.cast(examples, tf.float64)
     sums.loss.assign_add(tf.cast(batch_sum(loss_per_batch, batch, parts), tf.float64))
     sums.extra_loss.assign_add(tf.cast(extra_loss, tf.float64) * examples)
     sums.examples.assign_add(examples)
@@ -185,7 +187,7 @@ def trace_evaluation(
             does, are put back after each evaluation
     """
     graph = evaluation.run_steps.get_concrete_function(  # type: ignore[attr-defined]
-        iter(evaluation.dataset), tf.constant(0, tf.int64)
+        iter(evaluation.data), tf.constant(0, tf.int64)
     ).graph
     written = set(map(id, written_resources(graph)))
     own = [variable for metric in evaluation.metrics.values() for variable in metric.variables]
@@ -224,7 +226,7 @@ def _evaluate(evaluation: Evaluation, agree: Callable[[Word], Word]) -> dict[str
     sums = evaluation.sums
     for total in (sums.loss, sums.extra_loss, sums.examples):
         total.assign(0.0)
-    iterator = iter(evaluation.dataset)
+    iterator = iter(evaluation.data)
     chunk = ChunkLength(most=100_000)
     while True:
         with chunk.timed(chunk.limit) as steps:

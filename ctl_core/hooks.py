@@ -56,18 +56,26 @@ _DEFERRED = _names("dev step chief")
 TABLE: tuple[Spec, ...] = (
     Spec(
         "create_dataset",
-        _names("per_replica_batch_size input_context"),
-        "tf.data.Dataset of batches of that size",
+        _names("per_replica_batch_size global_batch_size input_context"),
+        "tf.data.Dataset of batches of either size",
         "The training data, one pass; the engine repeats it, and shares it out over the processes "
         "of a cluster unless the hook names input_context and shards for itself.",
         required=True,
     ),
     Spec(
         "make_batches",
-        _names("dataset per_replica_batch_size input_context"),
-        "dataset, one element = one replica's batch",
+        _names("dataset per_replica_batch_size global_batch_size input_context"),
+        "dataset, one element = one replica's batch, or the global one",
         "Last change to the repeated dataset, before it is dealt out to the replicas.",
         "the dataset unchanged",
+    ),
+    Spec(
+        "count_examples",
+        _names("batch"),
+        "how many examples a batch holds",
+        "Which dimension counts, where not all tensors have one row per example, as in graphs.",
+        "the first dimension, which all tensors have to share",
+        in_graph=True,
     ),
     Spec(
         "create_model",
@@ -346,6 +354,7 @@ class Hooks:
 
     create_dataset: Hook
     make_batches: Hook
+    count_examples: Hook
     create_model: Hook
     create_loss: Hook
     create_opt: Hook

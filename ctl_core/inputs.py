@@ -4,21 +4,46 @@ A process reads one plain tf.data iterator, which a checkpoint can hold, and dea
 out to the local replicas in turn. In a cluster of P processes, process p takes every P-th element
 from the p-th on. The N replicas of a step thus get the examples that one device would get with
 the whole batch: a run does not depend on N.
+
+Iterators of one dataset share the state of its shuffles, so a second one would not read what the
+first did. Whatever has to be found out by reading is found out on a pipeline of its own, before;
+the run reads one that is made anew from the same seed, as a plain loop over it would.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
-from collections.abc import Iterator
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ctl_core.cluster import Cluster
-from ctl_core.errors import SetupError, brief
-from ctl_core.hooks import Hook, Hooks
+from ctl_core.compat import is_deterministic
+from ctl_core.config import Config
+from ctl_core.console import Console
+from ctl_core.errors import SetupError
+from ctl_core.hooks import Hooks, describe
+from ctl_core.look import (
+    RESHUFFLING,
+    Found,
+    Pipeline,
+    Sizes,
+    check_made_anew,
+    checked_count,
+    create_pipeline,
+    dataset_of,
+    examples_in,
+    first_of,
+    known,
+    look,
+    packed,
+    reading,
+    uneven,
+)
 from ctl_core.randomness import random_ops
 from ctl_core.strategy import Task
 
@@ -30,13 +55,13 @@ class Input:
     Attributes:
         strategy: deals the batches out
         replicas: how many replicas this process has
-        dataset: the repeated dataset, one element = one replica's batch
+        sizes: how they share a global batch
+        pipeline: what the hooks made
+        found: what was found out about it before
         iterator: its position; part of every checkpoint
-        epoch: the dataset of one pass, or None where there is no end to a pass; what a process
-            reads of it, if the hooks shard for themselves, otherwise the whole
-        sharded: whether the hooks shard for themselves
+        element_spec: of one replica's batch
         unsavable: why the position cannot be saved exactly, or None
-        accumulate_steps: how many elements of a replica make a step
+        tally: where elements carry it, that of the last watched step; see ``_tallied``
         clock: whether there is one in the graph; not where ops are deterministic
         waited: seconds that watched steps have waited for elements, a float64 scalar
         watched: how many steps that are
@@ -44,29 +69,35 @@ class Input:
 
     strategy: tf.distribute.Strategy
     replicas: int
-    dataset: tf.data.Dataset
+    sizes: Sizes
+    pipeline: Pipeline
+    found: Found
     iterator: Any
-    epoch: tf.data.Dataset | None
-    sharded: bool
+    element_spec: Any
     unsavable: str | None
-    accumulate_steps: int = 1
-    clock: bool = True
-    waited: tf.Variable = dataclasses.field(default_factory=lambda: _seconds())
+    tally: tf.Variable | None
+    clock: bool
+    waited: tf.Variable = dataclasses.field(default_factory=lambda: _variable("waited", 0.0))
     watched: int = 0
+    _told: bool = False
 
     def draw(self, watch: bool) -> Any:
         """Draws the next element for each local replica; runs inside a graph function.
 
         Args:
-            watch: whether to add to ``waited``, which costs some ten microseconds
+            watch: whether to add to ``waited`` and to note the tally, which costs some ten
+                microseconds
         """
-        if not (watch and self.clock):
-            return deal(self.strategy, [next(self.iterator) for _ in range(self.replicas)])
-        start = tf.timestamp()
-        with tf.control_dependencies([start]):
+        start = tf.timestamp() if watch and self.clock else None
+        with tf.control_dependencies([] if start is None else [start]):
             values = [next(self.iterator) for _ in range(self.replicas)]
-        with tf.control_dependencies(tf.nest.flatten(values, expand_composites=True)):
-            self.waited.assign_add(tf.timestamp() - start)
+        if start is not None:
+            with tf.control_dependencies(tf.nest.flatten(values, expand_composites=True)):
+                self.waited.assign_add(tf.timestamp() - start)
+        if self.tally is not None:
+            if watch:
+                self.tally.assign(values[-1][1])
+            values = [element for _, _, element in values]
         return deal(self.strategy, values)
 
     def seconds_waited(self, steps: int) -> float | None:
@@ -83,24 +114,49 @@ class Input:
         """Moves on by so many elements: the way to a position that could not be saved."""
         skip_elements(self.iterator, tf.constant(elements, tf.int64))
 
+    @property
     def steps_per_epoch(self) -> int | None:
-        """Counts the steps of one pass, reading it once if its length is not known.
+        """Global batches in a pass, or None: it has no end, or the steps were not counted."""
+        elements = self.found.elements
+        return None if elements is None else elements // self.found.together
 
-        Returns:
-            The number of global batches, or None if a pass has no end.
+    def say_left_out(self, console: Console, ended: bool = False) -> None:
+        """Says what a pass leaves out: once, when that is known.
+
+        Args:
+            console: where
+            ended: training has, so that no more will be known; if no step was watched, the next
+                element is drawn for its tally
         """
-        if self.epoch is None:
-            return None
-        elements = int(self.epoch.cardinality())
-        if elements < 0:
-            elements = int(self.epoch.reduce(tf.constant(0, tf.int64), lambda n, *_: n + 1))
-        replicas = self.replicas if self.sharded else self.strategy.num_replicas_in_sync
-        return elements // (replicas * self.accumulate_steps)
+        if self._told or (self.found.left_out is None and self.tally is None):
+            return
+        passes, left_out = 2, self.found.left_out
+        if left_out is None:
+            assert self.tally is not None
+            if ended and not self.watched:
+                with contextlib.suppress(tf.errors.OpError, StopIteration):
+                    self.tally.assign(next(self.iterator)[1])
+            passes, odd, odd_examples, tail = self.tally.numpy().tolist()
+            left_out = odd, odd_examples, tail
+        if passes < 2 and not ended:
+            return
+        self._told = True
+        odd, odd_examples, tail = left_out
+        start = f"{self.pipeline.name}: a pass{'' if passes > 1 else ', so far,'} leaves out"
+        end = f"which fill no global batch of {self.sizes.batch}."
+        if odd > 1 or odd_examples > self.found.size:
+            console.warn(
+                f"{start} {odd_examples} examples in {odd} elements that do not hold "
+                f"{self.found.size} each" + (f", and {tail} examples, {end}" if tail else ".")
+            )
+        elif odd_examples + tail:
+            console.say(f"{start} {odd_examples + tail} examples, {end}")
 
 
-def _seconds() -> tf.Variable:
+def _variable(name: str, value: Any) -> tf.Variable:
     with tf.device("CPU:0"):
-        return tf.Variable(0.0, dtype=tf.float64, trainable=False, name="waited")
+        dtype = tf.float64 if isinstance(value, float) else tf.int64
+        return tf.Variable(value, dtype=dtype, trainable=False, name=name)
 
 
 def deal(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
@@ -129,10 +185,10 @@ def skip_elements(iterator: Any, count: tf.Tensor) -> None:
 def create_input(
     hooks: Hooks,
     strategy: tf.distribute.Strategy,
-    task: Task,
-    per_replica: int,
-    seed: int,
-    accumulate_steps: int = 1,
+    cluster: Cluster,
+    config: Config,
+    console: Console | None = None,
+    found: Found | None = None,
 ) -> Input:
     """Creates the training data from ``create_dataset`` and ``make_batches``.
 
@@ -140,138 +196,172 @@ def create_input(
     batch, so that every pass has the same steps on any number of replicas; smaller elements are
     left out. A ``make_batches`` that batches the repeated dataset itself loses no example.
 
+    The two hooks are called once if the datasets' descriptions say all there is to know, and twice
+    if something has to be read to find it out.
+
     Args:
         hooks: those two, of which one may name ``input_context`` and shard for itself
         strategy: whose replicas read the data
-        task: which of the processes this is
-        per_replica: examples in an element
-        seed: set again before a pipeline that has been looked into is made anew
+        cluster: its processes compare the first element, if they take parts of one dataset
+        config: sizes and the seed, which is set before each time that the hooks are called
+        console: for warnings
+        found: by an earlier call; nothing is looked at then
 
     Raises:
         SetupError: what the hooks return is no dataset, empty, too short for one global batch,
-            or not batched by ``per_replica`` examples.
+            or not batched as it should be; or the processes read different data.
     """
-    replicas = strategy.num_replicas_in_sync
-    context = tf.distribute.InputContext(task.processes, task.index, replicas)
-    pipeline = _create_pipeline(hooks, per_replica, context)
-    static = static_batch_size(pipeline.dataset)
-    length = pipeline.dataset.cardinality()
-    if static is not None:
-        _check_batch_size(pipeline.hook, static, per_replica, replicas, accumulate_steps)
-    if length == tf.data.UNKNOWN_CARDINALITY or (static is None and length != 0):
-        found = batch_size_of(_first_element(pipeline.dataset, pipeline.hook))
-        _check_batch_size(pipeline.hook, found, per_replica, replicas, accumulate_steps)
-        if length == tf.data.INFINITE_CARDINALITY:
-            # Iterators of one dataset share its shuffle's random state, and this one may have
-            # read ahead into the next pass: the run starts from a dataset that nobody has read.
-            keras.utils.set_random_seed(seed)
-            pipeline = _create_pipeline(hooks, per_replica, context)
-    if length == 0:
-        raise SetupError(f"{pipeline.hook.name} ({pipeline.hook.where}): {EMPTY}")
-    dataset = _whole_batches(pipeline.dataset, per_replica)
-    epoch = None
-    if not pipeline.endless:
-        # In a pass, each step has all its elements: here, or over all processes.
-        together = local_replicas(strategy) if pipeline.sharded else replicas
-        epoch = _whole_groups(dataset, together * accumulate_steps, pipeline.hook, per_replica)
-        dataset = epoch.repeat()
+    task = cluster.task
+    sizes = Sizes(
+        config.batch_size, strategy.num_replicas_in_sync, config.accumulate_steps, task.processes
+    )
+    context = tf.distribute.InputContext(task.processes, task.index, sizes.replicas)
+
+    def create() -> Pipeline:
+        keras.utils.set_random_seed(config.seed)
+        return create_pipeline(hooks, sizes, context)
+
+    pipeline = create()
+    if found is None:
+        found = known(pipeline, sizes)
+        compared = task.processes > 1 and not pipeline.sharded
+        if found is None or compared or uneven(pipeline, found.together):
+            counting = config.epochs is not None and not pipeline.endless
+            found = look(pipeline, sizes, cluster if compared else None, counting, console)
+            looked_at, pipeline = pipeline, create()
+            check_made_anew(looked_at, pipeline)
+    dataset = pipeline.dataset
+    tallied = known(pipeline, sizes) is None
+    if tallied:
+        dataset = _tallied(pipeline, found)
+    elif not pipeline.endless:
+        dataset = _whole_groups(pipeline, found).repeat()
+    if found.size != sizes.per_replica:
+        dataset = _cut(dataset, sizes, tallied, pipeline.name)
     if task.processes > 1 and not pipeline.sharded:
         dataset = dataset.shard(task.processes, task.index)
     dataset = dataset.prefetch(tf.data.AUTOTUNE)
     return Input(
         strategy,
         local_replicas(strategy),
-        dataset,
+        sizes,
+        pipeline,
+        found,
         iter(dataset),
-        epoch,
-        pipeline.sharded,
-        unsavable(dataset),
-        accumulate_steps,
+        dataset.element_spec[-1] if tallied else dataset.element_spec,
+        unsavable(pipeline.dataset.repeat()),
+        _variable("tally", [0] * 4) if tallied else None,
+        clock=not is_deterministic(),
     )
 
 
-def check_same_data(hooks: Hooks, cluster: Cluster, replicas: int, per_replica: int) -> None:
-    """Compares the first element of a cluster's processes, which take their parts of one dataset.
-
-    Where they read different data, in another order say, some examples would be used twice and
-    others never. Random numbers have to be seeded again afterwards.
-
-    Raises:
-        SetupError: they are not the same.
-    """
-    task = cluster.task
-    if task.processes == 1:
-        return
-    context = tf.distribute.InputContext(task.processes, task.index, replicas)
-    pipeline = _create_pipeline(hooks, per_replica, context)
-    if pipeline.sharded:
-        return
-    digest = hashlib.sha256()
-    for tensor in tf.nest.flatten(
-        _first_element(pipeline.dataset, pipeline.hook), expand_composites=True
-    ):
-        digest.update(repr(tensor.numpy().tolist()).encode())
-    digests = cluster.exchange([int.from_bytes(digest.digest()[:7], "big")])
-    if (digests != digests[0]).any():
+def _whole_groups(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
+    """Leaves out the last elements of a pass, those that fill no step."""
+    assert found.elements is not None
+    if found.elements < found.together:
         raise SetupError(
-            f"{pipeline.hook.name} ({pipeline.hook.where}): the processes of the cluster read "
-            "different data, or in a different order, but each takes its part of it; sort lists "
-            "of files, seed what is random, or name input_context and shard there."
+            f"{pipeline.name}: the dataset has {found.elements * found.size} examples, fewer than "
+            f"one global batch of {found.together * found.size}; lower batch_size."
+        )
+    rest = found.elements % found.together
+    return pipeline.dataset.take(found.elements - rest) if rest else pipeline.dataset
+
+
+def _tallied(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
+    """Repeats a pass without the elements that cannot be used, and keeps a tally of these.
+
+    A counter in the pipeline that the host could read would be a state that no checkpoint can
+    hold. So the tally travels with the elements, in the state of ``scan``, which one can.
+
+    Returns:
+        A dataset of (True, tally, element). The tally is an int64 vector: how many passes have
+        begun, and of the first pass ``Found.left_out`` up to this element.
+    """
+    size, dataset = found.size, pipeline.dataset
+    grouped = found.together > 1 and not pipeline.endless
+
+    @tf.autograph.experimental.do_not_convert
+    def has_size(*parts: Any) -> tf.Tensor:
+        number = checked_count(pipeline.count_examples, packed(pipeline.dataset, parts))
+        return tf.cast(number == size, tf.int64)
+
+    def group(key: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
+        # An element is used if it has the right size and a whole group is there. (The window is
+        # counted as a batch, since ``Dataset.reduce`` cannot be saved.)
+        lengths = window.map(lambda *_: 0).batch(found.together).map(tf.size)
+
+        def mark(length: tf.Tensor) -> tf.data.Dataset:
+            used = tf.logical_and(key == 1, length == found.together)
+            return window.map(lambda *parts: (used, packed(pipeline.dataset, parts)))
+
+        return lengths.flat_map(mark)
+
+    @tf.autograph.experimental.do_not_convert
+    def add(state: tf.Tensor, item: Any) -> tuple[tf.Tensor, Any]:
+        index, (used, element) = item if grouped else (item[0], (True, item[1]))
+        number = checked_count(pipeline.count_examples, element)
+        used = tf.logical_and(used, number == size)
+        begun, odd, unused = (tf.cast(x, tf.int64) for x in (index == 0, number != size, ~used))
+        passes = state[0] + begun
+        counts = tf.stack([odd, odd * number, (1 - odd) * unused * number])
+        counts = tf.where(passes < 2, state[1:4] + counts, state[1:4])
+        # Passes begun since an element was used: a pass that uses none would go on for ever.
+        idle = tf.where(used, tf.constant(0, tf.int64), state[4] + begun)
+        tally = tf.concat([[passes], counts], 0)
+        return tf.concat([tally, [idle]], 0), (used, idle < 2, tally, element)
+
+    # No stage of a pass reads ahead here, as map may: at the end of a pass TensorFlow lets go of
+    # a shuffle whose state is still wanted (see ``holds_shuffles``).
+    if grouped:
+        dataset = dataset.group_by_window(
+            has_size,
+            group,
+            window_size_func=lambda key: tf.where(
+                key == 1, tf.constant(found.together, key.dtype), 1
+            ),
+        )
+    dataset = dataset.enumerate()
+    dataset = dataset if pipeline.endless else dataset.repeat()
+    dataset = dataset.scan(tf.zeros([5], tf.int64), add)
+    dataset = dataset.take_while(lambda used, going_on, *_: going_on)
+    return dataset.filter(lambda used, *_: used).map(lambda used, _, *rest: (used, *rest))
+
+
+def _cut(dataset: tf.data.Dataset, sizes: Sizes, tallied: bool, name: str) -> tf.data.Dataset:
+    """Cuts global batches into the shares that the replicas take one after the other."""
+
+    def share(tensor: Any, index: tf.Tensor) -> Any:
+        if tensor.shape.rank == 0:
+            return tensor
+        if tensor.shape[0] not in (None, sizes.batch) or isinstance(tensor, tf.SparseTensor):
+            raise SetupError(
+                f"{name}: a global batch cannot be cut into batches of {sizes.per_replica}, since "
+                f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches "
+                "of per_replica_batch_size."
+            )
+        start = tf.cast(index, tf.int32) * sizes.per_replica
+        part = tensor[start : start + sizes.per_replica]
+        if isinstance(part, tf.RaggedTensor):
+            return part
+        return tf.ensure_shape(part, [sizes.per_replica, *tensor.shape[1:]])
+
+    @tf.autograph.experimental.do_not_convert
+    def cut(*parts: Any) -> tf.data.Dataset:
+        *front, element = parts if tallied else (packed(dataset, parts),)
+
+        def pick(index: tf.Tensor) -> Any:
+            own = tf.nest.map_structure(lambda tensor: share(tensor, index), element)
+            return (*front, own) if tallied else own
+
+        return tf.data.Dataset.range(sizes.shares).map(
+            tf.autograph.experimental.do_not_convert(pick)
         )
 
-
-EMPTY = "returned an empty dataset, or one with fewer examples than one global batch."
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pipeline:
-    """What the hooks made: one pass, or an endless dataset; and the hook to name in messages."""
-
-    hook: Hook
-    dataset: tf.data.Dataset
-    endless: bool
-    sharded: bool
+    return dataset.flat_map(cut)
 
 
-def _create_pipeline(
-    hooks: Hooks, per_replica: int, context: tf.distribute.InputContext
-) -> _Pipeline:
-    values = {"per_replica_batch_size": per_replica, "input_context": context}
-    sharded = any(
-        "input_context" in hook.arguments for hook in (hooks.create_dataset, hooks.make_batches)
-    )
-    first = _dataset_of(hooks.create_dataset, **values)
-    repeated = first.repeat()
-    made = _dataset_of(hooks.make_batches, dataset=repeated, **values)
-    if made is not repeated:
-        if made.cardinality() >= 0:
-            raise SetupError(
-                f"make_batches ({hooks.make_batches.where}): ends after {int(made.cardinality())} "
-                "elements; it gets the repeated dataset and must not end."
-            )
-        return _Pipeline(hooks.make_batches, made, endless=True, sharded=sharded)
-    endless = bool(first.cardinality() == tf.data.INFINITE_CARDINALITY)
-    return _Pipeline(hooks.create_dataset, first, endless, sharded)
-
-
-def _check_batch_size(
-    hook: Hook, found: int | None, expected: int, replicas: int, accumulate_steps: int
-) -> None:
-    if found == expected:
-        return
-    micro = f" and {accumulate_steps} micro-batches" if accumulate_steps > 1 else ""
-    raise SetupError(
-        f"{hook.name} ({hook.where}): returned "
-        + (f"batches of {found} examples" if found is not None else "single examples")
-        + f", expected batches of {expected} (batch_size {expected * replicas * accumulate_steps} "
-        f"over {replicas} replica{'s' * (replicas > 1)}{micro}): use "
-        "dataset.batch(per_replica_batch_size)."
-    )
-
-
-# Stages whose state TensorFlow leaves out of a checkpoint once a stage behind them has drained
-# them, and the stages that do so before their own pass ends.
-_RESHUFFLING = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
+# Stages that drain the one before them before their own pass ends: TensorFlow leaves the state of
+# a drained stage that draws random numbers out of a checkpoint.
 _DRAINING = {"_ShuffleDataset", "_ZipDataset", "_ConcatenateDataset"}
 # Ops that draw from, or are, a state outside of the pipeline.
 _STATEFUL = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
@@ -291,7 +381,7 @@ def unsavable(dataset: tf.data.Dataset) -> str | None:
         for function in stage._functions():
             if found := random_ops(function.function.graph, _STATEFUL):
                 return f"it runs {', '.join(found)}, which has a state of its own"
-        if drained and name in _RESHUFFLING:
+        if drained and name in RESHUFFLING:
             return (
                 "a stage that draws random numbers is followed by a shuffle, zip or concatenate; "
                 "with repeat() between the two, it can be"
@@ -304,7 +394,51 @@ def unsavable(dataset: tf.data.Dataset) -> str | None:
     return search(dataset, drained=False)
 
 
-def create_eval_dataset(hooks: Hooks, task: Task, per_replica: int) -> tf.data.Dataset:
+def holds_shuffles(position: Path, dataset: tf.data.Dataset) -> bool:
+    """Whether a saved position holds the state of each shuffle of a dataset, so that it is exact.
+
+    TensorFlow leaves out a shuffle that has been read to its end while a stage behind it, such as
+    prefetch or a map that runs ahead, still holds elements; restored, it would begin with the
+    order of the first pass again. What a cache holds is not shuffled again.
+
+    The name of a shuffle's state in the file is TensorFlow's own; tests/engine/test_inputs.py
+    fails if it changes.
+    """
+
+    def count(stage: Any) -> int:
+        if type(stage).__name__ == "CacheDataset":
+            return 0
+        return (type(stage).__name__ == "_ShuffleDataset") + sum(map(count, stage._inputs()))
+
+    wanted = count(dataset)
+    files = position.parent.glob(position.name + ".data*") if wanted else ()
+    return sum(file.read_bytes().count(b"epoch_num_random_samples") for file in files) >= wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationData:
+    """This process's part of the evaluation data, which every evaluation reads from their start.
+
+    Attributes:
+        dataset: one pass; element = (number of examples, batch)
+    """
+
+    dataset: tf.data.Dataset
+    _start: tempfile.TemporaryDirectory[str] | None
+
+    def __iter__(self) -> Any:
+        """Returns an iterator that reads what the first did: shuffles have the same order again.
+
+        A resumed run thus evaluates on what the whole run does. Where a stage has a state that
+        cannot be saved, shuffles go on to other orders.
+        """
+        iterator = iter(self.dataset)
+        if self._start is not None:
+            tf.train.Checkpoint(iterator=iterator).read(str(Path(self._start.name) / "start"))
+        return iterator
+
+
+def create_eval_dataset(hooks: Hooks, task: Task, per_replica: int) -> EvaluationData:
     """Creates this process's part of the evaluation data; the last batch may be smaller.
 
     Raises:
@@ -312,104 +446,32 @@ def create_eval_dataset(hooks: Hooks, task: Task, per_replica: int) -> tf.data.D
     """
     hook = hooks.create_eval_dataset
     assert hook is not None
-    dataset = _dataset_of(hook, per_replica_batch_size=per_replica)
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+    made = dataset_of(hook, per_replica_batch_size=per_replica)
+    if made.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise SetupError(
             f"{hook.name} ({hook.where}): returned an endless dataset, so an evaluation would "
             "never end; leave out repeat()."
         )
-    if batch_size_of(_first_element(dataset, hook)) is None:
-        raise SetupError(
-            f"{hook.name} ({hook.where}): returned single examples, expected batches: use "
-            "dataset.batch(per_replica_batch_size)."
-        )
+
+    @tf.autograph.experimental.do_not_convert
+    def count(*parts: Any) -> tuple[tf.Tensor, Any]:
+        batch = packed(made, parts)
+        return checked_count(hooks.count_examples, batch), batch
+
+    dataset = made.map(count)
     if task.processes > 1:
         dataset = dataset.shard(task.processes, task.index)
-    return dataset.prefetch(tf.data.AUTOTUNE)
-
-
-def static_batch_size(dataset: tf.data.Dataset) -> int | None:
-    """Returns the batch size if the dataset's own description fixes it, as drop_remainder does."""
-    shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", tf.TensorShape(None))
-    return shape[0] if shape.rank else None
-
-
-def batch_size_of(element: Any) -> int | None:
-    """Returns how many examples an element holds: the first dimension of its first tensor."""
-    size = first_dimension(element)
-    return None if size is None else int(size)
-
-
-def first_dimension(element: Any) -> Any:
-    """The same as a number or, in a graph, as a scalar tensor; None for a scalar element."""
-    tensor = tf.nest.flatten(element)[0]
-    if isinstance(tensor, tf.RaggedTensor):
-        return tensor.nrows()
-    if isinstance(tensor, tf.SparseTensor):
-        return tensor.dense_shape[0]
-    if tensor.shape.rank == 0:
-        return None
-    static = None if tensor.shape.rank is None else tensor.shape[0]
-    return tf.shape(tensor, tf.int64)[0] if static is None else static
-
-
-def _dataset_of(hook: Hook, **values: Any) -> tf.data.Dataset:
-    dataset = hook(**values)
-    if not isinstance(dataset, tf.data.Dataset):
-        raise SetupError(
-            f"{hook.name} ({hook.where}): returned {_kind(dataset)}, expected a tf.data.Dataset."
-        )
-    return dataset
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
-
-
-def _first_element(dataset: tf.data.Dataset, hook: Hook) -> Any:
-    iterator: Iterator[Any] = iter(dataset.take(1))
+    dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    start = tempfile.TemporaryDirectory(prefix="ctl_core-")
+    data = EvaluationData(dataset, start)
     try:
-        return next(iterator)
-    except StopIteration:
-        raise SetupError(
-            f"{hook.name} ({hook.where}): returned an empty dataset; there is nothing to read."
-        ) from None
-    except tf.errors.OpError as error:
-        raise SetupError(
-            f"{hook.name} ({hook.where}): reading the first element failed: {brief(error)}"
-        ) from error
-
-
-def _whole_batches(dataset: tf.data.Dataset, per_replica: int) -> tf.data.Dataset:
-    """Leaves out elements of another size than a batch, such as the remainder of a pass."""
-    if static_batch_size(dataset) is not None:
-        return dataset
-
-    def is_whole(*element: Any) -> tf.Tensor:
-        return tf.equal(tf.cast(first_dimension(element), tf.int64), per_replica)
-
-    return dataset.filter(is_whole)
-
-
-def _whole_groups(
-    dataset: tf.data.Dataset, size: int, hook: Hook, per_replica: int
-) -> tf.data.Dataset:
-    """Leaves out the last elements of a pass, those that fill no group of ``size``."""
-    elements = int(dataset.cardinality())
-    if size == 1 or elements == tf.data.INFINITE_CARDINALITY:
-        return dataset
-    if elements == tf.data.UNKNOWN_CARDINALITY:
-        # An element passes once its whole group has been seen: only a full window has an element
-        # after skip(size - 1), which then yields the window.
-        return dataset.group_by_window(
-            key_func=lambda *_: tf.constant(0, tf.int64),
-            reduce_func=lambda _, window: window.skip(size - 1).take(1).flat_map(lambda *_: window),
-            window_size=size,
-        )
-    if elements < size:
-        raise SetupError(
-            f"{hook.name} ({hook.where}): the dataset has {elements * per_replica} examples, fewer "
-            f"than one global batch of {size * per_replica}; lower batch_size."
-        )
-    whole = elements - elements % size
-    return dataset if whole == elements else dataset.take(whole)
+        tf.train.Checkpoint(iterator=iter(dataset)).write(str(Path(start.name) / "start"))
+    except tf.errors.FailedPreconditionError:
+        data = EvaluationData(dataset, None)
+    with reading(hook):
+        if examples_in(hooks.count_examples, first_of(iter(made), hook)) is None:
+            raise SetupError(
+                f"{hook.name} ({hook.where}): returned single examples, expected batches: use "
+                "dataset.batch(per_replica_batch_size)."
+            )
+    return data

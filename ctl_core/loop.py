@@ -26,8 +26,8 @@ from ctl_core.evaluation import evaluate
 from ctl_core.functions import StepFunctions
 from ctl_core.hook_state import check_state
 from ctl_core.hooks import OBSERVED
-from ctl_core.inputs import EMPTY
 from ctl_core.launch import TICK, supervised
+from ctl_core.look import EMPTY
 from ctl_core.precision import policy
 from ctl_core.profile import Clock, Profile
 from ctl_core.randomness import spread
@@ -157,6 +157,7 @@ def _loop(
                 checkpoints.done.update(n for n in state.hooks.at_step if n == step)
                 functions.refresh()
                 checkpoints.remainder.after_hooks(due, step)
+        state.data.say_left_out(console)
         checkpoints.poll()
         word = agree(Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen))
         chunk.limit, checkpoints.asked = word.chunk, word.save
@@ -171,6 +172,8 @@ def _loop(
     with clock.time("checkpoints"):
         checkpoints.save(due=True)
         checkpoints.finish()
+    if not agree.signal:
+        state.data.say_left_out(console, ended=True)
     with state.cluster.peers():
         state.statistics.average()
     state.stopped_by = agree.signal if step < last else None
@@ -266,7 +269,7 @@ def _last_step(state: State, console: Console) -> int:
     if state.config.epochs is None:
         assert state.config.steps is not None
         return state.config.steps
-    steps = state.data.steps_per_epoch()
+    steps = state.data.steps_per_epoch
     if steps is None:
         raise SetupError(
             "epochs: create_dataset or make_batches gives an endless dataset, which has no "

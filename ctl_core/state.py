@@ -16,14 +16,14 @@ import tensorflow as tf
 from ctl_core.accumulate import take_update
 from ctl_core.batch_norm import MovingStatistics
 from ctl_core.cluster import Cluster
-from ctl_core.compat import global_seed_generator, global_seed_generator_kept, is_deterministic
+from ctl_core.compat import global_seed_generator
 from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import Evaluation, create_evaluation
 from ctl_core.freezing import Freezing, trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
-from ctl_core.inputs import Input, check_same_data, create_input
+from ctl_core.inputs import Input, create_input
 from ctl_core.precision import LossScale
 from ctl_core.profile import Clock
 from ctl_core.runs import Run, repair_list
@@ -99,12 +99,9 @@ class State:
     def renew_input(self) -> None:
         """Makes the training data anew, as it was before anything was read from it."""
         with global_seed_generator_kept():
-            keras.utils.set_random_seed(self.config.seed)
-        parts, seed, task = self.parts, self.config.seed, self.cluster.task
-        self.data = create_input(
-            self.hooks, self.strategy, task, parts.micro_batch_size, seed, parts.accumulate_steps
-        )
-        self.data.clock = not is_deterministic()
+            self.data = create_input(
+                self.hooks, self.strategy, self.cluster, self.config, found=self.data.found
+            )
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -126,22 +123,22 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
         console.warn(warning)
     try:
         with cluster.peers():
-            return _create(hooks, config, run, strategy, cluster)
+            return _create(hooks, config, run, strategy, cluster, console)
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
 
 
 def _create(
-    hooks: Hooks, config: Config, run: Run, strategy: tf.distribute.Strategy, cluster: Cluster
+    hooks: Hooks,
+    config: Config,
+    run: Run,
+    strategy: tf.distribute.Strategy,
+    cluster: Cluster,
+    console: Console,
 ) -> State:
     replicas = strategy.num_replicas_in_sync
     per_replica = config.batch_size // (replicas * config.accumulate_steps)
-    check_same_data(hooks, cluster, replicas, per_replica)
-    keras.utils.set_random_seed(config.seed)
-    data = create_input(
-        hooks, strategy, cluster.task, per_replica, config.seed, config.accumulate_steps
-    )
-    data.clock = not is_deterministic()
+    data = create_input(hooks, strategy, cluster, config, console)
     step = _step_variable()
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")
@@ -276,7 +273,7 @@ def _build_late(
         return
     try:
         with _scratch(data, task):
-            batch = _placeholders(data.dataset.element_spec)
+            batch = _placeholders(data.element_spec)
             needed = frozenset({"output", "batch"})
             update(parts, contribution(parts, batch, needed), frozenset())
     except HookFailed as error:
@@ -353,7 +350,7 @@ def _build_variables(parts: Parts, data: Input, task: Task) -> tuple[dict[str, l
         The trainable_vars by objective, and the specification of the model's input.
     """
     with _scratch(data, task):
-        batch = _placeholders(data.dataset.element_spec)
+        batch = _placeholders(data.element_spec)
         inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
         output, loss = forward(parts, batch, training=True)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks
-from ctl_core.inputs import first_dimension
+from ctl_core.look import examples_in
 from ctl_core.precision import LossScale, all_finite, to_float32
 
 
@@ -244,7 +244,7 @@ def batch_sum(loss: Any, batch: Any, parts: Parts) -> tf.Tensor:
             "their sum."
         ) from None
     rank = loss.shape.rank
-    examples = first_dimension(batch)
+    examples = examples_in(parts.hooks.count_examples, batch)
     length = loss.shape[0] if rank == 1 else None
     wrong_length = isinstance(examples, int) and length is not None and length != examples
     if rank not in (0, 1, None) or wrong_length or not loss.dtype.is_floating:

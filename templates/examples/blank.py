@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ctl_core import (
     deferred,
+    leading_dimension,
     nan_to_zero,
     regularization,
     report,
@@ -25,7 +26,8 @@ from ctl_core import (
 # last full global batch. A resumed run goes on with exactly the next example if random changes to
 # examples are tf.random.stateless_* with seeds from ctl_core.data.with_seeds, after the shuffle.
 # A shuffle buffer travels in every checkpoint: for much data in memory,
-# ctl_core.data.index_shuffle shuffles indices instead.
+# ctl_core.data.index_shuffle shuffles indices instead. For examples of different lengths name
+# global_batch_size: ctl_core.data.bucket_by_length groups and pads global batches.
 #
 # def create_dataset(per_replica_batch_size):
 #     dataset = tf.data.Dataset.from_tensor_slices((inputs, targets)).shuffle(1000)
@@ -35,6 +37,12 @@ from ctl_core import (
 # The last change to the repeated dataset, before its elements are dealt out to the replicas.
 def make_batches(dataset):
     return dataset
+
+
+# How many examples a batch holds: the first dimension of its tensors. Where they differ in it, as
+# in graphs or point sets, say which counts: return tf.shape(labels)[0].
+def count_examples(batch):
+    return leading_dimension(batch)
 
 
 # One pass over the evaluation data. Without this hook there is no evaluation.

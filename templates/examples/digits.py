@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ctl_core import (
     deferred,
+    leading_dimension,
     nan_to_zero,
     regularization,
     report,
@@ -48,6 +49,12 @@ def create_dataset(per_replica_batch_size, config):
 # The last change to the repeated dataset, before its elements are dealt out to the replicas.
 def make_batches(dataset):
     return dataset
+
+
+# How many examples a batch holds: the first dimension of its tensors. Where they differ in it, as
+# in graphs or point sets, say which counts: return tf.shape(labels)[0].
+def count_examples(batch):
+    return leading_dimension(batch)
 
 
 # One pass over the evaluation data. Without this hook there is no evaluation.

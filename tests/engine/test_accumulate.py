@@ -273,6 +273,6 @@ def test_a_batch_that_cannot_be_shared_out_is_refused(train: Train) -> None:
     message = str(error.value)
     assert "batch_size: 20" in message and "2 replicas" in message
     assert "accumulate_steps 4" in message and "a multiple of 8" in message
-    hooks = make_hooks(create_dataset=lambda per_replica_batch_size: sliced(regression_data())(16))
+    hooks = make_hooks(create_dataset=lambda per_replica_batch_size: sliced(regression_data())(12))
     with pytest.raises(SetupError, match="expected batches of 4"):
         train(hooks, accumulate_steps=4)

@@ -95,7 +95,7 @@ def test_default_metric_pre_passes_target_and_output(train: Train) -> None:
 def test_a_signal_ends_an_evaluation_early(train: Train) -> None:
     state = train(eval_hooks(100), steps=0)
     assert state.evaluation is not None
-    state.evaluation.dataset = state.evaluation.dataset.repeat(50)
+    state.evaluation.data = state.evaluation.data.dataset.repeat(50)  # type: ignore[assignment]
     assert evaluate(state.evaluation, lambda word: dataclasses.replace(word, signal=15)) is None
     values = evaluate(state.evaluation)
     assert values is not None and values["seen"] == 5000

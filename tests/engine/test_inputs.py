@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.inputs import unsavable
+from ctl_core.inputs import holds_shuffles, unsavable
 from tests.engine.conftest import Train, make_hooks, regression_data
 
 
@@ -50,6 +52,53 @@ def test_savable(name: str) -> None:
 @pytest.mark.parametrize("name", INEXACT)
 def test_unsavable(name: str) -> None:
     assert unsavable(INEXACT[name]().batch(8).repeat().prefetch(2)) is not None
+
+
+# A pass of 12 batches of 8: what is read ahead of its last ones has left the shuffle behind.
+AHEAD: dict[str, Any] = {
+    "prefetch": lambda data: data.batch(8, drop_remainder=True).prefetch(4),
+    "a map that runs ahead": lambda data: data.batch(8, drop_remainder=True).map(
+        lambda x, y: (x, y), num_parallel_calls=4
+    ),
+    "batches cut up": lambda data: data.batch(30).unbatch().batch(8, drop_remainder=True),
+}
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_stages_that_read_ahead_of_the_end_of_a_pass(train: Train, name: str) -> None:
+    """Wherever the run is stopped in two passes, it goes on with the right examples."""
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        return AHEAD[name](examples().shuffle(60, seed=1))
+
+    def weights(run_name: str, *cuts: int) -> Any:
+        for steps in cuts:
+            state = train(hooks, steps=steps, run_name=run_name, batch_size=8)
+        return state.train_model.get_weights()
+
+    hooks = make_hooks(create_dataset=create_dataset)
+    whole = weights("whole", 26)
+    for one, other in zip(whole, weights("parts", 7, 9, 10, 11, 12, 22, 23, 26), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "held"),
+    [
+        (lambda: examples().shuffle(100, seed=1), True),
+        (lambda: examples().shuffle(50, seed=1).shuffle(100, seed=2), False),
+        (lambda: examples().shuffle(50, seed=1).cache().shuffle(100, seed=2), True),
+        (lambda: examples(), True),
+    ],
+)
+def test_whether_a_saved_position_holds_its_shuffles(
+    tmp_path: Path, make: Callable[[], tf.data.Dataset], held: bool
+) -> None:
+    """Fails if TensorFlow gives their state another name."""
+    iterator = iter(make().batch(8).repeat())
+    next(iterator)
+    path = tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "position"))
+    assert holds_shuffles(Path(path), make()) == held
 
 
 @pytest.mark.parametrize("cut", [3, 6, 8])

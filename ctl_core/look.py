@@ -1,0 +1,378 @@
+"""What is found out about the data before a run reads them: sizes, length, what is left out.
+
+Iterators of one dataset share the state of its shuffles, so a second one would not read what the
+first did. Whatever is found out by reading is found out on a pipeline that the run does not read;
+inputs.py has the hooks make that one anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.cluster import Cluster
+from ctl_core.console import Console
+from ctl_core.defaults import DIFFER
+from ctl_core.errors import SetupError, one_line
+from ctl_core.hooks import Hook, Hooks, describe
+
+EMPTY = "returned an empty dataset, or one with fewer examples than one global batch."
+
+# So many elements, or elements of so many steps, are looked at where not all sizes are fixed.
+_LOOK = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How a global batch is shared out.
+
+    Attributes:
+        batch: examples in a global batch, B
+        replicas: N, over all processes
+        accumulate_steps: A
+        processes: P
+    """
+
+    batch: int
+    replicas: int
+    accumulate_steps: int
+    processes: int
+
+    @property
+    def shares(self) -> int:
+        """N A, into which a global batch is cut."""
+        return self.replicas * self.accumulate_steps
+
+    @property
+    def per_replica(self) -> int:
+        """B / (N A), what a replica takes at once."""
+        return self.batch // self.shares
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What was found out about the training data.
+
+    Attributes:
+        size: examples in an element: B / (N A), or B
+        together: how many elements fill a step: of this process, or of all if they share them
+        elements: of the right size in a pass; None if it has no end, or nobody has counted
+        left_out: of a pass: elements of another size, examples in them, and examples in the
+            elements at its end that fill no step; None if that is not known yet
+    """
+
+    size: int
+    together: int
+    elements: int | None = None
+    left_out: tuple[int, int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """What the hooks made: one pass, or an endless dataset; and the hook to name in messages."""
+
+    hook: Hook
+    count_examples: Hook
+    dataset: tf.data.Dataset
+    endless: bool
+    sharded: bool
+
+    @property
+    def name(self) -> str:
+        """The hook and where it is."""
+        return f"{self.hook.name} ({self.hook.where})"
+
+    def static_size(self) -> int | None:
+        """Returns how many examples each element holds, if the dataset's description fixes it."""
+        found: list[Any] = []
+
+        @tf.autograph.experimental.do_not_convert
+        def trace(*parts: Any) -> tf.Tensor:
+            found.append(examples_in(self.count_examples, packed(self.dataset, parts)))
+            return tf.constant(0)
+
+        self.dataset.map(trace)
+        return found[0] if isinstance(found[0], int) else None
+
+
+def create_pipeline(hooks: Hooks, sizes: Sizes, context: tf.distribute.InputContext) -> Pipeline:
+    """Calls ``create_dataset`` and ``make_batches``.
+
+    Raises:
+        SetupError: one of them returns no dataset, or an empty one; or ``make_batches`` one that
+            ends.
+    """
+    values = {
+        "per_replica_batch_size": sizes.per_replica,
+        "global_batch_size": sizes.batch,
+        "input_context": context,
+    }
+    sharded = any(
+        "input_context" in hook.arguments for hook in (hooks.create_dataset, hooks.make_batches)
+    )
+    dataset, hook = dataset_of(hooks.create_dataset, **values), hooks.create_dataset
+    if dataset.cardinality() == 0:
+        raise SetupError(f"{hook.name} ({hook.where}): {EMPTY}")
+    endless = bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
+    repeated = dataset.repeat()
+    made = dataset_of(hooks.make_batches, dataset=repeated, **values)
+    if made is not repeated:
+        dataset, hook, endless = made, hooks.make_batches, True
+        if made.cardinality() >= 0:
+            raise SetupError(
+                f"make_batches ({hook.where}): ends after {int(made.cardinality())} elements; it "
+                "gets the repeated dataset and must not end."
+            )
+    return Pipeline(hook, hooks.count_examples, dataset, endless, sharded)
+
+
+def dataset_of(hook: Hook, **values: Any) -> tf.data.Dataset:
+    """Calls a hook that returns a dataset.
+
+    Raises:
+        SetupError: it returns something else.
+    """
+    dataset = hook(**values)
+    if not isinstance(dataset, tf.data.Dataset):
+        kind = "nothing" if dataset is None else f"a {type(dataset).__name__}"
+        raise SetupError(
+            f"{hook.name} ({hook.where}): returned {kind}, expected a tf.data.Dataset."
+        )
+    return dataset
+
+
+def examples_in(count_examples: Hook, batch: Any) -> Any:
+    """Returns how many examples a batch holds, as the hook counts them.
+
+    Returns:
+        A number where it is fixed, otherwise a scalar int64 tensor; None for a single example.
+
+    Raises:
+        SetupError: the hook returns something else.
+    """
+    number = count_examples.in_graph(batch=batch)
+    if number is None:
+        return None
+    tensor = tf.convert_to_tensor(number)
+    if tensor.shape.rank != 0 or not tensor.dtype.is_integer:
+        raise SetupError(
+            f"count_examples ({count_examples.where}): returned {describe(tensor)}, expected how "
+            "many examples the batch holds, a whole number."
+        )
+    static = tf.get_static_value(tensor)
+    return tf.cast(tensor, tf.int64) if static is None else int(static)
+
+
+def packed(dataset: tf.data.Dataset, parts: tuple[Any, ...]) -> Any:
+    """Makes an element of what tf.data calls a function with."""
+    return parts if isinstance(dataset.element_spec, tuple) else parts[0]
+
+
+def checked_count(count_examples: Hook, element: Any) -> tf.Tensor:
+    """Returns the same as an int64 tensor in a graph, which fails where the number is not clear."""
+    number = examples_in(count_examples, element)
+    if not tf.is_tensor(number):
+        return tf.constant(number or 0, tf.int64)
+    with tf.control_dependencies([tf.debugging.Assert(number >= 0, [DIFFER])]):
+        return tf.identity(number)
+
+
+def known(pipeline: Pipeline, sizes: Sizes) -> Found | None:
+    """Returns what the dataset's own description says, if it fixes size and length."""
+    size, elements = pipeline.static_size(), int(pipeline.dataset.cardinality())
+    if size is not None:
+        _check_size(pipeline, size, sizes)
+    if size is None or elements == tf.data.UNKNOWN_CARDINALITY:
+        return None
+    together = _together(pipeline, size, sizes)
+    if pipeline.endless:
+        return Found(size, together, None, (0, 0, 0))
+    return Found(size, together, elements, (0, 0, elements % together * size))
+
+
+def uneven(pipeline: Pipeline, together: int) -> bool:
+    """Whether the shares of a step may differ in shape, apart from their first dimension."""
+    return together > 1 and any(
+        isinstance(spec, tf.TensorSpec) and not spec.shape[1:].is_fully_defined()
+        for spec in tf.nest.flatten(pipeline.dataset.element_spec)
+    )
+
+
+def look(
+    pipeline: Pipeline,
+    sizes: Sizes,
+    cluster: Cluster | None,
+    counting: bool,
+    console: Console | None,
+) -> Found:
+    """Reads some elements, or a whole pass, of a pipeline that the run does not read.
+
+    Args:
+        pipeline: which is of no use afterwards
+        sizes: what its elements should hold
+        cluster: whose processes have to read the same, if they take their parts of it
+        counting: whether to count the elements of a pass
+        console: for warnings
+
+    Raises:
+        SetupError: reading fails; an element has another size, or it is not clear which; or the
+            processes of the cluster read different data.
+    """
+    found = known(pipeline, sizes)
+    iterator = iter(pipeline.dataset)
+    with reading(pipeline.hook):
+        elements = [first_of(iterator, pipeline.hook)]
+        counts = [examples_in(pipeline.count_examples, elements[0])]
+        size = _check_size(pipeline, counts[0], sizes)
+        if cluster is not None:
+            _check_same(pipeline, cluster, elements[0])
+        together = _together(pipeline, size, sizes)
+        several = _LOOK * together if uneven(pipeline, together) else _LOOK
+        while len(elements) < several and not (found and several == _LOOK):
+            element = next(iterator, None)
+            if element is None:
+                break
+            elements.append(element)
+            counts.append(examples_in(pipeline.count_examples, element))
+        if console is not None and uneven(pipeline, together):
+            _warn_of_shapes(pipeline, elements, together, console)
+        if found is not None or not counting:
+            return found or Found(size, together)
+        if console is not None:
+            console.say(f"{pipeline.name}: reading the data once, to count the steps of a pass.")
+        rest = _count(iterator, pipeline, size)
+    odd = [count for count in counts if count != size]
+    whole, *left_out = (np.array([len(counts) - len(odd), len(odd), sum(odd)]) + rest).tolist()
+    return Found(size, together, whole, (*left_out, whole % together * size))
+
+
+@contextlib.contextmanager
+def reading(hook: Hook) -> Iterator[None]:
+    """Turns a failure of reading into one line that names the hook."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        raise SetupError(
+            f"{hook.name} ({hook.where}): reading the data failed: {one_line(error)}"
+        ) from error
+
+
+def first_of(iterator: Any, hook: Hook) -> Any:
+    """Returns the next element.
+
+    Raises:
+        SetupError: there is none.
+    """
+    for element in iterator:
+        return element
+    raise SetupError(f"{hook.name} ({hook.where}): {EMPTY}")
+
+
+def check_made_anew(first: Pipeline, second: Pipeline) -> None:
+    """Refuses pipelines that share a shuffle, of which the second would not start at its start.
+
+    ``_input_dataset`` and such have no public form; see ``stages``.
+
+    Raises:
+        SetupError: they do.
+    """
+    before = {id(stage) for stage in stages(first.dataset)}
+    for stage in stages(second.dataset):
+        if id(stage) in before and type(stage).__name__ in RESHUFFLING:
+            raise SetupError(
+                f"{second.name}: uses a dataset made outside of it that is shuffled, and reading "
+                "some of it, to find out its sizes, has moved the shuffle on; make the dataset, "
+                "or shuffle it, inside the function."
+            )
+
+
+# Stages that draw random numbers, others in each pass.
+RESHUFFLING = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
+
+
+def stages(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset and those that it reads, by ``_inputs``, which has no public form."""
+    yield dataset
+    for part in dataset._inputs():
+        yield from stages(part)
+
+
+def _check_size(pipeline: Pipeline, found: int | None, sizes: Sizes) -> int:
+    if found == sizes.per_replica or (found == sizes.batch and not pipeline.sharded):
+        return found
+    micro = f" and {sizes.accumulate_steps} micro-batches" if sizes.accumulate_steps > 1 else ""
+    raise SetupError(
+        f"{pipeline.name}: returned "
+        + (f"batches of {found} examples" if found is not None else "single examples")
+        + f", expected batches of {sizes.per_replica} (batch_size {sizes.batch} over "
+        f"{sizes.replicas} replica{'s' * (sizes.replicas > 1)}{micro}): use "
+        "dataset.batch(per_replica_batch_size)."
+    )
+
+
+def _together(pipeline: Pipeline, size: int, sizes: Sizes) -> int:
+    if size != sizes.per_replica:
+        return 1
+    return sizes.shares // (sizes.processes if pipeline.sharded else 1)
+
+
+def _check_same(pipeline: Pipeline, cluster: Cluster, element: Any) -> None:
+    digest = hashlib.sha256()
+    for tensor in tf.nest.flatten(element, expand_composites=True):
+        digest.update(repr(tensor.numpy().tolist()).encode())
+    digests = cluster.exchange([int.from_bytes(digest.digest()[:7], "big")])
+    if (digests != digests[0]).any():
+        raise SetupError(
+            f"{pipeline.name}: the processes of the cluster read different data, or in a different "
+            "order, but each takes its part of it; sort lists of files, seed what is random, or "
+            "name input_context and shard there."
+        )
+
+
+def _warn_of_shapes(
+    pipeline: Pipeline, elements: list[Any], together: int, console: Console
+) -> None:
+    """Warns if the shares of a step differ in shape: one global batch has one shape."""
+
+    def shape(element: Any) -> list[Any]:
+        tensors = [t for t in tf.nest.flatten(element) if isinstance(t, tf.Tensor)]
+        return [tensor.shape[1:].as_list() for tensor in tensors]
+
+    for start in range(0, len(elements), together):
+        one, *others = elements[start : start + together]
+        if different := [other for other in others if shape(other) != shape(one)]:
+            console.warn(
+                f"{pipeline.name}: batches of one step have different shapes, such as "
+                f"{describe(one)} and {describe(different[0])}: what is grouped or padded for each "
+                "replica on its own trains otherwise on another number of them. Make batches of "
+                "global_batch_size, which the hook may name and the engine shares out, "
+                "or use ctl_core.data.bucket_by_length."
+            )
+            return
+
+
+def _count(iterator: Any, pipeline: Pipeline, size: int) -> np.ndarray:
+    """Reads the rest of a pass: elements of that size, others, and examples in those others."""
+
+    @tf.function(autograph=False)
+    def count(iterator: Any) -> tf.Tensor:
+        def one(element: Any) -> tf.Tensor:
+            number = checked_count(pipeline.count_examples, element)
+            whole = tf.cast(number == size, tf.int64)
+            return tf.stack([whole, 1 - whole, (1 - whole) * number])
+
+        def body(_: tf.Tensor, totals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            element = iterator.get_next_as_optional()
+            there = element.has_value()
+            return there, tf.cond(there, lambda: totals + one(element.get_value()), lambda: totals)
+
+        start = (tf.constant(True), tf.zeros([3], tf.int64))
+        return tf.while_loop(lambda more, _: more, body, start)[1]
+
+    return count(iterator).numpy()  # type: ignore[no-any-return]

@@ -1,0 +1,194 @@
+"""Examples of different lengths: a step has the same ones, padded alike, on any devices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core.data import bucket_by_length
+from ctl_core.errors import SetupError
+from tests.engine.conftest import Train, make_hooks
+
+EXAMPLES, BATCH, BOUNDARIES = 90, 8, [4, 7]
+
+
+def words() -> tf.data.Dataset:
+    """Sequences of 1 to 9 numbers, a target and a number each, shuffled."""
+
+    def example(index: tf.Tensor) -> Any:
+        length = 1 + (index * 7) % 9
+        values = tf.random.stateless_normal([length, 1], [3, index])
+        return values, tf.reduce_mean(values, 0) + 0.1, index
+
+    return tf.data.Dataset.range(EXAMPLES).shuffle(EXAMPLES, seed=1).map(example)
+
+
+def length_of(values: tf.Tensor, *_: Any) -> tf.Tensor:
+    return tf.shape(values)[0]
+
+
+def bucketed(global_batch_size: int) -> tf.data.Dataset:
+    return bucket_by_length(words(), length_of, BOUNDARIES, global_batch_size)
+
+
+def per_replica(per_replica_batch_size: int) -> tf.data.Dataset:
+    sizes = [per_replica_batch_size] * 3
+    return words().bucket_by_sequence_length(length_of, BOUNDARIES, sizes)
+
+
+class Mean(keras.Model):
+    """The mean over the padded length, too: what is padded otherwise trains otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.dense.build((None, None, 1))
+        self.built = True
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.tanh(self.dense(inputs)), 1)
+
+
+def hooks(seen: list[Any], create_dataset: Any, **others: Any) -> SimpleNamespace:
+    return make_hooks(
+        **{
+            "create_dataset": create_dataset,
+            "create_model": Mean,
+            "create_opt": lambda lr: keras.optimizers.SGD(lr),
+            "input_pre": lambda batch: batch[0],
+            "loss_pre": lambda output, batch: (output, batch[1]),
+            "every_steps": {1: lambda batch: seen.append(batch[2].numpy().tolist())},
+            **others,
+        }
+    )
+
+
+def by_hand(steps: int, rate: float) -> tuple[list[Any], list[np.ndarray]]:
+    """A plain loop on one device; batches of a bucket's remainder are left out."""
+    keras.utils.set_random_seed(0)
+    whole = bucketed(BATCH).filter(lambda values, target, index: len(index) == BATCH).repeat()
+    model, update, seen = Mean(), keras.optimizers.SGD(rate), []
+    for values, target, index in whole.take(steps):
+        with tf.GradientTape() as tape:
+            error = tf.reduce_sum((model(values) - target) ** 2) / BATCH
+        gradients = tape.gradient(error, model.trainable_variables)
+        update.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        seen.append(index.numpy().tolist())
+    return seen, model.get_weights()
+
+
+@pytest.mark.parametrize(("replicas", "accumulate_steps"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_buckets_train_alike_on_any_devices(
+    train: Train, capsys: pytest.CaptureFixture[str], replicas: int, accumulate_steps: int
+) -> None:
+    """Also across a resume; and what is left of the buckets is said."""
+    expected, weights = by_hand(24, 0.5)
+    seen: list[Any] = []
+    for steps in (10, 24):
+        state = train(
+            hooks(seen, bucketed),
+            steps=steps, batch_size=BATCH, learning_rate=0.5, virtual_devices=replicas,
+            accumulate_steps=accumulate_steps,
+        )  # fmt: skip
+    assert [sorted(step) for step in seen] == [sorted(step) for step in expected]
+    for found, by_loop in zip(state.train_model.get_weights(), weights, strict=True):
+        np.testing.assert_allclose(found, by_loop, rtol=1e-5, atol=1e-6)
+    output = capsys.readouterr().out
+    left = EXAMPLES - 8 * sum(count // 8 for count in (30, 30, 30))
+    assert f"a pass leaves out {left} examples in 3 elements that do not hold 8 each" in output
+    assert "different shapes" not in output and "reading and dropping" not in output
+
+
+def test_epochs_of_buckets(train: Train) -> None:
+    """Each bucket of 30 has three whole batches."""
+    state = train(hooks([], bucketed), steps=None, epochs=2, batch_size=BATCH, virtual_devices=2)
+    assert state.step == 18
+
+
+def test_buckets_of_the_repeated_data_leave_nothing_out(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make_batches(dataset: tf.data.Dataset, global_batch_size: int) -> tf.data.Dataset:
+        return bucket_by_length(dataset, length_of, BOUNDARIES, global_batch_size)
+
+    own = hooks([], words, make_batches=make_batches)
+    weights = [
+        train(own, steps=30, batch_size=BATCH, virtual_devices=n, run_name=f"on-{n}")
+        .train_model.get_weights()
+        for n in (1, 2)
+    ]  # fmt: skip
+    for one, two in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    assert "leaves out" not in capsys.readouterr().out
+
+
+def test_batches_padded_as_a_whole(train: Train) -> None:
+    """Without buckets: global batches are padded alike on any devices."""
+
+    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
+        return words().padded_batch(global_batch_size, drop_remainder=True)
+
+    weights = [
+        train(hooks([], create_dataset), steps=12, batch_size=BATCH, virtual_devices=n,
+              run_name=f"on-{n}").train_model.get_weights()
+        for n in (1, 4)
+    ]  # fmt: skip
+    for one, two in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_grouping_per_replica_is_warned_of(
+    train: Train, capsys: pytest.CaptureFixture[str], replicas: int, fixed: bool
+) -> None:
+    def padded(per_replica_batch_size: int) -> tf.data.Dataset:
+        return words().padded_batch(per_replica_batch_size, drop_remainder=True)
+
+    make = padded if fixed else per_replica
+    own = hooks([], make, every_steps={})
+    train(own, steps=2, batch_size=BATCH, virtual_devices=replicas)
+    output = capsys.readouterr().out
+    assert ("batches of one step have different shapes" in output) == (replicas > 1)
+    if replicas > 1:
+        assert "warning: create_dataset (test_buckets.py:" in output
+        assert "global_batch_size" in output and "ctl_core.data.bucket_by_length" in output
+
+
+def test_ragged_batches_are_cut_up_alike(train: Train) -> None:
+    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
+        return words().ragged_batch(global_batch_size)
+
+    def input_pre(batch: Any) -> Any:
+        return batch[0].to_tensor(shape=[None, 9, 1])
+
+    weights = [
+        train(hooks([], create_dataset, input_pre=input_pre), steps=12, batch_size=BATCH,
+              virtual_devices=n, run_name=f"on-{n}").train_model.get_weights()
+        for n in (1, 2)
+    ]  # fmt: skip
+    for one, two in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_cut_is_refused(train: Train) -> None:
+    """Graphs one behind the other: where a global batch of them could be cut is not known."""
+
+    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.range(48).batch(global_batch_size, drop_remainder=True)
+        return dataset.map(lambda index: (tf.zeros([24, 1]), index[:, None], index))
+
+    own = hooks([], create_dataset, count_examples=lambda batch: tf.shape(batch[2])[0])
+    with pytest.raises(SetupError, match=r"create_dataset .*cannot be cut.*per_replica"):
+        train(own, steps=2, batch_size=BATCH, virtual_devices=2)
+
+
+@pytest.mark.parametrize("boundaries", [[], [5, 3], [3, 3]])
+def test_wrong_boundaries(boundaries: list[int]) -> None:
+    with pytest.raises(ValueError, match="boundaries must increase"):
+        bucket_by_length(words(), length_of, boundaries, 8)
