@@ -16,7 +16,7 @@ import tensorflow as tf
 from ctl_core.accumulate import take_update
 from ctl_core.batch_norm import MovingStatistics
 from ctl_core.cluster import Cluster
-from ctl_core.compat import global_seed_generator
+from ctl_core.compat import global_seed_generator, global_seed_generator_kept
 from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
