@@ -35,7 +35,6 @@ from ctl_core.step import (
     forward,
     kind_of,
     objectives,
-    reduce_no_more,
     update,
 )
 from ctl_core.strategy import Task, create_strategy
@@ -320,7 +319,6 @@ def _check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
                 "scales the loss for it; return its inner_optimizer, and set precision: float16, "
                 "where the engine does both."
             )
-        reduce_no_more(optimizer)
     if not optimizers:
         raise SetupError(f"{hook.name} ({hook.where}): returned an empty dict of optimizers.")
 

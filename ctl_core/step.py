@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.compat import gradients_are_summed
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.look import examples_in
@@ -345,11 +346,9 @@ def update(parts: Parts, contributed: dict[str, Any], wanted: frozenset[str]) ->
     updates, displays = {}, {}
     for name, gradients in summed["gradients"].items():
         values = {**contributed, "gradients": gradients, "loss": summed["loss"][name]}
-        update, displays[name] = expect(
-            hook.in_graph(**values, optimizer=parts.optimizers[name], **parts.given()),
-            ("update_gradients", "display_gradients"),
-            where,
-        )
+        with gradients_are_summed():
+            result = hook.in_graph(**values, optimizer=parts.optimizers[name], **parts.given())
+        update, displays[name] = expect(result, ("update_gradients", "display_gradients"), where)
         _check_update(update, parts.trained[name], where)
         updates[name] = list(update)
     values = {**contributed, **summed, "update_gradients": updates, "display_gradients": displays}
@@ -369,7 +368,8 @@ def apply(parts: Parts, updates: dict[str, list[Any]]) -> None:
     for name, gradients in updates.items():
         pairs = list(zip(gradients, parts.trained[name], strict=True))
         optimizer = parts.optimizers[name]
-        _blamed(parts.hooks.create_opt, "the optimizer", optimizer.apply_gradients, pairs)
+        with gradients_are_summed():
+            _blamed(parts.hooks.create_opt, "the optimizer", optimizer.apply_gradients, pairs)
 
 
 def _check_update(update: Any, variables: list[Any], where: str) -> None:
@@ -442,19 +442,6 @@ def _merge_rows(gradient: Any) -> Any:
     indices, rows = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-
-def reduce_no_more(optimizer: Any) -> None:
-    """Keeps a Keras optimizer from summing over the replicas what is summed already.
-
-    Keras has no public switch for this: in a replica context its optimizers call their own
-    ``_all_reduce_sum_gradients``, which is replaced here on the one object. tests/engine
-    compares the weights of one and several replicas and fails if Keras changes this.
-    """
-    while optimizer is not None:
-        if hasattr(optimizer, "_all_reduce_sum_gradients"):
-            optimizer._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
-        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def variable_name(variable: Any) -> str:
