@@ -372,11 +372,11 @@ def _scratch(data: Input, task: Task) -> Iterator[None]:
     its models in one; in a tf.function, random generators could not be made on several replicas.
     """
     first = task.index * data.replicas
-    with tf.__internal__.FuncGraph("build").as_default(), _Alone(data.strategy, first):
+    with tf.__internal__.FuncGraph("build").as_default(), Alone(data.strategy, first):
         yield
 
 
-class _Alone(tf.distribute.ReplicaContext):
+class Alone(tf.distribute.ReplicaContext):
     """A replica that meets no other: what is exchanged has the right shapes and no values."""
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:

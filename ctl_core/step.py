@@ -123,6 +123,7 @@ class Parts:
         jit_compile: whether forward and backward pass are compiled with XLA
         loss_scale: what objectives are multiplied by; only in float16
         without_gradient: names of variables that the loss does not depend on, found in tracing
+        scalar_losses: the objectives whose loss is one number, found in tracing
         trained: by objective, the variables that it does depend on, found in tracing
     """
 
@@ -139,6 +140,7 @@ class Parts:
     jit_compile: bool = False
     loss_scale: LossScale | None = None
     without_gradient: list[str] = dataclasses.field(default_factory=list)
+    scalar_losses: set[str] = dataclasses.field(default_factory=set)
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -212,6 +214,8 @@ def objectives(
             values, ("loss_per_batch", "extra_loss", "trainable_vars"), where
         )
         total = batch_sum(loss_per_batch, batch, parts)
+        if tf.convert_to_tensor(loss_per_batch).shape.rank == 0:
+            parts.scalar_losses.add(name)
         extra = tf.cast(tf.convert_to_tensor(extra_loss, dtype_hint=total.dtype), total.dtype)
         if extra.shape.rank not in (0, None):
             raise SetupError(f"{where}: extra_loss must be a scalar, got shape {extra.shape}.")
