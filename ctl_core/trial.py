@@ -56,9 +56,7 @@ def _try(state: State) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the losses by objective, for a batch and for the same batch twice over."""
     element = next(state.data.iterator)
     batch = element if state.data.tally is None else element[-1]
-    twice = tf.nest.map_structure(
-        lambda part: part if _is_single(part) else joined([part] * 2), batch
-    )
+    twice = tf.nest.map_structure(_doubled, batch)
     traced = [_losses(state, one) for one in (batch, twice)]
     written = {id(handle) for function in traced for handle in written_resources(function.graph)}
     touched = []
