@@ -1,0 +1,7 @@
+"""The same devices and the same ``train`` as the engine's own tests have."""
+
+from __future__ import annotations
+
+from tests.engine.conftest import train
+
+__all__ = ["train"]

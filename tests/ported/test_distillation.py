@@ -1,0 +1,182 @@
+"""Distillation of a large network into a small one, after Keras' example.
+
+The teacher is no part of what is trained. People keep it in a global of the file, where no
+strategy sees it being made, or beside the student in one model; here it is in both places. The
+student's Dropout, of which each device draws its own, is left out of the comparison with a plain
+loop; resumed runs have it.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.engine.conftest import Train
+from tests.engine.test_state import assert_resumes
+from tests.ported.compare import BATCH, STEPS, assert_close, assert_moved, values
+
+FEATURES, CLASSES = 6, 3
+RANDOM = np.random.default_rng(0)
+INPUTS = RANDOM.normal(size=(40, FEATURES)).astype("float32")
+LABELS = RANDOM.integers(0, CLASSES, size=40)
+ALPHA, TEMPERATURE = 0.3, 4.0
+SETTINGS = {"steps": STEPS, "batch_size": BATCH, "learning_rate": 0.5}
+
+# ---- callbacks.py -----------------------------------------------------------------------------
+
+
+def create_teacher(seed: int = 1) -> keras.Model:
+    """Stands for a network that somebody has trained."""
+    teacher = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(12, activation="tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5, seed=seed),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+    random = np.random.default_rng(seed)
+    teacher.set_weights([random.uniform(-1.0, 1.0, w.shape) ** 2 for w in teacher.get_weights()])
+    return teacher
+
+
+TEACHER = create_teacher()
+
+
+def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).batch(per_replica_batch_size)
+
+
+def create_student(dropout: float = 0.0) -> keras.Model:
+    keras.utils.set_random_seed(2)
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def soft_and_hard(loss_input: Any) -> Any:
+    (student, teacher), label = loss_input
+    hard = keras.losses.sparse_categorical_crossentropy(label, student, from_logits=True)
+    soft = keras.losses.kl_divergence(
+        tf.nn.softmax(teacher / TEMPERATURE), tf.nn.softmax(student / TEMPERATURE)
+    )
+    return ALPHA * hard + (1.0 - ALPHA) * TEMPERATURE**2 * soft
+
+
+def create_loss() -> Any:
+    return soft_and_hard
+
+
+def create_opt(lr: Any) -> keras.Optimizer:
+    return keras.optimizers.SGD(lr)
+
+
+def ask_global(output: Any, batch: Any) -> Any:
+    inputs, label = batch
+    return (output, TEACHER(inputs, training=False)), label
+
+
+class Distiller(keras.Model):
+    """Student and teacher in one; as a model it is the student."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.student = create_student(dropout)
+        self.teacher = create_teacher()
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.student(inputs, training=training)
+
+
+def ask_model(output: Any, batch: Any, train_model: Any) -> Any:
+    inputs, label = batch
+    return (output, train_model.teacher(inputs, training=False)), label
+
+
+def train_student(loss: Any, train_model: Any) -> Any:
+    return loss, sum(train_model.student.losses), train_model.student.trainable_variables
+
+
+def global_hooks(dropout: float = 0.0) -> SimpleNamespace:
+    return SimpleNamespace(
+        create_dataset=create_dataset,
+        create_model=functools.partial(create_student, dropout),
+        create_loss=create_loss,
+        create_opt=create_opt,
+        loss_pre=ask_global,
+        every_steps={},
+    )
+
+
+def model_hooks(dropout: float = 0.0) -> SimpleNamespace:
+    return SimpleNamespace(
+        create_dataset=create_dataset,
+        create_model=functools.partial(Distiller, dropout),
+        create_loss=create_loss,
+        create_opt=create_opt,
+        loss_pre=ask_model,
+        grad_pre=train_student,
+        every_steps={},
+    )
+
+
+# ---- The same as a plain loop -----------------------------------------------------------------
+
+
+@functools.cache
+def plain() -> keras.Model:
+    student, optimizer = create_student(), keras.optimizers.SGD(SETTINGS["learning_rate"])
+    before = values(student.trainable_variables)
+    for inputs, label in create_dataset(BATCH).repeat().take(STEPS):
+        teacher = TEACHER(inputs, training=False)
+        with tf.GradientTape() as tape:
+            output = student(inputs, training=True)
+            loss = tf.reduce_mean(soft_and_hard(((output, teacher), label)))
+        gradients = tape.gradient(loss, student.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, student.trainable_variables, strict=True))
+    assert_moved(before, values(student.trainable_variables))
+    return student
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("create_hooks", [global_hooks, model_hooks])
+def test_the_student_is_that_of_the_plain_loop_and_the_teacher_stays(
+    train: Train, create_hooks: Any, devices: int
+) -> None:
+    before = values(TEACHER.weights)
+    model = train(create_hooks(), virtual_devices=devices, **SETTINGS).train_model
+    student = model.student if create_hooks is model_hooks else model
+    teacher = model.teacher if create_hooks is model_hooks else TEACHER
+    assert_close(student.weights, values(plain().weights))
+    for (name, one), (_, other) in zip(before, values(teacher.weights), strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
+    assert_resumes(train, lambda: model_hooks(dropout=0.2), batch_size=BATCH)
+
+
+def test_a_resumed_run_goes_on_with_the_teacher_it_began_with(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process makes the global anew; here it comes out otherwise the third time."""
+    seeds = iter([1, 1, 2])
+
+    def hooks() -> SimpleNamespace:
+        monkeypatch.setitem(globals(), "TEACHER", create_teacher(next(seeds)))
+        return global_hooks(dropout=0.2)
+
+    assert_resumes(train, hooks, batch_size=BATCH)
+    assert_close(TEACHER.weights, values(create_teacher(1).weights))

@@ -1,0 +1,164 @@
+"""Fine-tuning with a base that is frozen at first, after Keras' guide to transfer learning.
+
+The base has batch normalisation and is called with ``training=False``, so that it looks at no
+batch and keeps its statistics also when it is trained. (In ``call``: a functional model of Keras 3
+forgets a ``training`` that it was made with once it is called with another.) A new head is trained
+on it; then the base is unfrozen, the learning rate lowered, and the optimizer starts anew, as
+compiling again makes it. The guide's Dropout, of which each device draws its own, is left out of
+the comparison; resumed runs have it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.engine.conftest import Train
+from tests.engine.test_state import assert_resumes
+from tests.ported.compare import BATCH, RATE, STEPS, Values, assert_close, assert_moved, values
+
+RANDOM = np.random.default_rng(0)
+IMAGES = RANDOM.normal(size=(40, 4, 4, 1)).astype("float32")
+LABELS = RANDOM.integers(0, 2, size=(40, 1)).astype("float32")
+UNFREEZE, LOWERED = 9, 0.1
+
+# ---- callbacks.py -----------------------------------------------------------------------------
+
+
+def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(per_replica_batch_size)
+
+
+def create_base() -> keras.Model:
+    """Stands for a network that somebody has trained."""
+    base = keras.Sequential(
+        [
+            keras.Input((4, 4, 1)),
+            keras.layers.Conv2D(4, 3, use_bias=False),
+            keras.layers.BatchNormalization(),
+            keras.layers.Activation("tanh"),
+            keras.layers.Conv2D(4, 2, activation="tanh"),
+        ]
+    )
+    random = np.random.default_rng(1)
+    base.set_weights([random.uniform(0.1, 0.9, w.shape) for w in base.get_weights()])
+    return base
+
+
+class Classifier(keras.Model):
+    """A new head on the base."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.base = create_base()
+        self.pool = keras.layers.GlobalAveragePooling2D()
+        self.dropout = keras.layers.Dropout(dropout, seed=3)
+        self.head = keras.layers.Dense(1)
+
+    def call(self, images: Any) -> Any:
+        return self.head(self.dropout(self.pool(self.base(images, training=False))))
+
+
+def create_model(dropout: float = 0.0) -> keras.Model:
+    keras.utils.set_random_seed(2)
+    model = Classifier(dropout)
+    model.base.trainable = False
+    return model
+
+
+def crossentropy(loss_input: Any) -> Any:
+    output, label = loss_input
+    return keras.losses.binary_crossentropy(label, output, from_logits=True)
+
+
+def create_loss() -> Any:
+    return crossentropy
+
+
+def unfreeze(train_model: Any, lr: Any) -> None:
+    train_model.base.trainable = True
+    lr.assign(lr * LOWERED)
+
+
+def forget(optimizer: Any) -> None:
+    for variable in optimizer.variables:
+        variable.assign(tf.zeros_like(variable))
+
+
+# ---- The same as a plain loop -----------------------------------------------------------------
+
+
+def sgd(lr: Any) -> keras.Optimizer:
+    return keras.optimizers.SGD(lr, momentum=0.9)
+
+
+def adam(lr: Any) -> keras.Optimizer:
+    return keras.optimizers.Adam(lr)
+
+
+def hooks(
+    create_opt: Callable[[Any], keras.Optimizer] = sgd, dropout: float = 0.0, at: int = UNFREEZE
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        create_dataset=create_dataset,
+        create_model=functools.partial(create_model, dropout),
+        create_loss=create_loss,
+        create_opt=create_opt,
+        every_steps={},
+        at_step={at: [unfreeze, forget]},
+    )
+
+
+@functools.cache
+def plain(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> keras.Model:
+    model = create_model()
+    model(IMAGES)
+    before, base_before = values(model.weights), values(model.base.weights)
+    batches = iter(create_dataset(BATCH).repeat())
+
+    def train_steps(steps: int, optimizer: keras.Optimizer) -> None:
+        for _ in range(steps):
+            images, labels = next(batches)
+            with tf.GradientTape() as tape:
+                logits = model(images, training=True)
+                loss = keras.losses.binary_crossentropy(labels, logits, from_logits=True)
+                loss = tf.reduce_mean(loss)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    train_steps(UNFREEZE, create_opt(rate))
+    for (name, one), (_, other) in zip(base_before, values(model.base.weights), strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)
+    model.base.trainable = True
+    train_steps(STEPS - UNFREEZE, create_opt(rate * LOWERED))
+    assert_moved(trainable(before), trainable(values(model.weights)))
+    return model
+
+
+def trainable(of_weights: Values) -> Values:
+    return [(name, value) for name, value in of_weights if not name.startswith("moving")]
+
+
+@pytest.mark.parametrize(
+    ("create_opt", "rate", "devices"), [(sgd, RATE, 1), (sgd, RATE, 2), (adam, 0.01, 2)]
+)
+def test_weights_are_those_of_the_plain_loop(
+    train: Train, create_opt: Any, rate: float, devices: int
+) -> None:
+    expected = plain(create_opt, rate)
+    state = train(hooks(create_opt), steps=STEPS, batch_size=BATCH, learning_rate=rate,
+                  virtual_devices=devices)  # fmt: skip
+    assert_close(state.train_model.weights, values(expected.weights))
+
+
+@pytest.mark.parametrize("at", [5, 8])
+def test_a_run_resumed_after_step_5_is_the_whole_run(train: Train, at: int) -> None:
+    """The base is unfrozen with the last step before the resume, or after it."""
+    assert_resumes(train, lambda: hooks(adam, dropout=0.2, at=at), batch_size=BATCH)

@@ -1,0 +1,198 @@
+"""A variational autoencoder, after Keras' example: encoder, sampling layer, decoder, KL term.
+
+The KL term is part of each example's loss, or a layer's ``add_loss`` with the mean over its batch,
+as many write it; both are one training. Noise is drawn from a seed of each example, so that any
+number of devices agrees; from the layer's own generator, as in the example, it is the plain loop's
+on one device, and each of several draws its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core import data
+from tests.engine.conftest import Train
+from tests.engine.test_state import assert_resumes
+from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, values
+
+PIXELS, LATENT = 12, 2
+IMAGES = np.random.default_rng(0).uniform(size=(44, PIXELS)).astype("float32").round()
+
+# ---- callbacks.py -----------------------------------------------------------------------------
+
+
+def with_noise(image: Any, seed: Any) -> Any:
+    return image, tf.random.stateless_normal([LATENT], seed)
+
+
+def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    images = tf.data.Dataset.from_tensor_slices(IMAGES)
+    return data.with_seeds(images, seed=5).map(with_noise).batch(per_replica_batch_size)
+
+
+def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    images = data.with_seeds(tf.data.Dataset.from_tensor_slices(IMAGES), seed=6).take(len(IMAGES))
+    return images.map(with_noise).batch(per_replica_batch_size)
+
+
+def kl_of(mean: Any, log_variance: Any) -> Any:
+    return -0.5 * tf.reduce_sum(1.0 + log_variance - mean**2 - tf.exp(log_variance), axis=1)
+
+
+class Sampling(keras.layers.Layer):
+    """Draws a point for each example; with ``own_noise`` from the layer's generator."""
+
+    def __init__(self, own_noise: bool, adds_loss: bool) -> None:
+        super().__init__()
+        self.own_noise, self.adds_loss = own_noise, adds_loss
+        self.seed_generator = keras.random.SeedGenerator(1337)
+
+    def call(self, inputs: Any) -> Any:
+        mean, log_variance, noise = inputs
+        if self.own_noise:
+            noise = keras.random.normal(tf.shape(mean), seed=self.seed_generator)
+        if self.adds_loss:
+            self.add_loss(tf.reduce_mean(kl_of(mean, log_variance)))
+        return mean + tf.exp(0.5 * log_variance) * noise
+
+
+class VAE(keras.Model):
+    """Encoder and decoder."""
+
+    def __init__(self, own_noise: bool, adds_loss: bool) -> None:
+        super().__init__()
+        image = keras.Input((PIXELS,))
+        hidden = keras.layers.Dense(8, activation="relu")(image)
+        mean = keras.layers.Dense(LATENT)(hidden)
+        log_variance = keras.layers.Dense(LATENT)(hidden)
+        self.encoder = keras.Model(image, [mean, log_variance])
+        self.sampling = Sampling(own_noise, adds_loss)
+        self.decoder = keras.Sequential(
+            [
+                keras.Input((LATENT,)),
+                keras.layers.Dense(8, activation="relu"),
+                keras.layers.Dense(PIXELS, activation="sigmoid"),
+            ]
+        )
+
+    def call(self, inputs: Any) -> Any:
+        image, noise = inputs
+        mean, log_variance = self.encoder(image)
+        return self.decoder(self.sampling([mean, log_variance, noise])), mean, log_variance
+
+
+def create_model(own_noise: bool = False, adds_loss: bool = False) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    return VAE(own_noise, adds_loss)
+
+
+class Loss:
+    """Reconstruction and KL of each example."""
+
+    def __init__(self, with_kl: bool) -> None:
+        self.with_kl = with_kl
+        self.crossentropy = keras.losses.BinaryCrossentropy(reduction="none")
+
+    def __call__(self, loss_input: Any) -> Any:
+        (found, mean, log_variance), image = loss_input
+        loss = PIXELS * self.crossentropy(image, found)
+        return loss + kl_of(mean, log_variance) if self.with_kl else loss
+
+
+def create_opt(lr: Any) -> keras.Optimizer:
+    return keras.optimizers.SGD(lr)
+
+
+def input_pre(batch: Any) -> Any:
+    return batch
+
+
+def loss_pre(output: Any, batch: Any) -> Any:
+    return output, batch[0]
+
+
+def create_metrics() -> dict[str, keras.Metric]:
+    return {
+        "reconstruction": keras.metrics.Mean(),
+        "kl": keras.metrics.Mean(),
+        "accuracy": keras.metrics.BinaryAccuracy(),
+    }
+
+
+def metric_pre(output: Any, batch: Any) -> Any:
+    found, mean, log_variance = output
+    image, _ = batch
+    return {
+        "reconstruction": PIXELS * keras.losses.binary_crossentropy(image, found),
+        "kl": kl_of(mean, log_variance),
+        "accuracy": (image, found),
+    }
+
+
+# ---- The same as a plain loop -----------------------------------------------------------------
+
+
+def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        create_dataset=create_dataset,
+        create_eval_dataset=create_eval_dataset,
+        create_model=functools.partial(create_model, own_noise, adds_loss),
+        create_loss=lambda: Loss(with_kl=not adds_loss),
+        create_opt=create_opt,
+        input_pre=input_pre,
+        loss_pre=loss_pre,
+        create_metrics=create_metrics,
+        metric_pre=metric_pre,
+    )
+
+
+@functools.cache
+def plain(own_noise: bool = False) -> keras.Model:
+    model, optimizer = create_model(own_noise), keras.optimizers.SGD(RATE)
+    before = values(model.trainable_variables)
+    for image, noise in create_dataset(BATCH).take(STEPS):
+        with tf.GradientTape() as tape:
+            found, mean, log_variance = model((image, noise))
+            reconstruction = PIXELS * keras.losses.binary_crossentropy(image, found)
+            loss = tf.reduce_mean(reconstruction + kl_of(mean, log_variance))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    assert_moved(before, values(model.trainable_variables))
+    return model
+
+
+SETTINGS = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
+
+
+@pytest.mark.parametrize(("adds_loss", "devices"), [(False, 1), (False, 2), (True, 2)])
+def test_weights_and_metrics_are_those_of_the_plain_loop(
+    train: Train, adds_loss: bool, devices: int
+) -> None:
+    expected = plain()
+    state = train(hooks(adds_loss=adds_loss), virtual_devices=devices, **SETTINGS)
+    assert_close(state.train_model.weights, values(expected.weights))
+    image, noise = next(iter(create_eval_dataset(len(IMAGES))))
+    found, mean, log_variance = expected((image, noise))
+    reconstruction = PIXELS * keras.losses.binary_crossentropy(image, found).numpy().mean()
+    kl = kl_of(mean, log_variance).numpy().mean()
+    accuracy = ((found.numpy() > 0.5) == IMAGES).mean()
+    metrics = [state.metrics[name] for name in ("loss", "reconstruction", "kl", "accuracy")]
+    np.testing.assert_allclose(
+        metrics, [reconstruction + kl, reconstruction, kl, accuracy], rtol=1e-5
+    )
+
+
+def test_noise_of_the_layer_is_the_plain_loops_on_one_device(train: Train) -> None:
+    state = train(hooks(own_noise=True), **SETTINGS)
+    assert_close(state.train_model.weights, values(plain(own_noise=True).weights))
+
+
+def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
+    assert_resumes(train, lambda: hooks(own_noise=True, adds_loss=True), batch_size=BATCH)
