@@ -6,6 +6,7 @@ hooks, evaluation, checkpoints, signals.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -63,6 +64,7 @@ def train(callbacks: Any, config: Config) -> State:
         raise SetupError("steps: say how long to train, with steps or epochs.")
     task = read_task(config)
     run, console = Run(config, task), Console(shown=task.chief)
+    config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
         session(run, console),
         policy(config.precision),

@@ -51,6 +51,18 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule, tf.Module):
         """Sets the value; the next step uses it."""
         self.value.assign(value)
 
+    def assign_add(self, delta: Any) -> None:
+        """Adds to the value."""
+        self.value.assign_add(delta)
+
+    def assign_sub(self, delta: Any) -> None:
+        """Subtracts from the value."""
+        self.value.assign_sub(delta)
+
+    def read_value(self) -> tf.Tensor:
+        """Returns the current value, a float32 scalar."""
+        return self()
+
     def numpy(self) -> Any:
         """Returns the value as a NumPy scalar."""
         return self.value.numpy()
@@ -103,6 +115,18 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule, tf.Module):
 
     def __neg__(self) -> Any:
         return -self()
+
+    def __lt__(self, other: Any) -> Any:
+        return self() < other
+
+    def __le__(self, other: Any) -> Any:
+        return self() <= other
+
+    def __gt__(self, other: Any) -> Any:
+        return self() > other
+
+    def __ge__(self, other: Any) -> Any:
+        return self() >= other
 
     __radd__ = __add__
     __rmul__ = __mul__
