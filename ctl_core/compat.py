@@ -14,6 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.errors import SetupError
+
 
 def flatten_layers(model: Any) -> list[keras.Layer]:
     """Returns a Keras model and all its layers, parents first; of anything else, nothing.
@@ -30,34 +32,48 @@ def global_seed_generator() -> keras.random.SeedGenerator | None:
     return global_state.get_global_attribute("global_seed_generator")
 
 
-_summed = threading.local()
+# How whatever Keras optimizer is applied in this thread sums its gradients over the replicas: by
+# itself, or not again ("summed"), or not at all, with the words of a refusal.
+_applied = threading.local()
+
+
+def gradients_are_summed() -> contextlib.AbstractContextManager[None]:
+    """Where gradients are summed over the replicas already: Keras optimizers do not sum again."""
+    return _optimizers(summed=True)
+
+
+def optimizers_refused(why: str) -> contextlib.AbstractContextManager[None]:
+    """Where no Keras optimizer may be applied; one that is raises a SetupError with these words."""
+    return _optimizers(refusal=why)
 
 
 @contextlib.contextmanager
-def gradients_are_summed() -> Iterator[None]:
-    """Where gradients are summed over the replicas already: Keras optimizers do not sum them again.
+def _optimizers(summed: bool = False, refusal: str = "") -> Iterator[None]:
+    """Says how Keras optimizers sum gradients within.
 
-    Keras has no public switch for that: in a replica context, whatever optimizer is applied calls
-    its ``_all_reduce_sum_gradients``. It is replaced on the class, since an optimizer may be inside
-    any object, by one that looks whether its thread is in here: each replica is traced in a thread
-    of its own.
+    Keras has no public switch for that: whatever optimizer is applied calls its
+    ``_all_reduce_sum_gradients``. It is replaced on the class, since an optimizer may be inside any
+    object, by one that looks what its thread is in: each replica is traced in a thread of its own.
     """
     kind = keras.optimizers.Optimizer
     if not hasattr(kind._all_reduce_sum_gradients, "of_keras"):
         of_keras = kind._all_reduce_sum_gradients
 
         @functools.wraps(of_keras)
-        def sum_unless_summed(self: Any, grads_and_vars: Any) -> Any:
-            here = getattr(_summed, "depth", 0)
-            return grads_and_vars if here else of_keras(self, grads_and_vars)
+        def sum_if_needed(self: Any, grads_and_vars: Any) -> Any:
+            summed, refusal = getattr(_applied, "mode", (False, ""))
+            if refusal:
+                raise SetupError(refusal)
+            return grads_and_vars if summed else of_keras(self, grads_and_vars)
 
-        sum_unless_summed.of_keras = of_keras  # type: ignore[attr-defined]
-        kind._all_reduce_sum_gradients = sum_unless_summed
-    _summed.depth = getattr(_summed, "depth", 0) + 1
+        sum_if_needed.of_keras = of_keras  # type: ignore[attr-defined]
+        kind._all_reduce_sum_gradients = sum_if_needed
+    before = getattr(_applied, "mode", (False, ""))
+    _applied.mode = (summed, refusal)
     try:
         yield
     finally:
-        _summed.depth -= 1
+        _applied.mode = before
 
 
 def is_deterministic() -> bool:

@@ -88,6 +88,8 @@ def brief(error: BaseException, limit: int = 300) -> str:
             "an optimizer or a variable was made outside of the hooks that create something, "
             "where callbacks.py begins, say; make it in create_model or create_opt"
         )
+    if "singleton tf.Variables" in text:
+        text = "a variable, perhaps a layer's, is made inside the step; make it in create_model"
     if text.startswith("in user code:"):  # a function of tf.data's: the message is the last part
         text = text.rpartition(f"    {kind}: ")[2]
     text = _OP_STACK.sub("", text)

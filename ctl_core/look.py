@@ -22,7 +22,9 @@ from ctl_core.defaults import DIFFER
 from ctl_core.errors import SetupError, one_line
 from ctl_core.hooks import Hook, Hooks, describe
 
-EMPTY = "returned an empty dataset, or one with fewer examples than one global batch."
+EMPTY = (
+    "returned an empty dataset, or one with fewer examples than one global batch; lower batch_size."
+)
 
 # So many elements, or elements of so many steps, are looked at where not all sizes are fixed.
 _LOOK = 4

@@ -46,7 +46,8 @@ class Remainder:
             if is_summed(v := plain_variable(variable))
         }
         self._take: Any = None
-        self._known = {id(plain_variable(v)) for v in state.found.variables.values()}
+        known = (*map(plain_variable, state.found.variables.values()), *own_variables(state))
+        self._known = set(map(id, known))
         self._ran: set[int] = set()
 
     def saved(self, names: list[str]) -> dict[str, Any]:

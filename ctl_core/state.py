@@ -184,6 +184,8 @@ def _create(
             f"create_ckpt ({hook.where})",
         )
     _check_manager(hook, ckpt, manager)
+    _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for
+    roots["ckpt"] = ckpt
     if evaluation is not None:
         roots["metrics"] = evaluation.lasting_metrics()
     found = find_state(roots)

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.compat import gradients_are_summed
+from ctl_core.compat import gradients_are_summed, optimizers_refused
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.look import examples_in
@@ -322,6 +322,20 @@ def contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, An
         ``loss`` and ``gradients``, dicts by objective, and what is kept. With a loss scale the
         gradients are those of the scaled objectives.
     """
+    if parts.accumulate_steps > 1:
+        with optimizers_refused(_IN_MICRO_BATCH):
+            return _contribution_of(parts, batch, kept)
+    return _contribution_of(parts, batch, kept)
+
+
+_IN_MICRO_BATCH = (
+    "grad_pre: applies an optimizer by itself, which with accumulate_steps would be once for each "
+    "micro-batch; make it an objective of its own (create_opt and grad_pre return dicts with the "
+    "same names), or leave out accumulate_steps."
+)
+
+
+def _contribution_of(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, Any]:
     if not parts.jit_compile:
         return _contribution(parts, batch, kept)
     # A function of its own for each replica and each graph: a cached trace of another replica
@@ -446,6 +460,8 @@ def _sum_over_replicas(
     values = {name: contributed[name] for name in names}
     if parts.replicas > 1:
         context = tf.distribute.get_replica_context()
+        if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            values = {name: tf.nest.map_structure(_of_fixed_shape, v) for name, v in values.items()}
         values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
     gradients = {
         name: [_merge_rows(gradient) for gradient in several]
@@ -457,6 +473,18 @@ def _sum_over_replicas(
             for name, several in gradients.items()
         }
     return {"loss": contributed["loss"], **values, "gradients": gradients}
+
+
+def _of_fixed_shape(gradient: Any) -> Any:
+    """Returns a sparse gradient as a dense one, if the number of its rows may change.
+
+    Between processes, sparse gradients are gathered, and the collective of a graph takes no other
+    shape than that of its first step.
+    """
+    sparse = isinstance(gradient, tf.IndexedSlices)
+    return (
+        tf.convert_to_tensor(gradient) if sparse and gradient.values.shape[0] is None else gradient
+    )
 
 
 def _merge_rows(gradient: Any) -> Any:

@@ -57,7 +57,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleT
 _CONTAINERS = (dict, list, tuple, set, np.ndarray, np.generic)
 # A longer list or dict, of numbers, texts or records, is data.
 _LONG = 1000
-_LIBRARIES = {"builtins", "keras", "numpy", "tensorflow"}
+_LIBRARIES = {"builtins", "ctl_core", "keras", "numpy", "tensorflow"}
 _ENGINE = str(Path(__file__).parent)
 _NOT_OURS = (_ENGINE, sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
 

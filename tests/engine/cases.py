@@ -151,6 +151,34 @@ def by_hand(kind: str, steps: int, batch_size: int, rate: float) -> list[np.ndar
     return model.get_weights()  # type: ignore[no-any-return]
 
 
+# ---- Sequences of varying length --------------------------------------------------------------
+
+WORDS = [[1 + (i * j) % 9 for j in range(1 + i % 7)] for i in range(48)]
+
+
+def sequence_hooks() -> SimpleNamespace:
+    """An embedding of global batches that are padded to their longest: each step has its width."""
+    target = np.array([[sum(words) / 9.0] for words in WORDS], "float32")
+
+    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
+        rows = tf.ragged.constant(WORDS)
+        words = tf.data.Dataset.range(len(WORDS)).map(lambda index: rows[index])
+        data = tf.data.Dataset.zip((words, tf.data.Dataset.from_tensor_slices(target)))
+        return data.padded_batch(global_batch_size, drop_remainder=True)
+
+    def create_model() -> keras.Model:
+        inputs = keras.Input((None,), dtype="int32")
+        hidden = keras.layers.Embedding(10, 3)(inputs)
+        pooled = keras.layers.GlobalAveragePooling1D()(hidden)
+        return set_weights(keras.Model(inputs, keras.layers.Dense(1)(pooled)))
+
+    return make_hooks(
+        create_dataset=create_dataset,
+        create_model=create_model,
+        create_opt=lambda lr: optimizer("sgd", lr),
+    )
+
+
 # ---- Evaluation of every remainder ------------------------------------------------------------
 
 SIZES = (1, 7, 23, 24, 25)

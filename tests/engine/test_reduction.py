@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ctl_core
 from ctl_core import compat
 from tests.engine.conftest import Train, make_hooks, regression_data, small_model, squared_error
 
@@ -119,6 +120,24 @@ def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(
     train(hooks, steps=1, virtual_devices=replicas)
     expected = 1.0 - 0.1 * regression_data()[1][:BATCH].mean()
     np.testing.assert_allclose(made.scale.numpy(), [expected], rtol=1e-5)
+
+
+def test_an_optimizer_that_a_hook_applies_to_each_micro_batch_is_refused(train: Train) -> None:
+    made = SimpleNamespace()
+
+    def create_model() -> keras.Model:
+        made.scale, made.optimizer = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
+        made.optimizer.build([made.scale])
+        return small_model()
+
+    def grad_pre(loss: Any, train_model: Any) -> Any:
+        made.optimizer.apply_gradients([(tf.ones([1]), made.scale)])
+        return loss, 0.0, train_model.trainable_variables
+
+    hooks = make_hooks(create_model=create_model, grad_pre=grad_pre)
+    with pytest.raises(ctl_core.SetupError, match="grad_pre: applies an optimizer by itself"):
+        train(hooks, steps=1, accumulate_steps=2)
+    assert made.scale.numpy() == [1.0]
 
 
 def test_keras_sums_in_the_method_that_is_replaced() -> None:

@@ -326,7 +326,8 @@ def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_pat
     said = waiting.stdout.readline()
     assert said == f"waiting for the other processes of the cluster: {addresses[1]}\n"
     second = start().communicate()[1]
-    assert second == (
+    # TensorFlow greets on some processors, where it is imported by others than the command line.
+    assert second[second.index("75 ") :] == (
         f"75 {addresses[0]}: this process cannot join its cluster: its port is taken, perhaps by "
         "a process of an earlier start.\n"
     )
