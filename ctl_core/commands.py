@@ -92,7 +92,7 @@ def _restored(
 ) -> Iterator[tuple[State, Console]]:
     """Builds the state on one device and restores the checkpoint that is asked for."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
-    config = dataclasses.replace(config, epochs=None)  # which would count the training data
+    config = dataclasses.replace(config, epochs=None)  # nobody need count the training data
     run, console = Run(config, Task()), Console()
     with session(run, console), policy(config.precision):
         state = create_state(callbacks, config, run, console)

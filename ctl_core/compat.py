@@ -6,6 +6,8 @@ tests/engine/test_compat.py fails if one of them changes.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,36 @@ def global_seed_generator() -> keras.random.SeedGenerator | None:
     from keras.src.backend.common import global_state
 
     return global_state.get_global_attribute("global_seed_generator")
+
+
+_summed = threading.local()
+
+
+@contextlib.contextmanager
+def gradients_are_summed() -> Iterator[None]:
+    """Where gradients are summed over the replicas already: Keras optimizers do not sum them again.
+
+    Keras has no public switch for that: in a replica context, whatever optimizer is applied calls
+    its ``_all_reduce_sum_gradients``. It is replaced on the class, since an optimizer may be inside
+    any object, by one that looks whether its thread is in here: each replica is traced in a thread
+    of its own.
+    """
+    kind = keras.optimizers.Optimizer
+    if not hasattr(kind._all_reduce_sum_gradients, "of_keras"):
+        of_keras = kind._all_reduce_sum_gradients
+
+        @functools.wraps(of_keras)
+        def sum_unless_summed(self: Any, grads_and_vars: Any) -> Any:
+            here = getattr(_summed, "depth", 0)
+            return grads_and_vars if here else of_keras(self, grads_and_vars)
+
+        sum_unless_summed.of_keras = of_keras  # type: ignore[attr-defined]
+        kind._all_reduce_sum_gradients = sum_unless_summed
+    _summed.depth = getattr(_summed, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _summed.depth -= 1
 
 
 def is_deterministic() -> bool:

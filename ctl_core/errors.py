@@ -83,6 +83,11 @@ def brief(error: BaseException, limit: int = 300) -> str:
     attributes for it; where the form changes, the message is longer.
     """
     kind, text = type(error).__name__, _ESCAPES.sub("", str(error))
+    if "Mixing different tf.distribute.Strategy objects" in text:
+        text = (
+            "an optimizer or a variable was made outside of the hooks that create something, "
+            "where callbacks.py begins, say; make it in create_model or create_opt"
+        )
     if text.startswith("in user code:"):  # a function of tf.data's: the message is the last part
         text = text.rpartition(f"    {kind}: ")[2]
     text = _OP_STACK.sub("", text)

@@ -12,11 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.accumulate import joined, take_update
+from ctl_core.compat import written_resources
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import trace_evaluation
 from ctl_core.randomness import random_ops
 from ctl_core.state import State
+from ctl_core.step import variable_name
+from ctl_core.tracking import plain_variable
 
 
 class StepFunctions:
@@ -98,6 +101,8 @@ class StepFunctions:
                 f"the loss does not depend on {', '.join(names[:5])}"
                 f"{' and others' if len(names) > 5 else ''}: not updated."
             )
+        for warning in _unused(self._state, graph):
+            console.warn(warning)
         if found := random_ops(graph):
             console.warn(
                 f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
@@ -135,6 +140,44 @@ class StepFunctions:
             return found, [results(v)[1:] for v in tf.nest.flatten(values)]
 
         return observe
+
+
+def _unused(state: State, graph: Any) -> list[str]:
+    """Warns of a rate that reaches nobody, and of variables that nobody trains."""
+    results = state.strategy.experimental_local_results
+    used = set(map(id, graph.variables))
+    written = set(map(id, written_resources(graph)))
+    trained = {id(plain_variable(v)) for several in state.parts.trained.values() for v in several}
+    of_layers = set(map(id, state.found.keras_variables()))
+    free = {id(v) for layer in state.found.layers for v in layer.trainable_variables}
+    idle = []
+    for path, variable in state.found.variables.items():
+        plain = plain_variable(variable)
+        trainable = id(variable) in free or id(variable) not in of_layers
+        if (
+            trainable
+            and getattr(variable, "trainable", False)
+            and plain.dtype.is_floating
+            and id(plain) not in trained
+            and variable_name(variable) not in state.parts.without_gradient
+            and any(id(part) in used for part in results(plain))
+            and not any(id(part.handle) in written for part in results(plain))
+        ):
+            idle.append(path)
+    warnings = []
+    if idle:
+        more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
+        warnings.append(
+            f"the step uses {', '.join(idle[:3])}{more}, trainable but trained by no objective; "
+            "return them with the trainable_vars of grad_pre, or make them with trainable=False."
+        )
+    if not any(id(part) in used for part in results(state.lr.value)):
+        hook = state.hooks.create_opt
+        warnings.append(
+            f"{hook.name} ({hook.where}): makes no use of lr, so that learning_rate and lr.assign "
+            "change nothing; pass lr to the optimizer if they should."
+        )
+    return warnings
 
 
 def _base_name(name: str) -> str:

@@ -15,6 +15,7 @@ import inspect
 import numbers
 import re
 import traceback
+import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -410,7 +411,7 @@ class Hooks:
 
 
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
-    """Reads the hooks off a module, or any object with these attributes, and checks each.
+    """Reads the hooks off a module, any object with these attributes, or a dict; checks each.
 
     Returns:
         The hooks, and warnings about names that look like a misspelt hook.
@@ -419,6 +420,8 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
         SetupError: a required hook is missing, something is no function, names an argument that
             does not exist, or a schedule's key is no positive whole number.
     """
+    if isinstance(callbacks, Mapping):
+        callbacks = types.SimpleNamespace(**callbacks)
     common = {"config": config, "hparams": config.hparams}
     origin = Path(getattr(callbacks, "__file__", None) or "callbacks").name
     missing = [spec.name for spec in TABLE if spec.required and not hasattr(callbacks, spec.name)]
@@ -470,6 +473,16 @@ def _hook(spec: Spec, name: str, function: Any, common: Mapping[str, Any], origi
     hook = Hook(name, function, (), common, function)
     where = hook.where if _code_of(function) else origin
     valid = (*spec.arguments, *COMMON)
+    kinds = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
+    if any(is_kind(inspect.unwrap(function)) for is_kind in kinds):
+        raise SetupError(
+            f"{where}: {name} is a generator or a coroutine, whose body would not run; write a "
+            "plain function, without yield and async."
+        )
     arguments = []
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -399,20 +399,23 @@ def holds_shuffles(position: Path, dataset: tf.data.Dataset) -> bool:
 
     TensorFlow leaves out a shuffle that has been read to its end while a stage behind it, such as
     prefetch or a map that runs ahead, still holds elements; restored, it would begin with the
-    order of the first pass again. What a cache holds is not shuffled again.
+    order of the first pass again. So it is with a cache in memory, which then fills itself anew;
+    what is in a cache is not shuffled again.
 
-    The name of a shuffle's state in the file is TensorFlow's own; tests/engine/test_inputs.py
-    fails if it changes.
+    The names of stages and of their states in the file are TensorFlow's own;
+    tests/engine/test_inputs.py fails if they change.
     """
 
     def count(stage: Any) -> int:
+        shuffles = sum(map(count, stage._inputs()))
         if type(stage).__name__ == "CacheDataset":
-            return 0
-        return (type(stage).__name__ == "_ShuffleDataset") + sum(map(count, stage._inputs()))
+            return min(shuffles, 1) if stage._filename == "" else 0
+        return shuffles + (type(stage).__name__ == "_ShuffleDataset")
 
     wanted = count(dataset)
     files = position.parent.glob(position.name + ".data*") if wanted else ()
-    return sum(file.read_bytes().count(b"epoch_num_random_samples") for file in files) >= wanted
+    content = b"".join(file.read_bytes() for file in files)
+    return sum(map(content.count, (b"epoch_num_random_samples", b"cache_completed"))) >= wanted
 
 
 @dataclasses.dataclass(frozen=True)

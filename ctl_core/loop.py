@@ -6,6 +6,7 @@ hooks, evaluation, checkpoints, signals.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -36,6 +37,7 @@ from ctl_core.schedule import Schedule
 from ctl_core.signals import SAME_SIGNAL, Agreement, Signals
 from ctl_core.state import State, create_state
 from ctl_core.strategy import read_task
+from ctl_core.trial import check_sums
 
 # Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
 FLUSH_INTERVAL = 1.0
@@ -62,6 +64,7 @@ def train(callbacks: Any, config: Config) -> State:
         raise SetupError("steps: say how long to train, with steps or epochs.")
     task = read_task(config)
     run, console = Run(config, task), Console(shown=task.chief)
+    config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
         session(run, console),
         policy(config.precision),
@@ -71,6 +74,7 @@ def train(callbacks: Any, config: Config) -> State:
         if task.chief:
             run.lock()
         state = create_state(callbacks, config, run, console)
+        check_sums(state)
         checkpoints = Checkpoints(state, console)
         signals.settle = checkpoints.settle
         record = checkpoints.restore()

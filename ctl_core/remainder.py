@@ -186,10 +186,10 @@ class Remainder:
 
 def own_variables(state: State) -> list[Any]:
     """The engine's own variables, which it saves by itself or need not save."""
-    own = [state.step_variable, state.lr.value, state.data.waited]
+    own = [state.step_variable, state.lr.value, state.data.waited, state.data.tally]
     if state.parts.loss_scale is not None:
         own += state.parts.loss_scale.variables
-    return [*own, *generator_states(state.train_model)]
+    return [v for v in (*own, *generator_states(state.train_model)) if v is not None]
 
 
 def is_summed(variable: Any) -> bool:

@@ -100,8 +100,10 @@ class ReplicaCopies:
     def put_back_after(self) -> Iterator[None]:
         """Around something that changes the variables, and must not."""
         self._copy(to_own=True)
-        yield
-        self._copy(to_own=False)
+        try:
+            yield
+        finally:
+            self._copy(to_own=False)
 
     def put_back(self) -> None:
         """Gives the replicas what ``own`` holds."""

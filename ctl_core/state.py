@@ -35,7 +35,6 @@ from ctl_core.step import (
     forward,
     kind_of,
     objectives,
-    reduce_no_more,
     update,
 )
 from ctl_core.strategy import Task, create_strategy
@@ -328,7 +327,6 @@ def _check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
                 "scales the loss for it; return its inner_optimizer, and set precision: float16, "
                 "where the engine does both."
             )
-        reduce_no_more(optimizer)
     if not optimizers:
         raise SetupError(f"{hook.name} ({hook.where}): returned an empty dict of optimizers.")
 
@@ -382,11 +380,11 @@ def _scratch(data: Input, task: Task) -> Iterator[None]:
     its models in one; in a tf.function, random generators could not be made on several replicas.
     """
     first = task.index * data.replicas
-    with tf.__internal__.FuncGraph("build").as_default(), _Alone(data.strategy, first):
+    with tf.__internal__.FuncGraph("build").as_default(), Alone(data.strategy, first):
         yield
 
 
-class _Alone(tf.distribute.ReplicaContext):
+class Alone(tf.distribute.ReplicaContext):
     """A replica that meets no other: what is exchanged has the right shapes and no values."""
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:

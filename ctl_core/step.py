@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.compat import gradients_are_summed
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.look import examples_in
@@ -49,6 +50,18 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule, tf.Module):
     def assign(self, value: Any) -> None:
         """Sets the value; the next step uses it."""
         self.value.assign(value)
+
+    def assign_add(self, delta: Any) -> None:
+        """Adds to the value."""
+        self.value.assign_add(delta)
+
+    def assign_sub(self, delta: Any) -> None:
+        """Subtracts from the value."""
+        self.value.assign_sub(delta)
+
+    def read_value(self) -> tf.Tensor:
+        """Returns the current value, a float32 scalar."""
+        return self()
 
     def numpy(self) -> Any:
         """Returns the value as a NumPy scalar."""
@@ -103,6 +116,18 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule, tf.Module):
     def __neg__(self) -> Any:
         return -self()
 
+    def __lt__(self, other: Any) -> Any:
+        return self() < other
+
+    def __le__(self, other: Any) -> Any:
+        return self() <= other
+
+    def __gt__(self, other: Any) -> Any:
+        return self() > other
+
+    def __ge__(self, other: Any) -> Any:
+        return self() >= other
+
     __radd__ = __add__
     __rmul__ = __mul__
 
@@ -122,6 +147,7 @@ class Parts:
         jit_compile: whether forward and backward pass are compiled with XLA
         loss_scale: what objectives are multiplied by; only in float16
         without_gradient: names of variables that the loss does not depend on, found in tracing
+        scalar_losses: the objectives whose loss is one number, found in tracing
         trained: by objective, the variables that it does depend on, found in tracing
     """
 
@@ -138,6 +164,7 @@ class Parts:
     jit_compile: bool = False
     loss_scale: LossScale | None = None
     without_gradient: list[str] = dataclasses.field(default_factory=list)
+    scalar_losses: set[str] = dataclasses.field(default_factory=set)
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -211,6 +238,8 @@ def objectives(
             values, ("loss_per_batch", "extra_loss", "trainable_vars"), where
         )
         total = batch_sum(loss_per_batch, batch, parts)
+        if tf.convert_to_tensor(loss_per_batch).shape.rank == 0:
+            parts.scalar_losses.add(name)
         extra = tf.cast(tf.convert_to_tensor(extra_loss, dtype_hint=total.dtype), total.dtype)
         if extra.shape.rank not in (0, None):
             raise SetupError(f"{where}: extra_loss must be a scalar, got shape {extra.shape}.")
@@ -345,11 +374,9 @@ def update(parts: Parts, contributed: dict[str, Any], wanted: frozenset[str]) ->
     updates, displays = {}, {}
     for name, gradients in summed["gradients"].items():
         values = {**contributed, "gradients": gradients, "loss": summed["loss"][name]}
-        update, displays[name] = expect(
-            hook.in_graph(**values, optimizer=parts.optimizers[name], **parts.given()),
-            ("update_gradients", "display_gradients"),
-            where,
-        )
+        with gradients_are_summed():
+            result = hook.in_graph(**values, optimizer=parts.optimizers[name], **parts.given())
+        update, displays[name] = expect(result, ("update_gradients", "display_gradients"), where)
         _check_update(update, parts.trained[name], where)
         updates[name] = list(update)
     values = {**contributed, **summed, "update_gradients": updates, "display_gradients": displays}
@@ -369,7 +396,8 @@ def apply(parts: Parts, updates: dict[str, list[Any]]) -> None:
     for name, gradients in updates.items():
         pairs = list(zip(gradients, parts.trained[name], strict=True))
         optimizer = parts.optimizers[name]
-        _blamed(parts.hooks.create_opt, "the optimizer", optimizer.apply_gradients, pairs)
+        with gradients_are_summed():
+            _blamed(parts.hooks.create_opt, "the optimizer", optimizer.apply_gradients, pairs)
 
 
 def _check_update(update: Any, variables: list[Any], where: str) -> None:
@@ -442,19 +470,6 @@ def _merge_rows(gradient: Any) -> Any:
     indices, rows = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-
-def reduce_no_more(optimizer: Any) -> None:
-    """Keeps a Keras optimizer from summing over the replicas what is summed already.
-
-    Keras has no public switch for this: in a replica context its optimizers call their own
-    ``_all_reduce_sum_gradients``, which is replaced here on the one object. tests/engine
-    compares the weights of one and several replicas and fails if Keras changes this.
-    """
-    while optimizer is not None:
-        if hasattr(optimizer, "_all_reduce_sum_gradients"):
-            optimizer._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
-        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def variable_name(variable: Any) -> str:

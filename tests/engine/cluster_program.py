@@ -58,6 +58,18 @@ def weights_of_micro_batches(folder: Path) -> None:
     keep(folder, "accumulated", **{str(i): value for i, value in enumerate(values)})
 
 
+def weights_of_whole_batches(folder: Path) -> None:
+    """The same, of batches of the global size, which the engine cuts up; their number unknown."""
+
+    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
+        return cases.shuffled(global_batch_size).filter(lambda *_: True)
+
+    hooks = cases.exact_hooks("sgd")
+    hooks.create_dataset = create_dataset
+    values = run(folder, "cut", hooks).train_model.get_weights()
+    keep(folder, "cut", **{str(i): value for i, value in enumerate(values)})
+
+
 def remainders(folder: Path) -> None:
     """Evaluations of datasets that batches of 24 / replicas do not divide."""
     for size in cases.SIZES:

@@ -56,6 +56,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "weights_on_two_devices",
         "weights_on_one_device",
         "weights_of_micro_batches",
+        "weights_of_whole_batches",
         "remainders",
         "examples_of_an_epoch",
         "dropout",
@@ -119,8 +120,11 @@ def test_weights_on_several_processes(
         assert_equal_weights(list(values.values()), plain[kind])
 
 
-def test_micro_batches_on_several_processes(two: Path, plain: dict[str, list[np.ndarray]]) -> None:
-    for values in kept(two, "accumulated", 2):
+@pytest.mark.parametrize("name", ["accumulated", "cut"])
+def test_micro_batches_and_cut_batches_on_several_processes(
+    two: Path, plain: dict[str, list[np.ndarray]], name: str
+) -> None:
+    for values in kept(two, name, 2):
         assert_equal_weights(list(values.values()), plain["sgd"])
 
 

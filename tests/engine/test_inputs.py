@@ -60,6 +60,7 @@ AHEAD: dict[str, Any] = {
     "a map that runs ahead": lambda data: data.batch(8, drop_remainder=True).map(
         lambda x, y: (x, y), num_parallel_calls=4
     ),
+    "a cache": lambda data: data.cache().batch(8, drop_remainder=True).prefetch(4),
     "batches cut up": lambda data: data.batch(30).unbatch().batch(8, drop_remainder=True),
 }
 
@@ -87,7 +88,9 @@ def test_stages_that_read_ahead_of_the_end_of_a_pass(train: Train, name: str) ->
     [
         (lambda: examples().shuffle(100, seed=1), True),
         (lambda: examples().shuffle(50, seed=1).shuffle(100, seed=2), False),
-        (lambda: examples().shuffle(50, seed=1).cache().shuffle(100, seed=2), True),
+        (lambda: examples().shuffle(50, seed=1).cache(), True),
+        (lambda: examples().shuffle(50, seed=1).cache().shuffle(100, seed=2), False),
+        (lambda: examples().cache().shuffle(100, seed=2), True),
         (lambda: examples(), True),
     ],
 )

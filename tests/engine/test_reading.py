@@ -283,7 +283,7 @@ def test_elements_of_another_size_in_the_middle_of_a_pass_are_counted(
 ) -> None:
     seen: list[Any] = []
     train(trained_on(seen, by_file), batch_size=BATCH, **settings)
-    assert len(seen) == settings["steps"] or 5
+    assert len(seen) == (settings["steps"] or 5)
     output = capsys.readouterr().out
     assert output.count("leaves out 10 examples in 5 elements that do not hold 8 each") == 1
     assert "warning: create_dataset (test_reading.py:" in output

@@ -345,6 +345,18 @@ def test_optimizers_that_are_built_late_resume_on_two_devices(train: Train) -> N
         train(make_hooks(create_opt=LazyMomentum), steps=1, run_name="late", virtual_devices=2)
 
 
+def test_an_optimizer_that_was_made_too_early_is_refused(train: Train) -> None:
+    early = keras.optimizers.Adam(0.01)
+
+    def grad_pre(loss: Any, train_model: Any) -> Any:
+        variables = train_model.trainable_variables
+        early.apply_gradients([(tf.zeros(v.shape), v) for v in variables])
+        return loss, 0.0, variables
+
+    with pytest.raises(ctl_core.SetupError, match=r"grad_pre .* make it in create_model or create"):
+        train(make_hooks(grad_pre=grad_pre), steps=1)
+
+
 # ---- What an evaluation leaves alone, and what is refused --------------------------------------
 
 

@@ -1,0 +1,97 @@
+"""A loss that is one number is taken as the sum over the batch: tried before training.
+
+The mean would make gradients B times too small, by another factor on another number of replicas.
+Nothing tells the two apart but their values: taken over a batch twice, a sum doubles and a mean
+stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.accumulate import joined
+from ctl_core.compat import written_resources
+from ctl_core.errors import SetupError
+from ctl_core.snapshot import ReplicaCopies
+from ctl_core.state import Alone, State
+from ctl_core.step import forward
+from ctl_core.tracking import plain_variable
+
+
+def check_sums(state: State) -> None:
+    """Tries the loss on a batch, and on the same batch twice over, without training.
+
+    Costs two small graphs and one more call of ``create_dataset``, and nothing where the loss has
+    one number per example. What cannot be tried, or draws random numbers, gives no verdict; all
+    variables and the data are as before.
+
+    Raises:
+        SetupError: the loss is a mean.
+    """
+    if not state.parts.scalar_losses:
+        return
+    try:
+        once, twice = _try(state)
+    except Exception:  # the trial's own: a batch of this size may not do; training says what is
+        return
+    finally:
+        state.renew_input()
+    hook = state.hooks.grad_pre
+    if hook.where == "the engine's default":
+        hook = state.hooks.create_loss
+    for name in state.parts.scalar_losses:
+        one, two = once[name], twice[name]
+        if one != 0 and abs(two - one) <= 1e-5 * abs(one):
+            raise SetupError(
+                f"{hook.name} ({hook.where}): the loss{f' of {name!r}' * bool(name)} is {one:.4g} "
+                "for a batch, and the same for that batch twice over, so it is a mean over the "
+                "batch; return one number per example, or their sum (tf.reduce_sum): the engine "
+                "divides by the global batch size itself."
+            )
+
+
+def _try(state: State) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the losses by objective, for a batch and for the same batch twice over."""
+    element = next(state.data.iterator)
+    batch = element if state.data.tally is None else element[-1]
+    twice = tf.nest.map_structure(_doubled, batch)
+    traced = [_losses(state, one) for one in (batch, twice)]
+    written = {id(handle) for function in traced for handle in written_resources(function.graph)}
+    touched = []
+    for variable in map(plain_variable, state.found.variables.values()):
+        variable = variable.state if isinstance(variable, tf.random.Generator) else variable
+        parts = state.strategy.experimental_local_results(variable)
+        if handles := {id(part.handle) for part in parts if hasattr(part, "handle")} & written:
+            written -= handles
+            touched.append(variable)
+    if written:
+        raise ValueError("what the step writes to cannot be put back")
+    with ReplicaCopies(state.strategy, touched).put_back_after():
+        values = [function(one) for function, one in zip(traced, (batch, twice), strict=True)]
+    first, second = ({n: float(v) for n, v in losses.items()} for losses in values)
+    return first, second
+
+
+def _doubled(part: Any) -> Any:
+    return part if part.shape.rank == 0 else joined([part, part])
+
+
+def _losses(state: State, batch: Any) -> Any:
+    """Traces the losses of a batch; without Dropout and the like, whose numbers would differ."""
+    parts = state.parts
+    first = state.cluster.task.index * state.data.replicas
+
+    @tf.function(autograph=False)
+    def losses(batch: Any) -> dict[str, tf.Tensor]:
+        with Alone(state.strategy, first):
+            output, loss = forward(parts, batch, training=False)
+            result = parts.hooks.grad_pre.in_graph(
+                loss=loss, output=output, batch=batch, **parts.given()
+            )
+        named = result if isinstance(result, dict) else {"": result}
+        return {name: tf.convert_to_tensor(values[0]) for name, values in named.items()}
+
+    with state.strategy.scope():
+        return losses.get_concrete_function(batch)

@@ -1,0 +1,137 @@
+"""What would go wrong without a word is said before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+import yaml
+
+import ctl_core
+from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights, squared_error
+
+Output = pytest.CaptureFixture[str]
+
+
+def warnings(capsys: Output) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rate_that_reaches_nobody(train: Train, capsys: Output, replicas: int) -> None:
+    hooks = make_hooks(create_opt=lambda: keras.optimizers.SGD(0.1))
+    train(hooks, steps=1, virtual_devices=replicas)
+    (warning,) = warnings(capsys)
+    assert "create_opt (test_notices.py" in warning and "makes no use of lr" in warning
+    within = make_hooks(
+        create_opt=lambda lr: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 9)),
+        update_pre=lambda gradients, lr: ([g * lr for g in gradients], gradients),
+    )
+    train(within, steps=1, run_name="within", virtual_devices=replicas)
+    assert not warnings(capsys)
+
+
+class Codebook(keras.layers.Layer):
+    """A tf.Variable in a Keras layer, which Keras does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = tf.Variable(tf.ones([FEATURES]))
+        self.seen = tf.Variable(0.0)  # trainable by TensorFlow's default, but written by the step
+
+    def call(self, inputs: Any) -> Any:
+        self.seen.assign_add(1.0)
+        return inputs * self.codes + 0.0 * self.seen
+
+
+def codebook_model() -> keras.Model:
+    model = keras.Sequential([keras.Input((FEATURES,)), Codebook(), keras.layers.Dense(1)])
+    set_weights(model.layers[1])
+    return model
+
+
+class WeightedLoss:
+    """Learns the weight of a task."""
+
+    def __init__(self) -> None:
+        self.log_variance = keras.Variable(0.1, name="log_variance")
+
+    def __call__(self, loss_input: Any) -> Any:
+        return squared_error(loss_input) * tf.exp(-self.log_variance) + self.log_variance
+
+
+UNTRAINED: dict[str, tuple[Callable[[], SimpleNamespace], str]] = {
+    "a codebook": (lambda: make_hooks(create_model=codebook_model), "codes"),
+    "a weight of the loss": (
+        lambda: make_hooks(create_loss=WeightedLoss),
+        "train_loss/log_variance",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_variables_that_nobody_trains(train: Train, capsys: Output, name: str) -> None:
+    program, variable = UNTRAINED[name]
+    train(program(), steps=1, virtual_devices=2)
+    (warning,) = warnings(capsys)
+    assert f"{variable}, trainable but trained by no objective" in warning
+
+
+def test_a_weight_of_the_loss_is_trained_if_grad_pre_names_it(train: Train, capsys: Output) -> None:
+    hooks = make_hooks(
+        create_loss=WeightedLoss,
+        grad_pre=lambda loss, train_model, train_loss: (
+            loss,
+            0.0,
+            [*train_model.trainable_variables, train_loss.log_variance],
+        ),
+    )
+    state = train(hooks, steps=5)
+    assert float(state.train_loss.log_variance) != pytest.approx(0.1)
+    assert not warnings(capsys)
+
+
+@pytest.mark.parametrize("kind", ["generator", "coroutine"])
+def test_hooks_whose_body_would_not_run_are_refused(train: Train, kind: str) -> None:
+    def generator(step: int) -> Any:
+        yield step
+
+    async def coroutine(step: int) -> None:
+        pass
+
+    hook = generator if kind == "generator" else coroutine
+    with pytest.raises(ctl_core.SetupError, match=r"every_steps\[1\] is a generator or a corout"):
+        train(make_hooks(every_steps={1: hook}), steps=1)
+
+
+def test_hooks_may_be_in_a_dict(train: Train) -> None:
+    class Addict(dict):  # type: ignore[type-arg]
+        """Has every attribute, as addict's Dict."""
+
+        def __getattr__(self, name: str) -> Any:
+            return self.setdefault(name, Addict())
+
+    for callbacks in (vars(make_hooks()), Addict(vars(make_hooks()))):
+        assert train(callbacks, steps=1, run_name=type(callbacks).__name__).step == 1
+
+
+def test_a_run_knows_the_name_that_was_made_up(train: Train, tmp_path: Path) -> None:
+    names = []
+    hooks = make_hooks(every_steps={1: lambda config: names.append(config.run_name)})
+    state = train(hooks, steps=1, run_name=None)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert names == [folder.name] and state.config.run_name == folder.name
+    assert yaml.safe_load((folder / "config.yaml").read_text())["run_name"] == folder.name
+
+
+def test_the_learning_rate_is_assigned_and_compared_as_a_variable() -> None:
+    lr = ctl_core.step.LearningRate(0.5)
+    lr.assign_add(0.25)
+    lr.assign_sub(0.5)
+    assert float(lr) == float(lr.read_value()) == 0.25
+    assert lr < 0.5 and lr <= 0.25 and lr > 0.1 and lr >= 0.25 and not lr > 0.25
