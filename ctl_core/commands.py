@@ -79,8 +79,9 @@ def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     """
     with _restored(callbacks, config, options) as (state, console):
         path = Path(state.run_dir) / "export"
-        variables = list(find({"train_model": state.train_model}).variables.values())
-        export_model(state.train_model, variables, state.input_spec, path)
+        found = find({"train_model": state.train_model})
+        reached = [*found.variables.values(), *found.tables]
+        export_model(state.train_model, reached, state.input_spec, path)
         console.say(f"step {state.step}: wrote a SavedModel to {path}")
     return path
 

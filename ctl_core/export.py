@@ -14,7 +14,7 @@ import tensorflow as tf
 from ctl_core.step import call_model
 
 
-def export_model(model: Any, variables: list[Any], input_spec: Any, folder: Path) -> None:
+def export_model(model: Any, reached: list[Any], input_spec: Any, folder: Path) -> None:
     """Writes the model as a SavedModel, whole or not at all.
 
     The signature ``serve`` (and ``serving_default``) takes what ``train_model`` takes, any number
@@ -22,7 +22,7 @@ def export_model(model: Any, variables: list[Any], input_spec: Any, folder: Path
 
     Args:
         model: a Keras model, a tf.Module or another callable
-        variables: all that it reaches
+        reached: the variables and lookup tables that it reaches
         input_spec: the specification of the model's input while training
         folder: where to write; an earlier export there is replaced
     """
@@ -42,7 +42,7 @@ def export_model(model: Any, variables: list[Any], input_spec: Any, folder: Path
             archive.write_out(str(beside), verbose=False)
     else:
         served = tf.Module()  # of its own, with what TensorFlow would not find in the model
-        served.variables_of_model = variables
+        served.reached_by_model = reached
         served.serve = tf.function(
             lambda inputs: call_model(model, inputs, training=False), input_signature=[spec]
         )

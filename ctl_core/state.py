@@ -142,7 +142,7 @@ def _create(
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")
         train_loss = _callable(hooks.create_loss, "train_loss")
-        _check_reduction(hooks.create_loss, train_loss)
+        _check_keras_loss(hooks.create_loss, train_loss)
         lr = LearningRate(config.learning_rate)
         optimizer = hooks.create_opt(lr=lr)
         optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
@@ -297,13 +297,21 @@ def _callable(hook: Hook, what: str) -> Any:
     return made
 
 
-def _check_reduction(hook: Hook, loss: Any) -> None:
-    """Refuses a Keras loss that averages: over a replica's batch, it cannot be right here."""
-    if isinstance(loss, keras.losses.Loss) and loss.reduction not in ("sum", "none", None):
+def _check_keras_loss(hook: Hook, loss: Any) -> None:
+    """Refuses a Keras loss that averages, or that is to be called with two arguments."""
+    if not isinstance(loss, keras.losses.Loss):
+        return
+    said = f"{hook.name} ({hook.where}): {type(loss).__name__}"
+    if loss.reduction not in ("sum", "none", None):  # over a replica's batch it cannot be right
         raise SetupError(
-            f"{hook.name} ({hook.where}): {type(loss).__name__} has the reduction "
-            f"'{loss.reduction}', an average over one replica's batch; the engine divides by the "
-            'global batch size itself, so give it reduction="sum" or reduction="none".'
+            f"{said} has the reduction '{loss.reduction}', an average over one replica's batch; "
+            'the engine divides by the global batch size itself, so give it reduction="sum" or '
+            'reduction="none".'
+        )
+    if type(loss).__call__ is keras.losses.Loss.__call__:
+        raise SetupError(
+            f"{said} takes y_true and y_pred, but train_loss is called with one argument, what "
+            "loss_pre returns: return lambda pair: loss(pair[1], pair[0])."
         )
 
 

@@ -73,6 +73,7 @@ class Found:
         generators: states of Keras' seed generators
         optimizers: Keras optimizers
         adapted: by path, the layers that ``adapt`` teaches something which is in no variable
+        tables: lookup tables that are never written to, which a SavedModel holds
     """
 
     variables: dict[str, Any]
@@ -80,6 +81,7 @@ class Found:
     generators: list[tf.Variable]
     optimizers: list[keras.Optimizer]
     adapted: dict[str, keras.Layer]
+    tables: list[Any]
 
     def keras_variables(self) -> list[Any]:
         """The variables of the layers, each once; unlike tf.Variables they can be frozen."""
@@ -104,6 +106,7 @@ def find(roots: Mapping[str, Any]) -> Found:
     generators: dict[int, tf.Variable] = {}
     optimizers: list[keras.Optimizer] = []
     adapted: dict[str, keras.Layer] = {}
+    tables: list[Any] = []
     for path, item in _walk(roots):
         if isinstance(item, keras.Layer):
             layers.setdefault(id(item), item)
@@ -117,7 +120,10 @@ def find(roots: Mapping[str, Any]) -> Found:
         elif isinstance(item, _LEAVES) and id(plain_variable(item)) not in known:
             known.add(id(plain_variable(item)))
             variables[path] = item
-    return Found(variables, list(layers.values()), list(generators.values()), optimizers, adapted)
+        elif isinstance(item, tf.saved_model.experimental.TrackableResource):
+            tables.append(item)
+    states = list(generators.values())
+    return Found(variables, list(layers.values()), states, optimizers, adapted, tables)
 
 
 class Unnamed(Exception):

@@ -325,6 +325,14 @@ HOOKS: dict[str, tuple[dict[str, str | None], str, tuple[str, ...]]] = {
         "def create_loss",
         ("create_loss", "MeanSquaredError", 'reduction="sum" or reduction="none"'),
     ),
+    "a Keras loss as it is": (
+        {
+            "create_loss": "def create_loss():\n"
+            '    return keras.losses.MeanSquaredError(reduction="none")\n'
+        },
+        "def create_loss",
+        ("create_loss", "MeanSquaredError", "y_true", "return lambda pair: loss(pair[1], pair[0])"),
+    ),
     "a loss over two dimensions": (
         {"create_loss": "def create_loss():\n    return lambda p: (p[0] - p[1]) ** 2\n"},
         "def create_loss",

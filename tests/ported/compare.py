@@ -6,28 +6,28 @@ are compared, all that the model has; plain SGD shows a wrong scale that an adap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 STEPS, BATCH, RATE = 16, 8, 0.05
 
-Values = list[tuple[str, np.ndarray]]
+Numbers = list[tuple[str, np.ndarray]]
 
 
-def values(variables: Iterable[Any]) -> Values:
+def numbers(variables: Iterable[Any]) -> Numbers:
     """Returns the names and numbers of Keras or TensorFlow variables."""
     return [(variable.name, np.array(variable.numpy())) for variable in variables]
 
 
-def assert_close(found: Iterable[Any], expected: Sequence[tuple[str, np.ndarray]]) -> None:
-    """Compares variables with what the plain loop has left, one after the other."""
-    for (name, value), (_, other) in zip(values(found), expected, strict=True):
+def assert_close(found: Iterable[Any], expected: Iterable[Any]) -> None:
+    """Compares a program's variables with the plain loop's, one after the other."""
+    for (name, value), (_, other) in zip(numbers(found), numbers(expected), strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def assert_moved(before: Values, after: Values) -> None:
+def assert_moved(before: Numbers, after: Numbers) -> None:
     """So that equal weights mean something: training has changed each of them visibly."""
     still = [
         name

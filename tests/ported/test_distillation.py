@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tests.engine.conftest import Train
 from tests.engine.test_state import assert_resumes
-from tests.ported.compare import BATCH, STEPS, assert_close, assert_moved, values
+from tests.ported.compare import BATCH, STEPS, assert_close, assert_moved, numbers
 
 FEATURES, CLASSES = 6, 3
 RANDOM = np.random.default_rng(0)
@@ -91,9 +91,9 @@ def ask_global(output: Any, batch: Any) -> Any:
 class Distiller(keras.Model):
     """Student and teacher in one; as a model it is the student."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.student = create_student(dropout)
+        self.student = create_student()
         self.teacher = create_teacher()
 
     def call(self, inputs: Any, training: bool = False) -> Any:
@@ -120,10 +120,10 @@ def global_hooks(dropout: float = 0.0) -> SimpleNamespace:
     )
 
 
-def model_hooks(dropout: float = 0.0) -> SimpleNamespace:
+def model_hooks() -> SimpleNamespace:
     return SimpleNamespace(
         create_dataset=create_dataset,
-        create_model=functools.partial(Distiller, dropout),
+        create_model=Distiller,
         create_loss=create_loss,
         create_opt=create_opt,
         loss_pre=ask_model,
@@ -138,7 +138,7 @@ def model_hooks(dropout: float = 0.0) -> SimpleNamespace:
 @functools.cache
 def plain() -> keras.Model:
     student, optimizer = create_student(), keras.optimizers.SGD(SETTINGS["learning_rate"])
-    before = values(student.trainable_variables)
+    before = numbers(student.trainable_variables)
     for inputs, label in create_dataset(BATCH).repeat().take(STEPS):
         teacher = TEACHER(inputs, training=False)
         with tf.GradientTape() as tape:
@@ -146,7 +146,7 @@ def plain() -> keras.Model:
             loss = tf.reduce_mean(soft_and_hard(((output, teacher), label)))
         gradients = tape.gradient(loss, student.trainable_variables)
         optimizer.apply_gradients(zip(gradients, student.trainable_variables, strict=True))
-    assert_moved(before, values(student.trainable_variables))
+    assert_moved(before, numbers(student.trainable_variables))
     return student
 
 
@@ -155,20 +155,16 @@ def plain() -> keras.Model:
 def test_the_student_is_that_of_the_plain_loop_and_the_teacher_stays(
     train: Train, create_hooks: Any, devices: int
 ) -> None:
-    before = values(TEACHER.weights)
+    before = numbers(TEACHER.weights)
     model = train(create_hooks(), virtual_devices=devices, **SETTINGS).train_model
     student = model.student if create_hooks is model_hooks else model
     teacher = model.teacher if create_hooks is model_hooks else TEACHER
-    assert_close(student.weights, values(plain().weights))
-    for (name, one), (_, other) in zip(before, values(teacher.weights), strict=True):
+    assert_close(student.weights, plain().weights)
+    for (name, one), (_, other) in zip(before, numbers(teacher.weights), strict=True):
         np.testing.assert_array_equal(one, other, err_msg=name)
 
 
-def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
-    assert_resumes(train, lambda: model_hooks(dropout=0.2), batch_size=BATCH)
-
-
-def test_a_resumed_run_goes_on_with_the_teacher_it_began_with(
+def test_a_resumed_run_is_the_whole_run_and_goes_on_with_the_teacher_it_began_with(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new process makes the global anew; here it comes out otherwise the third time."""
@@ -179,4 +175,4 @@ def test_a_resumed_run_goes_on_with_the_teacher_it_began_with(
         return global_hooks(dropout=0.2)
 
     assert_resumes(train, hooks, batch_size=BATCH)
-    assert_close(TEACHER.weights, values(create_teacher(1).weights))
+    assert_close(TEACHER.weights, create_teacher(1).weights)

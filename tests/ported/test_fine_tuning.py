@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tests.engine.conftest import Train
 from tests.engine.test_state import assert_resumes
-from tests.ported.compare import BATCH, RATE, STEPS, Values, assert_close, assert_moved, values
+from tests.ported.compare import BATCH, RATE, STEPS, Numbers, assert_close, assert_moved, numbers
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(40, 4, 4, 1)).astype("float32")
@@ -120,7 +120,7 @@ def hooks(
 def plain(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> keras.Model:
     model = create_model()
     model(IMAGES)
-    before, base_before = values(model.weights), values(model.base.weights)
+    before, base_before = numbers(model.weights), numbers(model.base.weights)
     batches = iter(create_dataset(BATCH).repeat())
 
     def train_steps(steps: int, optimizer: keras.Optimizer) -> None:
@@ -134,15 +134,15 @@ def plain(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> keras.Mo
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     train_steps(UNFREEZE, create_opt(rate))
-    for (name, one), (_, other) in zip(base_before, values(model.base.weights), strict=True):
+    for (name, one), (_, other) in zip(base_before, numbers(model.base.weights), strict=True):
         np.testing.assert_array_equal(one, other, err_msg=name)
     model.base.trainable = True
     train_steps(STEPS - UNFREEZE, create_opt(rate * LOWERED))
-    assert_moved(trainable(before), trainable(values(model.weights)))
+    assert_moved(trainable(before), trainable(numbers(model.weights)))
     return model
 
 
-def trainable(of_weights: Values) -> Values:
+def trainable(of_weights: Numbers) -> Numbers:
     return [(name, value) for name, value in of_weights if not name.startswith("moving")]
 
 
@@ -155,7 +155,7 @@ def test_weights_are_those_of_the_plain_loop(
     expected = plain(create_opt, rate)
     state = train(hooks(create_opt), steps=STEPS, batch_size=BATCH, learning_rate=rate,
                   virtual_devices=devices)  # fmt: skip
-    assert_close(state.train_model.weights, values(expected.weights))
+    assert_close(state.train_model.weights, expected.weights)
 
 
 @pytest.mark.parametrize("at", [5, 8])

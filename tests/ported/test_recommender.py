@@ -2,8 +2,9 @@
 
 Users and items go by their names: a StringLookup and an Embedding each, whose dot product is to
 be the rating. The layers are kept in a dict, of a ``tf.Module``, of a plain class or of a Keras
-model. The gradients of the embeddings are sparse, and a batch names most items more than once. A
-retrieval loss over the items of a batch is left out: it looks at each device's own batch.
+model. The gradients of the embeddings are sparse, and a batch names most items more than once. The
+other task of such models, to find a user's item among those of the whole batch, needs the items
+of all devices, which ``all_gather`` gives.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ctl_core import commands
 from tests.engine.conftest import Train
 from tests.engine.test_state import assert_resumes
-from tests.ported.compare import BATCH, STEPS, assert_close, assert_moved, values
+from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers
 
 RANDOM = np.random.default_rng(0)
 USERS = np.array([f"user {number}" for number in RANDOM.integers(0, 12, size=40)])
@@ -109,6 +111,30 @@ def metric_pre(output: Any, batch: dict[str, Any]) -> Any:
     return batch["rating"], output
 
 
+class TwoTowers(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = create_layers()
+        self.parts = {name: layers[name] for name in ("user_id", "item_id", "user", "item")}
+
+    def call(self, inputs: dict[str, Any]) -> Any:
+        users = self.parts["user"](self.parts["user_id"](inputs["user"]))
+        return users, self.parts["item"](self.parts["item_id"](inputs["item"]))
+
+
+def with_all_items(output: Any) -> Any:
+    users, items = output
+    replica = tf.distribute.get_replica_context()
+    own = replica.replica_id_in_sync_group * len(items) + tf.range(len(items))
+    return users, replica.all_gather(items, axis=0), own
+
+
+def retrieval_loss(loss_input: Any) -> Any:
+    users, items, own = loss_input
+    scores = tf.matmul(users, items, transpose_b=True)
+    return keras.losses.sparse_categorical_crossentropy(own, scores, from_logits=True)
+
+
 # ---- The same as a plain loop -----------------------------------------------------------------
 
 
@@ -145,7 +171,7 @@ def weights(model: Any) -> list[Any]:
 def plain(create_opt: Callable[[Any], keras.Optimizer], lr: float) -> Any:
     model, optimizer = Plain(), create_opt(lr)
     model(input_pre(next(iter(create_dataset(BATCH)))))
-    before = values(weights(model))
+    before = numbers(weights(model))
     for batch in create_dataset(BATCH).repeat().take(STEPS):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(batch) - batch["rating"]) ** 2)
@@ -155,16 +181,16 @@ def plain(create_opt: Callable[[Any], keras.Optimizer], lr: float) -> Any:
         # as a gradient does, and so does the engine.
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         optimizer.apply_gradients(zip(gradients, weights(model), strict=True))
-    assert_moved(before, values(weights(model)))
+    assert_moved(before, numbers(weights(model)))
     return model
 
 
 @pytest.mark.parametrize(
     ("create_model", "create_opt", "lr", "devices"),
     [
-        (Module, sgd, 0.05, 1),
-        (Plain, sgd, 0.05, 2),
-        (Model, sgd, 0.05, 2),
+        (Module, sgd, RATE, 1),
+        (Plain, sgd, RATE, 2),
+        (Model, sgd, RATE, 2),
         (Module, adagrad, 0.1, 2),
     ],
 )
@@ -174,10 +200,47 @@ def test_weights_are_those_of_the_plain_loop(
     expected = plain(create_opt, lr)
     state = train(hooks(create_model, create_opt), steps=STEPS, batch_size=BATCH,
                   learning_rate=lr, virtual_devices=devices)  # fmt: skip
-    assert_close(weights(state.train_model), values(weights(expected)))
+    assert_close(weights(state.train_model), weights(expected))
     error = expected({"user": USERS, "item": ITEMS}).numpy() - RATINGS
     np.testing.assert_allclose(state.metrics["rmse"], np.sqrt((error**2).mean()), rtol=1e-5)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_retrieval_among_the_items_of_the_whole_batch(train: Train, devices: int) -> None:
+    retrieval = SimpleNamespace(
+        create_dataset=create_dataset,
+        create_model=TwoTowers,
+        create_loss=lambda: retrieval_loss,
+        create_opt=sgd,
+        input_pre=input_pre,
+        loss_pre=with_all_items,
+        every_steps={},
+    )
+    state = train(retrieval, steps=STEPS, batch_size=BATCH, learning_rate=RATE,
+                  virtual_devices=devices)  # fmt: skip
+    model, optimizer = TwoTowers(), keras.optimizers.SGD(RATE)
+    batches = create_dataset(BATCH).repeat().take(STEPS)
+    model(next(iter(batches)))
+    before = numbers(model.weights)
+    for batch in batches:
+        with tf.GradientTape() as tape:
+            users, items = model(batch)
+            loss = tf.reduce_mean(retrieval_loss((users, items, tf.range(BATCH))))
+        gradients = tape.gradient(loss, model.weights)
+        optimizer.apply_gradients(zip(gradients, model.weights, strict=True))
+    assert_moved(before, numbers(model.weights))
+    assert_close(state.train_model.weights, model.weights)
+
+
 def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
     assert_resumes(train, lambda: hooks(Module, adagrad), batch_size=BATCH)
+
+
+def test_an_export_knows_the_names(train: Train) -> None:
+    state = train(hooks(Plain), steps=2, batch_size=BATCH)
+    options = {"checkpoint": None, "input": None, "output": None}
+    path = commands.export(hooks(Plain), state.config, options)
+    served = tf.saved_model.load(str(path)).signatures["serving_default"]
+    some = {"user": tf.constant(["user 3", "nobody"]), "item": tf.constant(["item 1", "item 2"])}
+    found = next(iter(served(**some).values()))
+    np.testing.assert_allclose(found, state.train_model(some), rtol=1e-5, atol=1e-6)

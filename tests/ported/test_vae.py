@@ -20,7 +20,7 @@ import tensorflow as tf
 from ctl_core import data
 from tests.engine.conftest import Train
 from tests.engine.test_state import assert_resumes
-from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, values
+from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers
 
 PIXELS, LATENT = 12, 2
 IMAGES = np.random.default_rng(0).uniform(size=(44, PIXELS)).astype("float32").round()
@@ -156,7 +156,7 @@ def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
 @functools.cache
 def plain(own_noise: bool = False) -> keras.Model:
     model, optimizer = create_model(own_noise), keras.optimizers.SGD(RATE)
-    before = values(model.trainable_variables)
+    before = numbers(model.trainable_variables)
     for image, noise in create_dataset(BATCH).take(STEPS):
         with tf.GradientTape() as tape:
             found, mean, log_variance = model((image, noise))
@@ -164,7 +164,7 @@ def plain(own_noise: bool = False) -> keras.Model:
             loss = tf.reduce_mean(reconstruction + kl_of(mean, log_variance))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    assert_moved(before, values(model.trainable_variables))
+    assert_moved(before, numbers(model.trainable_variables))
     return model
 
 
@@ -177,7 +177,7 @@ def test_weights_and_metrics_are_those_of_the_plain_loop(
 ) -> None:
     expected = plain()
     state = train(hooks(adds_loss=adds_loss), virtual_devices=devices, **SETTINGS)
-    assert_close(state.train_model.weights, values(expected.weights))
+    assert_close(state.train_model.weights, expected.weights)
     image, noise = next(iter(create_eval_dataset(len(IMAGES))))
     found, mean, log_variance = expected((image, noise))
     reconstruction = PIXELS * keras.losses.binary_crossentropy(image, found).numpy().mean()
@@ -191,7 +191,7 @@ def test_weights_and_metrics_are_those_of_the_plain_loop(
 
 def test_noise_of_the_layer_is_the_plain_loops_on_one_device(train: Train) -> None:
     state = train(hooks(own_noise=True), **SETTINGS)
-    assert_close(state.train_model.weights, values(plain(own_noise=True).weights))
+    assert_close(state.train_model.weights, plain(own_noise=True).weights)
 
 
 def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
