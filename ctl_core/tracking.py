@@ -135,6 +135,7 @@ def plain_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+@tf.autograph.experimental.do_not_convert  # which would take a third of a second
 def trainable_variables(model: Any) -> list[Any]:
     """Returns what of a model is trainable and not frozen, whatever it is made of.
 
@@ -153,6 +154,7 @@ def trainable_variables(model: Any) -> list[Any]:
     ]
 
 
+@tf.autograph.experimental.do_not_convert
 def regularization(model: Any) -> Any:
     """Returns the sum of a model's regularisation and ``add_loss`` terms, a scalar.
 
