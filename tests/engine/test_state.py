@@ -29,7 +29,7 @@ from tests.engine.conftest import (
 
 def values(state: ctl_core.State) -> dict[str, np.ndarray]:
     """Everything that the run reaches, found anew, as it is on the first replica and in sum."""
-    found = find({**state.roots, "metrics": None})
+    found = find({**state.roots, "metrics": None, "ckpt": None})
     read = state.strategy.experimental_local_results
     numbers = {}
     for path, variable in found.variables.items():
