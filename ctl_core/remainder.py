@@ -128,7 +128,8 @@ class Remainder:
         Raises:
             RunError: they have.
         """
-        roots = {name: root for name, root in self._state.roots.items() if name != "metrics"}
+        others = ("metrics", "ckpt")  # made anew at each start, and saved whatever it holds
+        roots = {name: root for name, root in self._state.roots.items() if name not in others}
         new = [
             path
             for path, variable in find_state(roots).variables.items()
