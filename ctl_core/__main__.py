@@ -1,8 +1,8 @@
 """The command line: ``python -m ctl_core <command>``.
 
-Exit codes: 0 done, 1 failed while running, 2 wrong usage, settings or hooks, 75 lost another
-process of its cluster, 130 and 143 stopped by SIGINT or SIGTERM after saving; 130, too, ended
-by a second SIGINT.
+Exit codes: 0 done, 1 failed while running or ended with a loss that is not finite, 2 wrong usage,
+settings or hooks, 75 lost another process of its cluster, 130 and 143 stopped by SIGINT or SIGTERM
+after saving; 130, too, ended by a second SIGINT.
 """
 
 from __future__ import annotations
@@ -146,8 +146,10 @@ def _run(command: Command, argv: list[str]) -> int:
     if command.name == "train":
         from ctl_core.loop import train
 
-        state = train(callbacks, command.config)
-        return 0 if state.stopped_by is None else 128 + state.stopped_by
+        state = train(callbacks, command.config, go_on=bool(command.options["continue"]))
+        if state.stopped_by is not None:
+            return 128 + state.stopped_by
+        return int(state.diverged)
     with interruptible():
         return _use_run(command, callbacks)
 

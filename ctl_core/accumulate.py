@@ -12,11 +12,16 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.inputs import Input, deal
+from ctl_core.not_finite import found_nans
 from ctl_core.step import Parts, apply, contribution, update
 
 
 def take_update(
-    parts: Parts, data: Input, wanted: frozenset[str], watch: bool = False
+    parts: Parts,
+    data: Input,
+    wanted: frozenset[str],
+    watch: bool = False,
+    step: tf.Tensor | None = None,
 ) -> dict[str, Any]:
     """Draws the elements of one update, and takes it.
 
@@ -25,6 +30,8 @@ def take_update(
         data: where A elements for each local replica are drawn from
         wanted: names of the values to return, out of ``hooks.OBSERVED``
         watch: whether to measure how long it waits for its elements
+        step: the number of the step that this update makes, an int64 scalar; where nobody runs
+            it, none
 
     Returns:
         The wanted values by name, each with a value per replica, as ``strategy.run`` returns them.
@@ -33,13 +40,23 @@ def take_update(
     kept = frozenset({"output", "batch"} & {*wanted, *parts.hooks.update_pre.arguments})
 
     def whole(batch: Any) -> dict[str, Any]:
-        return update(parts, contribution(parts, batch, kept), wanted)
+        return updated(contribution(parts, batch, kept))
+
+    def updated(contributed: dict[str, Any]) -> dict[str, Any]:
+        if parts.not_finite is None or step is None:
+            return update(parts, contributed, wanted)
+        with found_nans() as nans:
+            found = update(parts, contributed, wanted)
+        if parts.loss_scale is not None:  # skips such an update
+            nans = []
+        parts.not_finite.note(contributed["loss"], step, nans)
+        return found
 
     if parts.accumulate_steps == 1:
         found = run(whole, (data.draw(watch),))
     else:
         contributed = _accumulate(parts, data, kept, watch)
-        found = run(lambda one: update(parts, one, wanted), (contributed,))
+        found = run(updated, (contributed,))
     if parts.loss_scale is not None:
         updates, finite = found.pop("updates"), found.pop("finite")
         finite = data.strategy.experimental_local_results(finite)[0]

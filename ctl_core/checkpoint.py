@@ -41,6 +41,7 @@ from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, op_message, reason
 from ctl_core.hook_state import check_state
 from ctl_core.inputs import holds_shuffles
+from ctl_core.not_finite import Noted
 from ctl_core.randomness import generator_states
 from ctl_core.record import (
     NAME,
@@ -71,6 +72,7 @@ class Checkpoints:
         examples: training examples used so far, over all processes
         done: the keys of ``at_step`` that have run
         evaluated: the step of the last evaluation, or -1
+        ended: the step to which the run was to go when a hook ended it, or None
         saved_step: the step of the last checkpoint, or -1
         asked: whether a hook has called ``manager.save``
     """
@@ -85,6 +87,7 @@ class Checkpoints:
         self.examples = 0
         self.done: set[int] = set()
         self.evaluated = -1
+        self.ended: int | None = None
         self.saved_step = -1
         self.asked = False
         self._cluster = state.cluster
@@ -343,6 +346,8 @@ class Checkpoints:
             metrics=dict(self.state.metrics),
             accumulate_steps=self.state.parts.accumulate_steps,
             remainder=self.remainder.names,
+            ended=self.ended,
+            noted=dataclasses.asdict(self.state.noted),
             state=copy.deepcopy(self.state.hook_state),  # hooks go on while it is written
         )
 
@@ -505,8 +510,12 @@ class Checkpoints:
         self.examples = record.examples
         self.done = set(record.done)
         self.evaluated = record.evaluated
+        self.ended = record.ended
         self.saved_step = record.step
         self.state.metrics = record.metrics
+        self.state.noted = Noted(**record.noted)
+        if self.state.parts.not_finite is not None:
+            self.state.parts.not_finite.put_back(self.state.noted)
         self.state.hook_state.clear()
         self.state.hook_state.update(record.state)
         return record

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from ctl_core.config import Config
 from ctl_core.errors import CtlError, PeerLost, RunError, SetupError
+from ctl_core.not_finite import NEVER
 from ctl_core.strategy import Task
 
 # What TensorFlow says on the processes that are left when one is gone.
@@ -42,6 +43,8 @@ class Word:
         end: whether a hook asked for the end of training; one is enough
         more: whether there is more to evaluate; one is enough
         step, frozen: must be the same everywhere
+        first, latest, bad: of the steps whose loss was not finite, as ``Noted`` has them; the
+            lowest, the highest and the highest count
     """
 
     chunk: int
@@ -51,6 +54,9 @@ class Word:
     more: bool = False
     step: int = 0
     frozen: int = 0
+    first: int = NEVER
+    latest: int = 0
+    bad: int = 0
 
 
 class Cluster:
@@ -111,7 +117,7 @@ class Cluster:
         if self.task.processes == 1:
             return word
         table = self.exchange([int(value) for value in dataclasses.astuple(word)])
-        chunk, signal, save, end, more, steps, frozen = table.T
+        chunk, signal, save, end, more, steps, frozen, first, latest, bad = table.T
         if len({*steps}) > 1:
             raise RunError(f"the processes are at different steps: {sorted({*steps.tolist()})}.")
         if len({*frozen}) > 1:
@@ -126,6 +132,9 @@ class Cluster:
             save=bool(save.any()),
             end=bool(end.any()),
             more=bool(more.any()),
+            first=int(first.min()),
+            latest=int(latest.max()),
+            bad=int(bad.max()),
         )
 
     def all(self, well: bool) -> bool:

@@ -32,6 +32,14 @@ def global_seed_generator() -> keras.random.SeedGenerator | None:
     return global_state.get_global_attribute("global_seed_generator")
 
 
+def rate_of(optimizer: Any) -> Any:
+    """Returns the schedule or variable that a Keras optimizer was given; of any other, None.
+
+    ``_learning_rate``: the public attribute is the schedule's present value.
+    """
+    return optimizer._learning_rate if isinstance(optimizer, keras.Optimizer) else None
+
+
 # How whatever Keras optimizer is applied in this thread sums its gradients over the replicas: by
 # itself, or not again ("summed"), or not at all, with the words of a refusal.
 _applied = threading.local()

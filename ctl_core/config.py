@@ -71,6 +71,11 @@ class Config:
     jit_compile: Annotated[
         bool, "compile each replica's forward and backward pass with XLA; may help on GPUs"
     ] = False
+    on_nan: Annotated[
+        Literal["stop", "warn", "ignore"],
+        "at a NaN or infinite loss; warn: exit code 1 if the last one is; stop: at the first, with "
+        "exit code 1",
+    ] = "warn"
     learning_rate: Annotated[
         float, "initial value of lr; on resume, a changed value replaces the current one"
     ] = 0.001
@@ -144,6 +149,8 @@ class Config:
             raise SetupError(
                 f"precision: expected float32, bfloat16 or float16, got {self.precision!r}."
             )
+        if self.on_nan not in ("stop", "warn", "ignore"):
+            raise SetupError(f"on_nan: expected stop, warn or ignore, got {self.on_nan!r}.")
         if self.strategy == "one_device" and self.virtual_devices > 1:
             raise SetupError(
                 f"strategy: one_device uses one device, but virtual_devices is "
@@ -276,7 +283,7 @@ _CHECKPOINT: dict[str, tuple[type, str]] = {
     "checkpoint": (int, "step of the checkpoint to take; default: the newest")
 }
 OPTIONS: dict[str, dict[str, tuple[type, str]]] = {
-    "train": {},
+    "train": {"continue": (bool, "train on in a run that a hook has ended (StopTraining)")},
     "evaluate": _CHECKPOINT,
     "predict": {
         **_CHECKPOINT,
@@ -431,7 +438,11 @@ def _parser(command: str) -> jsonargparse.ArgumentParser:
         env_prefix=ENV_PREFIX.rstrip("_"),
     )
     for key, (kind, text) in OPTIONS[command].items():
-        parser.add_argument(f"--{key}", type=kind, help=text)
+        if kind is bool:
+            yes_no = jsonargparse.ActionYesNo(no_prefix="no-")
+            parser.add_argument(f"--{key}", action=yes_no, default=False, help=text)
+        else:
+            parser.add_argument(f"--{key}", type=kind, help=text)
     parser.add_argument(
         "--config", type=str, metavar="FILE", help="settings file (default: config.yaml)"
     )

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.console import report, show_step
+from ctl_core.not_finite import note_nans
 from ctl_core.tracking import regularization, trainable_variables
 
 
@@ -21,7 +22,9 @@ def nan_to_zero(gradient: Any) -> Any:
         return tf.IndexedSlices(
             nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape
         )
-    return tf.where(tf.math.is_nan(gradient), tf.zeros_like(gradient), gradient)
+    is_nan = tf.math.is_nan(gradient)
+    note_nans(is_nan)
+    return tf.where(is_nan, tf.zeros_like(gradient), gradient)
 
 
 def trackable(**objects: Any) -> dict[str, Any]:

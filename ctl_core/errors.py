@@ -61,7 +61,8 @@ class PeerLost(RunError):
 class StopTraining(CtlError):
     """For hooks to raise in ``every_steps`` or ``at_step``: training ends here, as if done.
 
-    The run is evaluated and saved, and the exit code is 0. Started again, it goes on.
+    The run is evaluated and saved, and the exit code is 0. Started again, it says so; with more
+    steps than it was to take, or ``--continue``, it goes on.
     """
 
 
@@ -88,6 +89,10 @@ def brief(error: BaseException, limit: int = 300) -> str:
             "an optimizer or a variable was made outside of the hooks that create something, "
             "where callbacks.py begins, say; make it in create_model or create_opt"
         )
+    if "hence its learning rate is not settable" in text:
+        text = "the optimizer takes its rate from lr, or a schedule; change it by lr.assign(x)"
+    if "EagerTensor' object has no attribute 'assign" in text:
+        text += " (a learning rate is changed by lr.assign(x))"
     if "singleton tf.Variables" in text:
         text = "a variable, perhaps a layer's, is made inside the step; make it in create_model"
     if text.startswith("in user code:"):  # a function of tf.data's: the message is the last part

@@ -27,10 +27,12 @@ class StepFunctions:
 
     Attributes:
         devices: this process's replica devices
+        noted: what NotFinite has noted, if it is used, by the end of the last call
     """
 
     def __init__(self, state: State) -> None:
         self.devices = tuple(state.strategy.extended.worker_devices)
+        self.noted: tf.Tensor | None = None
         self._state = state
         self._traced: list[Any] = []
         self._run: dict[tuple[bool, ...], Any] = {}
@@ -50,7 +52,7 @@ class StepFunctions:
         """Takes ``steps`` steps in one graph call."""
         if self._frozen not in self._run:
             self._run[self._frozen] = self._concrete(self._trace_run())
-        self._run[self._frozen](tf.constant(steps, tf.int64))
+        self.noted = self._run[self._frozen](tf.constant(steps, tf.int64))
 
     def observe(self, wanted: frozenset[str]) -> dict[str, Any]:
         """Takes one step and returns the wanted values of it, eager."""
@@ -58,7 +60,8 @@ class StepFunctions:
         if key not in self._observe:
             self._observe[key] = self._concrete(self._trace_observe(wanted))
         self._state.data.watched += 1
-        return self._observe[key]()[0]  # type: ignore[no-any-return]
+        found, _, self.noted = self._observe[key]()
+        return found  # type: ignore[no-any-return]
 
     def trace_counts(self) -> list[int]:
         """Returns how often each graph function was traced."""
@@ -113,23 +116,32 @@ class StepFunctions:
 
     def _trace_run(self) -> Any:
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
-        def run(steps: tf.Tensor) -> None:
+        def run(steps: tf.Tensor) -> tf.Tensor | None:
+            before = self._state.step_variable.read_value()
+
             def body(done: tf.Tensor) -> tuple[tf.Tensor]:
-                take_update(self._state.parts, self._state.data, frozenset())
+                step = before + done + 1
+                take_update(self._state.parts, self._state.data, frozenset(), step=step)
                 return (done + 1,)
 
             (done,) = tf.while_loop(lambda done: done < steps, body, (tf.constant(0, tf.int64),))
             self._state.step_variable.assign_add(done)
+            return self._taken()
 
         return run
+
+    def _taken(self) -> tf.Tensor | None:
+        not_finite = self._state.parts.not_finite
+        return None if not_finite is None else not_finite.taken()
 
     def _trace_observe(self, wanted: frozenset[str]) -> Any:
         results = self._state.strategy.experimental_local_results
 
         @tf.function(autograph=False)
-        def observe() -> tuple[dict[str, Any], Any]:
-            values = take_update(self._state.parts, self._state.data, wanted, watch=True)
-            self._state.step_variable.assign_add(1)
+        def observe() -> tuple[dict[str, Any], Any, tf.Tensor | None]:
+            step = self._state.step_variable.read_value() + 1
+            values = take_update(self._state.parts, self._state.data, wanted, True, step)
+            self._state.step_variable.assign(step)
             found = {
                 name: tf.nest.map_structure(lambda v, n=name: _of_replicas(results(v), n), part)
                 for name, part in values.items()
@@ -137,7 +149,7 @@ class StepFunctions:
             # What is the same on all replicas is returned of all, though one is used: TensorFlow
             # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
             # the replicas' variables would no longer be equal.
-            return found, [results(v)[1:] for v in tf.nest.flatten(values)]
+            return found, [results(v)[1:] for v in tf.nest.flatten(values)], self._taken()
 
         return observe
 
@@ -171,7 +183,7 @@ def _unused(state: State, graph: Any) -> list[str]:
             f"the step uses {', '.join(idle[:3])}{more}, trainable but trained by no objective; "
             "return them with the trainable_vars of grad_pre, or make them with trainable=False."
         )
-    if not any(id(part) in used for part in results(state.lr.value)):
+    if not any(id(part) in used for part in results(state.lr.variable)):
         hook = state.hooks.create_opt
         warnings.append(
             f"{hook.name} ({hook.where}): makes no use of lr, so that learning_rate and lr.assign "

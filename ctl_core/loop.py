@@ -29,9 +29,11 @@ from ctl_core.hook_state import check_state
 from ctl_core.hooks import OBSERVED
 from ctl_core.launch import TICK, supervised
 from ctl_core.look import EMPTY
+from ctl_core.not_finite import NEVER, Noted, noted_in
 from ctl_core.precision import policy
 from ctl_core.profile import Clock, Profile
 from ctl_core.randomness import spread
+from ctl_core.rate import why_ignored
 from ctl_core.runs import Run
 from ctl_core.schedule import Schedule
 from ctl_core.signals import SAME_SIGNAL, Agreement, Signals
@@ -43,15 +45,18 @@ from ctl_core.trial import check_sums
 FLUSH_INTERVAL = 1.0
 
 
-def train(callbacks: Any, config: Config) -> State:
+def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
     """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes
         config: the settings
+        go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
+            otherwise takes more steps than it was to take then
 
     Returns:
-        The trained state. ``stopped_by`` is set if a signal ended training early.
+        The trained state. ``stopped_by`` is set if a signal ended training early, ``ended`` if a
+        hook did, ``diverged`` if the loss of the last step is not finite.
 
     Raises:
         SetupError: a setting or a hook cannot work; nothing was trained.
@@ -80,6 +85,14 @@ def train(callbacks: Any, config: Config) -> State:
         record = checkpoints.restore()
         spread(state.found.generators, state.strategy, task)
         start, last = state.step, _last_step(state, console)
+        target = last
+        if checkpoints.ended is not None:
+            go_on = bool(state.cluster.exchange([go_on]).any())
+            state.ended = start < last <= checkpoints.ended and not go_on
+            if state.ended:
+                last = start
+            elif start < last:
+                checkpoints.ended = None
         if record and record.learning_rate != config.learning_rate:
             console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.lr.assign(config.learning_rate)
@@ -89,7 +102,7 @@ def train(callbacks: Any, config: Config) -> State:
         if task.chief:
             run.open(config, start, new=start < last)
             console.listeners.append(run.write)
-        console.say(_opening(state, start, last, resumed=record is not None))
+        console.say(_opening(state, start, target, resumed=record is not None))
         console.start(start, last)
         profile = Profile(config.profile_steps if task.chief else None, run.path / "tb" / "train")
         state.clock = Clock()
@@ -106,6 +119,8 @@ def train(callbacks: Any, config: Config) -> State:
             console.say(note)
         if start < last:
             console.say(state.clock.summary())
+        if complaint := _not_finite(state):
+            console.warn(complaint)
         console.say(_closing(state, start, last, time.monotonic() - seconds))
     return state
 
@@ -126,6 +141,7 @@ def _loop(
     agree = Agreement(state.cluster, signals)
     step = state.step
     clock = state.clock
+    noted = state.noted
     agree(Word(chunk=chunk.limit, step=step, frozen=functions.frozen))
     _evaluate_and_save(state, step, checkpoints, run, console, agree, schedule)
     profile.at(step)
@@ -153,6 +169,8 @@ def _loop(
                     try:
                         for hook in due:
                             hook(**_host_values(state, functions, step), **values)
+                            if why := why_ignored(state.parts.optimizers):
+                                raise RunError(f"{hook.name} ({hook.where}): {why}.")
                             if "state" in hook.arguments:
                                 check_state(state.hook_state, f"{hook.name} ({hook.where})")
                     except StopTraining as asked:
@@ -163,9 +181,20 @@ def _loop(
                 checkpoints.remainder.after_hooks(due, step)
         state.data.say_left_out(console)
         checkpoints.poll()
-        word = agree(Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen))
+        word = Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen)
+        if functions.noted is not None:
+            noted = noted_in(functions.noted)
+            word = dataclasses.replace(
+                word, first=noted.first, latest=noted.latest, bad=noted.steps
+            )
+        word = agree(word)
         chunk.limit, checkpoints.asked = word.chunk, word.save
+        if functions.noted is not None:
+            noted = Noted(word.first, word.latest, word.bad, noted.zeroed)
+            _look_at_losses(state, noted, checkpoints, console)
         if word.end:
+            if step < last:
+                state.ended, checkpoints.ended = True, last
             schedule.end_at(step)
             last = step
         if step == stop:
@@ -181,6 +210,47 @@ def _loop(
     with state.cluster.peers():
         state.statistics.average()
     state.stopped_by = agree.signal if step < last else None
+
+
+def _look_at_losses(state: State, noted: Noted, checkpoints: Checkpoints, console: Console) -> None:
+    """Takes over what the graph call has noted, and says so at the first loss that is not finite.
+
+    Raises:
+        RunError: training is to stop there; checkpoints are of earlier steps.
+    """
+    before, state.noted = state.noted, noted
+    if noted.latest > before.latest and state.config.on_nan == "stop":
+        first = noted.first if before.first == NEVER else noted.latest
+        saved = checkpoints.saved_step
+        raise RunError(
+            f"the loss of step {first} is not finite (on_nan: stop); "
+            + (f"the last checkpoint is of step {saved}." if saved >= 0 else "nothing was saved.")
+        )
+    if noted.first != before.first:
+        console.warn(
+            f"the loss of step {noted.first} is not finite; on_nan: stop would end training there."
+        )
+    if noted.zeroed and not before.zeroed and noted.first == NEVER:
+        console.warn(
+            f"by step {state.step}, update_pre has turned NaN in gradients into 0; how often is "
+            "said at the end."
+        )
+
+
+def _not_finite(state: State) -> str | None:
+    """Says, at the end, in how many steps losses or gradients were not finite."""
+    noted, parts = state.noted, []
+    if noted.steps:
+        at_least = "at least " * (state.parts.replicas > 1)
+        parts.append(
+            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
+            f"{noted.first} to {noted.latest}{', the last one' * state.diverged}"
+        )
+    if noted.zeroed:
+        parts.append(
+            f"update_pre turned NaN in gradients into 0 in {noted.zeroed} of {state.step} steps"
+        )
+    return f"{'; '.join(parts)}." if parts else None
 
 
 def _host_values(state: State, functions: StepFunctions, step: int) -> dict[str, Any]:
@@ -289,8 +359,13 @@ def _opening(state: State, start: int, last: int, resumed: bool) -> str:
     if config.accumulate_steps > 1:
         batch += f" in {config.accumulate_steps} micro-batches"
     where = f"{replicas} replica{'s' * (replicas > 1)} on {_devices(state)}"
-    if config.precision != "float32":
-        where += f", in {config.precision}"
+    if state.computed_in:
+        where += f", in {' and '.join(state.computed_in)}"
+    if state.ended:
+        return (
+            f"{state.run_dir}: a hook ended it at step {start} of {last}, nothing left to train; "
+            "more steps, or --continue, let it go on."
+        )
     if start >= last:
         return f"{state.run_dir}: at step {start} of {last} already, nothing left to train."
     doing = f"resuming at step {start}" if resumed else "training"
@@ -313,5 +388,5 @@ def _closing(state: State, start: int, last: int, seconds: float) -> str:
         again = f"--run-name {Path(state.run_dir).name}"
         head = f"stopped by {name}, saved; goes on from here with {again}"
     else:
-        head = "done"
+        head = "ended by a hook" if state.ended else "done"
     return f"{head}: {'; '.join(parts)}. Everything is in {Path(state.run_dir).resolve()}"

@@ -6,7 +6,7 @@ lower one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,27 +25,34 @@ TOO_MANY = 20
 def policy(precision: str) -> Iterator[None]:
     """Lets layers made or called within compute in a precision; float32 changes nothing.
 
-    Keras has one policy for the whole process: it is put back at the end.
+    Keras has one policy for the whole process: it is put back at the end, also where a hook has
+    set another.
     """
-    if precision == "float32":
-        yield
-        return
     before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(f"mixed_{precision}")
+    if precision != "float32":
+        keras.config.set_dtype_policy(f"mixed_{precision}")
     try:
         yield
     finally:
         keras.config.set_dtype_policy(before)
 
 
+def lower_dtypes(layers: Iterable[keras.Layer]) -> set[str]:
+    """Returns in which of float16 and bfloat16 some of the layers compute."""
+    return {layer.compute_dtype for layer in layers} & {dtype.name for dtype in _LOWER}
+
+
 def to_float32(structure: Any) -> Any:
     """Casts the float16 and bfloat16 tensors of a structure, ragged ones too, to float32."""
 
-    def cast(part: Any) -> Any:
-        lower = tf.is_tensor(part) and part.dtype in _LOWER
-        return tf.cast(part, tf.float32) if lower else part
+    def is_lower(part: Any) -> bool:
+        return tf.is_tensor(part) and part.dtype in _LOWER
 
-    return tf.nest.map_structure(cast, structure)
+    if not any(map(is_lower, tf.nest.flatten(structure))):
+        return structure
+    return tf.nest.map_structure(
+        lambda part: tf.cast(part, tf.float32) if is_lower(part) else part, structure
+    )
 
 
 def all_finite(structure: Any) -> tf.Tensor:

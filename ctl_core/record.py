@@ -43,6 +43,8 @@ class Record:
         remainder: what the engine's part holds of what the user's leaves out; None of an engine
             that did not look for it
         vocabularies: the file with what preprocessing layers have learnt, or None
+        ended: the step to which the run was to go when a hook ended it at this one, or None
+        noted: of which steps the loss was not finite, as NotFinite has it
     """
 
     step: int
@@ -61,6 +63,8 @@ class Record:
     state: dict[str, Any] = dataclasses.field(default_factory=dict)  # nor this and what follows
     remainder: list[str] | None = None
     vocabularies: str | None = None
+    ended: int | None = None
+    noted: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def saved_steps(folder: Path) -> list[int]:

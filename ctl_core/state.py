@@ -24,11 +24,12 @@ from ctl_core.evaluation import Evaluation, create_evaluation
 from ctl_core.freezing import Freezing, trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
-from ctl_core.precision import LossScale
+from ctl_core.not_finite import Noted, NotFinite
+from ctl_core.precision import LossScale, lower_dtypes
 from ctl_core.profile import Clock
+from ctl_core.rate import LearningRate, rate_for_hooks
 from ctl_core.runs import Run, repair_list
 from ctl_core.step import (
-    LearningRate,
     Parts,
     contribution,
     expect,
@@ -36,6 +37,7 @@ from ctl_core.step import (
     kind_of,
     objectives,
     update,
+    variable_name,
 )
 from ctl_core.strategy import Task, create_strategy
 from ctl_core.tracking import Found, Unnamed, find
@@ -50,7 +52,8 @@ class State:
         run_dir: the run's folder
         step: how many steps were taken
         step_variable: the same, as checkpoints hold it; a scalar int64 variable
-        train_model, train_loss, optimizer, lr: as the hooks made them
+        train_model, train_loss, optimizer: as the hooks made them
+        lr: the learning rate that create_opt was given
         ckpt, manager: as ``create_ckpt`` returned them
         metrics: values of the last evaluation by name, or {}
         hook_state: what host hooks keep, their argument ``state``
@@ -62,6 +65,9 @@ class State:
         roots: the objects and hooks that the run is made of, by name
         found: the variables, layers and generators that they reach
         freezing: what of it is frozen
+        computed_in: the dtypes lower than float32 in which layers compute
+        noted: of which steps the loss was not finite
+        ended: whether a hook has ended training (StopTraining), now or earlier
     """
 
     config: Config
@@ -84,6 +90,9 @@ class State:
     roots: dict[str, Any]
     found: Found
     freezing: Freezing
+    computed_in: list[str]
+    noted: Noted = dataclasses.field(default_factory=Noted)
+    ended: bool = False
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     stopped_by: int | None = None
@@ -94,6 +103,11 @@ class State:
     def step(self) -> int:
         """How many steps were taken."""
         return int(self.step_variable.numpy())
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss of the last step was not finite, unless ``on_nan`` is ignore."""
+        return self.step > 0 and self.noted.latest == self.step
 
     def renew_input(self) -> None:
         """Makes the training data anew, as it was before anything was read from it."""
@@ -147,25 +161,29 @@ def _create(
         optimizer = hooks.create_opt(lr=lr)
         optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
         _check_optimizers(hooks.create_opt, optimizers)
+        lr.follows = False
         parts = Parts(
             hooks,
             train_model,
             train_loss,
-            lr,
+            rate_for_hooks(lr, optimizers, f"create_opt ({hooks.create_opt.where})"),
             optimizer,
             optimizers,
             config.batch_size,
             replicas,
             config.accumulate_steps,
-            config.precision,
             config.jit_compile,
-            LossScale() if config.precision == "float16" else None,
+            not_finite=None if config.on_nan == "ignore" else NotFinite(strategy),
         )
         variables, input_spec = _build_variables(parts, data, cluster.task)
+        _check_variables(hooks.create_model, variables)
+        roots = _roots(parts)
+        computed = {*lower_dtypes(find_state(roots).layers), config.precision} - {"float32"}
+        if "float16" in computed:
+            parts.loss_scale = LossScale()
         candidates = trainable_candidates(train_model)
         for name, one in optimizers.items():
             _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
-        roots = _roots(parts)
         _build_late(roots, parts, data, cluster.task, variables)
         evaluation = create_evaluation(parts, strategy, cluster.task, per_replica)
         if cluster.task.chief:
@@ -210,6 +228,7 @@ def _create(
         roots=roots,
         found=found,
         freezing=Freezing(found),
+        computed_in=sorted(computed),
     )
 
 
@@ -326,11 +345,22 @@ def _check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise SetupError(
                 f"{hook.name} ({hook.where}): returned a LossScaleOptimizer, but nothing here "
-                "scales the loss for it; return its inner_optimizer, and set precision: float16, "
-                "where the engine does both."
+                "scales the loss for it; return its inner_optimizer: where layers compute in "
+                "float16, as by a policy or precision: float16, the engine does both."
             )
     if not optimizers:
         raise SetupError(f"{hook.name} ({hook.where}): returned an empty dict of optimizers.")
+
+
+def _check_variables(hook: Hook, variables: dict[str, list[Any]]) -> None:
+    """Refuses to train float16 variables: most updates are too small to change them."""
+    for variable in (variable for several in variables.values() for variable in several):
+        if tf.as_dtype(variable.dtype) == tf.float16:
+            raise SetupError(
+                f"{hook.name} ({hook.where}): the variable {variable_name(variable)} is trained in "
+                "float16, in which most updates are lost; use the policy mixed_float16, or "
+                "precision: float16, which keep variables in float32."
+            )
 
 
 def _check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:

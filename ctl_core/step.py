@@ -12,124 +12,15 @@ import inspect
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import gradients_are_summed, optimizers_refused
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.look import examples_in
+from ctl_core.not_finite import NotFinite
 from ctl_core.precision import LossScale, all_finite, to_float32
-
-
-class LearningRate(keras.optimizers.schedules.LearningRateSchedule, tf.Module):
-    """The learning rate as an object that hooks can assign to and checkpoints hold.
-
-    A Keras optimizer takes no tf.Variable as its learning rate but does take a schedule: this
-    one returns its variable, whatever the step. It also works in arithmetic and as a tensor.
-    """
-
-    def __init__(self, value: float) -> None:
-        tf.Module.__init__(self, name="lr")
-        self.value = tf.Variable(
-            value,
-            dtype=tf.float32,
-            trainable=False,
-            name="lr",
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
-
-    def __call__(self, step: Any = None) -> tf.Tensor:
-        """Returns the current value, a float32 scalar."""
-        return tf.convert_to_tensor(self.value)
-
-    def get_config(self) -> dict[str, float]:
-        """Returns the current value, for a Keras config."""
-        return {"value": float(self)}
-
-    def assign(self, value: Any) -> None:
-        """Sets the value; the next step uses it."""
-        self.value.assign(value)
-
-    def assign_add(self, delta: Any) -> None:
-        """Adds to the value."""
-        self.value.assign_add(delta)
-
-    def assign_sub(self, delta: Any) -> None:
-        """Subtracts from the value."""
-        self.value.assign_sub(delta)
-
-    def read_value(self) -> tf.Tensor:
-        """Returns the current value, a float32 scalar."""
-        return self()
-
-    def numpy(self) -> Any:
-        """Returns the value as a NumPy scalar."""
-        return self.value.numpy()
-
-    @property
-    def dtype(self) -> tf.DType:
-        """float32."""
-        return self.value.dtype
-
-    @property
-    def shape(self) -> tf.TensorShape:
-        """Scalar."""
-        return self.value.shape
-
-    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
-        return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
-
-    def __float__(self) -> float:
-        return float(self.value.numpy())
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.array(self.value.numpy(), dtype=dtype)
-
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec)
-
-    def __repr__(self) -> str:
-        return f"LearningRate({float(self):g})"
-
-    def __add__(self, other: Any) -> Any:
-        return self() + other
-
-    def __sub__(self, other: Any) -> Any:
-        return self() - other
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - self()
-
-    def __mul__(self, other: Any) -> Any:
-        return self() * other
-
-    def __truediv__(self, other: Any) -> Any:
-        return self() / other
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / self()
-
-    def __pow__(self, other: Any) -> Any:
-        return self() ** other
-
-    def __neg__(self) -> Any:
-        return -self()
-
-    def __lt__(self, other: Any) -> Any:
-        return self() < other
-
-    def __le__(self, other: Any) -> Any:
-        return self() <= other
-
-    def __gt__(self, other: Any) -> Any:
-        return self() > other
-
-    def __ge__(self, other: Any) -> Any:
-        return self() >= other
-
-    __radd__ = __add__
-    __rmul__ = __mul__
+from ctl_core.rate import Rate
 
 
 @dataclasses.dataclass
@@ -138,14 +29,15 @@ class Parts:
 
     Attributes:
         hooks: the hooks
-        train_model, train_loss, lr, optimizer: as the create hooks returned them
+        train_model, train_loss, optimizer: as the create hooks returned them
+        lr: the learning rate that the optimizer uses
         optimizers: the optimizer by objective; a single one under ""
         batch_size: global batch size B
         replicas: N, over all processes
         accumulate_steps: A, micro-batches in an update
-        precision: what Keras layers compute in
         jit_compile: whether forward and backward pass are compiled with XLA
         loss_scale: what objectives are multiplied by; only in float16
+        not_finite: notes the steps whose loss is not finite; None where nobody asks
         without_gradient: names of variables that the loss does not depend on, found in tracing
         scalar_losses: the objectives whose loss is one number, found in tracing
         trained: by objective, the variables that it does depend on, found in tracing
@@ -154,15 +46,15 @@ class Parts:
     hooks: Hooks
     train_model: Any
     train_loss: Any
-    lr: LearningRate
+    lr: Rate
     optimizer: Any
     optimizers: dict[str, Any]
     batch_size: int
     replicas: int
     accumulate_steps: int = 1
-    precision: str = "float32"
     jit_compile: bool = False
     loss_scale: LossScale | None = None
+    not_finite: NotFinite | None = None
     without_gradient: list[str] = dataclasses.field(default_factory=list)
     scalar_losses: set[str] = dataclasses.field(default_factory=set)
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
@@ -181,18 +73,17 @@ def forward(parts: Parts, batch: Any, training: bool) -> tuple[Any, Any]:
     """Runs the model and the loss on one replica's batch.
 
     Returns:
-        The model's output, in float32 where precision is lower, and what ``train_loss`` returned.
+        The model's output and what ``train_loss`` returned, in float32 where precision is lower.
     """
     hooks, given = parts.hooks, parts.given()
     inputs = hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
     output = _blamed(
         hooks.create_model, "train_model", call_model, parts.train_model, inputs, training
     )
-    if parts.precision != "float32":
-        output = to_float32(output)
+    output = to_float32(output)
     loss_input = hooks.loss_pre.in_graph(output=output, batch=batch, **given)
     loss = _blamed(hooks.create_loss, "train_loss", parts.train_loss, loss_input)
-    return output, loss
+    return output, to_float32(loss)
 
 
 def call_model(model: Any, inputs: Any, training: bool) -> Any:
@@ -283,7 +174,7 @@ def batch_sum(loss: Any, batch: Any, parts: Parts) -> tf.Tensor:
             f"(shape [{examples if isinstance(examples, int) else 'batch'}]) or their sum (shape "
             "[]); sum or average over the other dimensions in create_loss."
         )
-    return tf.reduce_sum(loss if parts.precision == "float32" else to_float32(loss))
+    return tf.reduce_sum(to_float32(loss))
 
 
 def kind_of(value: Any) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import flatten_layers
+from ctl_core.precision import to_float32
 
 # Of TensorFlow's and Keras' own classes, those that may hold what belongs to a run; the rest is
 # bookkeeping: graphs, datasets, strategies, nodes of functional models.
@@ -162,11 +163,11 @@ def regularization(model: Any) -> Any:
     those of the Keras layers that it reaches.
     """
     if isinstance(model, keras.Layer):
-        return sum(model.losses)
+        return sum(map(to_float32, model.losses))
     layers = find({"": model}).layers
     inner = {id(part) for layer in layers for part in flatten_layers(layer)[1:]}
-    own = sum(loss for layer in layers if id(layer) not in inner for loss in layer.losses)
-    return own + sum(getattr(model, "losses", []))
+    losses = [loss for layer in layers if id(layer) not in inner for loss in layer.losses]
+    return sum(map(to_float32, [*losses, *getattr(model, "losses", [])]))
 
 
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -139,4 +139,4 @@ def test_a_hook_ends_training(train: Train, capsys: pytest.CaptureFixture[str]) 
     assert state.step == 7 and state.stopped_by is None
     assert (state.run_dir / "ckpt" / "ckpt-7.index").exists()
     assert "a hook ends training. It is good enough." in capsys.readouterr().out
-    assert train(make_hooks(at_step={7: stop}), steps=20).step == 20
+    assert train(make_hooks(at_step={7: stop}), steps=20).step == 7

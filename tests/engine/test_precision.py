@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ctl_core
 from ctl_core import precision
 from ctl_core.__main__ import main
 from ctl_core.errors import SetupError
@@ -251,3 +252,194 @@ def test_a_run_is_used_in_its_own_precision(
     served = loaded.serve(inputs)
     assert served.dtype == tf.bfloat16
     np.testing.assert_array_equal(tf.cast(served, tf.float32), output)
+
+
+# ---- A policy of the user's own ---------------------------------------------------------------
+
+
+def half_error(loss_input: Any) -> tf.Tensor:
+    """Computes in the output's own type; in float16, the sum of a batch would be infinite."""
+    output, target = loss_input
+    return tf.reduce_sum((output - tf.cast(target, output.dtype)) ** 2, axis=1) * 3000.0
+
+
+def policy_hooks(set_policy: Any = None, dtype: str | None = None, **more: Any) -> Any:
+    def create_model() -> keras.Model:
+        if set_policy is not None:
+            set_policy()
+        regular = keras.regularizers.L2(0.01)
+        return set_weights(
+            keras.Sequential(
+                [
+                    keras.Input((FEATURES,)),
+                    keras.layers.Dense(
+                        8,
+                        activation="tanh",
+                        kernel_regularizer=regular,
+                        activity_regularizer=regular,
+                        dtype=dtype,
+                    ),
+                    keras.layers.Dense(1, dtype=dtype),
+                ]
+            )
+        )
+
+    return make_hooks(
+        create_model=create_model,
+        create_loss=lambda: half_error,
+        create_eval_dataset=sliced(regression_data()),
+        create_opt=lambda lr: keras.optimizers.SGD(lr * 1e-3),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "by_layer"),
+    [("float16", 1, False), ("float16", 2, True), ("bfloat16", 2, False)],
+)
+def test_a_policy_of_the_users_own_is_the_same_run(
+    train: Train,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    replicas: int,
+    by_layer: bool,
+) -> None:
+    seen: list[Any] = []
+
+    def look(step: int, loss: Any, display_gradients: Any) -> None:
+        seen.append(loss)
+        ctl_core.report(step, loss=loss)
+
+    def set_policy() -> None:
+        keras.mixed_precision.set_global_policy(f"mixed_{kind}")
+
+    more: dict[str, Any] = {"every_steps": {5: look}}
+    own = (
+        policy_hooks(dtype=f"mixed_{kind}", **more)
+        if by_layer
+        else policy_hooks(set_policy, **more)
+    )
+    settings = {"steps": 20, "virtual_devices": replicas}
+    expected = train(policy_hooks(**more), run_name="setting", precision=kind, **settings)
+    capsys.readouterr()
+    train(own, **{**settings, "steps": 10})
+    state = train(own, **settings)
+    assert f"on CPU, in {kind}." in capsys.readouterr().out
+    for loss, other in zip(seen[4:], seen[:4], strict=True):
+        assert loss.dtype == tf.float32 and np.isfinite(loss)
+        np.testing.assert_array_equal(loss, other)
+    assert (state.parts.loss_scale is None) == (kind != "float16")
+    if state.parts.loss_scale is not None:
+        assert scale_of(state) == scale_of(expected)
+    for weight, other in zip(
+        state.train_model.get_weights(), expected.train_model.get_weights(), strict=True
+    ):
+        assert weight.dtype == np.float32
+        np.testing.assert_array_equal(weight, other)
+    assert state.metrics == expected.metrics and np.isfinite(state.metrics["loss"])
+
+
+def test_layers_that_only_the_loss_has_are_scaled_for(train: Train) -> None:
+    class Loss(keras.Layer):
+        def call(self, loss_input: Any) -> Any:
+            return squared_error(loss_input)
+
+    hooks = make_hooks(create_loss=lambda: Loss(dtype="mixed_float16"))
+    assert train(hooks, steps=1).parts.loss_scale is not None
+
+
+def test_one_float16_run_leaves_the_next_in_float32(train: Train) -> None:
+    hooks = policy_hooks(lambda: keras.config.set_dtype_policy("mixed_float16"))
+    train(hooks, steps=1, run_name="half")
+    state = train(make_hooks(), steps=1)
+    assert state.parts.loss_scale is None and state.computed_in == []
+
+
+def test_a_layer_keeps_its_own_type_in_lower_precision(train: Train) -> None:
+    def create_model() -> keras.Model:
+        layers = [keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")]
+        return set_weights(keras.Sequential([keras.Input((FEATURES,)), *layers]))
+
+    state = train(make_hooks(create_model=create_model), steps=1, precision="bfloat16")
+    assert [layer.compute_dtype for layer in state.train_model.layers] == ["bfloat16", "float32"]
+    assert state.computed_in == ["bfloat16"] and state.parts.loss_scale is None
+
+
+def test_float16_variables_are_not_trained(train: Train) -> None:
+    hooks = policy_hooks(lambda: keras.config.set_dtype_policy("float16"))
+    with pytest.raises(SetupError, match="is trained in float16") as error:
+        train(hooks)
+    message = str(error.value)
+    assert message.startswith("create_model (test_precision.py:") and "mixed_float16" in message
+
+
+@pytest.mark.parametrize("kind", ["float64", "bfloat16"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_variables_of_another_type_are_trained_in_it(
+    train: Train, kind: str, replicas: int
+) -> None:
+    inputs, target = regression_data()
+
+    def create_model() -> keras.Model:
+        layers = [keras.Input((FEATURES,)), keras.layers.Dense(1)]
+        return set_weights(keras.Sequential(layers))
+
+    def own_policy() -> keras.Model:
+        keras.config.set_dtype_policy(kind)
+        return create_model()
+
+    def loss_of(loss_input: Any) -> Any:
+        output, target = loss_input
+        return tf.reduce_sum((output - tf.cast(target, output.dtype)) ** 2, axis=1)
+
+    hooks = make_hooks(
+        create_model=own_policy,
+        create_loss=lambda: loss_of,
+        create_opt=lambda lr: keras.optimizers.SGD(0.125),
+        create_eval_dataset=sliced((inputs, target)),
+    )
+    state = train(hooks, steps=4, virtual_devices=replicas)
+    assert np.isfinite(state.metrics["loss"]) and state.parts.loss_scale is None
+    model, update = create_model(), keras.optimizers.SGD(0.125)
+    if kind == "float64":
+        before = keras.config.dtype_policy()
+        model = own_policy()
+        keras.config.set_dtype_policy(before)
+    for batch in list(sliced((inputs, target))(BATCH))[:4]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(loss_of((model(batch[0]), batch[1])))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        update.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    tolerance = 1e-12 if kind == "float64" else 0.02
+    for variable, other in zip(state.train_model.variables, model.variables, strict=True):
+        assert variable.dtype == kind
+        np.testing.assert_allclose(
+            np.float64(tf.cast(variable.value, tf.float64)),
+            np.float64(other.numpy()),
+            rtol=tolerance,
+            atol=tolerance,
+        )
+
+
+def test_a_run_with_a_policy_of_its_own_is_used_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = test_commands.CALLBACKS.replace(
+        "create_model = small_model\n",
+        "def create_model():\n"
+        '    keras.mixed_precision.set_global_policy("mixed_float16")\n'
+        "    return small_model()\n",
+    )
+    assert source != test_commands.CALLBACKS
+    (tmp_path / "callbacks.py").write_text(source)
+    (tmp_path / "config.yaml").write_text("steps: 2\nbatch_size: 16\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--run-name", "first"]) == 0
+    assert "1 replica on CPU, in float16." in capsys.readouterr().out.splitlines()[0]
+    assert main(["train", "--run-name", "first", "--steps", "3"]) == 0
+    assert main(["evaluate"]) == 0 and main(["predict"]) == 0 and main(["export"]) == 0
+    with np.load(tmp_path / "runs/first/predictions.npz") as predictions:
+        output = predictions["output"]
+    inputs = tf.constant(regression_data()[0][:37])
+    loaded = tf.saved_model.load(str(tmp_path / "runs/first/export"))
+    np.testing.assert_array_equal(np.float32(loaded.serve(inputs)), np.float32(output))

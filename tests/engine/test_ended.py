@@ -1,0 +1,148 @@
+"""A run that a hook has ended by ``StopTraining`` is ended, until it is told to go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import ctl_core
+from ctl_core.__main__ import main
+from tests.engine.conftest import Train, make_hooks, regression_data, sliced
+
+
+def stop(step: int) -> None:
+    raise ctl_core.StopTraining("Good enough.")
+
+
+def hooks(**more: Any) -> Any:
+    return make_hooks(create_opt=lambda lr: keras.optimizers.SGD(lr), **more)
+
+
+@pytest.mark.parametrize(
+    "schedule", [{"at_step": {7: stop}}, {"every_steps": {7: stop}}, {"every_steps": {1: stop}}]
+)
+@pytest.mark.parametrize("settings", [{"steps": 20}, {"epochs": 4}])
+def test_the_same_again_says_so_and_trains_nothing(
+    train: Train, capsys: pytest.CaptureFixture[str], schedule: Any, settings: Any
+) -> None:
+    at = 1 if 1 in schedule.get("every_steps", ()) else 7
+    settings = {"steps": None, "ckpt_every": 7, **settings}
+    ended = hooks(create_eval_dataset=sliced(regression_data()), **schedule)
+    state = train(ended, **settings)
+    assert (state.step, state.ended, state.stopped_by) == (at, True, None)
+    weights, metrics = state.train_model.get_weights(), state.metrics
+    capsys.readouterr()
+    for _ in range(2):
+        state = train(ended, **settings)
+        assert (state.step, state.ended) == (at, True) and state.metrics == metrics
+        last = settings["steps"] or 4 * 6
+        said = capsys.readouterr().out
+        assert f"a hook ended it at step {at} of {last}, nothing left to train" in said
+        for weight, other in zip(state.train_model.get_weights(), weights, strict=True):
+            np.testing.assert_array_equal(weight, other)
+
+
+def test_fewer_steps_are_no_reason_to_go_on(train: Train) -> None:
+    ended = hooks(at_step={7: stop})
+    train(ended, steps=20)
+    assert train(ended, steps=12).step == 7 and train(ended, steps=3).step == 7
+    assert train(ended, steps=20).ended
+
+
+def test_more_steps_go_on_as_if_it_had_not_ended(train: Train) -> None:
+    whole = train(hooks(), steps=21, run_name="whole")
+    ended = hooks(at_step={7: stop})
+    train(ended, steps=20)
+    state = train(ended, steps=21)
+    assert (state.step, state.ended) == (21, False)
+    for weight, other in zip(
+        state.train_model.get_weights(), whole.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(weight, other)
+    assert not train(ended, steps=21).ended
+
+
+def test_every_end_counts_anew(train: Train) -> None:
+    ended = hooks(every_steps={5: stop})
+    assert train(ended, steps=20).step == 5
+    state = train(ended, steps=21)
+    assert (state.step, state.ended) == (10, True)
+    assert train(ended, steps=21).step == 10 and train(ended, steps=22).step == 15
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_it_goes_on_when_told_to(train: Train, replicas: int) -> None:
+    state = train(hooks(at_step={7: stop}), virtual_devices=replicas)
+    assert state.ended
+    state = ctl_core.train(hooks(at_step={7: stop}), state.config, go_on=True)
+    assert (state.step, state.ended) == (20, False)
+
+
+def test_an_end_at_the_last_step_is_no_end(train: Train) -> None:
+    ended = hooks(at_step={7: stop})
+    assert not train(ended, steps=7).ended
+    state = train(ended, steps=9)
+    assert (state.step, state.ended) == (9, False)
+
+
+def test_what_an_interrupted_run_has_after_its_checkpoint_is_trained_again(
+    train: Train, tmp_path: Path
+) -> None:
+    """Without the checkpoint of its end, the run is not ended yet."""
+    ended = hooks(at_step={7: stop})
+    train(ended, ckpt_every=5)
+    (tmp_path / "runs/run/ckpt/engine/ckpt-7.json").unlink()
+    state = train(ended, ckpt_every=5)
+    assert (state.step, state.ended) == (7, True)
+
+
+def test_a_record_of_an_earlier_engine_goes_on(train: Train, tmp_path: Path) -> None:
+    train(hooks(at_step={7: stop}))
+    path = tmp_path / "runs/run/ckpt/engine/ckpt-7.json"
+    record = json.loads(path.read_text())
+    assert record.pop("ended") == 20
+    del record["noted"]
+    path.write_text(json.dumps(record))
+    assert train(hooks(at_step={7: stop})).step == 20
+
+
+CALLBACKS = """
+import ctl_core
+from tests.engine.conftest import regression_data, sliced, small_model, squared_error
+
+create_model = small_model
+create_dataset = sliced(regression_data())
+every_steps = {}
+
+
+def create_loss():
+    return squared_error
+
+
+def enough():
+    raise ctl_core.StopTraining
+
+
+at_step = {2: enough}
+"""
+
+
+def test_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    (tmp_path / "config.yaml").write_text("steps: 4\nbatch_size: 16\nrun_name: run\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train"]) == 0
+    assert "ended by a hook: step 2" in capsys.readouterr().out
+    assert main(["train"]) == 0
+    assert "ended it at step 2 of 4, nothing left to train" in capsys.readouterr().out
+    assert main(["train", "--continue"]) == 0
+    assert "resuming at step 2, to step 4" in capsys.readouterr().out
+    assert main(["train", "--continue"]) == 0
+    assert "at step 4 of 4 already" in capsys.readouterr().out

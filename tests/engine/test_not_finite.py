@@ -1,0 +1,235 @@
+"""Losses that are NaN or infinite: said, counted, and what on_nan makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core import precision
+from ctl_core.__main__ import main
+from ctl_core.cluster import Cluster, Word
+from ctl_core.errors import RunError
+from ctl_core.not_finite import NEVER, Noted
+from ctl_core.strategy import Task
+from tests.engine.conftest import (
+    Train,
+    make_hooks,
+    regression_data,
+    sliced,
+)
+
+BATCH = 16
+
+
+def bad_hooks(*steps: int, **more: Any) -> SimpleNamespace:
+    """Hooks whose loss is NaN in these steps of 12, for the last example of the batch."""
+    inputs, target = (np.tile(part, (2, 1))[: 12 * BATCH] for part in regression_data())
+    target = target.copy()
+    for step in steps:
+        target[step * BATCH - 1] = np.nan
+    return make_hooks(create_dataset=sliced((inputs, target)), **more)
+
+
+def spoken(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "accumulate", "observed", "jit"),
+    [
+        (1, 1, {}, False),
+        (2, 1, {}, False),
+        (1, 2, {1: lambda loss: None}, False),
+        (2, 1, {4: lambda step: None}, True),
+    ],
+)
+def test_the_first_step_is_named_and_steps_are_counted(
+    train: Train,
+    capsys: pytest.CaptureFixture[str],
+    replicas: int,
+    accumulate: int,
+    observed: Any,
+    jit: bool,
+) -> None:
+    hooks = bad_hooks(3, 4, 7, every_steps=observed)
+    settings = {"virtual_devices": replicas, "accumulate_steps": accumulate, "jit_compile": jit}
+    state = train(hooks, steps=9, **settings)
+    assert (state.noted.first, state.noted.latest, state.noted.steps) == (3, 7, 3)
+    assert not state.diverged
+    said = spoken(capsys)
+    assert said.count("the loss of step 3 is not finite") == 1
+    least = "at least " * (replicas > 1)
+    assert f"the loss was not finite in {least}3 of 9 steps, from 3 to 7;" in said
+
+
+def test_a_run_without_any_says_nothing(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    state = train(make_hooks(), steps=9)
+    assert state.noted == Noted() and not state.diverged
+    assert "finite" not in capsys.readouterr().out
+
+
+def test_a_loss_that_ends_not_finite(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    hooks = bad_hooks(5, 6)
+    state = train(hooks, steps=6)
+    assert state.diverged and state.stopped_by is None
+    assert "2 of 6 steps, from 5 to 6, the last one" in spoken(capsys)
+    assert train(hooks, steps=6).diverged  # nothing left to train, and no better for it
+    assert not train(hooks, steps=7).diverged
+
+
+def test_the_first_is_known_after_a_resume(
+    train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    hooks = bad_hooks(3, 8)
+    train(hooks, steps=5)
+    assert spoken(capsys).count("the loss of step 3 is not finite") == 1
+    state = train(hooks, steps=10, virtual_devices=2)
+    assert (state.noted.first, state.noted.latest, state.noted.steps) == (3, 8, 2)
+    said = spoken(capsys)
+    assert "the loss of step 3" not in said and "2 of 10 steps, from 3 to 8" in said
+    record = json.loads((tmp_path / "runs/run/ckpt/engine/ckpt-5.json").read_text())
+    assert record["noted"] == {"first": 3, "latest": 3, "steps": 1, "zeroed": 1}
+
+
+def test_an_objective_among_several(train: Train) -> None:
+    def grad_pre(loss: Any, batch: Any, train_model: Any) -> Any:
+        first, second = train_model.layers
+        good = tf.reduce_sum(train_model(batch[0]), axis=1)
+        return {
+            "good": (good, 0.0, first.trainable_variables),
+            "bad": (loss, 0.0, second.trainable_variables),
+        }
+
+    hooks = bad_hooks(
+        2,
+        grad_pre=grad_pre,
+        create_opt=lambda lr: {n: keras.optimizers.SGD(lr) for n in ("good", "bad")},
+    )
+    state = train(hooks, steps=4)
+    assert (state.noted.first, state.noted.latest, state.noted.steps) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_stop_ends_there_and_saves_nothing_after_it(
+    train: Train, tmp_path: Path, replicas: int
+) -> None:
+    asked = {6: lambda manager: manager.save()}
+    hooks = bad_hooks(6, at_step=asked)
+    settings = {"on_nan": "stop", "ckpt_every": 2, "virtual_devices": replicas}
+    with pytest.raises(RunError, match=r"loss of step 6 is not finite .*is of step 4\.") as error:
+        train(hooks, steps=12, **settings)
+    assert error.value.exit_code == 1
+    saved = tmp_path / "runs/run/ckpt/engine"
+    assert sorted(path.name for path in saved.glob("*.json")) == ["ckpt-2.json", "ckpt-4.json"]
+    with pytest.raises(RunError, match="loss of step 6 is not finite"):
+        train(hooks, steps=12, **settings)
+    healed = train(bad_hooks(), steps=12, on_nan="stop")
+    assert healed.noted == Noted()
+
+
+def test_stop_without_a_checkpoint(train: Train) -> None:
+    with pytest.raises(RunError, match=r"loss of step 1 is not finite .*nothing was saved\."):
+        train(bad_hooks(1), steps=3, on_nan="stop")
+
+
+def test_ignore_looks_at_nothing(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    state = train(bad_hooks(2, 3), steps=3, on_nan="ignore")
+    assert state.parts.not_finite is None and not state.diverged
+    assert "finite" not in capsys.readouterr().out
+
+
+def test_noting_changes_no_weight(train: Train) -> None:
+    hooks = bad_hooks(4, create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.9))
+    noting = train(hooks, steps=20, run_name="noting")
+    plain = train(hooks, steps=20, run_name="plain", on_nan="ignore")
+    for weight, other in zip(
+        noting.train_model.get_weights(), plain.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(weight, other)
+
+
+class Root(keras.layers.Layer):
+    """Has a finite value and a NaN gradient where its input is 0: 0 times infinity."""
+
+    def build(self, shape: Any) -> None:
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        size = tf.math.log(self.factor * tf.abs(inputs))
+        return tf.where(inputs == 0.0, 0.0, size)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nan_gradients_are_counted(
+    train: Train, capsys: pytest.CaptureFixture[str], replicas: int
+) -> None:
+    inputs, target = (part.copy() for part in regression_data())
+    inputs[2 * BATCH, 0] = 0.0  # in the third step
+
+    def create_model() -> keras.Model:
+        layers = [keras.Input((5,)), Root(), keras.layers.Dense(1)]
+        return keras.Sequential(layers)
+
+    hooks = make_hooks(create_dataset=sliced((inputs, target)), create_model=create_model)
+    state = train(hooks, steps=6, virtual_devices=replicas)
+    assert state.noted == Noted(zeroed=1)
+    said = spoken(capsys)
+    assert "update_pre has turned NaN in gradients into 0" in said
+    assert "update_pre turned NaN in gradients into 0 in 1 of 6 steps." in said
+
+
+def test_updates_that_float16_skips_are_no_losses(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "INITIAL", 2.0**60)
+    hooks = make_hooks(create_opt=lambda lr: keras.optimizers.SGD(lr))
+    state = train(hooks, steps=6, precision="float16")
+    scale = state.parts.loss_scale
+    assert scale is not None and float(scale.scale.numpy()) < 2.0**60  # some were skipped
+    assert state.noted == Noted()
+
+
+def test_processes_agree_on_the_first_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tf.distribute.get_strategy(), Task(processes=2))
+    mine = Word(chunk=8, step=9, first=7, latest=7, bad=1)
+    theirs = [8, 0, 0, 0, 0, 9, 0, 4, 6, 2]
+    monkeypatch.setattr(cluster, "exchange", lambda values: np.array([values, theirs], np.int64))
+    agreed = cluster.agree(mine)
+    assert (agreed.first, agreed.latest, agreed.bad) == (4, 7, 2)
+    monkeypatch.setattr(cluster, "exchange", lambda values: np.array([values] * 2, np.int64))
+    assert cluster.agree(Word(chunk=8)).first == NEVER
+
+
+CALLBACKS = """
+import tensorflow as tf
+from tests.engine.conftest import regression_data, sliced, small_model
+
+create_model = small_model
+create_dataset = sliced(regression_data())
+every_steps = {}
+
+
+def create_loss():
+    return lambda pair: tf.reduce_sum(pair[0] - pair[1], 1) / tf.zeros([])
+"""
+
+
+def test_exit_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    (tmp_path / "config.yaml").write_text("steps: 2\nbatch_size: 16\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--run-name", "warn"]) == 1
+    assert "in 2 of 2 steps, from 1 to 2, the last one" in spoken(capsys)
+    assert main(["train", "--run-name", "ignore", "--on-nan", "ignore"]) == 0
+    assert main(["train", "--run-name", "stop", "--on-nan", "stop"]) == 1
+    assert "error: the loss of step 1 is not finite" in capsys.readouterr().err
+    assert not list((tmp_path / "runs/stop/ckpt").glob("**/*.index"))

@@ -1,0 +1,228 @@
+"""The learning rate as variable and number, and in schedules: weights are a plain loop's."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.errors import HookFailed, RunError
+from ctl_core.rate import LearningRate
+from tests.engine.conftest import (
+    Train,
+    make_hooks,
+    regression_data,
+    sliced,
+    small_model,
+    squared_error,
+)
+
+BATCH, RATE, STEPS, CHANGE = 16, 0.05, 12, 5
+
+
+def plain(rate_at: Callable[[int], float]) -> list[np.ndarray]:
+    """The weights of a plain loop with SGD, whose rate at step n is ``rate_at(n)``."""
+    model = small_model()
+    data = iter(sliced(regression_data())(BATCH).repeat())
+    for step in range(1, STEPS + 1):
+        inputs, target = next(data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(squared_error((model(inputs), target)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for gradient, variable in zip(gradients, model.trainable_variables, strict=True):
+            variable.assign_sub(rate_at(step) * gradient)
+    return model.get_weights()  # type: ignore[no-any-return]
+
+
+def assert_weights(state: Any, expected: list[np.ndarray]) -> None:
+    for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
+
+
+def sgd(lr: Any) -> keras.Optimizer:
+    return keras.optimizers.SGD(learning_rate=lr)
+
+
+def assign(lr: Any) -> None:
+    lr.assign(lr * 0.5)
+
+
+def sixteenth(lr: Any) -> None:
+    lr.value.assign(np.float32(0.5) * lr.value())
+
+
+def lower(lr: Any) -> None:
+    lr.assign_sub(lr.read_value() / 2)
+
+
+@pytest.mark.parametrize(
+    ("create_opt", "factor"),
+    [
+        (sgd, 1.0),
+        (lambda lr: sgd(lr * 0.1), 0.1),
+        (lambda lr: sgd(-(np.float32(0.5) * lr) / -2 + 0.0), 0.25),
+        (lambda lr: sgd(2 ** (lr * 0) * lr), 1.0),
+    ],
+)
+@pytest.mark.parametrize(
+    ("hook", "replicas", "observed"),
+    [(assign, 1, {}), (sixteenth, 2, {1: lambda loss: None}), (lower, 1, {3: lambda output: None})],
+)
+def test_graphs_follow_what_is_assigned(
+    train: Train, create_opt: Any, factor: float, hook: Any, replicas: int, observed: Any
+) -> None:
+    hooks = make_hooks(create_opt=create_opt, at_step={CHANGE: hook}, every_steps=observed)
+    settings = {"learning_rate": RATE, "virtual_devices": replicas}
+    train(hooks, steps=CHANGE + 2, **settings)
+    state = train(hooks, steps=STEPS, **settings)
+    assert_weights(state, plain(lambda step: RATE * factor * (0.5 if step > CHANGE else 1.0)))
+
+
+@pytest.mark.parametrize("of_lr", [True, False])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_lr_is_what_a_schedule_gives_the_optimizer(
+    train: Train, of_lr: bool, replicas: int
+) -> None:
+    seen: list[tuple[int, float, float, float]] = []
+
+    def create_opt(lr: Any) -> Any:
+        initial = lr if of_lr else 2 * RATE
+        return sgd(keras.optimizers.schedules.ExponentialDecay(initial, 1, 0.9))
+
+    def look(step: int, lr: Any, optimizer: Any, display_gradients: Any) -> None:
+        seen.append((step, float(lr), float(optimizer.learning_rate), float(display_gradients[0])))
+        ctl_core.report(step, lr=lr)
+
+    def update_pre(gradients: Any, lr: Any) -> Any:
+        return gradients, [tf.reshape(lr * 1.0, [])]
+
+    hooks = make_hooks(create_opt=create_opt, update_pre=update_pre, every_steps={1: look})
+    state = train(hooks, steps=STEPS, learning_rate=RATE, virtual_devices=replicas)
+    initial = RATE if of_lr else 2 * RATE
+    for step, rate, used, in_graph in seen:
+        assert rate == used == pytest.approx(initial * 0.9**step)  # of the next update
+        assert in_graph == pytest.approx(initial * 0.9 ** (step - 1))  # of this one
+    assert_weights(state, plain(lambda step: initial * 0.9 ** (step - 1)))
+
+
+def test_a_schedule_is_not_assigned(train: Train) -> None:
+    hooks = make_hooks(
+        create_opt=lambda lr: sgd(keras.optimizers.schedules.CosineDecay(0.1, 10)),
+        at_step={3: assign},
+    )
+    with pytest.raises(HookFailed, match=r"at_step\[3\] \(test_rate.py:.*CosineDecay that") as e:
+        train(hooks)
+    assert "create_opt (test_rate.py:" in str(e.value) and "give the optimizer lr" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [(("decayed", "follows"), RATE), (("decayed", "fixed"), 0.0), (("fixed", "decayed"), RATE)],
+)
+def test_of_several_optimizers(train: Train, order: tuple[str, ...], expected: float) -> None:
+    """lr itself if one takes it, otherwise what the first one has, if that is a schedule."""
+    seen: list[float] = []
+
+    def create_opt(lr: Any) -> Any:
+        decay = keras.optimizers.schedules.PolynomialDecay(0.5, 2, 0.0)
+        made = {"decayed": decay, "follows": lr * 0.5, "fixed": 0.125}
+        return {name: sgd(made[name]) for name in order}
+
+    def grad_pre(loss: Any, train_model: Any) -> Any:
+        layers = zip(order, train_model.layers, strict=True)
+        return {name: (loss, 0.0, layer.trainable_variables) for name, layer in layers}
+
+    hooks = make_hooks(
+        create_opt=create_opt, grad_pre=grad_pre, at_step={3: lambda lr: seen.append(float(lr))}
+    )
+    train(hooks, steps=3, learning_rate=RATE)
+    assert seen == [pytest.approx(expected)]
+
+
+def test_setting_optimizer_lr_is_refused(train: Train) -> None:
+    def slower(optimizer: Any) -> None:
+        optimizer.lr = 0.1
+
+    with pytest.raises(RunError, match=r"every_steps\[2\] \(test_rate.py:\d+\): sets optimizer.lr"):
+        train(make_hooks(create_opt=sgd, every_steps={2: slower}))
+
+
+def test_setting_the_optimizers_learning_rate_says_what_to_do(train: Train) -> None:
+    def slower(optimizer: Any) -> None:
+        optimizer.learning_rate = 0.1
+
+    with pytest.raises(HookFailed, match=r"at_step\[2\] \(test_rate.py:.*lr.assign\(x\)") as error:
+        train(make_hooks(create_opt=sgd, at_step={2: slower}))
+    assert "float" not in str(error.value)
+
+
+def test_assigning_the_optimizers_learning_rate_says_what_to_do(train: Train) -> None:
+    def slower(optimizer: Any) -> None:
+        optimizer.learning_rate.assign(0.1)
+
+    with pytest.raises(HookFailed, match=r"at_step\[2\] \(test_rate.py:.*lr.assign\(x\)"):
+        train(make_hooks(create_opt=sgd, at_step={2: slower}))
+
+
+def test_arithmetic_while_training_gives_values(train: Train) -> None:
+    """What a hook keeps of the rate does not change when the rate does: as for a ramp."""
+    kept: list[Any] = []
+
+    def ramp(step: int, lr: Any) -> None:
+        if not kept:
+            kept.append(lr * 10)
+        lr.assign(kept[0] * (step / STEPS))
+
+    state = train(make_hooks(every_steps={1: ramp}), steps=STEPS, learning_rate=RATE)
+    assert float(state.lr) == pytest.approx(RATE * 10)
+
+
+def test_it_is_a_number() -> None:
+    lr = LearningRate(0.25)
+    half = lr * 0.5
+    assert (float(half), f"{half:.3f}", f"{lr:.2f}") == (0.125, "0.125", "0.25")
+    lr.assign(1.0)
+    assert float(half) == 0.5 == float(half.numpy()) and np.asarray(half) == 0.5
+    pairs: list[tuple[Any, float]] = [(lr, 1.0), (half, 0.5)]
+    for one, number in pairs:
+        assert one == number and one != 2.0 and one < 3 and one >= 0.5 and not one > 1.0
+        assert one == one.value and len({one, one}) == 1 and one != "text" and one is not None
+        assert one.dtype == tf.float32 and one.shape == []
+        for operation in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):
+            assert float(operation(one, 3)) == pytest.approx(operation(number, 3))
+            assert float(operation(3, one)) == pytest.approx(operation(3, number))
+        assert float(-one) == -number and float(abs(-one)) == number
+    assert max(half, 0.75) == 0.75 and min(lr, 0.75) == 0.75
+    assert not isinstance(lr * tf.constant([1.0, 2.0]), LearningRate)
+    np.testing.assert_array_equal(lr * tf.constant([1.0, 2.0]), [1.0, 2.0])
+
+
+def test_in_a_graph_it_is_a_tensor() -> None:
+    lr = LearningRate(0.25)
+    half = lr * 0.5
+    lr.follows = False
+
+    @tf.function(autograph=False)
+    def graph(x: tf.Tensor) -> Any:
+        assert tf.is_tensor(lr * 0.5)
+        return tf.stack([lr * 0.5, 1.0]), x * half, tf.minimum(half, 0.1)
+
+    found = graph(tf.constant([1.0, 2.0]))
+    np.testing.assert_allclose(found[0], [0.125, 1.0])
+    np.testing.assert_allclose(found[1], [0.125, 0.25])
+    lr.assign(1.0)
+    np.testing.assert_allclose(graph(tf.constant([1.0, 2.0]))[1], [0.5, 1.0])
+
+
+def test_its_name_in_checkpoints_stays(tmp_path: Path) -> None:
+    lr = LearningRate(0.25)
+    path = tf.train.Checkpoint(lr=lr).write(str(tmp_path / "lr"))
+    assert "lr/value/.ATTRIBUTES/VARIABLE_VALUE" in dict(tf.train.list_variables(path))
+    assert [v.name for v in lr.variables] == [lr.variable.name]
