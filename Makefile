@@ -15,6 +15,7 @@ DEMO_VENV ?= .venv-demo
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
 	"$(DEMO_VENV)/bin/cookiecutter" . --no-input --default-config --output-dir demo
+	"$(DEMO_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --editable demo/my_training
 	VENV="$(DEMO_VENV)" demo/my_training/train.sh --run-name demo
 	@"$(DEMO_VENV)/bin/python" scripts/demo_result.py demo/my_training/runs/demo
 

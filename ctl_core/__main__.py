@@ -21,10 +21,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from ctl_core import launch
-from ctl_core.config import COMMANDS, Command, free_name, nearest, parse_command
 from ctl_core.errors import CtlError, PeerLost, SetupError, brief
-from ctl_core.signals import INTERRUPTED, interruptible
+
+_MISSING = "{} is not installed in {}; in the project's folder: {} -m pip install --editable ."
+try:
+    from ctl_core import launch
+    from ctl_core.config import COMMANDS, Command, free_name, nearest, parse_command
+    from ctl_core.signals import INTERRUPTED, interruptible
+except ModuleNotFoundError as error:
+    print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)
+    sys.exit(2)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -166,6 +172,8 @@ def _import_libraries(debug: bool) -> None:
         with contextlib.nullcontext() if debug else _without_greeting():
             importlib.import_module("keras")
             importlib.import_module("tensorflow")
+    except ModuleNotFoundError as error:
+        raise SetupError(_MISSING.format(error.name, sys.prefix, sys.executable)) from error
     finally:
         gc.enable()
     gc.freeze()

@@ -6,12 +6,14 @@ replica is step.py's part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ctl_core.inputs import Input, deal
+from ctl_core.joining import joined
 from ctl_core.not_finite import found_nans
 from ctl_core.step import Parts, apply, contribution, update
 
@@ -34,7 +36,8 @@ def take_update(
             it, none
 
     Returns:
-        The wanted values by name, each with a value per replica, as ``strategy.run`` returns them.
+        The wanted values by name, each with a value per replica, as ``strategy.run`` returns them;
+        ``output`` and ``batch`` as a list of such values, one for each micro-batch.
     """
     run = data.strategy.run
     kept = frozenset({"output", "batch"} & {*wanted, *parts.hooks.update_pre.arguments})
@@ -54,9 +57,11 @@ def take_update(
 
     if parts.accumulate_steps == 1:
         found = run(whole, (data.draw(watch),))
+        found = {n: [value] if n in kept else value for n, value in found.items()}
     else:
-        contributed = _accumulate(parts, data, kept, watch)
+        contributed, pieces = _accumulate(parts, data, kept, watch)
         found = run(updated, (contributed,))
+        found |= {name: values for name, values in pieces.items() if name in wanted}
     if parts.loss_scale is not None:
         updates, finite = found.pop("updates"), found.pop("finite")
         finite = data.strategy.experimental_local_results(finite)[0]
@@ -65,7 +70,9 @@ def take_update(
     return found  # type: ignore[no-any-return]
 
 
-def _accumulate(parts: Parts, data: Input, kept: frozenset[str], watch: bool) -> Any:
+def _accumulate(
+    parts: Parts, data: Input, kept: frozenset[str], watch: bool
+) -> tuple[Any, dict[str, list[Any]]]:
     """Adds up the contributions of A micro-batches, on each replica's own device.
 
     A micro-batch starts when the gradients of the one before it are there, so that only one takes
@@ -73,7 +80,8 @@ def _accumulate(parts: Parts, data: Input, kept: frozenset[str], watch: bool) ->
 
     Returns:
         A contribution with a value per replica: losses and dense gradients added up; the rows of
-        sparse gradients, outputs and batches one behind the other.
+        sparse gradients, and what ``update_pre`` names of outputs and batches, one behind the
+        other. And outputs and batches by name, as a list of such values by micro-batch.
     """
     strategy, steps = data.strategy, parts.accumulate_steps
 
@@ -99,7 +107,25 @@ def _accumulate(parts: Parts, data: Input, kept: frozenset[str], watch: bool) ->
         _, totals = tf.while_loop(
             lambda done, _: done < steps, body, (tf.constant(1), totals), parallel_iterations=1
         )
-    return deal(strategy, on_each(lambda total, one: _end(total, one, steps), totals, first))
+    ended = on_each(lambda total, one: _end(total, one, steps), totals, first)
+    pieces = {
+        name: [deal(strategy, list(p)) for p in zip(*(one[name] for one in ended), strict=True)]
+        for name in kept
+    }
+    hook = parts.hooks.update_pre
+    for name in kept:
+        where = f"{hook.name} ({hook.where}): {_UNLIKE.format(name=name)}"
+        for one in ended:
+            values = one.pop(name)
+            if name in hook.arguments:
+                one[name] = tf.nest.map_structure(lambda *v, w=where: joined(v, w), *values)
+    return deal(strategy, ended), pieces
+
+
+_UNLIKE = (
+    "the {name} of micro-batches differs in shape and cannot be joined; pad to one shape in "
+    "create_dataset, or name {name} in a host hook, which gets it as a ragged tensor."
+)
 
 
 # A total is a list with an entry for each part of a contribution: a tensor where micro-batches are
@@ -133,7 +159,7 @@ def _add(total: list[Any], one: dict[str, Any], index: tf.Tensor) -> list[Any]:
 
 
 def _end(total: list[Any], one: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Returns the total in the form of a contribution, such as ``one``."""
+    """Returns the total in the form of a contribution; outputs and batches as lists."""
 
     def end(sum_or_arrays: Any, part: Any) -> Any:
         if not isinstance(sum_or_arrays, list):
@@ -146,28 +172,20 @@ def _end(total: list[Any], one: dict[str, Any], steps: int) -> dict[str, Any]:
                 for array, shape in zip(sum_or_arrays, shapes, strict=True)
             ]
             pieces.append(tf.nest.pack_sequence_as(part, tensors, expand_composites=True))
-        return joined(pieces)
+        return pieces
 
-    ended = [end(*pair) for pair in zip(total, tf.nest.flatten(one), strict=True)]
-    return tf.nest.pack_sequence_as(one, ended)  # type: ignore[no-any-return]
+    ended, rest = {}, iter(total)
+    for name in sorted(one):  # the order of tf.nest
+        parts = tf.nest.flatten(one[name])
+        values = [end(next(rest), part) for part in parts]
+        pack = functools.partial(tf.nest.pack_sequence_as, one[name])
+        if name in ("output", "batch"):
+            ended[name] = [pack(several) for several in zip(*values, strict=True)]
+        else:
+            ended[name] = pack([joined(v) if isinstance(v, list) else v for v in values])
+    return ended
 
 
 def _tensors(part: Any) -> list[tf.Tensor]:
     """Returns the tensors that a part is made of: several, if it is ragged or sparse."""
     return tf.nest.flatten(part, expand_composites=True)  # type: ignore[no-any-return]
-
-
-def joined(values: Sequence[Any]) -> Any:
-    """Puts values one behind the other along the batch axis; scalars become a vector."""
-    first = values[0]
-    if isinstance(first, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([value.values for value in values], 0),
-            tf.concat([value.indices for value in values], 0),
-            first.dense_shape,
-        )
-    if isinstance(first, tf.SparseTensor):
-        return tf.sparse.concat(0, list(values), expand_nonconcat_dims=True)
-    if first.shape.rank == 0:
-        return tf.stack(values)
-    return first if len(values) == 1 else tf.concat(values, 0)

@@ -15,11 +15,11 @@ from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.evaluation import evaluate as run_evaluation
-from ctl_core.evaluation import predict as run_prediction
-from ctl_core.evaluation import read_inputs
 from ctl_core.export import export_model
 from ctl_core.loop import session
 from ctl_core.precision import policy
+from ctl_core.prediction import predict as run_prediction
+from ctl_core.prediction import read_inputs
 from ctl_core.runs import Run
 from ctl_core.state import State, create_state
 from ctl_core.strategy import Task

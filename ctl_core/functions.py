@@ -7,15 +7,18 @@ name. What an update is made of is accumulate.py's and step.py's part.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.accumulate import joined, take_update
+from ctl_core.accumulate import take_update
 from ctl_core.compat import written_resources
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import trace_evaluation
+from ctl_core.hooks import Hook
+from ctl_core.joining import for_host, unlike
 from ctl_core.randomness import random_ops
 from ctl_core.state import State
 from ctl_core.step import variable_name
@@ -30,10 +33,12 @@ class StepFunctions:
         noted: what NotFinite has noted, if it is used, by the end of the last call
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, console: Console) -> None:
         self.devices = tuple(state.strategy.extended.worker_devices)
         self.noted: tf.Tensor | None = None
         self._state = state
+        self._console = console
+        self._told: set[str] = set()
         self._traced: list[Any] = []
         self._run: dict[tuple[bool, ...], Any] = {}
         self._observe: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
@@ -54,13 +59,23 @@ class StepFunctions:
             self._run[self._frozen] = self._concrete(self._trace_run())
         self.noted = self._run[self._frozen](tf.constant(steps, tf.int64))
 
-    def observe(self, wanted: frozenset[str]) -> dict[str, Any]:
-        """Takes one step and returns the wanted values of it, eager."""
+    def observe(self, wanted: frozenset[str], due: Sequence[Hook] = ()) -> dict[str, Any]:
+        """Takes one step and returns the wanted values of it, eager, for the hooks that are due."""
         key = (self._frozen, wanted)
         if key not in self._observe:
             self._observe[key] = self._concrete(self._trace_observe(wanted))
         self._state.data.watched += 1
-        found, _, self.noted = self._observe[key]()
+        pieces, found, _, self.noted = self._observe[key]()
+        for name, several in pieces.items():
+            found[name] = tf.nest.map_structure(lambda *parts: for_host(parts), *several)
+            if name not in self._told and (shapes := unlike(several)):
+                self._told.add(name)
+                hooks = [f"{hook.name} ({hook.where})" for hook in due if name in hook.arguments]
+                self._console.say(
+                    f"{', '.join(hooks)}: {name} has shapes {shapes} on the replicas or "
+                    "micro-batches of this step, so that it is a tf.RaggedTensor (a list where "
+                    "even the rank differs); where all fit, it is a tensor."
+                )
         return found  # type: ignore[no-any-return]
 
     def trace_counts(self) -> list[int]:
@@ -72,7 +87,7 @@ class StepFunctions:
         self._traced.append(function)
         return function.get_concrete_function()
 
-    def check(self, console: Console) -> Any:
+    def check(self) -> Any:
         """Traces a step and the evaluation before training starts, and warns of what shows.
 
         Returns:
@@ -100,14 +115,14 @@ class StepFunctions:
                 ) from error
             raise
         if names := self._state.parts.without_gradient:
-            console.warn(
+            self._console.warn(
                 f"the loss does not depend on {', '.join(names[:5])}"
                 f"{' and others' if len(names) > 5 else ''}: not updated."
             )
         for warning in _unused(self._state, graph):
-            console.warn(warning)
+            self._console.warn(warning)
         if found := random_ops(graph):
-            console.warn(
+            self._console.warn(
                 f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
                 "checkpoint can hold: a resumed run will draw others. Use a "
                 "keras.random.SeedGenerator of the model, or tf.random.stateless_*."
@@ -137,19 +152,28 @@ class StepFunctions:
     def _trace_observe(self, wanted: frozenset[str]) -> Any:
         results = self._state.strategy.experimental_local_results
 
+        def of_each(micro_batches: list[Any]) -> list[Any]:
+            """The values of the replicas, one replica's micro-batches after the other's."""
+            return [
+                tf.nest.map_structure(lambda v, i=i: results(v)[i], one)
+                for i in range(len(self.devices))
+                for one in micro_batches
+            ]
+
         @tf.function(autograph=False)
-        def observe() -> tuple[dict[str, Any], Any, tf.Tensor | None]:
+        def observe() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor | None]:
             step = self._state.step_variable.read_value() + 1
             values = take_update(self._state.parts, self._state.data, wanted, True, step)
             self._state.step_variable.assign(step)
-            found = {
-                name: tf.nest.map_structure(lambda v, n=name: _of_replicas(results(v), n), part)
-                for name, part in values.items()
+            whole: dict[str, Any] = {
+                name: of_each(values.pop(name)) for name in ("output", "batch") if name in values
             }
+            reduced = tf.nest.map_structure(lambda v: results(v)[0], values)
             # What is the same on all replicas is returned of all, though one is used: TensorFlow
             # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
             # the replicas' variables would no longer be equal.
-            return found, [results(v)[1:] for v in tf.nest.flatten(values)], self._taken()
+            rest = [results(v)[1:] for v in tf.nest.flatten(values)]
+            return whole, reduced, rest, self._taken()
 
         return observe
 
@@ -195,12 +219,3 @@ def _unused(state: State, graph: Any) -> list[str]:
 def _base_name(name: str) -> str:
     """Leaves out which replica's copy of a variable the name means."""
     return name.split(":")[0].split("/replica_")[0]
-
-
-def _of_replicas(values: tuple[Any, ...], name: str) -> Any:
-    """Makes one value out of those of the replicas.
-
-    Outputs and batches are concatenated along the batch axis; scalars in them become a vector
-    with an entry per replica. What was reduced is the same everywhere.
-    """
-    return joined(values) if name in ("output", "batch") else values[0]

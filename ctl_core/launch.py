@@ -2,8 +2,8 @@
 
 The supervisor here only starts, ends and judges processes, and never imports TensorFlow. Each
 worker is the same command line again, with a ``TF_CONFIG`` that names its place in the cluster;
-how it trains there is strategy.py's part. Worker 0 is the chief: what it prints is shown. What
-any worker prints is kept in ``runs/NAME/worker-<i>.log``.
+how it trains there is strategy.py's part. Worker 0 is the chief and has the supervisor's console;
+what the others print is kept in ``runs/NAME/worker-<i>.log``.
 
 A cluster in which one process is gone cannot go on: collectives wait for all. So the supervisor
 stops the others and starts all of them again, from the last checkpoint.
@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import re
-import select
 import signal
 import socket
 import stat
@@ -26,14 +25,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal
 
 try:
     import fcntl
-    import pty
-    import termios
 except ImportError:  # Windows, where ``start_cluster`` refuses
-    fcntl = pty = termios = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]
 
 from ctl_core.errors import PeerLost, SetupError, one_line
 from ctl_core.signals import INTERRUPTED, Counted
@@ -249,12 +246,10 @@ def supervise(
                 return 128 + signals.numbers[0]
             with Cluster(command, folder, workers, gpus, pipe, restarts) as cluster:
                 ends = cluster.watch(signals, peer_grace, signal_grace)
-            if cluster.console_error is not None:
-                return _console_gone(cluster.console_error)
             if signals.ended_at is not None:
                 return INTERRUPTED
             verdict, end = judge(ends) if ends else ("crashed", End(0, -signal.SIGKILL))
-            log = folder / f"worker-{end.worker}.log"
+            log = _log(folder, end.worker)
             if verdict == "failed":
                 if end.worker:  # the chief has shown its own
                     _print_error(f"{cluster.error_of(end)} ({log})")
@@ -285,33 +280,17 @@ def _stopped_code(ends: Sequence[End], received: int) -> int:
     return 128 + received
 
 
-def _console_gone(error: OSError) -> int:
-    if not isinstance(error, BrokenPipeError):  # the reader, such as head, has left: no news
-        _print_error(f"the console cannot be written to: {error.strerror}; stopped.")
-    return 1
-
-
 class _Signals(Counted):
-    """Notes SIGINT and SIGTERM instead of dying of them.
-
-    Attributes:
-        repeated: whether there was more than one, counted or not
-    """
+    """Notes SIGINT and SIGTERM instead of dying of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.repeated = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, lambda n, _: self.note(n))
         return self
-
-    def note(self, number: int) -> bool:
-        """Takes a signal; returns whether it counts."""
-        self.repeated = bool(self.numbers)
-        return super().note(number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -329,11 +308,7 @@ class _Worker:
 
 
 class Cluster:
-    """The processes of one start of the cluster, none of which outlives it.
-
-    Attributes:
-        console_error: why the console cannot be written to any more, if so
-    """
+    """The processes of one start of the cluster, none of which outlives it."""
 
     def __init__(
         self,
@@ -346,7 +321,6 @@ class Cluster:
     ) -> None:
         self._folder = folder
         self._workers: list[_Worker] = []
-        self._tees: list[_Tee] = []
         try:
             addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
             for index in range(count):
@@ -375,29 +349,19 @@ class Cluster:
     def _start(
         self, command: Sequence[str], index: int, environ: dict[str, str], pipe: int, words: str
     ) -> None:
-        with _open_log(self._folder, index) as log:
+        with _log(self._folder, index).open("ab", buffering=0) as log:
             start = os.fstat(log.fileno()).st_size
             log.write(f"--- {time.strftime('%F %T')} worker {index}, {words} ---\n".encode())
-            out, err = self._tee(log) if index == 0 else (log.fileno(), log.fileno())
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
+                stdout=log if index else None,
+                stderr=log if index else None,
                 env=environ,
                 pass_fds=(pipe,),
                 start_new_session=True,
             )
         self._workers.append(_Worker(index, process, start))
-        if index == 0:
-            for tee in self._tees:
-                tee.start()
-
-    def _tee(self, log: IO[bytes]) -> tuple[int, int]:
-        """Returns what the chief writes to; one thing where the supervisor's own streams are."""
-        one = os.path.samestat(os.fstat(1), os.fstat(2))
-        self._tees = [_Tee(target, log.fileno()) for target in ((1,) if one else (1, 2))]
-        return self._tees[0].writable, self._tees[-1].writable
 
     def __enter__(self) -> Cluster:
         return self
@@ -407,12 +371,8 @@ class Cluster:
             if worker.running:
                 _kill_group(worker.process)
                 worker.process.wait()
-        for tee in self._tees:
-            tee.close()
-
-    @property
-    def console_error(self) -> OSError | None:
-        return self._tees[0].error
+        if self._workers and self._workers[0].process.returncode < 0 and os.isatty(1):
+            _print(1, "\x1b[?25h")  # the chief could not end its live line, nor show the cursor
 
     def watch(self, signals: _Signals, peer_grace: float, signal_grace: float) -> list[End]:
         """Waits until every worker has ended; returns how, those killed here left out."""
@@ -429,8 +389,6 @@ class Cluster:
                     ends.append(End(worker.index, code))
                     if code not in _ORDERLY:  # the others wait for it in vain
                         deadline = min(deadline, time.monotonic() + peer_grace)
-            if self.console_error is not None and not signals.numbers:
-                signals.note(signal.SIGTERM)
             if signals.ended_at is not None:
                 deadline = min(deadline, signals.ended_at + signal_grace)
             for worker in running:
@@ -441,16 +399,12 @@ class Cluster:
                     worker.killed = True
                     _kill_group(worker.process)
             time.sleep(TICK)
-        for tee in self._tees:
-            tee.finish()
-        while any(tee.copying for tee in self._tees) and not signals.repeated:
-            time.sleep(TICK)  # a console may be slow, such as a pager
         return ends
 
     def error_of(self, end: End) -> str:
         """Returns the last error line that a worker has written since this start."""
         with contextlib.suppress(OSError):
-            with (self._folder / f"worker-{end.worker}.log").open("rb") as log:
+            with _log(self._folder, end.worker).open("rb") as log:
                 start = self._workers[end.worker].log_start
                 log.seek(max(start, os.fstat(log.fileno()).st_size - _LONGEST))
                 text = log.read().decode(errors="replace")
@@ -459,17 +413,25 @@ class Cluster:
         return str(end)
 
     def say(self, text: str) -> None:
-        """Prints a line for the user, and into the chief's log."""
-        line = f"{text}\n".encode()
-        with contextlib.suppress(OSError), _open_log(self._folder, 0) as log:
-            log.write(line)
-        with contextlib.suppress(OSError):
-            _write(1, line)
+        """Prints a line for the user, and into the run's log."""
+        with contextlib.suppress(OSError), _log(self._folder, 0).open("ab") as log:
+            log.write(f"--- {time.strftime('%F %T')} {text} ---\n".encode())
+        _print(1, text)
+
+
+def _log(folder: Path, worker: int) -> Path:
+    """Where a worker's log is; the chief's is that of the run, which it writes itself."""
+    return folder / (f"worker-{worker}.log" if worker else "train.log")
 
 
 def _print_error(text: str) -> None:
+    _print(2, f"error: {text}")
+
+
+def _print(descriptor: int, text: str) -> None:
+    """Writes a line to the console; one that is gone is no reason to end otherwise."""
     with contextlib.suppress(OSError):
-        _write(2, f"error: {text}\n".encode())
+        os.write(descriptor, f"{text}\n".encode())
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -478,128 +440,8 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-# Commands to a terminal: colours, movements, titles.
-_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-# A line, or a search for an error, goes no further (bytes).
+# How much of a log's end is searched for an error (bytes).
 _LONGEST = 1 << 18
-_SHOW_CURSOR, _HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
-
-
-class _Tee:
-    """Copies what the chief writes to the console and, by whole lines, to its log.
-
-    The chief finds a terminal where the supervisor has one. Of a line that was written over
-    again and again, the log gets the last state.
-
-    Attributes:
-        writable: for the chief
-        error: why the console cannot be written to any more, if so
-    """
-
-    def __init__(self, target: int, log: int) -> None:
-        self.error: OSError | None = None
-        self._target, self._log = target, os.dup(log)
-        self._line = b""
-        self._cursor_hidden = self._inside_line = False
-        self._terminal = os.isatty(target)
-        if self._terminal:
-            try:
-                self._source, self.writable = pty.openpty()
-            except OSError:  # none left, or no such devices in a container
-                self._terminal = False
-        if self._terminal:
-            mode = termios.tcgetattr(self.writable)
-            mode[1] &= ~termios.OPOST  # the real terminal makes \r\n of \n
-            termios.tcsetattr(self.writable, termios.TCSANOW, mode)
-            self._fit()
-        else:
-            self._source, self.writable = os.pipe()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-
-    def start(self) -> None:
-        """Begins to copy; called when the chief has its end."""
-        os.close(self.writable)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Lets the copy end with what is there; called when the chief has ended."""
-        self._ended.set()
-
-    @property
-    def copying(self) -> bool:
-        """Whether something is left to be copied."""
-        return self._thread.is_alive()
-
-    def close(self) -> None:
-        """Leaves the console as it was; a copy that hangs in a console that is stuck is left."""
-        self._ended.set()
-        if self._thread.ident is None:  # the chief could not be started
-            os.close(self.writable)
-        else:
-            self._thread.join(timeout=1)
-        if self._terminal and not self._thread.is_alive():
-            self._show(_SHOW_CURSOR * self._cursor_hidden + b"\n" * self._inside_line)
-
-    def _copy(self) -> None:
-        while True:
-            ready = select.select([self._source], [], [], TICK)[0]
-            if self._terminal:
-                self._fit()
-            if not ready:
-                if self._ended.is_set():
-                    break  # a process that left the chief's group holds the other end
-                continue
-            try:
-                data = os.read(self._source, 1 << 16)
-            except OSError:  # how a pseudo-terminal says that it has ended
-                break
-            if not data:
-                break
-            self._record(data)
-            self._show(data)
-        if self._line:
-            self._record(b"\n")
-        os.close(self._source)
-        os.close(self._log)
-
-    def _record(self, data: bytes) -> None:
-        *lines, self._line = (self._line + data).split(b"\n")
-        # Only what follows the last return to the line's start counts.
-        start = self._line.rstrip(b"\r").rfind(b"\r") + 1
-        self._line = self._line[start:]
-        if len(self._line) > _LONGEST:
-            lines, self._line = [*lines, self._line], b""
-        clean = [_ESCAPES.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2]) for line in lines]
-        with contextlib.suppress(OSError):  # a full disk: the chief itself will notice
-            _write(self._log, b"".join(line + b"\n" for line in clean))
-
-    def _show(self, data: bytes) -> None:
-        if self.error is not None:
-            return
-        hidden, shown = data.rfind(_HIDE_CURSOR), data.rfind(_SHOW_CURSOR)
-        self._cursor_hidden = hidden > shown or (self._cursor_hidden and shown < 0)
-        if text := _ESCAPES.sub(b"", data):
-            self._inside_line = not text.endswith(b"\n")
-        try:
-            _write(self._target, data)
-        except OSError as error:
-            self.error = error
-
-    def _fit(self) -> None:
-        """Gives the chief's terminal the size of the real one."""
-        with contextlib.suppress(OSError):
-            size = fcntl.ioctl(self._target, termios.TIOCGWINSZ, bytes(8))
-            fcntl.ioctl(self._source, termios.TIOCSWINSZ, size)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    """Writes all of it, also where the other side has asked not to be waited for."""
-    while data:
-        try:
-            data = data[os.write(descriptor, data) :]
-        except BlockingIOError:
-            select.select([], [descriptor], [])
 
 
 def _open_standard_streams() -> None:
@@ -609,10 +451,6 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-
-
-def _open_log(folder: Path, index: int) -> IO[bytes]:
-    return (folder / f"worker-{index}.log").open("ab", buffering=0)
 
 
 @contextlib.contextmanager
@@ -628,14 +466,14 @@ def _life_line() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _hold(folder: Path) -> Iterator[None]:
-    """Makes the run folder and holds it against other supervisors, by the chief's log.
+    """Makes the run folder and holds it against other supervisors, by worker 1's log.
 
     Whether the run is being trained without one is seen by its train.log (see ``Run.lock``),
     which is the chief's to hold.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        log = _open_log(folder, 0)
+        log = _log(folder, 1).open("ab")
     except OSError as error:
         raise SetupError(
             f"{folder}: the run folder cannot be written ({error.filename}: {error.strerror}); "
@@ -645,7 +483,7 @@ def _hold(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
-                held = stack.enter_context((folder / "train.log").open("rb"))
+                held = stack.enter_context(_log(folder, 0).open("rb"))
                 fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SetupError(

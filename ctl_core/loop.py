@@ -96,9 +96,9 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         if record and record.learning_rate != config.learning_rate:
             console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.lr.assign(config.learning_rate)
-        state.functions = StepFunctions(state)
+        state.functions = StepFunctions(state, console)
         if start < last:
-            checkpoints.remainder.check_step(state.functions.check(console))
+            checkpoints.remainder.check_step(state.functions.check())
         if task.chief:
             run.open(config, start, new=start < last)
             console.listeners.append(run.write)
@@ -152,7 +152,7 @@ def _loop(
         before, values, end = step, {}, False
         with _blame(state, step), clock.time("steps"):
             if stop == step + 1 and (wanted or schedule.every_step):
-                values = functions.observe(wanted)
+                values = functions.observe(wanted, due)
                 step += 1
             else:
                 steps = min(stop - step - bool(wanted), chunk.limit)

@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.accumulate import joined
 from ctl_core.compat import written_resources
 from ctl_core.errors import SetupError
+from ctl_core.joining import joined
 from ctl_core.snapshot import ReplicaCopies
 from ctl_core.state import Alone, State
 from ctl_core.step import forward

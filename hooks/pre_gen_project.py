@@ -20,14 +20,15 @@ ANSWERS: dict[str, str] = json.loads(
     r"""{{ {
         "project_name": cookiecutter.project_name | string,
         "project_slug": cookiecutter.__slug_answer | default(cookiecutter.project_slug) | string,
+        "folder": cookiecutter.project_slug | string,
         "description": cookiecutter.description | string,
         "author": cookiecutter.author | string,
     } | tojson }}"""
 )
 
-# Modules and distributions of the generated project, of TensorFlow and of the tools around
-# them. A folder of that name hides the module from scripts beside it, and pip takes a project
-# of that name for the distribution.
+# Modules and distributions of the generated project, of TensorFlow, of the tools around them, and
+# of what people import beside them. A folder of that name hides the module from scripts beside
+# it, and pip takes a project of that name for the distribution.
 TAKEN = """
     ctl_core ctl callbacks tests test data runs config build dist
     tensorflow tensorflow_cpu tensorflow_gpu tf_keras keras tensorboard jsonargparse rich yaml
@@ -37,6 +38,12 @@ TAKEN = """
     markdown markdown_it markdown_it_py mdurl ml_dtypes namex opt_einsum optree packaging pillow
     pil protobuf pygments requests six tensorboard_data_server termcolor typeshed_client
     docstring_parser typing_extensions urllib3 certifi idna charset_normalizer werkzeug wrapt
+    torch torchvision torchaudio jax jaxlib flax optax pandas polars pyarrow matplotlib
+    seaborn plotly cv2 opencv_python skimage scikit_image scikit_learn sympy numba tqdm
+    click attr attrs jinja2 pydantic orbit tensorflow_datasets tensorflow_probability
+    tensorflow_hub tensorflow_text tensorflow_addons tensorflow_io keras_hub keras_cv
+    keras_nlp keras_tuner transformers datasets tokenizers huggingface_hub gym gymnasium
+    wandb mlflow comet_ml trackio optuna ray ipython jupyter notebook
 """
 MOST_CHARACTERS = 64
 # Written in two parts, because cookiecutter renders this file too.
@@ -97,6 +104,7 @@ def main() -> None:
     if not ANSWERS["project_name"].strip():
         refuse("project_name", ANSWERS["project_name"], "is empty", "answer with a name")
     check_slug(ANSWERS["project_slug"])
+    check_slug(ANSWERS["folder"])  # not the same where the private answers were given
 
 
 if __name__ == "__main__":

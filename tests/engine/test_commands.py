@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +156,13 @@ def test_asking_for_a_run_that_is_not_there(
         assert main([command, "--run-name", "frist"]) == 2
         assert "did you mean 'first'?" in capsys.readouterr().err
     assert not (project / "runs/frist").exists()
+
+
+def test_a_package_that_is_not_installed_is_one_line(project: Path) -> None:
+    command = [sys.executable, "-S", "-m", "ctl_core", "train"]  # -S: no installed packages
+    environ = {**os.environ, "PYTHONPATH": str(Path(ctl_core.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: \w+ is not installed in .* -m pip install --editable \.\n", done.stderr
+    )

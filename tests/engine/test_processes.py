@@ -31,7 +31,7 @@ def test_a_hook_raises(tmp_path: Path, where: str) -> None:
     assert project.processes() == []
     assert done.returncode == 1
     what = r"every_steps\[1\] \(callbacks.py:\d+\): ValueError: broken"
-    logs = [(tmp_path / f"runs/a/worker-{index}.log").read_text() for index in (0, 1)]
+    logs = [(tmp_path / f"runs/a/{name}.log").read_text() for name in ("train", "worker-1")]
     if where == "True":
         assert re.fullmatch(rf"error: {what}\n", done.stderr), done.stderr
     else:

@@ -45,6 +45,8 @@ REFUSED = [
     ("project_slug", "keras", IN_USE, "'my_keras'"),
     ("project_slug", "ctl_core", IN_USE, "'my_ctl_core'"),
     ("project_slug", "callbacks", IN_USE, "'my_callbacks'"),
+    ("project_slug", "torch", IN_USE, "'my_torch'"),
+    ("project_slug", "pandas", IN_USE, "'my_pandas'"),
     ("project_name", "", "is empty", "a name"),
     ("project_name", " ", "is empty", "a name"),
     ("project_name", "two\nlines", "contains the character U+000A", "one line"),
@@ -85,6 +87,13 @@ def test_refused(
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "out", folder]
 
 
+def test_private_answers_switch_no_check_off(render: Render, tmp_path: Path) -> None:
+    for slug in ("Shouting", "keras"):
+        with pytest.raises(FailedHookException):
+            render(tmp_path, project_slug=slug, __slug_answer="fine", __safe_folder="")
+    assert not list(tmp_path.iterdir())
+
+
 def test_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
     """The same through the command: it fails, and our line is there once."""
     done = run(
@@ -115,6 +124,8 @@ def test_refused_by_cookiecutter(answer: str, run: Run, tmp_path: Path) -> None:
         ("C++ & friends!", "c_friends"),
         ("3D shapes", "project_3d_shapes"),
         ("Größe", "grosse"),
+        ("word " * 13, "_".join(["word"] * 11)),
+        ("x" * 65, "x" * 56),
     ],
 )
 def test_derived_slug(name: str, slug: str, render: Render, tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""Values of replicas, micro-batches or whole batches, put behind one another.
+
+Their first dimension is the batch's. Where the others differ, as in sequences of varying length,
+a graph cannot go on; a host hook gets a ragged tensor, and a file of predictions is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.errors import RunError
+
+
+def joined(values: Sequence[Any], where: str = "") -> Any:
+    """Puts values one behind the other along the batch axis; scalars become a vector.
+
+    Args:
+        values: tensors, dense, sparse or ragged, or ``tf.IndexedSlices``
+        where: in a graph, what to say where dense ones turn out not to fit
+    """
+    first = values[0]
+    if isinstance(first, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.concat([value.values for value in values], 0),
+            tf.concat([value.indices for value in values], 0),
+            first.dense_shape,
+        )
+    if isinstance(first, tf.SparseTensor):
+        return tf.sparse.concat(0, list(values), expand_nonconcat_dims=True)
+    if first.shape.rank == 0:
+        return tf.stack(values)
+    if len(values) == 1:
+        return first
+    checks = []
+    if where and isinstance(first, tf.Tensor) and not first.shape[1:].is_fully_defined():
+        checks = [
+            tf.debugging.assert_equal(tf.shape(value)[1:], tf.shape(first)[1:], where)
+            for value in values[1:]
+        ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.concat(values, 0)
+
+
+def for_host(values: Sequence[Any]) -> Any:
+    """Joins eager values, also such as do not fit.
+
+    Returns:
+        What ``joined`` does if all dimensions but the first agree; a ``tf.RaggedTensor`` if they
+        differ; the list of values if not even their number does.
+    """
+    if _fit(values):
+        return joined(values)
+    shapes = [value.shape for value in values]
+    if len({shape.rank for shape in shapes}) > 1:
+        return list(values)
+    last = max(varying_axes(shapes))
+    return tf.concat([tf.RaggedTensor.from_tensor(value, ragged_rank=last) for value in values], 0)
+
+
+def unlike(structures: Sequence[Any]) -> str | None:
+    """Says which shapes the first tensors have that do not fit, if any, of several structures."""
+    for values in zip(*map(tf.nest.flatten, structures), strict=True):
+        if not _fit(values):
+            shapes = sorted({tuple(value.shape) for value in values})
+            return " and ".join(str(list(shape)) for shape in shapes[:3])
+    return None
+
+
+def _fit(values: Sequence[Any]) -> bool:
+    """Whether dense values agree in all dimensions but the first; others always can be joined."""
+    first = values[0]
+    return not isinstance(first, tf.Tensor) or all(v.shape[1:] == first.shape[1:] for v in values)
+
+
+def varying_axes(shapes: Sequence[Any]) -> list[int]:
+    """Returns the axes, but for the first, in which shapes of one rank differ."""
+    sizes = [set(axis) for axis in zip(*(tuple(shape) for shape in shapes), strict=True)]
+    return [axis for axis, several in enumerate(sizes) if axis and len(several) > 1]
+
+
+def on_host(batch: Any) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """Returns an eager tensor as an array and, if it is ragged, the sizes along its ragged axes.
+
+    Ragged tensors are padded with zeros, sparse ones filled with them.
+    """
+    lengths = {}
+    if isinstance(batch, tf.SparseTensor):
+        batch = tf.sparse.to_dense(batch)
+    if isinstance(batch, tf.RaggedTensor):
+        axes = range(1, 1 + batch.ragged_rank)
+        lengths = {axis: on_host(batch.row_lengths(axis))[0] for axis in axes}
+        batch = batch.to_tensor()
+    array = batch.numpy()
+    if array.dtype == object:  # texts
+        array = array.astype(bytes)
+    # NumPy has no bfloat16 of its own: a file with it could not be read back.
+    return array.astype("float32") if batch.dtype == tf.bfloat16 else array, lengths
+
+
+def padded(
+    name: str, batches: Sequence[tuple[np.ndarray, dict[int, np.ndarray]]]
+) -> dict[str, np.ndarray]:
+    """Joins what a model returned for each batch of some data, as arrays that a file can hold.
+
+    Args:
+        name: of the output
+        batches: what ``on_host`` returned for each
+
+    Returns:
+        The outputs under their name. Where they have different sizes along an axis, they are
+        padded with zeros to the largest, and ``NAME.lengths`` (of axis 1; ``NAME.lengths_2`` of
+        axis 2) says how much of each example is its own.
+
+    Raises:
+        RunError: the number of dimensions differs from batch to batch.
+    """
+    arrays = [array for array, _ in batches]
+    if any(array.ndim != arrays[0].ndim for array in arrays):
+        several = " and ".join(str(list(shape)) for shape in sorted({a.shape for a in arrays})[:2])
+        raise RunError(
+            f"predict: the output '{name}' has shapes {several}; one file needs one rank."
+        )
+    if arrays[0].ndim == 0:
+        return {name: np.stack(arrays)}
+    shapes = [array.shape for array in arrays]
+    lengths = {axis: [sizes[axis] for _, sizes in batches] for axis in batches[0][1]}
+    for axis in varying_axes(shapes):
+        lengths.setdefault(axis, [np.full(shape[0], shape[axis]) for shape in shapes])
+    found = {name: _stacked(arrays)}
+    for axis, parts in lengths.items():
+        found[f"{name}.lengths" + (f"_{axis}" if axis > 1 else "")] = _stacked(parts)
+    return found
+
+
+def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Puts arrays behind one another, each padded with zeros to the largest."""
+    if not varying_axes([array.shape for array in arrays]):
+        return np.concatenate(arrays)
+    most = np.max([array.shape[1:] for array in arrays], axis=0)
+    kind = np.result_type(*arrays)  # texts of different lengths are of different types
+    whole = np.zeros((sum(map(len, arrays)), *most), kind)
+    start = 0
+    for array in arrays:
+        rows = (slice(start, start + len(array)), *map(slice, array.shape[1:]))
+        whole[rows] = array
+        start += len(array)
+    return whole

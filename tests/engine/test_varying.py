@@ -1,0 +1,167 @@
+"""Batches and outputs whose sizes vary: what host hooks get, and what predict writes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.joining import for_host, on_host, padded
+from tests.engine.conftest import Train
+from tests.engine.test_errors import Cli, cli
+
+__all__ = ["cli"]
+
+WORDS = 11
+LENGTHS = [3, 3, 5, 5, 4, 4, 4, 4, 2, 2, 6, 6]
+
+
+def sentences(examples: int = 2) -> tf.data.Dataset:
+    """Sequences of tokens with a label for each; each batch as wide as its longest."""
+    tokens = tf.ragged.range(1, tf.constant(LENGTHS) + 1)
+    made = tf.data.Dataset.from_tensor_slices((tokens, tokens % 2))
+    dense = made.map(lambda x, y: (tf.convert_to_tensor(x), tf.convert_to_tensor(y)))
+    return dense.padded_batch(examples, ([None], [None]), drop_remainder=True)
+
+
+def tagger(seen: list[Any], **more: Any) -> SimpleNamespace:
+    """A model with an output for each token, as Keras' sequence taggers have it."""
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Embedding(WORDS, 4), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input((None,), dtype="int32"), *layers])
+
+    def create_loss() -> Any:
+        each = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+        return lambda pair: tf.reduce_sum(each(pair[1], pair[0]), -1)
+
+    def look(step: int, output: Any, batch: Any) -> None:
+        seen.append((step, output, batch))
+
+    return SimpleNamespace(
+        **{
+            "create_dataset": lambda: sentences(),
+            "create_model": create_model,
+            "create_loss": create_loss,
+            "create_opt": lambda lr: keras.optimizers.SGD(lr),
+            "every_steps": {1: look},
+            **more,
+        }
+    )
+
+
+@pytest.mark.parametrize("settings", [{"virtual_devices": 2}, {"accumulate_steps": 2}])
+def test_host_hooks_see_what_does_not_fit_as_ragged(
+    train: Train, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    train(tagger(seen), steps=3, batch_size=4, **settings)
+    (_, first, (tokens, _)), (_, second, (dense, _)), (_, third, _) = seen
+    assert isinstance(first, tf.RaggedTensor) and first.shape[0] == 4
+    assert first.row_lengths().numpy().tolist() == [3, 3, 5, 5]
+    assert tokens.to_list() == [[1, 2, 3]] * 2 + [[1, 2, 3, 4, 5]] * 2
+    assert isinstance(second, tf.Tensor) and second.shape == (4, 4, 2) and dense.shape == (4, 4)
+    assert third.row_lengths().numpy().tolist() == [2, 2, 6, 6]
+    output = capsys.readouterr().out
+    assert output.count("has shapes [2, 3, 2] and [2, 5, 2]") == 1
+    assert "every_steps[1] (test_varying.py:" in output
+
+
+@pytest.mark.parametrize("sizes, ends", [((4, 4), None), ((3, 5), "differs in shape")])
+def test_update_pre_gets_micro_batches_joined_or_says_why_not(
+    train: Train, sizes: tuple[int, int], ends: str | None
+) -> None:
+    def create_dataset() -> tf.data.Dataset:
+        def batches() -> Any:
+            for size in sizes:
+                yield np.ones([2, size], "int32"), np.ones([2, size], "int32")
+
+        spec = tf.TensorSpec([2, None], tf.int32)
+        return tf.data.Dataset.from_generator(batches, output_signature=(spec, spec))
+
+    def update_pre(gradients: Any, output: Any) -> Any:
+        tf.debugging.assert_equal(tf.shape(output)[0], 4)
+        return gradients, gradients
+
+    hooks = tagger([], create_dataset=create_dataset, update_pre=update_pre, every_steps={})
+    settings: dict[str, Any] = {"steps": 1, "batch_size": 4, "accumulate_steps": 2}
+    if ends is None:
+        train(hooks, **settings)
+        return
+    with pytest.raises(ctl_core.RunError, match=ends) as caught:
+        train(hooks, **settings)
+    assert "update_pre (test_varying.py:" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ranks_that_differ_are_a_list() -> None:
+    values = [tf.zeros([2, 3]), tf.zeros([2, 3, 1])]
+    assert for_host(values) == values
+
+
+PROGRAM = """\
+import keras
+import tensorflow as tf
+
+import ctl_core
+
+LENGTHS = [3, 3, 5, 5, 4, 4, 4, 4, 2, 2, 6, 6]
+tokens = tf.ragged.range(1, tf.constant(LENGTHS) + 1)
+data = tf.data.Dataset.from_tensor_slices((tokens, tokens % 2))
+
+
+def create_dataset(per_replica_batch_size):
+    dense = data.map(lambda x, y: (tf.convert_to_tensor(x), tf.convert_to_tensor(y)))
+    return dense.padded_batch(per_replica_batch_size, drop_remainder=True)
+
+
+def create_eval_dataset():
+    return create_dataset(2)
+
+
+def create_model():
+    layers = [keras.layers.Embedding(11, 4), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((None,), dtype="int32"), *layers])
+
+
+def create_loss():
+    each = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    return lambda pair: tf.reduce_sum(each(pair[1], pair[0]), -1)
+"""
+
+
+def test_predictions_of_varying_width_are_written(cli: Cli) -> None:
+    """A tagger of sequences, each evaluation batch as wide as its longest."""
+    assert cli(PROGRAM).code == 0
+    assert cli(PROGRAM, command=("predict", "--run-name", "a")).code == 0
+    with np.load("runs/a/predictions.npz") as file:
+        output, lengths = file["output"], file["output.lengths"]
+    assert output.shape == (12, 6, 2) and lengths.tolist() == LENGTHS
+    assert not output[0, 3:].any() and output[0, :3].all()
+
+
+def test_ragged_and_other_outputs_are_padded() -> None:
+    ragged = [tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.ragged.constant([[4.0, 5.0, 6.0]])]
+    found = padded("x", [on_host(batch) for batch in ragged])
+    assert found["x"].tolist() == [[1, 0, 0], [2, 3, 0], [4, 5, 6]]
+    assert found["x.lengths"].tolist() == [1, 2, 3]
+    nested = [tf.ragged.constant([[[1, 2], [3]], [[4]]]), tf.ragged.constant([[[5], [6], [7, 8]]])]
+    found = padded("x", [on_host(batch) for batch in nested])
+    assert found["x"].shape == (3, 3, 2) and found["x.lengths"].tolist() == [2, 1, 3]
+    assert found["x.lengths_2"].tolist() == [[2, 1, 0], [1, 0, 0], [1, 1, 2]]
+    images = [tf.ones([1, 2, 3, 1]), tf.ones([2, 2, 5, 1])]
+    found = padded("x", [on_host(batch) for batch in images])
+    assert found["x"].shape == (3, 2, 5, 1) and found["x.lengths_2"].tolist() == [3, 5, 5]
+    assert "x.lengths" not in found
+    texts = [tf.constant(["a"]), tf.constant(["bcd"])]
+    assert padded("x", [on_host(batch) for batch in texts])["x"].tolist() == [b"a", b"bcd"]
+    halves = padded("x", [on_host(tf.ones([2], tf.bfloat16))])["x"]
+    assert halves.dtype == np.float32
+    assert padded("x", [on_host(tf.constant(1.0))] * 3)["x"].tolist() == [1, 1, 1]
+    with pytest.raises(ctl_core.RunError, match="one rank"):
+        padded("x", [on_host(tf.ones([2])), on_host(tf.ones([2, 1]))])
