@@ -55,8 +55,8 @@ def _accumulate(parts: Parts, data: Input, kept: frozenset[str], watch: bool) ->
     memory at a time; written out one behind the other, TensorFlow would run them side by side.
 
     Returns:
-        A contribution with a value per replica: losses and dense gradients added up; the rows of
-        sparse gradients, outputs and batches one behind the other.
+        A contribution with a value per replica: losses, weights and dense gradients added up; the
+        rows of sparse gradients, outputs and batches one behind the other.
     """
     strategy, steps = data.strategy, parts.accumulate_steps
 
@@ -98,7 +98,7 @@ def _start(one: dict[str, Any], steps: int) -> list[Any]:
         ]
 
     return [
-        start(part, summed=name in ("loss", "gradients"))
+        start(part, summed=name in ("loss", "gradients", "weight"))
         for name in sorted(one)  # the order of tf.nest
         for part in tf.nest.flatten(one[name])
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,26 @@ from ctl_core.compat import written_resources
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
 from ctl_core.inputs import EvaluationData, create_eval_dataset, deal, local_replicas
 from ctl_core.snapshot import ReplicaCopies
-from ctl_core.step import Parts, batch_sum, call_model, expect, forward, kind_of
+from ctl_core.step import (
+    Parts,
+    batch_sum,
+    call_model,
+    expect,
+    extra_term,
+    forward,
+    kind_of,
+    weight_of,
+)
 from ctl_core.strategy import Task
 from ctl_core.tracking import plain_variable
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Running sums of an evaluation, float64 scalars, added up over the replicas."""
+    """Running sums of an evaluation, float64 scalars, added up over the replicas.
+
+    With ``batch_weight`` the examples are what it says they weigh.
+    """
 
     loss: tf.Variable
     extra_loss: tf.Variable
@@ -144,14 +157,15 @@ def _update(
     hooks = parts.hooks
     output, loss = forward(parts, batch, training=False)
     values = {"output": output, "batch": batch, **parts.given()}
+    where = f"eval_pre ({hooks.eval_pre.where})"
     loss_per_batch, extra_loss = expect(
-        hooks.eval_pre.in_graph(loss=loss, **values),
-        ("loss_per_batch", "extra_loss"),
-        f"eval_pre ({hooks.eval_pre.where})",
+        hooks.eval_pre.in_graph(loss=loss, **values), ("loss_per_batch", "extra_loss"), where
     )
-    examples = tf.cast(examples, tf.float64)
+    extra = extra_term(parts, extra_loss, tf.float64, where)
+    weight = weight_of(parts, batch, output)
+    examples = tf.cast(examples if weight is None else weight, tf.float64)
     sums.loss.assign_add(tf.cast(batch_sum(loss_per_batch, batch, parts), tf.float64))
-    sums.extra_loss.assign_add(tf.cast(extra_loss, tf.float64) * examples)
+    sums.extra_loss.assign_add(extra * examples)
     sums.examples.assign_add(examples)
     if not metrics:
         return
@@ -238,7 +252,7 @@ def _evaluate(evaluation: Evaluation, agree: Callable[[Word], Word]) -> dict[str
             return None
     examples = float(sums.examples.read_value())
     loss = float(sums.loss.read_value()) + float(sums.extra_loss.read_value())
-    values = {"loss": loss / examples}
+    values = {"loss": loss / examples if examples else math.nan}
     for name, metric in evaluation.metrics.items():
         result = np.asarray(metric.result())
         if result.size != 1:
