@@ -25,6 +25,7 @@ from ctl_core.evaluation import Evaluation, create_evaluation
 from ctl_core.freezing import Freezing, trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
+from ctl_core.pairs import pairs_refused
 from ctl_core.precision import LossScale
 from ctl_core.profile import Clock
 from ctl_core.runs import Run, repair_list
@@ -367,9 +368,10 @@ def _build_variables(parts: Parts, data: Input, task: Task) -> tuple[dict[str, l
         inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
         output = run_model(parts, batch, training=True)
-        loss = loss_of(parts, batch, output)
-        weight = weight_of(parts, batch, output)
-        named = objectives(parts, batch, output, loss, weight)
+        with pairs_refused(parts, data.element_spec, _placeholders):
+            loss = loss_of(parts, batch, output)
+            weight = weight_of(parts, batch, output)
+            named = objectives(parts, batch, output, loss, weight)
     return {name: variables for name, (_, variables) in named.items()}, input_spec
 
 
