@@ -192,6 +192,24 @@ HOOKS: dict[str, tuple[dict[str, str | None], str, tuple[str, ...]]] = {
         "def grad_pre",
         ("grad_pre", "extra_loss must be a scalar"),
     ),
+    "a loss for each example from add_loss": (
+        {
+            "create_model": "class Sparse(keras.layers.Layer):\n"
+            "    def call(self, x):\n"
+            "        self.add_loss(tf.abs(x))\n"
+            "        return x\n"
+            "def create_model():\n"
+            "    inner = keras.Sequential([Sparse(name='sparse'), keras.layers.Dense(1)])\n"
+            "    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), inner])\n"
+        },
+        "def create_model",
+        (
+            "create_model",
+            "the layer ",
+            "sparse adds a loss of shape (8, 1) by add_loss; expected "
+            "one number, such as the mean over its batch: self.add_loss(tf.reduce_mean(loss)).",
+        ),
+    ),
     "one value from update_pre": (
         {"own": "def update_pre(gradients):\n    return (gradients,)\n"},
         "def update_pre",
