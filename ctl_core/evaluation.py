@@ -17,6 +17,7 @@ from ctl_core.chunks import ChunkLength
 from ctl_core.cluster import Word
 from ctl_core.compat import written_resources
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
+from ctl_core.hooks import Hooks
 from ctl_core.inputs import EvaluationData, create_eval_dataset, deal, local_replicas
 from ctl_core.snapshot import ReplicaCopies
 from ctl_core.step import (
@@ -54,6 +55,8 @@ class Evaluation:
         metrics: the user's metrics by name
         sums: of the loss, the extra loss and the examples
         run_steps: graph function (iterator, steps) -> whether there may be more
+        hooks: the hooks
+        per_replica: how many examples a batch of full size holds
         kept: copies of what the evaluation writes to and training goes on with, once traced
     """
 
@@ -61,6 +64,8 @@ class Evaluation:
     metrics: dict[str, keras.Metric]
     sums: Sums
     run_steps: Callable[[Any, tf.Tensor], tf.Tensor]
+    hooks: Hooks
+    per_replica: int
     kept: ReplicaCopies | None = None
 
     def lasting_metrics(self) -> dict[str, keras.Metric]:
@@ -98,7 +103,8 @@ def create_evaluation(
         if name == "loss":
             raise SetupError(f"{where}: 'loss' is the engine's own; choose another name.")
     sums = Sums(*(_replica_sum(name) for name in ("loss", "extra_loss", "examples")))
-    return Evaluation(data, metrics, sums, _run_steps(parts, strategy, metrics, sums))
+    run_steps = _run_steps(parts, strategy, metrics, sums)
+    return Evaluation(data, metrics, sums, run_steps, hooks, per_replica)
 
 
 def _replica_sum(name: str) -> tf.Variable:
@@ -228,10 +234,50 @@ def evaluate(
 
     Returns:
         The mean loss per example (plus the extra loss) and the metrics by name; None if ended
-        early. In a cluster, over all examples, the same on every process.
+        early. In a cluster, over all examples, the same on every process. With ``batch_weight`` the
+        loss is the mean by what batches weigh, and NaN if that is nothing.
+
+    Raises:
+        RunError: the last batch has fewer examples, and the model or a hook cannot take so few.
     """
     with evaluation.kept.put_back_after() if evaluation.kept else contextlib.nullcontext():
-        return _evaluate(evaluation, agree)
+        try:
+            return _evaluate(evaluation, agree)
+        except tf.errors.OpError as error:
+            if (size := _last_alone_fails(evaluation)) is None:
+                raise
+            hook = evaluation.hooks.create_eval_dataset
+            assert hook is not None
+            raise RunError(
+                f"{hook.name} ({hook.where}): the last evaluation batch has {size} examples, not "
+                f"{evaluation.per_replica}, which do not fit: "
+                f"{evaluation.hooks.blame(error, 'the model or the loss')}; each example is "
+                "evaluated, so write tf.shape(batch[0])[0] or -1 for the number of examples."
+            ) from error
+
+
+def _last_alone_fails(evaluation: Evaluation) -> int | None:
+    """Returns how many examples the last batch has, if that is what fails: a full one does not.
+
+    Asked after a failure only; reads the data again.
+    """
+    dataset = evaluation.data.dataset
+
+    def fails(part: tf.data.Dataset) -> bool:
+        try:
+            evaluation.run_steps(iter(part), tf.constant(1, tf.int64))
+        except tf.errors.OpError:
+            return True
+        return False
+
+    try:
+        sizes = [int(examples) for examples, _ in dataset]
+    except tf.errors.OpError:  # of the data's own
+        return None
+    full = sizes[-1:] == [evaluation.per_replica]
+    if not sizes or full or (len(sizes) > 1 and fails(dataset.take(1))):
+        return None
+    return sizes[-1] if fails(dataset.skip(len(sizes) - 1)) else None
 
 
 def _evaluate(evaluation: Evaluation, agree: Callable[[Word], Word]) -> dict[str, float] | None:

@@ -400,11 +400,12 @@ class Hooks:
                 found[spec.name] = hooks.function
         return found
 
-    def blame(self, error: BaseException) -> str:
+    def blame(self, error: BaseException, otherwise: str = "the step") -> str:
         """Says in one line which hook an op belongs to that failed while a graph was running.
 
         Args:
             error: a tf.errors.OpError, whose message names the op and the stack it was made at
+            otherwise: what it belongs to if to no hook
         """
         text = str(error)
         frames = frames_in(text)
@@ -418,7 +419,7 @@ class Hooks:
             if spec.in_graph and hook is not None and hook.made(frames):
                 return f"{spec.name} ({hook.line_in(frames) or hook.where}): {brief(error)}"
         inside = self.create_model.line_in(frames)
-        return f"the step{f' ({inside})' if inside else ''}: {brief(error)}"
+        return f"{otherwise}{f' ({inside})' if inside else ''}: {brief(error)}"
 
 
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
