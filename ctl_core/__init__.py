@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ctl_core.defaults import leading_dimension as leading_dimension
     from ctl_core.defaults import nan_to_zero as nan_to_zero
     from ctl_core.defaults import trackable as trackable
+    from ctl_core.defaults import unpack as unpack
+    from ctl_core.defaults import weighted as weighted
     from ctl_core.errors import CtlError as CtlError
     from ctl_core.errors import RunError as RunError
     from ctl_core.errors import SetupError as SetupError
@@ -44,6 +46,8 @@ _HOME = {
     "trackable": "defaults",
     "train": "loop",
     "trainable_variables": "tracking",
+    "unpack": "defaults",
+    "weighted": "defaults",
 }
 __all__ = [*_HOME, "data"]
 

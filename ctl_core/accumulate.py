@@ -79,9 +79,9 @@ def _accumulate(
     memory at a time; written out one behind the other, TensorFlow would run them side by side.
 
     Returns:
-        A contribution with a value per replica: losses and dense gradients added up; the rows of
-        sparse gradients, and what ``update_pre`` names of outputs and batches, one behind the
-        other. And outputs and batches by name, as a list of such values by micro-batch.
+        A contribution with a value per replica: losses, weights and dense gradients added up; the
+        rows of sparse gradients, and what ``update_pre`` names of outputs and batches, one behind
+        the other. And outputs and batches by name, as a list of such values by micro-batch.
     """
     strategy, steps = data.strategy, parts.accumulate_steps
 
@@ -141,7 +141,7 @@ def _start(one: dict[str, Any], steps: int) -> list[Any]:
         ]
 
     return [
-        start(part, summed=name in ("loss", "gradients"))
+        start(part, summed=name in ("loss", "gradients", "weight"))
         for name in sorted(one)  # the order of tf.nest
         for part in tf.nest.flatten(one[name])
     ]

@@ -119,3 +119,14 @@ def written_resources(graph: Any) -> list[Any]:
             read_only = set()
         written |= {op.inputs[i].name for i in resources if i not in read_only}
     return [outer for outer, inner in graph.captures if inner.name in written]
+
+
+def graphs_called(op: Any) -> list[Any]:
+    """Returns the graphs of the functions that an op calls: tf.functions, branches, loops.
+
+    ``_get_function``: a graph has no public way to its functions.
+    """
+    attributes = op.node_def.attr.values()
+    named = [f for a in attributes for f in (*([a.func] * a.HasField("func")), *a.list.func)]
+    functions = [op.graph._get_function(function.name) for function in named]
+    return [function.graph for function in functions if function is not None]

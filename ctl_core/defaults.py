@@ -82,6 +82,70 @@ def leading_dimension(batch: Any) -> Any:
     return tf.where(same, first, tf.constant(-1, tf.int64))
 
 
+@tf.autograph.experimental.do_not_convert
+def unpack(batch: Any) -> tuple[Any, Any, Any]:
+    """Returns inputs, targets and sample weights of a batch as Keras has it: (x, y) or (x, y, w).
+
+    Returns:
+        The three; None for the weights if there are none.
+
+    Raises:
+        ValueError: the batch is no pair and no triple, or its third element cannot be weights:
+            floating-point numbers, one per example, of shape [b] or [b, 1].
+    """
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        raise ValueError(
+            "the default takes a batch of two elements, inputs and targets, or of three with "
+            "sample weights; for another one write the hook"
+        )
+    if len(batch) == 3 and sample_weight(batch) is None:
+        raise ValueError(
+            "the third element of a batch means sample weights, floating-point numbers of shape "
+            "[b] or [b, 1]; cast it if it is that, otherwise make the batch a dict, or write "
+            "input_pre, loss_pre and metric_pre, which say what is what"
+        )
+    return batch[0], batch[1], sample_weight(batch)
+
+
+def sample_weight(batch: Any) -> Any:
+    """Returns the third of a batch's three elements if it can be sample weights, otherwise None."""
+    if not isinstance(batch, tuple | list) or len(batch) != 3:
+        return None
+    weight = batch[2]
+    if not isinstance(weight, tf.Tensor | tf.TensorSpec) or not weight.dtype.is_floating:
+        return None
+    rank = weight.shape.rank
+    return weight if rank in (1, None) or (rank == 2 and weight.shape[1] == 1) else None
+
+
+@tf.autograph.experimental.do_not_convert
+def weighted(loss: Any, batch: Any) -> Any:
+    """Returns the loss of each example times its sample weight, if the batch holds weights.
+
+    They are the third element of an (x, y, w) batch; of any other batch the loss stays as it is.
+
+    Args:
+        loss: one number per example
+        batch: as the dataset gave it
+
+    Raises:
+        ValueError: the loss is one number for the whole batch.
+    """
+    weight = sample_weight(batch)
+    if weight is None:
+        return loss
+    loss = tf.convert_to_tensor(loss)
+    if loss.shape.rank == 0:
+        raise ValueError(
+            "the loss is one number for the whole batch, which the sample weights in it cannot "
+            "weight; return one number per example from create_loss (reduction='none'), or write "
+            "this hook if the weights are in the loss already"
+        )
+    if loss.shape.rank not in (1, None):  # refused where the loss is summed
+        return loss
+    return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
+
+
 def deferred(hook: Callable[..., None]) -> Callable[..., None]:
     """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
 
@@ -115,17 +179,17 @@ def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
 
 
 def input_pre(batch):
-    inputs, _ = batch
+    inputs, _, _ = unpack(batch)
     return inputs
 
 
 def loss_pre(output, batch):
-    _, target = batch
+    _, target, _ = unpack(batch)
     return output, target
 
 
-def grad_pre(loss, train_model):
-    return loss, regularization(train_model), trainable_variables(train_model)
+def grad_pre(loss, batch, train_model):
+    return weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
 
 
 def update_pre(gradients):
@@ -152,9 +216,9 @@ def create_metrics():
 
 
 def metric_pre(output, batch):
-    _, target = batch
-    return target, output
+    _, target, weight = unpack(batch)
+    return (target, output) if weight is None else (target, output, weight)
 
 
-def eval_pre(loss, train_model):
-    return loss, regularization(train_model)
+def eval_pre(loss, batch, train_model):
+    return weighted(loss, batch), regularization(train_model)

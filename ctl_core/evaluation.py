@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +16,28 @@ from ctl_core.chunks import ChunkLength
 from ctl_core.cluster import Word
 from ctl_core.compat import written_resources
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
+from ctl_core.hooks import Hooks
 from ctl_core.inputs import EvaluationData, create_eval_dataset, deal, local_replicas
 from ctl_core.snapshot import ReplicaCopies
-from ctl_core.step import Parts, batch_sum, expect, forward, kind_of
+from ctl_core.step import (
+    Parts,
+    batch_sum,
+    expect,
+    extra_term,
+    forward,
+    kind_of,
+    weight_of,
+)
 from ctl_core.strategy import Task
 from ctl_core.tracking import plain_variable
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Running sums of an evaluation, float64 scalars, added up over the replicas."""
+    """Running sums of an evaluation, float64 scalars, added up over the replicas.
+
+    With ``batch_weight`` the examples are what it says they weigh.
+    """
 
     loss: tf.Variable
     extra_loss: tf.Variable
@@ -40,6 +53,8 @@ class Evaluation:
         metrics: the user's metrics by name
         sums: of the loss, the extra loss and the examples
         run_steps: graph function (iterator, steps) -> whether there may be more
+        hooks: the hooks
+        per_replica: how many examples a batch of full size holds
         kept: copies of what the evaluation writes to and training goes on with, once traced
     """
 
@@ -47,6 +62,8 @@ class Evaluation:
     metrics: dict[str, keras.Metric]
     sums: Sums
     run_steps: Callable[[Any, tf.Tensor], tf.Tensor]
+    hooks: Hooks
+    per_replica: int
     kept: ReplicaCopies | None = None
 
     def lasting_metrics(self) -> dict[str, keras.Metric]:
@@ -84,7 +101,8 @@ def create_evaluation(
         if name == "loss":
             raise SetupError(f"{where}: 'loss' is the engine's own; choose another name.")
     sums = Sums(*(_replica_sum(name) for name in ("loss", "extra_loss", "examples")))
-    return Evaluation(data, metrics, sums, _run_steps(parts, strategy, metrics, sums))
+    run_steps = _run_steps(parts, strategy, metrics, sums)
+    return Evaluation(data, metrics, sums, run_steps, hooks, per_replica)
 
 
 def _replica_sum(name: str) -> tf.Variable:
@@ -143,14 +161,15 @@ def _update(
     hooks = parts.hooks
     output, loss = forward(parts, batch, training=False)
     values = {"output": output, "batch": batch, **parts.given()}
+    where = f"eval_pre ({hooks.eval_pre.where})"
     loss_per_batch, extra_loss = expect(
-        hooks.eval_pre.in_graph(loss=loss, **values),
-        ("loss_per_batch", "extra_loss"),
-        f"eval_pre ({hooks.eval_pre.where})",
+        hooks.eval_pre.in_graph(loss=loss, **values), ("loss_per_batch", "extra_loss"), where
     )
-    examples = tf.cast(examples, tf.float64)
+    extra = extra_term(parts, extra_loss, tf.float64, where)
+    weight = weight_of(parts, batch, output)
+    examples = tf.cast(examples if weight is None else weight, tf.float64)
     sums.loss.assign_add(tf.cast(batch_sum(loss_per_batch, batch, parts), tf.float64))
-    sums.extra_loss.assign_add(tf.cast(extra_loss, tf.float64) * examples)
+    sums.extra_loss.assign_add(extra * examples)
     sums.examples.assign_add(examples)
     if not metrics:
         return
@@ -213,10 +232,50 @@ def evaluate(
 
     Returns:
         The mean loss per example (plus the extra loss) and the metrics by name; None if ended
-        early. In a cluster, over all examples, the same on every process.
+        early. In a cluster, over all examples, the same on every process. With ``batch_weight`` the
+        loss is the mean by what batches weigh, and NaN if that is nothing.
+
+    Raises:
+        RunError: the last batch has fewer examples, and the model or a hook cannot take so few.
     """
     with evaluation.kept.put_back_after() if evaluation.kept else contextlib.nullcontext():
-        return _evaluate(evaluation, agree)
+        try:
+            return _evaluate(evaluation, agree)
+        except tf.errors.OpError as error:
+            if (size := _last_alone_fails(evaluation)) is None:
+                raise
+            hook = evaluation.hooks.create_eval_dataset
+            assert hook is not None
+            raise RunError(
+                f"{hook.name} ({hook.where}): the last evaluation batch has {size} examples, not "
+                f"{evaluation.per_replica}, which do not fit: "
+                f"{evaluation.hooks.blame(error, 'the model or the loss')}; each example is "
+                "evaluated, so write tf.shape(batch[0])[0] or -1 for the number of examples."
+            ) from error
+
+
+def _last_alone_fails(evaluation: Evaluation) -> int | None:
+    """Returns how many examples the last batch has, if that is what fails: a full one does not.
+
+    Asked after a failure only; reads the data again.
+    """
+    dataset = evaluation.data.dataset
+
+    def fails(part: tf.data.Dataset) -> bool:
+        try:
+            evaluation.run_steps(iter(part), tf.constant(1, tf.int64))
+        except tf.errors.OpError:
+            return True
+        return False
+
+    try:
+        sizes = [int(examples) for examples, _ in dataset]
+    except tf.errors.OpError:  # of the data's own
+        return None
+    full = sizes[-1:] == [evaluation.per_replica]
+    if not sizes or full or (len(sizes) > 1 and fails(dataset.take(1))):
+        return None
+    return sizes[-1] if fails(dataset.skip(len(sizes) - 1)) else None
 
 
 def _evaluate(evaluation: Evaluation, agree: Callable[[Word], Word]) -> dict[str, float] | None:
@@ -237,7 +296,7 @@ def _evaluate(evaluation: Evaluation, agree: Callable[[Word], Word]) -> dict[str
             return None
     examples = float(sums.examples.read_value())
     loss = float(sums.loss.read_value()) + float(sums.extra_loss.read_value())
-    values = {"loss": loss / examples}
+    values = {"loss": loss / examples if examples else math.nan}
     for name, metric in evaluation.metrics.items():
         result = np.asarray(metric.result())
         if result.size != 1:

@@ -111,7 +111,7 @@ TABLE: tuple[Spec, ...] = (
         _names("batch lr"),
         "model input",
         "The model's input, made from a batch.",
-        "first of the batch's two elements",
+        "first element of an (inputs, targets) or (inputs, targets, weights) batch",
         in_graph=True,
     ),
     Spec(
@@ -123,12 +123,21 @@ TABLE: tuple[Spec, ...] = (
         in_graph=True,
     ),
     Spec(
+        "batch_weight",
+        _names("batch output"),
+        "how much a batch weighs, one number from 0 up",
+        "What the summed loss is divided by, in training and evaluation: the weights of all "
+        "replicas and micro-batches added up, such as the number of tokens that are not padding.",
+        "the number of examples",
+        in_graph=True,
+    ),
+    Spec(
         "grad_pre",
         _names("loss output batch train_model train_loss lr"),
         "loss_per_batch, extra_loss, trainable_vars; or a dict of such by objective",
         "What is differentiated (the loss summed over the batch, plus terms that do not depend "
         "on the batch), and by which variables.",
-        "loss, regularization(train_model), trainable_variables(train_model)",
+        "weighted(loss, batch), regularization(train_model), trainable_variables(train_model)",
         in_graph=True,
     ),
     Spec(
@@ -176,7 +185,7 @@ TABLE: tuple[Spec, ...] = (
         _names("output batch train_model"),
         "arguments of update_state, or a dict of such by metric",
         "What the metrics are updated with.",
-        "(second element of the batch, output)",
+        "(second element of the batch, output), and the third if there are sample weights",
         in_graph=True,
     ),
     Spec(
@@ -184,7 +193,7 @@ TABLE: tuple[Spec, ...] = (
         _names("loss output batch train_model train_loss lr"),
         "loss_per_batch, extra_loss",
         "The loss that the evaluation reports.",
-        "loss, regularization(train_model)",
+        "weighted(loss, batch), regularization(train_model)",
         in_graph=True,
     ),
 )
@@ -351,7 +360,7 @@ READING = re.compile(r"\[\[[^\[\]]*IteratorGetNext(\w*)(?:\}\})?\]\]")
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Every hook of a run, the user's or the default; evaluation only where there is data."""
+    """Every hook of a run, the user's or the default; None where the engine does without."""
 
     create_dataset: Hook
     make_batches: Hook
@@ -362,6 +371,7 @@ class Hooks:
     create_ckpt: Hook
     input_pre: Hook
     loss_pre: Hook
+    batch_weight: Hook | None
     grad_pre: Hook
     update_pre: Hook
     every_steps: Schedule
@@ -390,11 +400,12 @@ class Hooks:
                 found[spec.name] = hooks.function
         return found
 
-    def blame(self, error: BaseException) -> str:
+    def blame(self, error: BaseException, otherwise: str = "the step") -> str:
         """Says in one line which hook an op belongs to that failed while a graph was running.
 
         Args:
             error: a tf.errors.OpError, whose message names the op and the stack it was made at
+            otherwise: what it belongs to if to no hook
         """
         text = str(error)
         frames = frames_in(text)
@@ -404,10 +415,11 @@ class Hooks:
             line = hook.line_in(frames) or hook.where
             return f"{hook.name} ({line}): reading the data: {brief(error)}"
         for spec in TABLE:
-            if spec.in_graph and (hook := getattr(self, spec.name)).made(frames):
+            hook = getattr(self, spec.name)
+            if spec.in_graph and hook is not None and hook.made(frames):
                 return f"{spec.name} ({hook.line_in(frames) or hook.where}): {brief(error)}"
         inside = self.create_model.line_in(frames)
-        return f"the step{f' ({inside})' if inside else ''}: {brief(error)}"
+        return f"{otherwise}{f' ({inside})' if inside else ''}: {brief(error)}"
 
 
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
@@ -436,7 +448,7 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     found: dict[str, Any] = {}
     for spec in TABLE:
         value = getattr(callbacks, spec.name, getattr(defaults, spec.name, None))
-        if value is None and spec.name == "create_eval_dataset":
+        if value is None and spec.name in ("batch_weight", "create_eval_dataset"):
             found[spec.name] = None
         elif spec.scheduled:
             found[spec.name] = _schedule(spec, value, common, origin)

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core import defaults
 from ctl_core.accumulate import take_update
 from ctl_core.batch_norm import MovingStatistics
 from ctl_core.cluster import Cluster
@@ -25,6 +26,7 @@ from ctl_core.freezing import Freezing, trainable_candidates
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
 from ctl_core.not_finite import Noted, NotFinite
+from ctl_core.pairs import pairs_refused
 from ctl_core.precision import LossScale, lower_dtypes
 from ctl_core.profile import Clock
 from ctl_core.rate import LearningRate, rate_for_hooks
@@ -33,11 +35,13 @@ from ctl_core.step import (
     Parts,
     contribution,
     expect,
-    forward,
     kind_of,
+    loss_of,
     objectives,
+    run_model,
     update,
     variable_name,
+    weight_of,
 )
 from ctl_core.strategy import Task, create_strategy
 from ctl_core.tracking import Found, Unnamed, find
@@ -181,6 +185,8 @@ def _create(
         computed = {*lower_dtypes(find_state(roots).layers), config.precision} - {"float32"}
         if "float16" in computed:
             parts.loss_scale = LossScale()
+        if said := _of_sample_weights(hooks, data.element_spec):
+            console.warn(said)
         candidates = trainable_candidates(train_model)
         for name, one in optimizers.items():
             _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
@@ -391,9 +397,26 @@ def _build_variables(parts: Parts, data: Input, task: Task) -> tuple[dict[str, l
         batch = _placeholders(data.element_spec)
         inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
-        output, loss = forward(parts, batch, training=True)
-        named = objectives(parts, batch, output, loss)
+        output = run_model(parts, batch, training=True)
+        with pairs_refused(parts, data.element_spec, _placeholders):
+            loss = loss_of(parts, batch, output)
+            weight = weight_of(parts, batch, output)
+            named = objectives(parts, batch, output, loss, weight)
     return {name: variables for name, (_, variables) in named.items()}, input_spec
+
+
+def _of_sample_weights(hooks: Hooks, element_spec: Any) -> str | None:
+    """Says what the default ``grad_pre`` does where a ``loss_pre`` may have read the weights."""
+    by_default = hooks.grad_pre.function is defaults.grad_pre
+    if not by_default or hooks.loss_pre.function is defaults.loss_pre:
+        return None
+    if defaults.sample_weight(element_spec) is None:
+        return None
+    return (
+        f"grad_pre ({hooks.grad_pre.where}): multiplies the loss by the third element of the "
+        "batch, as sample weights; if they are in the loss already, or it is something else, write "
+        "grad_pre: return loss, regularization(train_model), trainable_variables(train_model)."
+    )
 
 
 def _placeholders(element_spec: Any) -> Any:

@@ -16,11 +16,12 @@ import tensorflow as tf
 
 from ctl_core.compat import gradients_are_summed, optimizers_refused
 from ctl_core.errors import CtlError, HookFailed, SetupError
-from ctl_core.hooks import Hook, Hooks
+from ctl_core.hooks import Hook, Hooks, describe
 from ctl_core.look import examples_in
 from ctl_core.not_finite import NotFinite
 from ctl_core.precision import LossScale, all_finite, to_float32
 from ctl_core.rate import Rate
+from ctl_core.tracking import find
 
 
 @dataclasses.dataclass
@@ -70,20 +71,26 @@ class Parts:
 
 
 def forward(parts: Parts, batch: Any, training: bool) -> tuple[Any, Any]:
-    """Runs the model and the loss on one replica's batch.
+    """Runs the model and the loss on one replica's batch; returns what both give."""
+    output = run_model(parts, batch, training)
+    return output, loss_of(parts, batch, output)
 
-    Returns:
-        The model's output and what ``train_loss`` returned, in float32 where precision is lower.
-    """
-    hooks, given = parts.hooks, parts.given()
+
+def run_model(parts: Parts, batch: Any, training: bool) -> Any:
+    """Returns the model's output, in float32 where precision is lower."""
+    hooks = parts.hooks
     inputs = hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
     output = _blamed(
         hooks.create_model, "train_model", call_model, parts.train_model, inputs, training
     )
-    output = to_float32(output)
-    loss_input = hooks.loss_pre.in_graph(output=output, batch=batch, **given)
-    loss = _blamed(hooks.create_loss, "train_loss", parts.train_loss, loss_input)
-    return output, to_float32(loss)
+    return to_float32(output)
+
+
+def loss_of(parts: Parts, batch: Any, output: Any) -> Any:
+    """Returns what ``train_loss`` makes of the model's output, in float32 where that is lower."""
+    hooks = parts.hooks
+    loss_input = hooks.loss_pre.in_graph(output=output, batch=batch, **parts.given())
+    return to_float32(_blamed(hooks.create_loss, "train_loss", parts.train_loss, loss_input))
 
 
 def call_model(model: Any, inputs: Any, training: bool) -> Any:
@@ -103,13 +110,43 @@ def _blamed(hook: Hook, what: str, function: Any, *args: Any) -> Any:
         raise HookFailed(f"{what} from {hook.failure(error)}") from error
 
 
+def weight_of(parts: Parts, batch: Any, output: Any) -> tf.Tensor | None:
+    """Returns what a replica's batch weighs, a floating-point scalar; None: its examples.
+
+    No gradient goes through it.
+
+    Raises:
+        SetupError: ``batch_weight`` returned something else than one number from 0 up.
+    """
+    hook = parts.hooks.batch_weight
+    if hook is None:
+        return None
+    value = hook.in_graph(batch=batch, output=output)
+    try:
+        weight = tf.convert_to_tensor(value)
+    except (TypeError, ValueError):
+        weight = None
+    real = weight is not None and (weight.dtype.is_floating or weight.dtype.is_integer)
+    scalar = real and weight.shape.rank in (0, None)
+    fixed = tf.get_static_value(weight) if scalar else None
+    if not scalar or (fixed is not None and not fixed >= 0):
+        got = kind_of(value) if weight is None else describe(weight) if fixed is None else fixed
+        raise SetupError(
+            f"batch_weight ({hook.where}): returned {got}, expected how much the batch weighs, one "
+            "number from 0 up, such as tf.reduce_sum(mask)."
+        )
+    weight = tf.stop_gradient(tf.ensure_shape(weight, []))
+    return weight if weight.dtype in (tf.float32, tf.float64) else tf.cast(weight, tf.float32)
+
+
 def objectives(
-    parts: Parts, batch: Any, output: Any, loss: Any
+    parts: Parts, batch: Any, output: Any, loss: Any, weight: tf.Tensor | None = None
 ) -> dict[str, tuple[tf.Tensor, list[Any]]]:
     """Calls ``grad_pre`` and works out what this micro-batch contributes to each objective.
 
     Returns:
-        By objective: sum(loss_per_batch) / B + extra_loss / (N A), and the variables.
+        By objective: sum(loss_per_batch) / B + extra_loss / (N A), and the variables; with a
+        weight w (sum(loss_per_batch) + w extra_loss) / B, still to be divided by sum(w) / B.
 
     Raises:
         SetupError: ``grad_pre`` returned something else than it should.
@@ -131,9 +168,7 @@ def objectives(
         total = batch_sum(loss_per_batch, batch, parts)
         if tf.convert_to_tensor(loss_per_batch).shape.rank == 0:
             parts.scalar_losses.add(name)
-        extra = tf.cast(tf.convert_to_tensor(extra_loss, dtype_hint=total.dtype), total.dtype)
-        if extra.shape.rank not in (0, None):
-            raise SetupError(f"{where}: extra_loss must be a scalar, got shape {extra.shape}.")
+        extra = extra_term(parts, extra_loss, total.dtype, where)
         if not isinstance(variables, list | tuple):
             raise SetupError(
                 f"{where}: trainable_vars must be a list of variables, got {kind_of(variables)}."
@@ -141,9 +176,33 @@ def objectives(
         variables = list(variables)
         if not variables:
             raise SetupError(f"{where}: returned no trainable_vars; there is nothing to train.")
-        shares = parts.replicas * parts.accumulate_steps
-        found[name] = (total / parts.batch_size + extra / shares, variables)
+        if weight is None:
+            shares = parts.replicas * parts.accumulate_steps
+            objective = total / parts.batch_size + extra / shares
+        else:
+            objective = (total + tf.cast(weight, total.dtype) * extra) / parts.batch_size
+        found[name] = (objective, variables)
     return found
+
+
+def extra_term(parts: Parts, extra_loss: Any, dtype: tf.DType, where: str) -> tf.Tensor:
+    """Returns an extra loss as a scalar of a type.
+
+    Raises:
+        SetupError: it has another shape; a layer is named that has added a loss of such a shape.
+    """
+    extra = tf.cast(tf.convert_to_tensor(extra_loss, dtype_hint=dtype), dtype)
+    if extra.shape.rank in (0, None):
+        return extra
+    for layer in reversed(find({"": parts.train_model}).layers):  # the inner ones first
+        for added in layer.losses:
+            if tf.is_tensor(added) and added.shape.rank not in (0, None):
+                raise SetupError(
+                    f"create_model ({parts.hooks.create_model.where}): the layer {layer.path} adds "
+                    f"a loss of shape {added.shape} by add_loss; expected one number, such as "
+                    "the mean over its batch: self.add_loss(tf.reduce_mean(loss))."
+                )
+    raise SetupError(f"{where}: extra_loss must be a scalar, got shape {extra.shape}.")
 
 
 def batch_sum(loss: Any, batch: Any, parts: Parts) -> tf.Tensor:
@@ -172,7 +231,8 @@ def batch_sum(loss: Any, batch: Any, parts: Parts) -> tf.Tensor:
             f"{create_loss}: the loss has shape {loss.shape} and "
             f"type {loss.dtype.name}; expected floating-point numbers, one per example "
             f"(shape [{examples if isinstance(examples, int) else 'batch'}]) or their sum (shape "
-            "[]); sum or average over the other dimensions in create_loss."
+            "[]); sum or average over the other dimensions in create_loss. What the sum is divided "
+            "by, if not by the examples, is for the hook batch_weight to say."
         )
     return tf.reduce_sum(to_float32(loss))
 
@@ -210,8 +270,9 @@ def contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, An
         kept: which of ``output`` and ``batch`` the update will need
 
     Returns:
-        ``loss`` and ``gradients``, dicts by objective, and what is kept. With a loss scale the
-        gradients are those of the scaled objectives.
+        ``loss`` and ``gradients``, dicts by objective, and what is kept; with ``batch_weight`` also
+        ``weight``, what the batch weighs divided by B. With a loss scale the gradients are those of
+        the scaled objectives.
     """
     if parts.accumulate_steps > 1:
         with optimizers_refused(_IN_MICRO_BATCH):
@@ -241,7 +302,8 @@ def _contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, A
     several = len(parts.optimizers) > 1
     with tf.GradientTape(persistent=several) as tape:
         output, loss = forward(parts, batch, training=True)
-        named = objectives(parts, batch, output, loss)
+        weight = weight_of(parts, batch, output)
+        named = objectives(parts, batch, output, loss, weight)
         losses = {name: objective for name, (objective, _) in named.items()}
         scaled = losses
         if parts.loss_scale is not None:
@@ -251,7 +313,8 @@ def _contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, A
         found = tape.gradient(scaled[name], variables)
         gradients[name], parts.trained[name] = _existing(parts, found, variables)
     values = {"loss": losses, "gradients": gradients, "output": output, "batch": batch}
-    return {name: values[name] for name in ("loss", "gradients", *sorted(kept))}
+    found = {name: values[name] for name in ("loss", "gradients", *sorted(kept))}
+    return found if weight is None else {**found, "weight": weight / parts.batch_size}
 
 
 def update(parts: Parts, contributed: dict[str, Any], wanted: frozenset[str]) -> dict[str, Any]:
@@ -345,10 +408,10 @@ def _sum_over_replicas(
 ) -> dict[str, Any]:
     """Sums gradients, and objectives if they are wanted, all of them in one all-reduce.
 
-    The sums are those of the objectives, without their scale.
+    The sums are those of the objectives, without their scale, divided by what the batch weighs.
     """
-    names = ("gradients", "loss") if with_loss else ("gradients",)
-    values = {name: contributed[name] for name in names}
+    names = {"gradients", "weight"} | ({"loss"} if with_loss else set())
+    values = {name: part for name, part in contributed.items() if name in names}
     if parts.replicas > 1:
         context = tf.distribute.get_replica_context()
         if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -363,7 +426,21 @@ def _sum_over_replicas(
             name: [parts.loss_scale.divide(gradient) for gradient in several]
             for name, several in gradients.items()
         }
-    return {"loss": contributed["loss"], **values, "gradients": gradients}
+    values = {"loss": contributed["loss"], **values, "gradients": gradients}
+    if "weight" not in values:
+        return values
+    weight = values["weight"]
+    return {
+        name: tf.nest.map_structure(lambda value: _divided(value, weight), values[name])
+        for name in ("loss", "gradients")
+    }
+
+
+def _divided(value: Any, weight: tf.Tensor) -> Any:
+    """Divides a tensor, dense or sparse, by a number; 0 if that is 0."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_divided(value.values, weight), value.indices, value.dense_shape)
+    return tf.math.divide_no_nan(value, tf.cast(weight, value.dtype))
 
 
 def _of_fixed_shape(gradient: Any) -> Any:

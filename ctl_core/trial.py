@@ -48,7 +48,7 @@ def check_sums(state: State) -> None:
                 f"{hook.name} ({hook.where}): the loss{f' of {name!r}' * bool(name)} is {one:.4g} "
                 "for a batch, and the same for that batch twice over, so it is a mean over the "
                 "batch; return one number per example, or their sum (tf.reduce_sum): the engine "
-                "divides by the global batch size itself."
+                "divides by the global batch size itself, or by what batch_weight says."
             )
 
 

@@ -17,6 +17,8 @@ from ctl_core import (
     show_step,
     trackable,
     trainable_variables,
+    unpack,
+    weighted,
 )
 
 # ---- Data -------------------------------------------------------------------------------------
@@ -62,12 +64,15 @@ def count_examples(batch):
 
 
 # Required: the loss, a callable: loss = train_loss(loss_input). It gives one number per example,
-# or their sum; the engine divides by the global batch size.
+# or their sum; the engine divides by the global batch size. A loss of Keras' takes outputs of shape
+# [b, 1] and targets of shape [b] for what they are; output - target would be all pairs of the two.
 #
 # def create_loss():
+#     squared_error = keras.losses.MeanSquaredError(reduction="none")
+#
 #     def train_loss(loss_input):
 #         output, target = loss_input
-#         return tf.reduce_sum((output - target) ** 2, axis=1)
+#         return squared_error(target, output)
 #
 #     return train_loss
 
@@ -89,21 +94,29 @@ def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
 # ---- The step: traced into the graph, once per replica ----------------------------------------
 
 
-# What the model is called with.
+# What the model is called with. A batch is (inputs, targets), or (inputs, targets, weights) with a
+# sample weight for each example, as Keras has it; of another one say here and below what is what.
 def input_pre(batch):
-    inputs, _ = batch
+    inputs, _, _ = unpack(batch)
     return inputs
 
 
 # What train_loss is called with.
 def loss_pre(output, batch):
-    _, target = batch
+    _, target, _ = unpack(batch)
     return output, target
 
 
+# What the sum of the losses is divided by: the number of examples, unless this hook says how much a
+# batch weighs. The weights of all replicas and micro-batches are added up. For losses per token:
+#
+# def batch_weight(batch):
+#     return tf.reduce_sum(batch["mask"])
+
+
 # The loss summed over the batch, terms that do not depend on the batch, and what to train.
-def grad_pre(loss, train_model):
-    return loss, regularization(train_model), trainable_variables(train_model)
+def grad_pre(loss, batch, train_model):
+    return weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
 
 
 # From the gradients, summed over all replicas, to those applied and those to display.
@@ -148,10 +161,10 @@ def create_metrics():
 
 # What each metric's update_state is called with.
 def metric_pre(output, batch):
-    _, target = batch
-    return target, output
+    _, target, weight = unpack(batch)
+    return (target, output) if weight is None else (target, output, weight)
 
 
 # The loss that the evaluation reports.
-def eval_pre(loss, train_model):
-    return loss, regularization(train_model)
+def eval_pre(loss, batch, train_model):
+    return weighted(loss, batch), regularization(train_model)

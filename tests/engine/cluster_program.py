@@ -20,6 +20,7 @@ import tensorflow as tf
 import ctl_core
 from tests.engine import cases
 from tests.engine.cases import make_hooks
+from tests.ported import transformer
 
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 
@@ -107,6 +108,15 @@ def batch_norm(folder: Path) -> None:
     state = run(folder, "batch_norm", make_hooks(create_model=cases.norm_model), steps=5)
     values = state.train_model.get_weights()
     keep(folder, "batch_norm", **{str(i): value for i, value in enumerate(values)})
+
+
+def masked_transformer(folder: Path) -> None:
+    """Sentences of varying length; the loss is divided by the words of both processes."""
+    hooks = transformer.hooks()
+    state = run(folder, "transformer", hooks, steps=12, batch_size=8, learning_rate=0.05)
+    values = state.train_model.get_weights()
+    keep(folder, "transformer", **{str(i): value for i, value in enumerate(values)})
+    keep(folder, "transformer-loss", loss=state.metrics["loss"])
 
 
 def drift(folder: Path) -> None:

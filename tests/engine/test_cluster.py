@@ -20,6 +20,7 @@ import pytest
 
 from tests.engine import cases
 from tests.engine.conftest import Train
+from tests.ported import transformer
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +57,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "weights_on_two_devices",
         "weights_on_one_device",
         "varying_lengths",
+        "masked_transformer",
         "weights_of_micro_batches",
         "weights_of_whole_batches",
         "remainders",
@@ -111,6 +113,15 @@ def test_sequences_of_varying_length_on_two_processes(train: Train, two: Path) -
     state = train(cases.sequence_hooks(), steps=20, batch_size=4)
     for process in kept(two, "sequences", 2):
         assert_equal_weights(list(process.values()), state.train_model.get_weights())
+
+
+def test_a_loss_divided_by_the_words_of_both_processes(two: Path) -> None:
+    model, _ = transformer.by_hand(12, 8, 0.05)
+    whole = next(iter(transformer.create_eval_dataset(len(transformer.SENTENCES))))
+    for process in kept(two, "transformer", 2):
+        assert_equal_weights(list(process.values()), model.get_weights())
+    for process in kept(two, "transformer-loss", 2):
+        np.testing.assert_allclose(process["loss"], transformer.mean_loss(model, whole), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "nadam"])

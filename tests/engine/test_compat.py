@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -50,3 +52,19 @@ def test_written_resources() -> None:
     graph = function.get_concrete_function(tf.constant(3)).graph
     handles = compat.written_resources(graph)
     assert {id(handle) for handle in handles} == {id(written.handle), id(deep.handle)}
+
+
+def test_graphs_called() -> None:
+    @tf.function(autograph=False)
+    def inner(x: tf.Tensor) -> tf.Tensor:
+        index = tf.cast(x, tf.int32)
+        return tf.cond(x > 0, lambda: x - 1.0, lambda: tf.switch_case(index, [lambda: x * 2.0] * 2))
+
+    def types_in(graph: Any) -> set[str]:
+        operations = graph.get_operations()
+        below = [types_in(called) for op in operations for called in compat.graphs_called(op)]
+        return {op.type for op in operations}.union(*below)
+
+    with tf.Graph().as_default() as graph:
+        inner(tf.compat.v1.placeholder(tf.float32, []))
+    assert {"Sub", "Mul"} <= types_in(graph)

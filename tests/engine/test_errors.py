@@ -192,6 +192,24 @@ HOOKS: dict[str, tuple[dict[str, str | None], str, tuple[str, ...]]] = {
         "def grad_pre",
         ("grad_pre", "extra_loss must be a scalar"),
     ),
+    "a loss for each example from add_loss": (
+        {
+            "create_model": "class Sparse(keras.layers.Layer):\n"
+            "    def call(self, x):\n"
+            "        self.add_loss(tf.abs(x))\n"
+            "        return x\n"
+            "def create_model():\n"
+            "    inner = keras.Sequential([Sparse(name='sparse'), keras.layers.Dense(1)])\n"
+            "    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), inner])\n"
+        },
+        "def create_model",
+        (
+            "create_model",
+            "the layer ",
+            "sparse adds a loss of shape (8, 1) by add_loss; expected "
+            "one number, such as the mean over its batch: self.add_loss(tf.reduce_mean(loss)).",
+        ),
+    ),
     "one value from update_pre": (
         {"own": "def update_pre(gradients):\n    return (gradients,)\n"},
         "def update_pre",
@@ -637,6 +655,51 @@ def test_environment(cli: Cli, monkeypatch: pytest.MonkeyPatch, variable: tuple[
     outcome = cli(source_of())
     refused(outcome, *ENVIRONMENT[variable])
     assert not outcome.written
+
+
+FACTORS = "FACTORS = np.arange(8, dtype='float32')[:, None]\n"
+# What takes full batches only, the line to be named, and what is said of it.
+FULL_ONLY: dict[str, tuple[dict[str, str], str, str]] = {
+    "the loss": (
+        {
+            "create_loss": "def create_loss():\n"
+            "    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) * FACTORS, 1)\n"
+        },
+        "return lambda",
+        "which do not fit: the model or the loss (callbacks.py:",
+    ),
+    "a hook": (
+        {"own": "def eval_pre(loss):\n    return loss * FACTORS[:, 0], 0.0\n"},
+        "return loss * FACTORS",
+        "which do not fit: eval_pre (callbacks.py:",
+    ),
+}
+
+
+@pytest.mark.parametrize("devices", ["1", "2"])
+@pytest.mark.parametrize("name", FULL_ONLY)
+def test_a_small_last_evaluation_batch_that_does_not_fit(cli: Cli, name: str, devices: str) -> None:
+    pieces, fragment, words = FULL_ONLY[name]
+    evaluation = "def create_eval_dataset():\n    return data.take(19).batch(8)\n"
+    loss = "def create_loss():\n    return lambda pair: tf.reduce_sum((pair[0] - pair[1])**2, 1)\n"
+    source = source_of(
+        **{"factors": FACTORS, "create_loss": loss, "evaluation": evaluation, **pieces}
+    )
+    flags = ("--virtual-devices", devices, "--batch-size", str(8 * int(devices)))
+    outcome = cli(source, *flags)
+    where = f"create_eval_dataset (callbacks.py:{line_of(source, 'def create_eval_dataset')})"
+    few = f"{where}: the last evaluation batch has 3 examples, not 8, {words}"
+    failed(outcome, few, "write tf.shape(batch[0])[0]")
+    if devices == "1":  # TensorFlow tells the line of one device's ops only
+        assert f"callbacks.py:{line_of(source, fragment)}" in outcome.err
+
+
+def test_an_evaluation_that_fails_on_full_batches_does_not_blame_the_last_one(cli: Cli) -> None:
+    loss = "def create_loss():\n    return lambda p: tf.reduce_sum(p[0] * FACTORS, 1)\n"
+    evaluation = "def create_eval_dataset():\n    return data.take(19).batch(7)\n"
+    outcome = cli(source_of(factors=FACTORS, create_loss=loss, evaluation=evaluation))
+    failed(outcome, "Incompatible shapes: ", "[7,1]")
+    assert "last evaluation batch" not in outcome.err
 
 
 def test_no_length_of_training(cli: Cli) -> None:

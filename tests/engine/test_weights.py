@@ -1,0 +1,315 @@
+"""What the loss is divided by, and sample weights: as a plain loop and Keras fit have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.__main__ import main
+from tests.engine.conftest import (
+    Train,
+    make_hooks,
+    regression_data,
+    set_weights,
+    sliced,
+    small_model,
+)
+
+BATCH, STEPS, RATE = 8, 6, 0.1
+
+# ---- batch_weight: words of sequences, some of them padding -----------------------------------
+
+random = np.random.default_rng(0)
+LENGTHS = np.append(random.integers(1, 7, 40), [0] * 8)  # the last global batch is all padding
+WORDS = random.integers(0, 9, (48, 6)).astype("int32")
+MASK = (np.arange(6) < LENGTHS[:, None]).astype("float32")
+WORDS_DATA = {"words": WORDS, "target": random.normal(size=(48, 6)).astype("float32"), "mask": MASK}
+
+
+def tagger() -> keras.Model:
+    """A number for each word; sparse gradients, dense ones and regularisation."""
+    regular = keras.regularizers.L2(0.05)
+    return set_weights(
+        keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                keras.layers.Embedding(9, 4),
+                keras.layers.Dense(4, activation="tanh"),
+                keras.layers.Dense(1, kernel_regularizer=regular),
+                keras.layers.Reshape((6,)),
+            ]
+        )
+    )
+
+
+def word_loss(loss_input: Any) -> Any:
+    output, batch = loss_input
+    return tf.reduce_sum(batch["mask"] * (output - batch["target"]) ** 2, axis=1)
+
+
+def words_in(batch: Any) -> Any:
+    return tf.reduce_sum(batch["mask"])
+
+
+def word_hooks(**hooks: Any) -> SimpleNamespace:
+    base = {
+        "create_dataset": sliced(WORDS_DATA),
+        "create_model": tagger,
+        "create_loss": lambda: word_loss,
+        "create_opt": lambda lr: keras.optimizers.SGD(lr),
+        "input_pre": lambda batch: batch["words"],
+        "loss_pre": lambda output, batch: (output, batch),
+        "batch_weight": words_in,
+        "update_pre": lambda gradients: (gradients, gradients),
+    }
+    return make_hooks(**{**base, **hooks})
+
+
+def part_of(start: int, size: int) -> Any:
+    return {name: tf.constant(part[start : start + size]) for name, part in WORDS_DATA.items()}
+
+
+def mean_over_words(model: Any, batch: Any) -> Any:
+    total = tf.reduce_sum(word_loss((model(batch["words"]), batch)))
+    return tf.math.divide_no_nan(total, tf.reduce_sum(batch["mask"])) + tf.add_n(model.losses)
+
+
+def trained_by_hand() -> tuple[keras.Model, list[float]]:
+    """Five steps; the sixth has no words at all and changes nothing."""
+    model, optimizer, losses = tagger(), keras.optimizers.SGD(RATE), []
+    for step in range(5):
+        with tf.GradientTape() as tape:
+            loss = mean_over_words(model, part_of(BATCH * step, BATCH))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        losses.append(float(loss))
+    return model, [*losses, 0.0]
+
+
+def assert_weights(state: ctl_core.State, expected: list[np.ndarray]) -> None:
+    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(weight, reference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"virtual_devices": 2},
+        {"accumulate_steps": 2},
+        {"virtual_devices": 2, "accumulate_steps": 2},
+        {"jit_compile": True},
+    ],
+    ids=str,
+)
+def test_what_batch_weight_says_divides_loss_and_gradients(train: Train, settings: Any) -> None:
+    seen: list[float] = []
+    hooks = word_hooks(
+        create_eval_dataset=lambda per_replica_batch_size: tf.data.Dataset.from_tensor_slices(
+            part_of(0, 23)
+        ).batch(per_replica_batch_size),
+        every_steps={1: lambda loss: seen.append(float(loss))},
+    )
+    state = train(hooks, steps=STEPS, batch_size=BATCH, learning_rate=RATE, **settings)
+    model, losses = trained_by_hand()
+    assert_weights(state, model.get_weights())
+    np.testing.assert_allclose(seen, losses, rtol=1e-5)
+    np.testing.assert_allclose(
+        state.metrics["loss"], mean_over_words(model, part_of(0, 23)), rtol=1e-5
+    )
+
+
+def test_float16_scales_the_loss_and_divides_by_the_words(train: Train) -> None:
+    state = train(
+        word_hooks(), steps=STEPS, batch_size=BATCH, learning_rate=RATE, precision="float16",
+        virtual_devices=2,
+    )  # fmt: skip
+    for weight, reference in zip(
+        state.train_model.get_weights(), trained_by_hand()[0].get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(weight, reference, rtol=0.02, atol=2e-3)
+    assert state.parts.loss_scale is not None
+    assert int(state.parts.loss_scale.finite.numpy()) == STEPS
+
+
+def test_a_batch_weight_of_the_examples_is_the_default(train: Train) -> None:
+    trained = []
+    for name, own in (("own", {"batch_weight": lambda output: len(output)}), ("without", {})):
+        hooks = word_hooks(**own)
+        if not own:
+            del hooks.batch_weight
+        trained.append(train(hooks, steps=3, batch_size=BATCH, virtual_devices=2, run_name=name))
+    assert_weights(trained[0], trained[1].train_model.get_weights())
+
+
+def test_every_objective_is_divided(train: Train) -> None:
+    def grad_pre(loss: Any, train_model: Any) -> Any:
+        variables = train_model.trainable_variables
+        return {"all": (loss, 0.0, variables), "last": (2.0 * loss, 0.0, variables[-1:])}
+
+    hooks = word_hooks(
+        create_opt=lambda lr: {name: keras.optimizers.SGD(lr) for name in ("all", "last")},
+        grad_pre=grad_pre,
+    )
+    state = train(hooks, steps=1, batch_size=BATCH, learning_rate=RATE, virtual_devices=2)
+    model, batch = tagger(), part_of(0, BATCH)
+    with tf.GradientTape() as tape:
+        loss = mean_over_words(model, batch) - tf.add_n(model.losses)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    for index, (gradient, variable) in enumerate(
+        zip(gradients, model.trainable_variables, strict=True)
+    ):
+        factor = 3.0 if index == len(gradients) - 1 else 1.0
+        variable.assign(variable - RATE * factor * tf.convert_to_tensor(gradient))
+    assert_weights(state, model.get_weights())
+
+
+def test_a_mean_over_the_words_is_refused_and_their_sum_is_not(train: Train) -> None:
+    def mean(loss_input: Any) -> Any:
+        return tf.reduce_sum(word_loss(loss_input)) / tf.reduce_sum(loss_input[1]["mask"])
+
+    with pytest.raises(ctl_core.SetupError, match="it is a mean over the batch"):
+        train(word_hooks(create_loss=lambda: mean), steps=1, batch_size=BATCH)
+    state = train(
+        word_hooks(create_loss=lambda: lambda pair: tf.reduce_sum(word_loss(pair))),
+        steps=STEPS,
+        batch_size=BATCH,
+        learning_rate=RATE,
+    )
+    assert_weights(state, trained_by_hand()[0].get_weights())
+
+
+NO_WEIGHTS: dict[str, tuple[Any, str]] = {
+    "one for each example": (lambda batch: tf.reduce_sum(batch["mask"], 1), r"float32\[8\]"),
+    "nothing": (lambda batch: None, "nothing"),
+    "complex": (lambda: tf.complex(1.0, 0.0), r"complex64\[\]"),
+    "a bool": (lambda batch: tf.reduce_any(batch["mask"] > 0), r"bool\[\]"),
+    "negative": (lambda: -3.0, "-3.0"),
+    "a dict": (lambda: {}, "a dict"),
+}
+
+
+@pytest.mark.parametrize("name", NO_WEIGHTS)
+def test_what_is_no_weight_is_refused(train: Train, name: str) -> None:
+    hook, got = NO_WEIGHTS[name]
+    message = rf"^batch_weight \(test_weights.py:\d+\): returned {got}, expected how much the batch"
+    with pytest.raises(ctl_core.SetupError, match=message):
+        train(word_hooks(batch_weight=hook), steps=1, batch_size=BATCH)
+
+
+# ---- Sample weights: (x, y, w) batches, as Keras has them -------------------------------------
+
+EXAMPLE_WEIGHTS = np.random.default_rng(5).uniform(0.0, 3.0, 48)  # float64, as NumPy makes them
+
+
+def mean_squared_error() -> Any:
+    loss = keras.losses.MeanSquaredError(reduction="none")
+    return lambda pair: loss(pair[1], pair[0])
+
+
+def weighted_hooks(weight: Any = EXAMPLE_WEIGHTS, **hooks: Any) -> SimpleNamespace:
+    inputs, target = (part[:48] for part in regression_data())
+    base = {
+        "create_dataset": sliced((inputs, target, weight)),
+        "create_eval_dataset": lambda per_replica_batch_size: tf.data.Dataset.from_tensor_slices(
+            (inputs[:23], target[:23], weight[:23])
+        ).batch(per_replica_batch_size),
+        "create_loss": mean_squared_error,
+        "create_opt": lambda lr: keras.optimizers.SGD(lr),
+        "update_pre": lambda gradients: (gradients, gradients),
+        "create_metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()},
+    }
+    return make_hooks(**{**base, **hooks})
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("column", [False, True])
+def test_sample_weights_are_those_of_keras_fit(train: Train, devices: int, column: bool) -> None:
+    weight = EXAMPLE_WEIGHTS[:, None] if column else EXAMPLE_WEIGHTS
+    state = train(
+        weighted_hooks(weight), steps=STEPS, batch_size=BATCH, learning_rate=RATE,
+        virtual_devices=devices,
+    )  # fmt: skip
+    inputs, target = (part[:48] for part in regression_data())
+    model = small_model()
+    model.compile(
+        keras.optimizers.SGD(RATE), "mse", weighted_metrics=[keras.metrics.MeanAbsoluteError()]
+    )
+    model.fit(inputs, target, BATCH, sample_weight=EXAMPLE_WEIGHTS, shuffle=False, verbose=0)
+    assert_weights(state, model.get_weights())
+    found = model.evaluate(
+        inputs[:23], target[:23], BATCH, sample_weight=EXAMPLE_WEIGHTS[:23], verbose=0
+    )
+    np.testing.assert_allclose([state.metrics["loss"], state.metrics["error"]], found, rtol=1e-5)
+
+
+def test_predict_and_export_take_batches_with_sample_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "callbacks.py").write_text(
+        "from tests.engine.test_weights import weighted_hooks\n"
+        "globals().update(vars(weighted_hooks()))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--steps=1", "--batch-size=8", "--run-name=a"]) == 0
+    assert main(["predict"]) == main(["export"]) == 0
+    with np.load(tmp_path / "runs/a/predictions.npz") as file:
+        assert file["output"].shape == (23, 1)
+    assert tf.saved_model.load(tmp_path / "runs/a/export").serve(
+        regression_data()[0][:3]
+    ).shape == (3, 1)
+
+
+THIRD = "the third element of a batch means sample weights, floating-point numbers of shape"
+NO_SAMPLE_WEIGHTS: dict[str, tuple[SimpleNamespace, str]] = {
+    "numbers of the examples": (weighted_hooks(np.arange(48)), rf"^input_pre .*{THIRD}"),
+    "two for each example": (weighted_hooks(np.ones([48, 2])), rf"^input_pre .*{THIRD}"),
+    "own input_pre": (
+        weighted_hooks(np.arange(48), input_pre=lambda batch: batch[0]),
+        rf"^loss_pre .*{THIRD}",
+    ),
+    "four elements": (
+        make_hooks(create_dataset=sliced((*regression_data(), *regression_data()))),
+        "^input_pre .*the default takes a batch of two elements, inputs and targets, or of three",
+    ),
+    "inputs alone": (
+        make_hooks(create_dataset=sliced(regression_data()[0])),
+        "^input_pre .*the default takes a batch of two elements, inputs and targets, or of three",
+    ),
+    "a loss of one number": (
+        weighted_hooks(create_loss=lambda: lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2)),
+        "^grad_pre .*the loss is one number for the whole batch, which the sample weights in it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_SAMPLE_WEIGHTS)
+def test_what_cannot_be_weighted_is_refused(train: Train, name: str) -> None:
+    hooks, message = NO_SAMPLE_WEIGHTS[name]
+    with pytest.raises(ctl_core.SetupError, match=message):
+        train(hooks, steps=1, batch_size=BATCH)
+
+
+def test_a_third_element_that_loss_pre_reads_is_said_to_weight_the_loss(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = weighted_hooks(loss_pre=lambda output, batch: (output, batch[1]))
+    train(hooks, steps=1, batch_size=BATCH)
+    assert "grad_pre (the engine's default): multiplies the loss by the third element of" in (
+        capsys.readouterr().out
+    )
+    dicts = {"x": regression_data()[0], "y": regression_data()[1], "w": np.ones(100, "float32")}
+    hooks = make_hooks(
+        create_dataset=sliced(dicts),
+        input_pre=lambda batch: batch["x"],
+        loss_pre=lambda output, batch: (output, batch["y"]),
+    )
+    state = train(hooks, steps=1, run_name="dict")
+    assert state.step == 1 and "multiplies" not in capsys.readouterr().out

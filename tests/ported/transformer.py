@@ -1,0 +1,158 @@
+"""A Transformer that tells the next word, of padded sentences; no test and no device in it.
+
+Sentences are padded to the longest of a global batch. Words count, not sentences: the loss is the
+mean over all words that are no padding, which the hook ``batch_weight`` counts.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+VOCABULARY, LONGEST, WIDTH = 11, 9, 8
+RANDOM = np.random.default_rng(3)
+SENTENCES = [
+    RANDOM.integers(1, VOCABULARY, size=RANDOM.integers(2, LONGEST + 1)).tolist() for _ in range(44)
+]
+
+# ---- callbacks.py -----------------------------------------------------------------------------
+
+
+def sentences() -> tf.data.Dataset:
+    rows = tf.ragged.constant(SENTENCES, dtype=tf.int32)
+    return tf.data.Dataset.range(len(SENTENCES)).map(lambda index: rows[index])
+
+
+def create_dataset(global_batch_size: int) -> tf.data.Dataset:
+    return sentences().shuffle(20, seed=2).padded_batch(global_batch_size, drop_remainder=True)
+
+
+def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    return sentences().padded_batch(per_replica_batch_size)
+
+
+class Block(keras.layers.Layer):
+    """Attention to the words so far, without padding, and two dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, WIDTH // 2)
+        self.norms = [keras.layers.LayerNormalization() for _ in range(2)]
+        self.hidden = keras.layers.Dense(2 * WIDTH, activation="gelu")
+        self.out = keras.layers.Dense(WIDTH)
+
+    def call(self, inputs: Any) -> Any:
+        x, real = inputs
+        x = self.norms[0](
+            x + self.attention(x, x, attention_mask=real[:, None, :], use_causal_mask=True)
+        )
+        return self.norms[1](x + self.out(self.hidden(x)))
+
+
+class Transformer(keras.Model):
+    """Words and places, two blocks, a number for each word of the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = keras.layers.Embedding(VOCABULARY, WIDTH, "random_normal")
+        self.places = keras.layers.Embedding(LONGEST, WIDTH, "random_normal")
+        self.blocks = [Block() for _ in range(2)]
+        self.head = keras.layers.Dense(VOCABULARY, kernel_regularizer=keras.regularizers.L2(0.01))
+
+    def call(self, inputs: Any) -> Any:
+        x = 20.0 * (self.words(inputs) + self.places(tf.range(tf.shape(inputs)[1])))
+        for block in self.blocks:
+            x = block((x, inputs > 0))
+        return self.head(x)
+
+
+def create_model() -> keras.Model:
+    keras.utils.set_random_seed(4)
+    return Transformer()
+
+
+def create_loss() -> Any:
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def train_loss(loss_input: Any) -> Any:
+        output, target = loss_input
+        return tf.reduce_sum(cross_entropy(target, output) * real_words(target), axis=1)
+
+    return train_loss
+
+
+def real_words(target: Any) -> Any:
+    return tf.cast(target > 0, tf.float32)
+
+
+def create_opt(lr: Any) -> keras.Optimizer:
+    return keras.optimizers.SGD(lr)
+
+
+def input_pre(batch: Any) -> Any:
+    return batch[:, :-1]
+
+
+def loss_pre(output: Any, batch: Any) -> Any:
+    return output, batch[:, 1:]
+
+
+def batch_weight(batch: Any) -> Any:
+    return tf.reduce_sum(real_words(batch[:, 1:]))
+
+
+def create_metrics() -> dict[str, keras.Metric]:
+    return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
+
+
+def metric_pre(output: Any, batch: Any) -> Any:
+    # Words in one row: of sentences Keras takes the mean first, which depends on their padding.
+    target = tf.reshape(batch[:, 1:], [-1])
+    return target, tf.reshape(output, [-1, VOCABULARY]), real_words(target)
+
+
+# ---- The same as a plain loop -----------------------------------------------------------------
+
+
+def hooks() -> SimpleNamespace:
+    return SimpleNamespace(
+        create_dataset=create_dataset,
+        create_eval_dataset=create_eval_dataset,
+        create_model=create_model,
+        create_loss=create_loss,
+        create_opt=create_opt,
+        input_pre=input_pre,
+        loss_pre=loss_pre,
+        batch_weight=batch_weight,
+        create_metrics=create_metrics,
+        metric_pre=metric_pre,
+        update_pre=lambda gradients: (gradients, gradients),
+        every_steps={},
+    )
+
+
+def mean_loss(model: keras.Model, batch: Any) -> Any:
+    """The mean over all real words, and the regularisation."""
+    target = batch[:, 1:]
+    each = keras.losses.sparse_categorical_crossentropy(target, model(batch[:, :-1]), True)
+    real = real_words(target)
+    return tf.reduce_sum(each * real) / tf.reduce_sum(real) + tf.add_n(model.losses)
+
+
+def by_hand(steps: int, batch_size: int, rate: float) -> tuple[keras.Model, list[np.ndarray]]:
+    """Returns the model as a plain loop on one device trains it, and what its weights were."""
+    keras.utils.set_random_seed(0)  # as the engine does, for the shuffle
+    batches = iter(create_dataset(batch_size).repeat().take(steps))
+    model, optimizer = create_model(), keras.optimizers.SGD(rate)
+    before: list[np.ndarray] = []
+    for batch in batches:
+        with tf.GradientTape() as tape:
+            loss = mean_loss(model, batch)
+        before = before or model.get_weights()
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return model, before
