@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.compat import flatten_layers
+from ctl_core.compat import flatten_layers, written_resources
 
 # Of TensorFlow's and Keras' own classes, those that may hold what belongs to a run; the rest is
 # bookkeeping: graphs, datasets, strategies, nodes of functional models.
@@ -133,6 +133,31 @@ class Unnamed(Exception):
 def plain_variable(variable: Any) -> Any:
     """Returns the tf.Variable of a Keras variable; anything else as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def written_variables(
+    strategy: tf.distribute.Strategy, variables: Iterable[Any], *graphs: Any
+) -> tuple[list[Any], bool]:
+    """Returns those of the variables that graphs write to: to any replica's part of them.
+
+    Args:
+        strategy: whose replicas have the parts
+        variables: any values of ``Found.variables``
+        graphs: of functions that were traced
+
+    Returns:
+        The tf.Variables, and whether something else is written to, too.
+    """
+    others = {id(handle) for graph in graphs for handle in written_resources(graph)}
+    written = []
+    for variable in map(plain_variable, variables):
+        variable = variable.state if isinstance(variable, tf.random.Generator) else variable
+        parts = strategy.experimental_local_results(variable)
+        handles = {id(part.handle) for part in parts if isinstance(part, tf.Variable)} & others
+        if handles:
+            others -= handles
+            written.append(variable)
+    return written, bool(others)
 
 
 @tf.autograph.experimental.do_not_convert  # which would take a third of a second
