@@ -19,6 +19,7 @@ from ctl_core.randomness import random_ops
 from ctl_core.state import State
 from ctl_core.step import variable_name
 from ctl_core.tracking import plain_variable, written_variables
+from ctl_core.writes import check_writes
 
 
 class StepFunctions:
@@ -77,6 +78,9 @@ class StepFunctions:
         Raises:
             SetupError: a hook raised, or returned something else than it should.
         """
+        state = self._state
+        for warning in check_writes(state.writes, state.parts, state.found, state.strategy):
+            console.warn(warning)
         try:
             function = self._run[self._frozen] = self._concrete(self._trace_run())
             graph = function.graph

@@ -15,7 +15,7 @@ from ctl_core.hooks import Hook
 from ctl_core.randomness import generator_states
 from ctl_core.state import State, find_state
 from ctl_core.step import variable_name
-from ctl_core.tracking import plain_variable, written_variables
+from ctl_core.tracking import plain_variable, tf_variable, written_variables
 
 # What a resumed run cannot do without; the rest is of hooks, which may change between two starts.
 _NEEDED = ("train_model", "train_loss", "optimizer")
@@ -155,8 +155,7 @@ class Remainder:
         results = self._state.strategy.experimental_local_results
         own = {id(part) for v in own_variables(self._state) for part in (v, *results(v))}
         known = set(own)
-        for variable in map(plain_variable, self._state.found.variables.values()):
-            variable = variable.state if isinstance(variable, tf.random.Generator) else variable
+        for variable in map(tf_variable, self._state.found.variables.values()):
             known |= {id(variable), *map(id, results(variable))}
         for variable in graph.variables:
             if id(variable) not in known:
@@ -181,7 +180,7 @@ class Remainder:
         """The variables that have no part of their own for each replica."""
         if self._state.parts.replicas == 1:
             return []
-        plain = map(plain_variable, self._state.found.variables.values())
+        plain = map(tf_variable, self._state.found.variables.values())
         return [v for v in plain if not isinstance(v, tf.distribute.DistributedValues)]
 
 

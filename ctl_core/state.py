@@ -39,6 +39,7 @@ from ctl_core.step import (
 )
 from ctl_core.strategy import Task, create_strategy
 from ctl_core.tracking import Found, Unnamed, find
+from ctl_core.writes import Write, forward_writes, same_on_all_replicas
 
 
 @dataclasses.dataclass
@@ -62,6 +63,7 @@ class State:
         roots: the objects and hooks that the run is made of, by name
         found: the variables, layers and generators that they reach
         freezing: what of it is frozen
+        writes: what the forward pass writes to, with several replicas or micro-batches
     """
 
     config: Config
@@ -84,6 +86,7 @@ class State:
     roots: dict[str, Any]
     found: Found
     freezing: Freezing
+    writes: list[Write]
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     stopped_by: int | None = None
@@ -161,7 +164,7 @@ def _create(
             config.jit_compile,
             LossScale() if config.precision == "float16" else None,
         )
-        variables, input_spec = _build_variables(parts, data, cluster.task)
+        variables, input_spec, writes = _build_variables(parts, data, cluster.task)
         candidates = trainable_candidates(train_model)
         for name, one in optimizers.items():
             _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
@@ -210,6 +213,7 @@ def _create(
         roots=roots,
         found=found,
         freezing=Freezing(found),
+        writes=writes,
     )
 
 
@@ -349,21 +353,26 @@ def _check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
         )
 
 
-def _build_variables(parts: Parts, data: Input, task: Task) -> tuple[dict[str, list[Any]], Any]:
+def _build_variables(
+    parts: Parts, data: Input, task: Task
+) -> tuple[dict[str, list[Any]], Any, list[Write]]:
     """Runs the forward hooks once on placeholders, so that every variable exists.
 
     Nothing is computed: the graph is thrown away, and Keras creates variables outside of it.
 
     Returns:
-        The trainable_vars by objective, and the specification of the model's input.
+        The trainable_vars by objective, the specification of the model's input, and what is
+        written to where not all examples of a step are seen at once.
     """
-    with _scratch(data, task):
+    with _scratch(data, task) as graph:
         batch = _placeholders(data.element_spec)
         inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
         output, loss = forward(parts, batch, training=True)
         named = objectives(parts, batch, output, loss)
-    return {name: variables for name, (_, variables) in named.items()}, input_spec
+    shared = parts.replicas * parts.accumulate_steps > 1
+    writes = forward_writes(graph) if shared else []
+    return {name: variables for name, (_, variables) in named.items()}, input_spec, writes
 
 
 def _placeholders(element_spec: Any) -> Any:
@@ -375,15 +384,15 @@ def _placeholders(element_spec: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _scratch(data: Input, task: Task) -> Iterator[None]:
+def _scratch(data: Input, task: Task) -> Iterator[Any]:
     """A graph, on this process's first replica, to call hooks in without running anything.
 
     Variables made in it exist outside of it. ``FuncGraph`` is not quite public, but Keras builds
     its models in one; in a tf.function, random generators could not be made on several replicas.
     """
     first = task.index * data.replicas
-    with tf.__internal__.FuncGraph("build").as_default(), Alone(data.strategy, first):
-        yield
+    with tf.__internal__.FuncGraph("build").as_default() as graph, Alone(data.strategy, first):
+        yield graph
 
 
 class Alone(tf.distribute.ReplicaContext):
@@ -391,12 +400,13 @@ class Alone(tf.distribute.ReplicaContext):
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Returns the value as it is."""
-        return value
+        return same_on_all_replicas(value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Returns the value once for each replica."""
         replicas = self.strategy.num_replicas_in_sync
-        return tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)
+        gathered = tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)
+        return same_on_all_replicas(gathered)
 
 
 def _build_optimizer(optimizer: Any, variables: list[Any], candidates: list[Any]) -> None:

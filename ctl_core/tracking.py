@@ -59,7 +59,13 @@ _CONTAINERS = (dict, list, tuple, set, np.ndarray, np.generic)
 _LONG = 1000
 _LIBRARIES = {"builtins", "ctl_core", "keras", "numpy", "tensorflow"}
 _ENGINE = str(Path(__file__).parent)
-_NOT_OURS = (_ENGINE, sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
+_NOT_OURS = (
+    _ENGINE,
+    sysconfig.get_paths()["stdlib"],
+    "site-packages",
+    "dist-packages",
+    "__autograph_generated",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +141,11 @@ def plain_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def tf_variable(item: Any) -> Any:
+    """Returns the tf.Variable that a variable or a generator is made of; a table as it is."""
+    return item.state if isinstance(item, tf.random.Generator) else plain_variable(item)
+
+
 def written_variables(
     strategy: tf.distribute.Strategy, variables: Iterable[Any], *graphs: Any
 ) -> tuple[list[Any], bool]:
@@ -150,8 +161,7 @@ def written_variables(
     """
     others = {id(handle) for graph in graphs for handle in written_resources(graph)}
     written = []
-    for variable in map(plain_variable, variables):
-        variable = variable.state if isinstance(variable, tf.random.Generator) else variable
+    for variable in map(tf_variable, variables):
         parts = strategy.experimental_local_results(variable)
         handles = {id(part.handle) for part in parts if isinstance(part, tf.Variable)} & others
         if handles:
@@ -280,7 +290,7 @@ def _of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
     of a global, with a slash in front, does not depend on the function.
     """
     code = function.__code__
-    if any(part in code.co_filename for part in _NOT_OURS):
+    if not is_own_file(code.co_filename):
         return []
     found = dict(vars(function))
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -307,4 +317,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _is_own(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return bool(file) and not any(part in str(file) for part in _NOT_OURS)
+    return bool(file) and is_own_file(str(file))
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a source file is the user's own: of no library, and not made by AutoGraph."""
+    return not any(part in name for part in _NOT_OURS)
