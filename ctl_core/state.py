@@ -21,7 +21,7 @@ from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import Evaluation, create_evaluation
-from ctl_core.freezing import Freezing, trainable_candidates
+from ctl_core.freezing import Freezing, unfrozen
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
 from ctl_core.precision import LossScale
@@ -38,7 +38,7 @@ from ctl_core.step import (
     update,
 )
 from ctl_core.strategy import Task, create_strategy
-from ctl_core.tracking import Found, Unnamed, find
+from ctl_core.tracking import Found, Unnamed, find, trainable_variables
 from ctl_core.writes import Write, forward_writes, same_on_all_replicas
 
 
@@ -150,6 +150,8 @@ def _create(
         optimizer = hooks.create_opt(lr=lr)
         optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
         _check_optimizers(hooks.create_opt, optimizers)
+        if replicas > 1:
+            _check_optimizers_of_replicas(hooks.create_opt, optimizer)
         parts = Parts(
             hooks,
             train_model,
@@ -165,9 +167,9 @@ def _create(
             LossScale() if config.precision == "float16" else None,
         )
         variables, input_spec, writes = _build_variables(parts, data, cluster.task)
-        candidates = trainable_candidates(train_model)
         for name, one in optimizers.items():
-            _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
+            if isinstance(one, keras.Optimizer) and not one.built:
+                one.build(variables[name])
         roots = _roots(parts)
         _build_late(roots, parts, data, cluster.task, variables)
         evaluation = create_evaluation(parts, strategy, cluster.task, per_replica)
@@ -337,6 +339,25 @@ def _check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
         raise SetupError(f"{hook.name} ({hook.where}): returned an empty dict of optimizers.")
 
 
+def _check_optimizers_of_replicas(hook: Hook, optimizer: Any) -> None:
+    """Refuses what Keras' optimizers do in a branch of the graph, where replicas cannot meet."""
+    for one in find({"optimizer": optimizer}).optimizers:
+        said = f"{hook.name} ({hook.where}): {type(one).__name__} with "
+        if one.gradient_accumulation_steps:
+            steps = one.gradient_accumulation_steps
+            raise SetupError(
+                f"{said}gradient_accumulation_steps={steps} works on one replica only; leave it "
+                f"out, and set accumulate_steps: {steps}, with a batch_size {steps} times as large."
+            )
+        if one.use_ema and one.ema_overwrite_frequency:
+            every = one.ema_overwrite_frequency
+            raise SetupError(
+                f"{said}ema_overwrite_frequency={every} works on one replica only; leave it out, "
+                f"and let a hook of every_steps[{every}] call "
+                "optimizer.finalize_variable_values(train_model.trainable_variables)."
+            )
+
+
 def _check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
     if not isinstance(ckpt, tf.train.Checkpoint) or not isinstance(
         manager, tf.train.CheckpointManager
@@ -361,18 +382,38 @@ def _build_variables(
     Nothing is computed: the graph is thrown away, and Keras creates variables outside of it.
 
     Returns:
-        The trainable_vars by objective, the specification of the model's input, and what is
-        written to where not all examples of a step are seen at once.
+        The variables that each objective's optimizer has to know, the specification of the model's
+        input, and what is written to where not all examples of a step are seen at once. An
+        optimizer has to know the trainable_vars of its objective, also what is frozen now: those
+        that ``grad_pre`` returns once more with no layer frozen. Where there is one objective, it
+        knows all that the model could train, too.
+
+    Raises:
+        SetupError: an objective has no variables, frozen or not.
     """
     with _scratch(data, task) as graph:
         batch = _placeholders(data.element_spec)
         inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
         output, loss = forward(parts, batch, training=True)
-        named = objectives(parts, batch, output, loss)
+        named = [objectives(parts, batch, output, loss)]
+        with unfrozen(parts.train_model, parts.train_loss) as some_were_frozen:
+            if some_were_frozen:
+                named.append(objectives(parts, batch, output, loss))
+            free = trainable_variables(parts.train_model) if len(parts.optimizers) == 1 else []
+    variables = {}
+    for name in parts.optimizers:
+        several = [*(one[name][1] for one in named), free]
+        variables[name] = list({id(v): v for of_one in several for v in of_one}.values())
+        if not variables[name]:
+            hook = parts.hooks.grad_pre
+            raise SetupError(
+                f"grad_pre ({hook.where})['{name}']: returned no trainable_vars; there is nothing "
+                "to train."
+            )
     shared = parts.replicas * parts.accumulate_steps > 1
     writes = forward_writes(graph) if shared else []
-    return {name: variables for name, (_, variables) in named.items()}, input_spec, writes
+    return variables, input_spec, writes
 
 
 def _placeholders(element_spec: Any) -> Any:
@@ -407,11 +448,3 @@ class Alone(tf.distribute.ReplicaContext):
         replicas = self.strategy.num_replicas_in_sync
         gathered = tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)
         return same_on_all_replicas(gathered)
-
-
-def _build_optimizer(optimizer: Any, variables: list[Any], candidates: list[Any]) -> None:
-    """Tells a Keras optimizer all variables it will ever see, also those that are frozen now."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
-        return
-    known = {id(variable) for variable in variables}
-    optimizer.build([*variables, *(v for v in candidates if id(v) not in known)])
