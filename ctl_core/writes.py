@@ -238,9 +238,9 @@ def check_writes(
     return warnings
 
 
-_MEAN = (
+_EXCHANGE = (
     "(if replica := tf.distribute.get_replica_context(): value = replica.all_reduce("
-    "tf.distribute.ReduceOp.MEAN, value))"
+    "tf.distribute.ReduceOp.MEAN, value), or SUM for a sum)"
 )
 
 
@@ -255,7 +255,7 @@ def _refusal(found: Found, path: str, write: Write, replicas: int) -> str:
     return (
         f"{_assigns(found, path, write)} what one replica's examples or random numbers give, so "
         f"that {replicas} replicas would no longer have the same model; assign what is the same "
-        f"on all: take the mean over them before {_MEAN}."
+        f"on all: all_reduce it before {_EXCHANGE}."
     )
 
 
@@ -264,7 +264,7 @@ def _shared(found: Found, path: str, write: Write, aggregation: Any) -> str:
     return (
         f"{_assigns(found, path, write)} what each replica's own examples or random numbers give, "
         f"with the aggregation {kept}, which may be another value than one device assigns; to be "
-        f"sure, take the mean over the replicas before {_MEAN}."
+        f"sure, all_reduce it before {_EXCHANGE}."
     )
 
 
