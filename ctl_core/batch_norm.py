@@ -19,20 +19,24 @@ import tensorflow as tf
 from ctl_core.snapshot import ReplicaCopies
 
 
+def moving_statistics(layers: list[keras.Layer]) -> list[Any]:
+    """Returns the variables of the batch normalisations among layers that are moving statistics."""
+    return [
+        variable.value
+        for layer in layers
+        if isinstance(layer, keras.layers.BatchNormalization)
+        for variable in layer.non_trainable_variables
+        if variable.path.split("/")[-1].startswith(("moving_", "renorm_"))
+    ]
+
+
 class MovingStatistics:
     """The moving statistics of the batch normalisations among the layers of a run."""
 
     def __init__(self, layers: list[keras.Layer], strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
-        self._statistics = [
-            variable.value
-            for layer in layers
-            if isinstance(layer, keras.layers.BatchNormalization)
-            for variable in layer.non_trainable_variables
-            if variable.path.split("/")[-1].startswith(("moving_", "renorm_"))
-        ]
-        if strategy.num_replicas_in_sync == 1:
-            self._statistics = []
+        several = strategy.num_replicas_in_sync > 1
+        self._statistics = moving_statistics(layers) if several else []
         self._copies = ReplicaCopies(strategy, self._statistics)
         self._average: Any = None
 

@@ -57,9 +57,9 @@ class Drift:
         raise RunError(
             f"after step {step}, {names[0]}{_more(names)} is no longer the same on all replicas "
             f"(replica {odd} differs from replica 0): something changed it by what only one "
-            "replica sees, such as output or batch in update_pre (use the summed gradients and "
-            "loss, or all_reduce it first), or devices of different kinds round differently. "
-            "Earlier checkpoints are kept."
+            "replica sees, such as output or batch in update_pre or in an assign of a layer's (use "
+            "the summed gradients and loss, or all_reduce it first), or devices of different kinds "
+            "round differently. Earlier checkpoints are kept."
         )
 
     def _trace(self) -> Any:

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster import Word
-from ctl_core.compat import written_resources
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
 from ctl_core.hooks import Hooks
 from ctl_core.inputs import EvaluationData, create_eval_dataset, deal, local_replicas
@@ -29,7 +28,7 @@ from ctl_core.step import (
     weight_of,
 )
 from ctl_core.strategy import Task
-from ctl_core.tracking import plain_variable
+from ctl_core.tracking import plain_variable, written_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,16 +206,10 @@ def trace_evaluation(
     graph = evaluation.run_steps.get_concrete_function(  # type: ignore[attr-defined]
         iter(evaluation.data), tf.constant(0, tf.int64)
     ).graph
-    written = set(map(id, written_resources(graph)))
     own = [variable for metric in evaluation.metrics.values() for variable in metric.variables]
     mine = {id(plain_variable(variable)) for variable in own}
-    touched = [
-        plain
-        for plain in map(plain_variable, variables)
-        if isinstance(plain, tf.Variable)
-        and id(plain) not in mine
-        and any(id(p.handle) in written for p in strategy.experimental_local_results(plain))
-    ]
+    others = [variable for variable in variables if id(plain_variable(variable)) not in mine]
+    touched, _ = written_variables(strategy, others, graph)
     evaluation.kept = ReplicaCopies(strategy, touched)
 
 

@@ -5,9 +5,11 @@ Freezing is Python state of Keras layers and variables, which no checkpoint of T
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from ctl_core.tracking import Found, find, trainable_variables
+from ctl_core.tracking import Found, find
 
 
 class Freezing:
@@ -37,14 +39,25 @@ class Freezing:
         return True
 
 
-def trainable_candidates(model: Any) -> list[Any]:
-    """Returns the variables that would be trainable if no layer of the model were frozen."""
-    freezing = Freezing(found := find({"": model}))
-    flags = freezing.flags()
+@contextlib.contextmanager
+def unfrozen(*objects: Any) -> Iterator[bool]:
+    """Within, no layer that the objects reach is frozen; afterwards all are as they were.
+
+    Yields:
+        Whether any was frozen.
+    """
+    found = find({str(index): one for index, one in enumerate(objects)})
+    freezing = Freezing(found)
+    flags, free = freezing.flags(), _free(found)
     # Layer by layer, and off before on: Keras passes on only a value that changes.
     for value in (False, True):
         for layer in found.layers:
             layer.trainable = value
-    variables = trainable_variables(model)
-    freezing.put_back(flags)
-    return variables
+    try:
+        yield _free(found) != free
+    finally:
+        freezing.put_back(flags)
+
+
+def _free(found: Found) -> set[int]:
+    return {id(variable) for layer in found.layers for variable in layer.trainable_variables}

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.accumulate import take_update
-from ctl_core.compat import written_resources
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import trace_evaluation
@@ -22,7 +21,8 @@ from ctl_core.joining import for_host, unlike
 from ctl_core.randomness import random_ops
 from ctl_core.state import State
 from ctl_core.step import variable_name
-from ctl_core.tracking import plain_variable
+from ctl_core.tracking import plain_variable, written_variables
+from ctl_core.writes import check_writes
 
 
 class StepFunctions:
@@ -96,6 +96,9 @@ class StepFunctions:
         Raises:
             SetupError: a hook raised, or returned something else than it should.
         """
+        state = self._state
+        for warning in check_writes(state.writes, state.parts, state.found, state.strategy):
+            self._console.warn(warning)
         try:
             function = self._run[self._frozen] = self._concrete(self._trace_run())
             graph = function.graph
@@ -182,7 +185,8 @@ def _unused(state: State, graph: Any) -> list[str]:
     """Warns of a rate that reaches nobody, and of variables that nobody trains."""
     results = state.strategy.experimental_local_results
     used = set(map(id, graph.variables))
-    written = set(map(id, written_resources(graph)))
+    written, _ = written_variables(state.strategy, state.found.variables.values(), graph)
+    changed = set(map(id, written))
     trained = {id(plain_variable(v)) for several in state.parts.trained.values() for v in several}
     of_layers = set(map(id, state.found.keras_variables()))
     free = {id(v) for layer in state.found.layers for v in layer.trainable_variables}
@@ -197,7 +201,7 @@ def _unused(state: State, graph: Any) -> list[str]:
             and id(plain) not in trained
             and variable_name(variable) not in state.parts.without_gradient
             and any(id(part) in used for part in results(plain))
-            and not any(id(part.handle) in written for part in results(plain))
+            and id(plain) not in changed
         ):
             idle.append(path)
     warnings = []

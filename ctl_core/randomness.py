@@ -60,10 +60,11 @@ def random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[st
     """
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    drawing = (node for node in nodes if "seed" in node.attr and _draws(node))
+    drawing = (node for node in nodes if "seed" in node.attr and draws(node))
     return sorted({node.op for node in (*drawing, *(n for n in nodes if n.op in others))})
 
 
-def _draws(node: Any) -> bool:
+def draws(node: Any) -> bool:
+    """Whether a node of a graph that has a ``seed`` draws random numbers."""
     no_dropout = "dropout" in node.attr and node.attr["dropout"].f == 0  # cuDNN's recurrent layers
     return not (no_dropout or node.attr["deterministic"].b)

@@ -10,13 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.compat import written_resources
 from ctl_core.errors import RunError, SetupError
 from ctl_core.hooks import Hook
 from ctl_core.randomness import generator_states
 from ctl_core.state import State, find_state
 from ctl_core.step import variable_name
-from ctl_core.tracking import plain_variable
+from ctl_core.tracking import plain_variable, tf_variable, written_variables
 
 # What a resumed run cannot do without; the rest is of hooks, which may change between two starts.
 _NEEDED = ("train_model", "train_loss", "optimizer")
@@ -156,25 +155,24 @@ class Remainder:
         results = self._state.strategy.experimental_local_results
         own = {id(part) for v in own_variables(self._state) for part in (v, *results(v))}
         known = set(own)
-        for variable in map(plain_variable, self._state.found.variables.values()):
-            variable = variable.state if isinstance(variable, tf.random.Generator) else variable
+        for variable in map(tf_variable, self._state.found.variables.values()):
             known |= {id(variable), *map(id, results(variable))}
-        written = set(map(id, written_resources(graph)))
         for variable in graph.variables:
-            name = f"{variable_name(variable).split('/replica_')[0]} {list(variable.shape)}"
             if id(variable) not in known:
                 raise SetupError(
-                    f"the step uses the variable {name}, but nothing leads to it from what "
-                    "create_model, create_loss and create_opt returned or from a global of "
-                    "callbacks.py, so that no checkpoint would hold it: keep it, or the object "
+                    f"the step uses the variable {_described(variable)}, but nothing leads to it "
+                    "from what create_model, create_loss and create_opt returned or from a global "
+                    "of callbacks.py, so that no checkpoint would hold it: keep it, or the object "
                     "that has it, in an attribute of train_model."
                 )
-            shared = id(variable) in map(id, self._shared) and id(variable) not in own
-            if shared and id(variable.handle) in written:
+        written, _ = written_variables(self._state.strategy, self._shared, graph)
+        for variable in written:
+            if id(variable) not in own:
                 raise SetupError(
-                    f"the step writes to the variable {name}, which was made outside of the hooks "
-                    f"that create something, so that {self._state.parts.replicas} replicas share "
-                    "it and each would write to it: make it in create_model."
+                    f"the step writes to the variable {_described(variable)}, which was made "
+                    f"outside of the hooks that create something, so that "
+                    f"{self._state.parts.replicas} replicas share it and each would write to it: "
+                    "make it in create_model."
                 )
 
     @property
@@ -182,7 +180,7 @@ class Remainder:
         """The variables that have no part of their own for each replica."""
         if self._state.parts.replicas == 1:
             return []
-        plain = map(plain_variable, self._state.found.variables.values())
+        plain = map(tf_variable, self._state.found.variables.values())
         return [v for v in plain if not isinstance(v, tf.distribute.DistributedValues)]
 
 
@@ -194,6 +192,10 @@ def own_variables(state: State) -> list[Any]:
     if state.parts.not_finite is not None:
         own.append(state.parts.not_finite.variable)
     return [v for v in (*own, *generator_states(state.train_model)) if v is not None]
+
+
+def _described(variable: Any) -> str:
+    return f"{variable_name(variable).split('/replica_')[0]} {list(variable.shape)}"
 
 
 def is_summed(variable: Any) -> bool:

@@ -22,7 +22,7 @@ from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import Evaluation, create_evaluation
-from ctl_core.freezing import Freezing, trainable_candidates
+from ctl_core.freezing import Freezing, unfrozen
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
 from ctl_core.not_finite import Noted, NotFinite
@@ -44,7 +44,8 @@ from ctl_core.step import (
     weight_of,
 )
 from ctl_core.strategy import Task, create_strategy
-from ctl_core.tracking import Found, Unnamed, find
+from ctl_core.tracking import Found, Unnamed, find, trainable_variables
+from ctl_core.writes import Write, forward_writes, same_on_all_replicas
 
 
 @dataclasses.dataclass
@@ -72,6 +73,7 @@ class State:
         computed_in: the dtypes lower than float32 in which layers compute
         noted: of which steps the loss was not finite
         ended: whether a hook has ended training (StopTraining), now or earlier
+        writes: what the forward pass writes to, with several replicas or micro-batches
     """
 
     config: Config
@@ -94,6 +96,7 @@ class State:
     roots: dict[str, Any]
     found: Found
     freezing: Freezing
+    writes: list[Write]
     computed_in: list[str]
     noted: Noted = dataclasses.field(default_factory=Noted)
     ended: bool = False
@@ -166,6 +169,8 @@ def _create(
         optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
         _check_optimizers(hooks.create_opt, optimizers)
         lr.follows = False
+        if replicas > 1:
+            _check_optimizers_of_replicas(hooks.create_opt, optimizer)
         parts = Parts(
             hooks,
             train_model,
@@ -179,17 +184,17 @@ def _create(
             config.jit_compile,
             not_finite=None if config.on_nan == "ignore" else NotFinite(strategy),
         )
-        variables, input_spec = _build_variables(parts, data, cluster.task)
+        variables, input_spec, writes = _build_variables(parts, data, cluster.task)
         _check_variables(hooks.create_model, variables)
+        if said := _of_sample_weights(hooks, data.element_spec):
+            console.warn(said)
+        for name, one in optimizers.items():
+            if isinstance(one, keras.Optimizer) and not one.built:
+                one.build(variables[name])
         roots = _roots(parts)
         computed = {*lower_dtypes(find_state(roots).layers), config.precision} - {"float32"}
         if "float16" in computed:
             parts.loss_scale = LossScale()
-        if said := _of_sample_weights(hooks, data.element_spec):
-            console.warn(said)
-        candidates = trainable_candidates(train_model)
-        for name, one in optimizers.items():
-            _build_optimizer(one, variables[name], candidates if len(optimizers) == 1 else [])
         _build_late(roots, parts, data, cluster.task, variables)
         evaluation = create_evaluation(parts, strategy, cluster.task, per_replica)
         if cluster.task.chief:
@@ -235,6 +240,7 @@ def _create(
         found=found,
         freezing=Freezing(found),
         computed_in=sorted(computed),
+        writes=writes,
     )
 
 
@@ -369,6 +375,25 @@ def _check_variables(hook: Hook, variables: dict[str, list[Any]]) -> None:
             )
 
 
+def _check_optimizers_of_replicas(hook: Hook, optimizer: Any) -> None:
+    """Refuses what Keras' optimizers do in a branch of the graph, where replicas cannot meet."""
+    for one in find({"optimizer": optimizer}).optimizers:
+        said = f"{hook.name} ({hook.where}): {type(one).__name__} with "
+        if one.gradient_accumulation_steps:
+            steps = one.gradient_accumulation_steps
+            raise SetupError(
+                f"{said}gradient_accumulation_steps={steps} works on one replica only; leave it "
+                f"out, and set accumulate_steps: {steps}, with a batch_size {steps} times as large."
+            )
+        if one.use_ema and one.ema_overwrite_frequency:
+            every = one.ema_overwrite_frequency
+            raise SetupError(
+                f"{said}ema_overwrite_frequency={every} works on one replica only; leave it out, "
+                f"and let a hook of every_steps[{every}] call "
+                "optimizer.finalize_variable_values(train_model.trainable_variables)."
+            )
+
+
 def _check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
     if not isinstance(ckpt, tf.train.Checkpoint) or not isinstance(
         manager, tf.train.CheckpointManager
@@ -385,15 +410,24 @@ def _check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
         )
 
 
-def _build_variables(parts: Parts, data: Input, task: Task) -> tuple[dict[str, list[Any]], Any]:
+def _build_variables(
+    parts: Parts, data: Input, task: Task
+) -> tuple[dict[str, list[Any]], Any, list[Write]]:
     """Runs the forward hooks once on placeholders, so that every variable exists.
 
     Nothing is computed: the graph is thrown away, and Keras creates variables outside of it.
 
     Returns:
-        The trainable_vars by objective, and the specification of the model's input.
+        The variables that each objective's optimizer has to know, the specification of the model's
+        input, and what is written to where not all examples of a step are seen at once. An
+        optimizer has to know the trainable_vars of its objective, also what is frozen now: those
+        that ``grad_pre`` returns once more with no layer frozen. Where there is one objective, it
+        knows all that the model could train, too.
+
+    Raises:
+        SetupError: an objective has no variables, frozen or not.
     """
-    with _scratch(data, task):
+    with _scratch(data, task) as graph:
         batch = _placeholders(data.element_spec)
         inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
@@ -401,8 +435,24 @@ def _build_variables(parts: Parts, data: Input, task: Task) -> tuple[dict[str, l
         with pairs_refused(parts, data.element_spec, _placeholders):
             loss = loss_of(parts, batch, output)
             weight = weight_of(parts, batch, output)
-            named = objectives(parts, batch, output, loss, weight)
-    return {name: variables for name, (_, variables) in named.items()}, input_spec
+            named = [objectives(parts, batch, output, loss, weight)]
+        with unfrozen(parts.train_model, parts.train_loss) as some_were_frozen:
+            if some_were_frozen:
+                named.append(objectives(parts, batch, output, loss, weight))
+            free = trainable_variables(parts.train_model) if len(parts.optimizers) == 1 else []
+    variables = {}
+    for name in parts.optimizers:
+        several = [*(one[name][1] for one in named), free]
+        variables[name] = list({id(v): v for of_one in several for v in of_one}.values())
+        if not variables[name]:
+            hook = parts.hooks.grad_pre
+            raise SetupError(
+                f"grad_pre ({hook.where})['{name}']: returned no trainable_vars; there is nothing "
+                "to train."
+            )
+    shared = parts.replicas * parts.accumulate_steps > 1
+    writes = forward_writes(graph) if shared else []
+    return variables, input_spec, writes
 
 
 def _of_sample_weights(hooks: Hooks, element_spec: Any) -> str | None:
@@ -428,15 +478,15 @@ def _placeholders(element_spec: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _scratch(data: Input, task: Task) -> Iterator[None]:
+def _scratch(data: Input, task: Task) -> Iterator[Any]:
     """A graph, on this process's first replica, to call hooks in without running anything.
 
     Variables made in it exist outside of it. ``FuncGraph`` is not quite public, but Keras builds
     its models in one; in a tf.function, random generators could not be made on several replicas.
     """
     first = task.index * data.replicas
-    with tf.__internal__.FuncGraph("build").as_default(), Alone(data.strategy, first):
-        yield
+    with tf.__internal__.FuncGraph("build").as_default() as graph, Alone(data.strategy, first):
+        yield graph
 
 
 class Alone(tf.distribute.ReplicaContext):
@@ -444,17 +494,10 @@ class Alone(tf.distribute.ReplicaContext):
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Returns the value as it is."""
-        return value
+        return same_on_all_replicas(value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Returns the value once for each replica."""
         replicas = self.strategy.num_replicas_in_sync
-        return tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)
-
-
-def _build_optimizer(optimizer: Any, variables: list[Any], candidates: list[Any]) -> None:
-    """Tells a Keras optimizer all variables it will ever see, also those that are frozen now."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
-        return
-    known = {id(variable) for variable in variables}
-    optimizer.build([*variables, *(v for v in candidates if id(v) not in known)])
+        gathered = tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)
+        return same_on_all_replicas(gathered)

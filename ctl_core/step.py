@@ -145,8 +145,9 @@ def objectives(
     """Calls ``grad_pre`` and works out what this micro-batch contributes to each objective.
 
     Returns:
-        By objective: sum(loss_per_batch) / B + extra_loss / (N A), and the variables; with a
-        weight w (sum(loss_per_batch) + w extra_loss) / B, still to be divided by sum(w) / B.
+        By objective: sum(loss_per_batch) / B + extra_loss / (N A), and the variables, of which
+        there are none where all are frozen. With a weight w the former is (sum(loss_per_batch) +
+        w extra_loss) / B, still to be divided by sum(w) / B.
 
     Raises:
         SetupError: ``grad_pre`` returned something else than it should.
@@ -173,15 +174,22 @@ def objectives(
             raise SetupError(
                 f"{where}: trainable_vars must be a list of variables, got {kind_of(variables)}."
             )
-        variables = list(variables)
-        if not variables:
-            raise SetupError(f"{where}: returned no trainable_vars; there is nothing to train.")
+        for variable in variables:
+            if kind := _without_gradient(variable):
+                raise SetupError(
+                    f"{where}: trainable_vars has {variable_name(variable)} of type {kind}, which "
+                    "has no gradient; leave it out."
+                )
         if weight is None:
             shares = parts.replicas * parts.accumulate_steps
             objective = total / parts.batch_size + extra / shares
         else:
             objective = (total + tf.cast(weight, total.dtype) * extra) / parts.batch_size
-        found[name] = (objective, variables)
+        found[name] = (objective, list(variables))
+    if not any(variables for _, variables in found.values()):
+        raise SetupError(
+            f"grad_pre ({hook.where}): returned no trainable_vars; there is nothing to train."
+        )
     return found
 
 
@@ -339,8 +347,12 @@ def update(parts: Parts, contributed: dict[str, Any], wanted: frozenset[str]) ->
     with_loss = "loss" in wanted or "loss" in hook.arguments
     summed = _sum_over_replicas(parts, contributed, with_loss)
     where = f"update_pre ({hook.where})"
-    updates, displays = {}, {}
+    updates: dict[str, list[Any]] = {}
+    displays: dict[str, Any] = {}
     for name, gradients in summed["gradients"].items():
+        if not gradients:  # all of this objective's variables are frozen
+            updates[name], displays[name] = [], []
+            continue
         values = {**contributed, "gradients": gradients, "loss": summed["loss"][name]}
         with gradients_are_summed():
             result = hook.in_graph(**values, optimizer=parts.optimizers[name], **parts.given())
@@ -360,10 +372,12 @@ def update(parts: Parts, contributed: dict[str, Any], wanted: frozenset[str]) ->
 
 
 def apply(parts: Parts, updates: dict[str, list[Any]]) -> None:
-    """Lets each objective's optimizer apply what ``update_pre`` returned for it."""
+    """Lets each objective's optimizer apply what ``update_pre`` returned for it, if anything."""
     for name, gradients in updates.items():
         pairs = list(zip(gradients, parts.trained[name], strict=True))
         optimizer = parts.optimizers[name]
+        if not pairs:
+            continue
         with gradients_are_summed():
             _blamed(parts.hooks.create_opt, "the optimizer", optimizer.apply_gradients, pairs)
 
@@ -384,6 +398,17 @@ def _check_update(update: Any, variables: list[Any], where: str) -> None:
                 f"{where}: the gradient of {variable_name(variable)} has shape {shape}, expected "
                 f"that of the variable, {tuple(variable.shape)}."
             )
+        if kind := _without_gradient(gradient):
+            raise SetupError(
+                f"{where}: the gradient of {variable_name(variable)} has type {kind}, expected "
+                "floating-point numbers."
+            )
+
+
+def _without_gradient(value: Any) -> str | None:
+    """Returns the type of a variable or a gradient if it is no floating-point one."""
+    dtype = tf.as_dtype(getattr(value, "dtype", tf.float32))
+    return dtype.name if dtype.is_integer or dtype.is_bool else None
 
 
 def _existing(
@@ -395,7 +420,7 @@ def _existing(
         name = variable_name(variable)
         if gradient is None and name not in parts.without_gradient:
             parts.without_gradient.append(name)
-    if not pairs:
+    if variables and not pairs:
         raise SetupError(
             f"grad_pre ({parts.hooks.grad_pre.where}): the loss depends on none of the "
             f"trainable_vars ({', '.join(variable_name(v) for v in variables[:5])})."

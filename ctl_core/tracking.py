@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.compat import flatten_layers
+from ctl_core.compat import flatten_layers, written_resources
 from ctl_core.precision import to_float32
 
 # Of TensorFlow's and Keras' own classes, those that may hold what belongs to a run; the rest is
@@ -60,7 +60,13 @@ _CONTAINERS = (dict, list, tuple, set, np.ndarray, np.generic)
 _LONG = 1000
 _LIBRARIES = {"builtins", "ctl_core", "keras", "numpy", "tensorflow"}
 _ENGINE = str(Path(__file__).parent)
-_NOT_OURS = (_ENGINE, sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
+_NOT_OURS = (
+    _ENGINE,
+    sysconfig.get_paths()["stdlib"],
+    "site-packages",
+    "dist-packages",
+    "__autograph_generated",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +140,35 @@ class Unnamed(Exception):
 def plain_variable(variable: Any) -> Any:
     """Returns the tf.Variable of a Keras variable; anything else as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def tf_variable(item: Any) -> Any:
+    """Returns the tf.Variable that a variable or a generator is made of; a table as it is."""
+    return item.state if isinstance(item, tf.random.Generator) else plain_variable(item)
+
+
+def written_variables(
+    strategy: tf.distribute.Strategy, variables: Iterable[Any], *graphs: Any
+) -> tuple[list[Any], bool]:
+    """Returns those of the variables that graphs write to: to any replica's part of them.
+
+    Args:
+        strategy: whose replicas have the parts
+        variables: any values of ``Found.variables``
+        graphs: of functions that were traced
+
+    Returns:
+        The tf.Variables, and whether something else is written to, too.
+    """
+    others = {id(handle) for graph in graphs for handle in written_resources(graph)}
+    written = []
+    for variable in map(tf_variable, variables):
+        parts = strategy.experimental_local_results(variable)
+        handles = {id(part.handle) for part in parts if isinstance(part, tf.Variable)} & others
+        if handles:
+            others -= handles
+            written.append(variable)
+    return written, bool(others)
 
 
 @tf.autograph.experimental.do_not_convert  # which would take a third of a second
@@ -256,7 +291,7 @@ def _of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
     of a global, with a slash in front, does not depend on the function.
     """
     code = function.__code__
-    if any(part in code.co_filename for part in _NOT_OURS):
+    if not is_own_file(code.co_filename):
         return []
     found = dict(vars(function))
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -283,4 +318,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _is_own(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return bool(file) and not any(part in str(file) for part in _NOT_OURS)
+    return bool(file) and is_own_file(str(file))
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a source file is the user's own: of no library, and not made by AutoGraph."""
+    return not any(part in name for part in _NOT_OURS)

@@ -11,13 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.compat import written_resources
 from ctl_core.errors import SetupError
 from ctl_core.joining import joined
 from ctl_core.snapshot import ReplicaCopies
 from ctl_core.state import Alone, State
 from ctl_core.step import forward
-from ctl_core.tracking import plain_variable
+from ctl_core.tracking import written_variables
 
 
 def check_sums(state: State) -> None:
@@ -58,15 +57,9 @@ def _try(state: State) -> tuple[dict[str, float], dict[str, float]]:
     batch = element if state.data.tally is None else element[-1]
     twice = tf.nest.map_structure(_doubled, batch)
     traced = [_losses(state, one) for one in (batch, twice)]
-    written = {id(handle) for function in traced for handle in written_resources(function.graph)}
-    touched = []
-    for variable in map(plain_variable, state.found.variables.values()):
-        variable = variable.state if isinstance(variable, tf.random.Generator) else variable
-        parts = state.strategy.experimental_local_results(variable)
-        if handles := {id(part.handle) for part in parts if hasattr(part, "handle")} & written:
-            written -= handles
-            touched.append(variable)
-    if written:
+    graphs = (function.graph for function in traced)
+    touched, others = written_variables(state.strategy, state.found.variables.values(), *graphs)
+    if others:
         raise ValueError("what the step writes to cannot be put back")
     with ReplicaCopies(state.strategy, touched).put_back_after():
         values = [function(one) for function, one in zip(traced, (batch, twice), strict=True)]

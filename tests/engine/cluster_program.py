@@ -20,7 +20,8 @@ import tensorflow as tf
 import ctl_core
 from tests.engine import cases
 from tests.engine.cases import make_hooks
-from tests.ported import transformer
+from tests.ported import codebook as vq
+from tests.ported import compare, transformer
 
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 
@@ -191,6 +192,20 @@ def generators(folder: Path) -> None:
         for steps in cuts:
             run(folder, f"generator-{name}", cases.generator_hooks(seen), steps=steps)
         keep(folder, f"generator-{name}", noise=np.stack(seen))
+
+
+def codebook(folder: Path) -> None:
+    """A codebook that is a moving average, across a resume; and one that is each replica's own."""
+    for steps in (9, compare.STEPS):
+        state = run(folder, "codebook", vq.hooks(), steps=steps, **vq.SETTINGS)
+    values = {str(i): value for i, value in enumerate(state.train_model.get_weights())}
+    message = "nothing found"
+    try:
+        own = vq.hooks(exchange=lambda values: values)
+        run(folder, "codebooks", own, steps=2, **vq.SETTINGS)
+    except ctl_core.SetupError as error:
+        message = str(error)
+    keep(folder, "codebook", **values, message=message)
 
 
 def hook_state(folder: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.engine import cases
 from tests.engine.conftest import Train
-from tests.ported import transformer
+from tests.ported import codebook, transformer
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +71,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data_differs",
         "layers_frozen_unalike",
         "hook_state",
+        "codebook",
     )
 
 
@@ -225,6 +226,15 @@ def test_only_the_chief_writes(two: Path) -> None:
     assert (run / "train.log").exists() and (run / "worker-1.log").exists()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["split"]) for line in lines] == [(0, "eval")]
+
+
+def test_a_codebook_is_the_moving_average_over_two_processes(two: Path) -> None:
+    expected = codebook.plain()[0].get_weights()
+    for values in kept(two, "codebook", 2):
+        message = str(values.pop("message"))
+        assert "assigns to train_model/codebook/" in message and "2 replicas would no" in message
+        for value, other in zip(values.values(), expected, strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
 
 
 def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path) -> None:

@@ -230,6 +230,31 @@ HOOKS: dict[str, tuple[dict[str, str | None], str, tuple[str, ...]]] = {
         "def update_pre",
         ("update_pre", "dense/kernel", "(2, 1)"),
     ),
+    "an integer in trainable_vars": (
+        {
+            "own": "count = tf.Variable(0, name='count')\n"
+            "def grad_pre(loss, train_model):\n"
+            "    return loss, 0.0, [*train_model.trainable_variables, count]\n"
+        },
+        "def grad_pre",
+        ("grad_pre", "trainable_vars has count of type int32", "leave it out"),
+    ),
+    "integer gradients from update_pre": (
+        {
+            "own": "def update_pre(gradients):\n"
+            "    return [tf.cast(one, tf.int32) for one in gradients], gradients\n"
+        },
+        "def update_pre",
+        ("update_pre", "the gradient of", "dense/kernel has type int32, expected"),
+    ),
+    "an integer loss": (
+        {
+            "create_loss": "def create_loss():\n"
+            "    return lambda pair: tf.cast(pair[0][:, 0], tf.int64)\n"
+        },
+        "def create_loss",
+        ("create_loss", "type int64", "expected floating-point numbers"),
+    ),
     "one value from eval_pre": (
         {"own": EVAL + "def eval_pre(loss):\n    return loss\n"},
         "def eval_pre",

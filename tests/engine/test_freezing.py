@@ -7,10 +7,19 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from ctl_core.freezing import Freezing, trainable_candidates
+import ctl_core
+from ctl_core.freezing import Freezing, unfrozen
 from ctl_core.tracking import find
-from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights
+from tests.engine.conftest import (
+    FEATURES,
+    Train,
+    make_hooks,
+    regression_data,
+    set_weights,
+    squared_error,
+)
 
 
 def normed_model() -> keras.Model:
@@ -109,11 +118,127 @@ def test_flags_reach_nested_layers_and_single_variables() -> None:
     inner.trainable = False
     model.layers[2].bias.trainable = False
     flags = freezing.flags()
-    free = {variable.path for variable in trainable_candidates(model)}
-    assert inner.kernel.path in free and model.layers[2].bias.path in free
-    assert freezing.flags() == flags, "asking for candidates must not unfreeze anything"
+    with unfrozen(model) as some_were_frozen:
+        free = {variable.path for variable in model.trainable_variables}
+    assert some_were_frozen and inner.kernel.path in free and model.layers[2].bias.path in free
+    assert freezing.flags() == flags, "what was frozen is frozen again"
     model.trainable = True
     assert freezing.put_back(flags)
     assert freezing.flags() == flags
     assert not inner.trainable and not model.layers[2].bias.trainable
     assert not freezing.put_back(flags[:-1])
+
+
+# ---- A dict of optimizers ---------------------------------------------------------------------
+
+STEPS, BATCH, RATE = 14, 16, 0.05
+
+
+def base_and_head(trainable: bool = False) -> keras.Model:
+    model = set_weights(
+        keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                keras.layers.Dense(6, name="base", activation="tanh"),
+                keras.layers.Dense(1, name="head"),
+            ]
+        )
+    )
+    model.layers[0].trainable = trainable
+    return model
+
+
+def each_by_its_own(lr: Any) -> dict[str, keras.Optimizer]:
+    return {
+        "base": keras.optimizers.SGD(lr, momentum=0.9),
+        "head": keras.optimizers.SGD(lr, momentum=0.5),
+    }
+
+
+def base_and_head_losses(loss: Any, train_model: Any) -> Any:
+    base, head = (layer.trainable_variables for layer in train_model.layers)
+    return {"base": (2.0 * loss, 0.0, base), "head": (loss, 0.0, head)}
+
+
+TRAINABLE = {3: True, 7: False, 10: True}  # from the step after
+
+
+def fine_tuning(seen: dict[int, Any]) -> Any:
+    def note(step: int, loss: Any, update_gradients: Any, display_gradients: Any) -> None:
+        counts = [len(of_one["base"]) for of_one in (update_gradients, display_gradients)]
+        seen[step] = float(loss["base"]), counts
+
+    def set_base(value: bool) -> Any:
+        def change(train_model: Any) -> None:
+            train_model.layers[0].trainable = value
+
+        return change
+
+    return make_hooks(
+        create_model=base_and_head,
+        create_opt=each_by_its_own,
+        grad_pre=base_and_head_losses,
+        every_steps={1: note},
+        at_step={step: set_base(value) for step, value in TRAINABLE.items()},
+    )
+
+
+def fine_tuned_by_hand() -> tuple[list[np.ndarray], list[int], dict[int, float]]:
+    model, optimizers, losses = base_and_head(), each_by_its_own(RATE), {}
+    (base, head), (inputs, target) = model.layers, regression_data()
+    optimizers["base"].build(base.weights)
+    optimizers["head"].build(head.weights)
+    passes = len(inputs) // BATCH
+    trainable = False
+    for step in range(STEPS):
+        trainable = TRAINABLE.get(step, trainable)
+        part = slice((step % passes) * BATCH, (step % passes + 1) * BATCH)
+        with tf.GradientTape() as tape:
+            tape.watch([weight.value for weight in model.weights])
+            loss = tf.reduce_mean(squared_error((model(inputs[part]), target[part])))
+        of_base, of_head = tape.gradient(loss, [[w.value for w in layer.weights] for layer in
+                                                (base, head)])  # fmt: skip
+        if trainable:
+            doubled = [2.0 * gradient for gradient in of_base]
+            optimizers["base"].apply_gradients(zip(doubled, base.weights, strict=True))
+        optimizers["head"].apply_gradients(zip(of_head, head.weights, strict=True))
+        losses[step + 1] = 2.0 * float(loss)
+    return model.get_weights(), [int(o.iterations) for o in optimizers.values()], losses
+
+
+@pytest.mark.parametrize(("devices", "accumulate"), [(1, 1), (2, 1), (2, 2)])
+def test_an_objective_whose_variables_are_all_frozen_waits_until_they_are_unfrozen(
+    train: Train, devices: int, accumulate: int
+) -> None:
+    seen: dict[int, Any] = {}
+    settings = {"learning_rate": RATE, "virtual_devices": devices, "accumulate_steps": accumulate}
+    whole = train(fine_tuning(seen), steps=STEPS, run_name="whole", **settings)
+    for steps in (2, 8, STEPS):
+        parts = train(fine_tuning({}), steps=steps, run_name="parts", **settings)
+    weights, iterations, losses = fine_tuned_by_hand()
+    assert iterations == [8, STEPS]
+    for state in (whole, parts):
+        for weight, expected in zip(state.train_model.get_weights(), weights, strict=True):
+            np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
+        assert [int(o.iterations.numpy()) for o in state.optimizer.values()] == iterations
+        assert [len(o.variables) for o in state.optimizer.values()] == [3, 3], "slots of its own"
+    for step, (loss, counts) in seen.items():
+        np.testing.assert_allclose(loss, losses[step], rtol=1e-5)
+        assert counts == ([2, 2] if 3 < step <= 7 or step > 10 else [0, 0])
+
+
+def test_where_all_objectives_are_frozen_or_one_has_nothing_there_is_nothing_to_train(
+    train: Train,
+) -> None:
+    hooks = fine_tuning({})
+    hooks.create_model = lambda: base_and_head(trainable=True)
+    hooks.at_step = {2: lambda train_model: setattr(train_model, "trainable", False)}
+    with pytest.raises(ctl_core.SetupError, match=r"grad_pre .*there is nothing to train"):
+        train(hooks, steps=4, run_name="frozen")
+    hooks = fine_tuning({})
+    hooks.grad_pre = lambda loss, train_model: {
+        "base": (loss, 0.0, []),
+        "head": (loss, 0.0, train_model.trainable_variables),
+    }
+    with pytest.raises(ctl_core.SetupError, match=r"\['base'\]: returned no trainable_vars"):
+        train(hooks, steps=4, run_name="empty")

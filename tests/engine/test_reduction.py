@@ -140,6 +140,104 @@ def test_an_optimizer_that_a_hook_applies_to_each_micro_batch_is_refused(train: 
     assert made.scale.numpy() == [1.0]
 
 
+# ---- What Keras' optimizers do besides ---------------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {"clipnorm": 0.05},
+    {"global_clipnorm": 0.05},
+    {"clipvalue": 0.02},
+    {"weight_decay": 0.1},
+    {"use_ema": True, "ema_momentum": 0.8},
+]
+ON_ONE_REPLICA: list[dict[str, Any]] = [
+    {"gradient_accumulation_steps": 3},
+    {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
+]
+
+
+def by_keras(**options: Any) -> list[np.ndarray]:
+    """The weights of a plain loop with an SGD of Keras', and its variables but the rate."""
+    model, optimizer = small_model(), keras.optimizers.SGD(RATE, momentum=0.5, **options)
+    inputs, target = regression_data()
+    for step in range(STEPS):
+        part = slice(step % 6 * BATCH, (step % 6 + 1) * BATCH)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(squared_error((model(inputs[part]), target[part])))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    others = (v.numpy() for v in optimizer.variables if not v.path.endswith("learning_rate"))
+    return [*model.get_weights(), *others]
+
+
+def with_options(**options: Any) -> SimpleNamespace:
+    return make_hooks(
+        create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.5, **options),
+        update_pre=lambda gradients: (gradients, gradients),
+    )
+
+
+def assert_trained(state: ctl_core.State, expected: list[np.ndarray], of_optimizer: int) -> None:
+    optimizer = [variable.numpy() for variable in state.optimizer.variables][:of_optimizer]
+    found = [*state.train_model.get_weights(), *optimizer]
+    for value, other in zip(found, expected[: len(found)], strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas"),
+    [*((options, 2) for options in OPTIONS), *((options, 1) for options in ON_ONE_REPLICA)],
+    ids=str,
+)
+def test_an_option_of_a_keras_optimizer_does_what_it_does_in_a_plain_loop(
+    train: Train, options: dict[str, Any], replicas: int
+) -> None:
+    expected = by_keras(**options)
+    assert np.abs(expected[0] - by_keras()[0]).max() > 1e-3 or "use_ema" in options
+    settings = {"steps": STEPS, "learning_rate": RATE, "virtual_devices": replicas}
+    state = train(with_options(**options), **settings)
+    assert_trained(state, expected, len(state.optimizer.variables))
+
+
+class Around(TfModule):
+    """An object around an optimizer with an option."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(0.1)
+        self.around = SimpleNamespace(optimizer=optimizer)
+
+
+@pytest.mark.parametrize("around", [lambda one: one, lambda one: {"": one}, Around])
+def test_what_keras_optimizers_do_on_one_replica_only_is_refused_on_two(
+    train: Train, around: Callable[[Any], Any]
+) -> None:
+    said = (
+        "with gradient_accumulation_steps=3 works .* set accumulate_steps: 3, with",
+        r"with ema_overwrite_frequency=4 works .* every_steps\[4\] call optimizer.finalize",
+    )
+    for options, words in zip(ON_ONE_REPLICA, said, strict=True):
+        hooks = with_options(**options)
+        create_opt = hooks.create_opt
+        hooks.create_opt = lambda lr, create=create_opt: around(create(lr))
+        with pytest.raises(ctl_core.SetupError, match=r"create_opt \(.*\): SGD " + words):
+            train(hooks, steps=1, virtual_devices=2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_said_instead_does_the_same(train: Train, replicas: int) -> None:
+    settings = {"learning_rate": RATE, "virtual_devices": replicas}
+    state = train(with_options(), steps=STEPS // 3, batch_size=3 * BATCH, accumulate_steps=3,
+                  run_name="accumulated", **settings)  # fmt: skip
+    assert_trained(state, by_keras(**ON_ONE_REPLICA[0]), 0)
+    hooks = with_options(use_ema=True, ema_momentum=0.8)
+    hooks.every_steps = {
+        4: lambda optimizer, train_model: optimizer.finalize_variable_values(
+            train_model.trainable_variables
+        )
+    }
+    state = train(hooks, steps=STEPS, run_name="averaged", **settings)
+    assert_trained(state, by_keras(**ON_ONE_REPLICA[1]), len(state.optimizer.variables))
+
+
 def test_keras_sums_in_the_method_that_is_replaced() -> None:
     """Fails if Keras renames it."""
     strategy = tf.distribute.MirroredStrategy(
