@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.engine import cases
-from tests.engine.conftest import Train, make_hooks, set_weights
+from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights
 
 BATCH, STEPS, RATE = 24, 6, 0.02
 
@@ -132,3 +132,81 @@ def test_a_stand_in_of_ragged_and_sparse_rows_counts_nowhere(train: Train) -> No
     np.testing.assert_allclose(state.metrics["loss"], expected, rtol=1e-4, atol=1e-6)
     means = np.mean([part.mean() for part in parts])
     np.testing.assert_allclose(state.metrics["largest"], means, rtol=1e-5)
+
+
+def in_function(batch: Any) -> Any:
+    return tf.function(lambda values: values - cases.mean_by_gather(values))(batch[0])
+
+
+def in_branch(batch: Any) -> Any:
+    inputs = batch[0]
+    if tf.reduce_sum(inputs) > 0.0:
+        inputs = inputs - cases.mean_by_sum(inputs)
+    return inputs
+
+
+def in_body(batch: Any) -> Any:
+    return batch[0] - cases.mean_by_sum(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("hook", "jit_compile"), [(in_function, False), (in_branch, False), (in_body, True)]
+)
+def test_an_exchange_where_replicas_cannot_meet_is_refused(
+    train: Train, hook: Any, jit_compile: bool
+) -> None:
+    said = (
+        r"^input_pre \(\w+.py:\d+\): RuntimeError: exchanges values with the other replicas inside "
+        "of a tf.function, a branch or a loop of the graph, .* without jit_compile"
+    )
+    with pytest.raises(ctl_core.SetupError, match=said):
+        train(make_hooks(input_pre=hook), steps=1, virtual_devices=2, jit_compile=jit_compile)
+
+
+@pytest.mark.parametrize("hook", [in_function, in_branch, in_body])
+def test_one_replica_meets_itself_anywhere(train: Train, hook: Any) -> None:
+    state = train(make_hooks(input_pre=hook), steps=2, jit_compile=True)
+    assert state.step == 2
+
+
+def norm_model(synchronized: bool) -> keras.Model:
+    norm = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.8)
+    layers = [keras.layers.Dense(4), norm, keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+    random = np.random.default_rng(1)
+    model.set_weights([random.uniform(0.2, 1.0, w.shape) for w in model.get_weights()])
+    return model
+
+
+def norm_by_hand(synchronized: bool) -> keras.Model:
+    model, optimizer = norm_model(synchronized), keras.optimizers.SGD(RATE)
+    for inputs, target in cases.sliced(cases.regression_data())(BATCH).repeat().take(STEPS):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(cases.squared_error((model(inputs, training=True), target)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return model
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_synchronized_batch_normalisation_is_that_of_one_device(
+    train: Train, replicas: int
+) -> None:
+    """Weights, moving statistics and an evaluation; without it, only one replica is the same."""
+    expected = norm_by_hand(synchronized=True)
+    hooks = cases.eval_hooks(
+        23,
+        create_model=lambda: norm_model(synchronized=True),
+        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        update_pre=lambda gradients: (gradients, gradients),
+    )
+    settings = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
+    state = train(hooks, virtual_devices=replicas, **settings)
+    assert_weights(state, expected)
+    inputs, target = (part[:23] for part in cases.regression_data())
+    error = expected(inputs, training=False).numpy() - target
+    np.testing.assert_allclose(state.metrics["loss"], (error**2).mean(), rtol=1e-4)
+    hooks.create_model = lambda: norm_model(synchronized=False)
+    own = train(hooks, virtual_devices=replicas, run_name="own", **settings)
+    differ = np.abs(own.train_model.get_weights()[0] - expected.get_weights()[0]).max() > 1e-4
+    assert differ == (replicas > 1)
