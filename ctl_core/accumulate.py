@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.compat import summaries_of_first_replica
 from ctl_core.inputs import Input, deal
 from ctl_core.step import Parts, apply, contribution, update
 
@@ -29,7 +30,11 @@ def take_update(
     Returns:
         The wanted values by name, each with a value per replica, as ``strategy.run`` returns them.
     """
-    run = data.strategy.run
+    step = tf.summary.experimental.get_step()
+
+    def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return _run(data.strategy, function, args, step)
+
     kept = frozenset({"output", "batch"} & {*wanted, *parts.hooks.update_pre.arguments})
 
     def whole(batch: Any) -> dict[str, Any]:
@@ -38,7 +43,7 @@ def take_update(
     if parts.accumulate_steps == 1:
         found = run(whole, (data.draw(watch),))
     else:
-        contributed = _accumulate(parts, data, kept, watch)
+        contributed = _accumulate(parts, data, kept, watch, step)
         found = run(lambda one: update(parts, one, wanted), (contributed,))
     if parts.loss_scale is not None:
         updates, finite = found.pop("updates"), found.pop("finite")
@@ -48,7 +53,20 @@ def take_update(
     return found  # type: ignore[no-any-return]
 
 
-def _accumulate(parts: Parts, data: Input, kept: frozenset[str], watch: bool) -> Any:
+def _run(
+    strategy: tf.distribute.Strategy, function: Callable[..., Any], args: tuple[Any, ...], step: Any
+) -> Any:
+    """Calls a function on each replica; ``step`` is that of its summaries, or None."""
+
+    def on_replica(*args: Any) -> Any:
+        with summaries_of_first_replica(step):
+            return function(*args)
+
+    with tf.name_scope(""):  # a summary's name begins with it, and a loop's would be part of that
+        return strategy.run(on_replica, args)
+
+
+def _accumulate(parts: Parts, data: Input, kept: frozenset[str], watch: bool, step: Any) -> Any:
     """Adds up the contributions of A micro-batches, on each replica's own device.
 
     A micro-batch starts when the gradients of the one before it are there, so that only one takes
@@ -62,7 +80,7 @@ def _accumulate(parts: Parts, data: Input, kept: frozenset[str], watch: bool) ->
 
     def contributions() -> tuple[Any, ...]:
         elements = data.draw(watch)
-        values = strategy.run(lambda batch: contribution(parts, batch, kept), (elements,))
+        values = _run(strategy, lambda batch: contribution(parts, batch, kept), (elements,), step)
         return strategy.experimental_local_results(values)  # type: ignore[no-any-return]
 
     def on_each(function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:

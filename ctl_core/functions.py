@@ -29,7 +29,9 @@ class StepFunctions:
         devices: this process's replica devices
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, summaries: tf.summary.SummaryWriter) -> None:
+        """``summaries`` writes those of the hooks in the graph."""
+        self._summaries = summaries
         self.devices = tuple(state.strategy.extended.worker_devices)
         self._state = state
         self._traced: list[Any] = []
@@ -114,12 +116,16 @@ class StepFunctions:
     def _trace_run(self) -> Any:
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
         def run(steps: tf.Tensor) -> None:
-            def body(done: tf.Tensor) -> tuple[tf.Tensor]:
-                take_update(self._state.parts, self._state.data, frozenset())
-                return (done + 1,)
+            before = self._state.step_variable.read_value()
 
-            (done,) = tf.while_loop(lambda done: done < steps, body, (tf.constant(0, tf.int64),))
-            self._state.step_variable.assign_add(done)
+            def body(step: tf.Tensor) -> tuple[tf.Tensor]:
+                step = step + 1
+                with self._summaries.as_default(step):
+                    take_update(self._state.parts, self._state.data, frozenset())
+                return (step,)
+
+            (step,) = tf.while_loop(lambda step: step < before + steps, body, (before,))
+            self._state.step_variable.assign(step)
 
         return run
 
@@ -128,8 +134,10 @@ class StepFunctions:
 
         @tf.function(autograph=False)
         def observe() -> tuple[dict[str, Any], Any]:
-            values = take_update(self._state.parts, self._state.data, wanted, watch=True)
-            self._state.step_variable.assign_add(1)
+            step = self._state.step_variable.read_value() + 1
+            with self._summaries.as_default(step):
+                values = take_update(self._state.parts, self._state.data, wanted, watch=True)
+            self._state.step_variable.assign(step)
             found = {
                 name: tf.nest.map_structure(lambda v, n=name: _of_replicas(results(v), n), part)
                 for name, part in values.items()

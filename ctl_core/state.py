@@ -139,6 +139,7 @@ def _create(
     per_replica = config.batch_size // (replicas * config.accumulate_steps)
     data = create_input(hooks, strategy, cluster, config, console)
     step = _step_variable()
+    tf.summary.experimental.set_step(step)  # for hooks that ask; steps that are taken set theirs
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")
         train_loss = _callable(hooks.create_loss, "train_loss")
