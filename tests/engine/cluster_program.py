@@ -99,6 +99,18 @@ def exchanges(folder: Path) -> None:
             keep(folder, f"exchange-{size}-{devices}", **state.metrics)
 
 
+def contrastive(folder: Path) -> None:
+    """SimCLR with negatives of the global batch, evaluated, in one go and across a resume."""
+    from tests.ported import simclr
+
+    for name, cuts in (("whole", [16]), ("parts", [5, 16])):
+        for steps in cuts:
+            settings = {**simclr.SETTINGS, "steps": steps, "eval_every": 4}
+            state = run(folder, f"simclr-{name}", simclr.hooks(), **settings)
+        values = {str(i): value for i, value in enumerate(state.train_model.get_weights())}
+        keep(folder, f"simclr-{name}", **values, **state.metrics)
+
+
 def examples_of_an_epoch(folder: Path) -> None:
     """The ids that this process trains on in one epoch, sharded by the engine and by the hook."""
     for kind in ("engine", "hook"):

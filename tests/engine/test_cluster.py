@@ -20,6 +20,7 @@ import pytest
 
 from tests.engine import cases
 from tests.engine.conftest import Train
+from tests.ported import simclr
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "weights_of_whole_batches",
         "remainders",
         "exchanges",
+        "contrastive",
         "examples_of_an_epoch",
         "dropout",
         "generators",
@@ -158,6 +160,16 @@ def test_hooks_exchange_values_between_processes(two: Path, devices: int) -> Non
             assert values.keys() == expected.keys()
             for name, value in expected.items():
                 np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["whole", "parts"])
+def test_contrastive_learning_among_all_processes(two: Path, name: str) -> None:
+    model, metrics = simclr.plain()
+    weights = {str(i): value for i, value in enumerate(model.get_weights())}
+    for values in kept(two, f"simclr-{name}", 2):
+        assert values.keys() == {*weights, *metrics}
+        for key, value in {**weights, **metrics}.items():
+            np.testing.assert_allclose(values[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("kind", ["engine", "hook"])
