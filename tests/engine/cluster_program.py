@@ -88,12 +88,12 @@ def exchanges(folder: Path) -> None:
     """Hooks that exchange values, on one and two devices; with evaluations of every remainder."""
     settings = {"steps": 6, "learning_rate": 0.02}
     for devices in (2, 1):
-        for kind in cases.MEANS if devices == 2 else ["sum"]:
+        for kind in ("gather", "merge") if devices == 2 else ("sum",):
             state = run(folder, f"{kind}-{devices}", cases.exchange_hooks(kind),
                         virtual_devices=devices, **settings)  # fmt: skip
             values = enumerate(state.train_model.get_weights())
             keep(folder, f"exchange-{kind}-{devices}", **{str(i): value for i, value in values})
-        for size in (1, 25):
+        for size in (1, 25) if devices == 2 else (25,):
             hooks = cases.exchange_hooks("gather", size)
             state = run(folder, f"{size}-{devices}", hooks, steps=0, virtual_devices=devices)
             keep(folder, f"exchange-{size}-{devices}", **state.metrics)
