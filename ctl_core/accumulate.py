@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.compat import summaries_of_first_replica
 from ctl_core.inputs import Input, deal
 from ctl_core.joining import joined
 from ctl_core.not_finite import found_nans
@@ -39,7 +40,10 @@ def take_update(
         The wanted values by name, each with a value per replica, as ``strategy.run`` returns them;
         ``output`` and ``batch`` as a list of such values, one for each micro-batch.
     """
-    run = data.strategy.run
+
+    def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return _run(data.strategy, function, args, step)
+
     kept = frozenset({"output", "batch"} & {*wanted, *parts.hooks.update_pre.arguments})
 
     def whole(batch: Any) -> dict[str, Any]:
@@ -59,7 +63,7 @@ def take_update(
         found = run(whole, (data.draw(watch),))
         found = {n: [value] if n in kept else value for n, value in found.items()}
     else:
-        contributed, pieces = _accumulate(parts, data, kept, watch)
+        contributed, pieces = _accumulate(parts, data, kept, watch, step)
         found = run(updated, (contributed,))
         found |= {name: values for name, values in pieces.items() if name in wanted}
     if parts.loss_scale is not None:
@@ -70,8 +74,21 @@ def take_update(
     return found  # type: ignore[no-any-return]
 
 
+def _run(
+    strategy: tf.distribute.Strategy, function: Callable[..., Any], args: tuple[Any, ...], step: Any
+) -> Any:
+    """Calls a function on each replica; ``step`` is that of its summaries, or None."""
+
+    def on_replica(*args: Any) -> Any:
+        with summaries_of_first_replica(step):
+            return function(*args)
+
+    with tf.name_scope(""):  # a summary's name begins with it, and a loop's would be part of that
+        return strategy.run(on_replica, args)
+
+
 def _accumulate(
-    parts: Parts, data: Input, kept: frozenset[str], watch: bool
+    parts: Parts, data: Input, kept: frozenset[str], watch: bool, step: Any
 ) -> tuple[Any, dict[str, list[Any]]]:
     """Adds up the contributions of A micro-batches, on each replica's own device.
 
@@ -87,7 +104,7 @@ def _accumulate(
 
     def contributions() -> tuple[Any, ...]:
         elements = data.draw(watch)
-        values = strategy.run(lambda batch: contribution(parts, batch, kept), (elements,))
+        values = _run(strategy, lambda batch: contribution(parts, batch, kept), (elements,), step)
         return strategy.experimental_local_results(values)  # type: ignore[no-any-return]
 
     def on_each(function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.config import Config
@@ -79,6 +80,7 @@ def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     """
     with _restored(callbacks, config, options) as (state, console):
         path = Path(state.run_dir) / "export"
+        tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
         found = find({"train_model": state.train_model})
         reached = [*found.variables.values(), *found.tables]
         export_model(state.train_model, reached, state.input_spec, path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -130,3 +130,56 @@ def graphs_called(op: Any) -> list[Any]:
     named = [f for a in attributes for f in (*([a.func] * a.HasField("func")), *a.list.func)]
     functions = [op.graph._get_function(function.name) for function in named]
     return [function.graph for function in functions if function is not None]
+
+
+class GraphWriter(tf.summary.SummaryWriter):
+    """The writer of the summaries in a graph, which is opened when the first one is traced.
+
+    ``_resource`` is what ``tf.summary`` asks a writer for where it writes, and nowhere else.
+    """
+
+    def __init__(self, find: Callable[[], tf.summary.SummaryWriter | None]) -> None:
+        """``find`` returns the writer to write with, or None: nothing will be written."""
+        self._find = find
+
+    @functools.cached_property
+    def _resource(self) -> tf.Tensor:
+        with tf.init_scope(), tf.device("CPU:0"):
+            if (writer := self._find()) is None:  # in the graph, but never run
+                return tf.raw_ops.SummaryWriter(shared_name="unopened", container="")
+            return writer._resource
+
+    def init(self) -> None:
+        """Does nothing: the writer is ready when it is found."""
+
+    def flush(self) -> None:
+        """Does nothing: whoever opened the writer flushes it."""
+
+    def close(self) -> None:
+        """Does nothing: whoever opened the writer closes it."""
+
+
+@contextlib.contextmanager
+def summaries_of_first_replica(step: Any) -> Iterator[None]:
+    """On a replica: only the first of all writes summaries, which shows only when the graph runs.
+
+    TensorFlow has the same rule, but with a number that is known before: then the graphs of the
+    others are simplified to something else, which rounds differently, and replicas drift apart.
+
+    Args:
+        step: the number of the step, from 1; None where no summary is written
+    """
+    from tensorflow.python.ops.summary_ops_v2 import _summary_state as summaries
+
+    if step is None:
+        yield
+        return
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    before = summaries.is_recording_distribution_strategy
+    summaries.is_recording_distribution_strategy = lambda: tf.equal(
+        tf.cast(replica, step.dtype), tf.minimum(step, 0)
+    )
+    try:
+        yield
+    finally:
+        summaries.is_recording_distribution_strategy = before

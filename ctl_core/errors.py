@@ -100,6 +100,12 @@ def brief(error: BaseException, limit: int = 300) -> str:
         )
     if "singleton tf.Variables" in text:
         text = "a variable, perhaps a layer's, is made inside the step; make it in create_model"
+    if "`merge_call` called while defining a new graph" in text:
+        text = (
+            "exchanges values with the other replicas inside of a tf.function, a branch or a loop "
+            "of the graph, where they cannot meet; do so outside of it, and without jit_compile, "
+            "which makes a tf.function of the step"
+        )
     if text.startswith("in user code:"):  # a function of tf.data's: the message is the last part
         text = text.rpartition(f"    {kind}: ")[2]
     text = _OP_STACK.sub("", text)

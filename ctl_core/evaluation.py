@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -15,7 +15,7 @@ import tensorflow as tf
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster import Word
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
-from ctl_core.hooks import Hooks
+from ctl_core.hooks import Hook, Hooks
 from ctl_core.inputs import EvaluationData, create_eval_dataset, deal, local_replicas
 from ctl_core.snapshot import ReplicaCopies
 from ctl_core.step import (
@@ -51,7 +51,10 @@ class Evaluation:
         data: the evaluation data; element = (number of examples, batch)
         metrics: the user's metrics by name
         sums: of the loss, the extra loss and the examples
-        run_steps: graph function (iterator, steps) -> whether there may be more
+        run_steps: graph function (iterator, steps, rows) -> whether there may be more; see
+            ``_run_steps``
+        exchanges: holds an entry, once traced, if replicas exchange something meanwhile
+        processes: how many evaluate together
         hooks: the hooks
         per_replica: how many examples a batch of full size holds
         kept: copies of what the evaluation writes to and training goes on with, once traced
@@ -60,10 +63,19 @@ class Evaluation:
     data: EvaluationData
     metrics: dict[str, keras.Metric]
     sums: Sums
-    run_steps: Callable[[Any, tf.Tensor], tf.Tensor]
+    run_steps: Callable[[Any, tf.Tensor, tf.Tensor], tf.Tensor]
+    exchanges: list[str]
+    processes: int
     hooks: Hooks
     per_replica: int
     kept: ReplicaCopies | None = None
+
+    def traced(self, iterator: Any) -> Any:
+        """Returns the concrete graph function for an iterator, traced if it is the first."""
+        number = tf.TensorSpec([], tf.int64)
+        return self.run_steps.get_concrete_function(  # type: ignore[attr-defined]
+            iterator, number, number
+        )
 
     def lasting_metrics(self) -> dict[str, keras.Metric]:
         """Those that may keep something when they are reset: by a ``reset_state`` of their own."""
@@ -85,7 +97,7 @@ def create_evaluation(
     hooks = parts.hooks
     if hooks.create_eval_dataset is None:
         return None
-    data = create_eval_dataset(hooks, task, per_replica)
+    data = create_eval_dataset(hooks, per_replica)
     metrics = hooks.create_metrics()
     where = f"create_metrics ({hooks.create_metrics.where})"
     if not isinstance(metrics, dict):
@@ -100,8 +112,9 @@ def create_evaluation(
         if name == "loss":
             raise SetupError(f"{where}: 'loss' is the engine's own; choose another name.")
     sums = Sums(*(_replica_sum(name) for name in ("loss", "extra_loss", "examples")))
-    run_steps = _run_steps(parts, strategy, metrics, sums)
-    return Evaluation(data, metrics, sums, run_steps, hooks, per_replica)
+    exchanges: list[str] = []
+    run_steps = _run_steps(parts, strategy, task, metrics, sums, exchanges)
+    return Evaluation(data, metrics, sums, run_steps, exchanges, task.processes, hooks, per_replica)
 
 
 def _replica_sum(name: str) -> tf.Variable:
@@ -116,30 +129,50 @@ def _replica_sum(name: str) -> tf.Variable:
 
 
 def _run_steps(
-    parts: Parts, strategy: tf.distribute.Strategy, metrics: dict[str, Any], sums: Sums
-) -> Callable[[Any, tf.Tensor], tf.Tensor]:
-    """Builds the in-graph loop. A replica for which no batch is left sits out the last step."""
+    parts: Parts,
+    strategy: tf.distribute.Strategy,
+    task: Task,
+    metrics: dict[str, Any],
+    sums: Sums,
+    exchanges: list[str],
+) -> Callable[[Any, tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Builds the in-graph loop.
 
-    def on_replica(element: Any, there: tf.Tensor) -> None:
-        tf.cond(there, lambda: _update(parts, metrics, sums, *element), lambda: None)
+    Every process draws the elements of all replicas and keeps its own, so that each knows, without
+    asking, whether all take another step. A replica for which no batch is left takes part in the
+    last one with a stand-in, of which nothing counts: the step's first batch, or as many of its
+    rows as ``rows`` says. With none, what replicas exchange is of true examples only.
+    """
+    replicas, local = strategy.num_replicas_in_sync, local_replicas(strategy)
 
-    def step(iterator: Any, first: Any) -> tf.Tensor:
-        batches, there = [first.get_value()], [tf.constant(True)]
-        for _ in range(1, local_replicas(strategy)):
-            following = iterator.get_next_as_optional()
-            there.append(following.has_value())
-            # A replica that sits out still needs a value of the right type: the one before.
-            before = batches[-1]
-            batches.append(tf.cond(there[-1], following.get_value, lambda before=before: before))
+    def on_replica(element: Any, there: tf.Tensor | None) -> None:
+        if there is not None:  # what a condition returns names no device to reduce to
+            element = tf.nest.map_structure(tf.identity, element, expand_composites=True)
+        examples, batch = element
+        with _noted(exchanges):
+            _update(parts, metrics, sums, examples, batch, there)
+
+    def step(iterator: Any, first: Any, rows: tf.Tensor) -> tf.Tensor:
+        if replicas == 1:
+            strategy.run(on_replica, args=(first.get_value(), None))
+            return tf.constant(True)
+        drawn = [first, *(iterator.get_next_as_optional() for _ in range(1, replicas))]
+        own = drawn[task.index :: replicas // local]
+        stand_in = tf.nest.map_structure(lambda part: _cut(part, rows), first.get_value())
+        there = [one.has_value() for one in own]
+        batches = [
+            tf.cond(is_there, one.get_value, lambda: stand_in)
+            for is_there, one in zip(there, own, strict=True)
+        ]
         strategy.run(on_replica, args=(deal(strategy, batches), deal(strategy, there)))
         return tf.constant(True)
 
     @tf.function(autograph=False, reduce_retracing=True)
-    def run_steps(iterator: Any, steps: tf.Tensor) -> tf.Tensor:
+    def run_steps(iterator: Any, steps: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         def body(done: tf.Tensor, more: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             first = iterator.get_next_as_optional()
             more = tf.cond(
-                first.has_value(), lambda: step(iterator, first), lambda: tf.constant(False)
+                first.has_value(), lambda: step(iterator, first, rows), lambda: tf.constant(False)
             )
             return done + 1, more
 
@@ -153,10 +186,49 @@ def _run_steps(
     return run_steps  # type: ignore[no-any-return]
 
 
+def _cut(part: Any, rows: tf.Tensor) -> Any:
+    """Returns the first ``rows`` rows, or all, of what has no fixed number of them."""
+    if part.shape.rank == 0 or part.shape[0] is not None:
+        return part
+    if isinstance(part, tf.SparseTensor):
+        size = tf.concat([tf.minimum(part.dense_shape[:1], rows), part.dense_shape[1:]], 0)
+        return tf.sparse.slice(part, tf.zeros_like(size), size)
+    return part[:rows]
+
+
+@contextlib.contextmanager
+def _noted(exchanges: list[str]) -> Iterator[None]:
+    """Notes whether this replica, while it is traced, exchanges anything with the others.
+
+    ``merge_call`` is what all of a replica context's exchanges are made of.
+    """
+    context = tf.distribute.get_replica_context()
+    merge_call = context.merge_call
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        exchanges.append("merge_call")
+        return merge_call(*args, **kwargs)
+
+    context.merge_call = noting
+    try:
+        yield
+    finally:
+        del context.merge_call
+
+
 def _update(
-    parts: Parts, metrics: dict[str, Any], sums: Sums, examples: tf.Tensor, batch: Any
+    parts: Parts,
+    metrics: dict[str, Any],
+    sums: Sums,
+    examples: tf.Tensor,
+    batch: Any,
+    there: tf.Tensor | None,
 ) -> None:
-    """Adds one replica's batch to the metrics and sums."""
+    """Adds one replica's batch to the metrics and sums.
+
+    Hooks are called in the replica's own graph, where they can exchange values with the other
+    replicas; a stand-in (``there`` is False) must only not count.
+    """
     hooks = parts.hooks
     output, loss = forward(parts, batch, training=False)
     values = {"output": output, "batch": batch, **parts.given()}
@@ -167,29 +239,43 @@ def _update(
     extra = extra_term(parts, extra_loss, tf.float64, where)
     weight = weight_of(parts, batch, output)
     examples = tf.cast(examples if weight is None else weight, tf.float64)
-    sums.loss.assign_add(tf.cast(batch_sum(loss_per_batch, batch, parts), tf.float64))
-    sums.extra_loss.assign_add(extra * examples)
-    sums.examples.assign_add(examples)
+
+    def add(total: tf.Variable, value: tf.Tensor) -> None:
+        total.assign_add(value if there is None else tf.where(there, value, tf.zeros_like(value)))
+
+    add(sums.loss, tf.cast(batch_sum(loss_per_batch, batch, parts), tf.float64))
+    add(sums.extra_loss, extra * examples)
+    add(sums.examples, examples)
     if not metrics:
         return
     arguments = hooks.metric_pre.in_graph(output=output, batch=batch, train_model=parts.train_model)
-    for name, metric in metrics.items():
-        own = arguments
-        if isinstance(arguments, dict):
-            if name not in arguments:
-                raise SetupError(
-                    f"metric_pre ({hooks.metric_pre.where}): returned nothing for the metric "
-                    f"'{name}' of create_metrics, only for {', '.join(map(repr, arguments))}."
-                )
-            own = arguments[name]
-        try:
-            metric.update_state(*(own if isinstance(own, tuple | list) else (own,)))
-        except Exception as error:
-            where = f"metric_pre ({hooks.metric_pre.where})"
-            raise HookFailed(
-                f"{where}: update_state of the metric '{name}' refuses what it returned: "
-                f"{brief(error)}"
-            ) from error
+
+    def update_metrics() -> None:
+        for name, metric in metrics.items():
+            _update_metric(hooks.metric_pre, name, metric, arguments)
+
+    if there is None:
+        update_metrics()
+    else:
+        tf.cond(there, update_metrics, lambda: None)
+
+
+def _update_metric(metric_pre: Hook, name: str, metric: keras.Metric, arguments: Any) -> None:
+    where = f"metric_pre ({metric_pre.where})"
+    own = arguments
+    if isinstance(arguments, dict):
+        if name not in arguments:
+            raise SetupError(
+                f"{where}: returned nothing for the metric '{name}' of create_metrics, only for "
+                f"{', '.join(map(repr, arguments))}."
+            )
+        own = arguments[name]
+    try:
+        metric.update_state(*(own if isinstance(own, tuple | list) else (own,)))
+    except Exception as error:
+        raise HookFailed(
+            f"{where}: update_state of the metric '{name}' refuses what it returned: {brief(error)}"
+        ) from error
 
 
 def trace_evaluation(
@@ -203,9 +289,7 @@ def trace_evaluation(
         variables: those of the run; the ones that a forward pass writes to, as a stateful layer
             does, are put back after each evaluation
     """
-    graph = evaluation.run_steps.get_concrete_function(  # type: ignore[attr-defined]
-        iter(evaluation.data), tf.constant(0, tf.int64)
-    ).graph
+    graph = evaluation.traced(iter(evaluation.data)).graph
     own = [variable for metric in evaluation.metrics.values() for variable in metric.variables]
     mine = {id(plain_variable(variable)) for variable in own}
     others = [variable for variable in variables if id(plain_variable(variable)) not in mine]
@@ -250,13 +334,18 @@ def evaluate(
 def _last_alone_fails(evaluation: Evaluation) -> int | None:
     """Returns how many examples the last batch has, if that is what fails: a full one does not.
 
-    Asked after a failure only; reads the data again.
+    Asked after a failure only; reads the data again. Where processes exchange something, one cannot
+    try by itself.
     """
+    if evaluation.exchanges and evaluation.processes > 1:
+        return None
     dataset = evaluation.data.dataset
 
     def fails(part: tf.data.Dataset) -> bool:
         try:
-            evaluation.run_steps(iter(part), tf.constant(1, tf.int64))
+            evaluation.run_steps(
+                iter(part), tf.constant(1, tf.int64), tf.constant(tf.int64.max, tf.int64)
+            )
         except tf.errors.OpError:
             return True
         return False
@@ -278,11 +367,17 @@ def _evaluate(evaluation: Evaluation, agree: Callable[[Word], Word]) -> dict[str
     for total in (sums.loss, sums.extra_loss, sums.examples):
         total.assign(0.0)
     iterator = iter(evaluation.data)
-    chunk = ChunkLength(most=100_000)
+    run_steps = evaluation.traced(iterator)
+    rows = tf.constant(0 if evaluation.exchanges else tf.int64.max, tf.int64)
+    # Between processes, a collective takes no other shape in one call than in its first step, and
+    # the last batches may be smaller.
+    single = evaluation.exchanges and evaluation.processes > 1
+    chunk = ChunkLength(most=1 if single else 100_000)
     while True:
         with chunk.timed(chunk.limit) as steps:
-            more = bool(evaluation.run_steps(iterator, tf.constant(steps, tf.int64)))
+            more = bool(run_steps(iterator, tf.constant(steps, tf.int64), rows))
         word = agree(Word(chunk=chunk.limit, more=more))
+        chunk.limit = word.chunk
         if not word.more:
             break
         if word.signal:

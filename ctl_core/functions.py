@@ -33,7 +33,9 @@ class StepFunctions:
         noted: what NotFinite has noted, if it is used, by the end of the last call
     """
 
-    def __init__(self, state: State, console: Console) -> None:
+    def __init__(self, state: State, console: Console, summaries: tf.summary.SummaryWriter) -> None:
+        """``summaries`` writes those of the hooks in the graph."""
+        self._summaries = summaries
         self.devices = tuple(state.strategy.extended.worker_devices)
         self.noted: tf.Tensor | None = None
         self._state = state
@@ -137,13 +139,14 @@ class StepFunctions:
         def run(steps: tf.Tensor) -> tf.Tensor | None:
             before = self._state.step_variable.read_value()
 
-            def body(done: tf.Tensor) -> tuple[tf.Tensor]:
-                step = before + done + 1
-                take_update(self._state.parts, self._state.data, frozenset(), step=step)
-                return (done + 1,)
+            def body(step: tf.Tensor) -> tuple[tf.Tensor]:
+                step = step + 1
+                with self._summaries.as_default(step):
+                    take_update(self._state.parts, self._state.data, frozenset(), step=step)
+                return (step,)
 
-            (done,) = tf.while_loop(lambda done: done < steps, body, (tf.constant(0, tf.int64),))
-            self._state.step_variable.assign_add(done)
+            (step,) = tf.while_loop(lambda step: step < before + steps, body, (before,))
+            self._state.step_variable.assign(step)
             return self._taken()
 
         return run
@@ -166,7 +169,8 @@ class StepFunctions:
         @tf.function(autograph=False)
         def observe() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor | None]:
             step = self._state.step_variable.read_value() + 1
-            values = take_update(self._state.parts, self._state.data, wanted, True, step)
+            with self._summaries.as_default(step):
+                values = take_update(self._state.parts, self._state.data, wanted, True, step)
             self._state.step_variable.assign(step)
             whole: dict[str, Any] = {
                 name: of_each(values.pop(name)) for name in ("output", "batch") if name in values

@@ -45,7 +45,6 @@ from ctl_core.look import (
     uneven,
 )
 from ctl_core.randomness import random_ops
-from ctl_core.strategy import Task
 
 
 @dataclasses.dataclass
@@ -420,7 +419,7 @@ def holds_shuffles(position: Path, dataset: tf.data.Dataset) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationData:
-    """This process's part of the evaluation data, which every evaluation reads from their start.
+    """The evaluation data, which every evaluation reads from their start.
 
     Attributes:
         dataset: one pass; element = (number of examples, batch)
@@ -441,8 +440,8 @@ class EvaluationData:
         return iterator
 
 
-def create_eval_dataset(hooks: Hooks, task: Task, per_replica: int) -> EvaluationData:
-    """Creates this process's part of the evaluation data; the last batch may be smaller.
+def create_eval_dataset(hooks: Hooks, per_replica: int) -> EvaluationData:
+    """Creates the evaluation data, of all processes; the last batch may be smaller.
 
     Raises:
         SetupError: it is no dataset, empty, or endless.
@@ -461,10 +460,7 @@ def create_eval_dataset(hooks: Hooks, task: Task, per_replica: int) -> Evaluatio
         batch = packed(made, parts)
         return checked_count(hooks.count_examples, batch), batch
 
-    dataset = made.map(count)
-    if task.processes > 1:
-        dataset = dataset.shard(task.processes, task.index)
-    dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    dataset = made.map(count).prefetch(tf.data.AUTOTUNE)
     start = tempfile.TemporaryDirectory(prefix="ctl_core-")
     data = EvaluationData(dataset, start)
     try:

@@ -96,7 +96,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         if record and record.learning_rate != config.learning_rate:
             console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.lr.assign(config.learning_rate)
-        state.functions = StepFunctions(state, console)
+        state.functions = StepFunctions(state, console, run.graph_writer("train"))
         if start < last:
             checkpoints.remainder.check_step(state.functions.check())
         if task.chief:
@@ -300,6 +300,7 @@ def _evaluate_and_save(
 def session(run: Run, console: Console) -> Iterator[None]:
     """Opens the run's log and console, and closes them however the run ends."""
     activate(console)
+    step_of_summaries = tf.summary.experimental.get_step()
     try:
         yield
     except CtlError as error:
@@ -309,6 +310,7 @@ def session(run: Run, console: Console) -> Iterator[None]:
         LOG.error("failed", exc_info=error)
         raise
     finally:
+        tf.summary.experimental.set_step(step_of_summaries)
         console.stop()
         activate(None)
         run.close()

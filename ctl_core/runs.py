@@ -19,6 +19,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from ctl_core.compat import GraphWriter
 from ctl_core.config import Config, free_name, write_config
 from ctl_core.errors import RunError, SetupError, reason
 from ctl_core.record import saved_steps
@@ -170,6 +171,13 @@ class Run:
             writer.flush = lambda: None
             self._writers[split] = writer
         return self._writers[split]
+
+    def graph_writer(self, split: str) -> tf.summary.SummaryWriter:
+        """Returns the same for a graph, opened only where one writes summaries.
+
+        Every process has the summaries in its graph, so that all round alike.
+        """
+        return GraphWriter(lambda: self.writer(split) if self.task.chief else None)
 
     def flush(self, pause: float = 0.0) -> None:
         """Puts what was written so far on the disk; done before each checkpoint.

@@ -24,7 +24,7 @@ from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import Evaluation, create_evaluation
 from ctl_core.freezing import Freezing, unfrozen
 from ctl_core.hooks import Hook, Hooks, load_hooks
-from ctl_core.inputs import Input, create_input
+from ctl_core.inputs import Input, create_input, deal, local_replicas
 from ctl_core.not_finite import Noted, NotFinite
 from ctl_core.pairs import pairs_refused
 from ctl_core.precision import LossScale, lower_dtypes
@@ -160,6 +160,7 @@ def _create(
     per_replica = config.batch_size // (replicas * config.accumulate_steps)
     data = create_input(hooks, strategy, cluster, config, console)
     step = _step_variable()
+    tf.summary.experimental.set_step(step)  # for hooks that ask; steps that are taken set theirs
     with strategy.scope():
         train_model = _callable(hooks.create_model, "train_model")
         train_loss = _callable(hooks.create_loss, "train_loss")
@@ -491,6 +492,23 @@ def _scratch(data: Input, task: Task) -> Iterator[Any]:
 
 class Alone(tf.distribute.ReplicaContext):
     """A replica that meets no other: what is exchanged has the right shapes and no values."""
+
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function as if every replica of this process gave the same."""
+
+        def merge(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Any:
+            def of_all(part: Any) -> Any:
+                if not isinstance(part, tf.Tensor | tf.IndexedSlices):
+                    return part
+                return deal(strategy, [part] * local_replicas(strategy))
+
+            args, kwargs = tf.nest.map_structure(of_all, (args, kwargs))
+            merged = merge_fn(strategy, *args, **kwargs)
+            return tf.nest.map_structure(
+                lambda part: strategy.experimental_local_results(part)[0], merged
+            )
+
+        return super().merge_call(merge, (args, kwargs or {}))
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Returns the value as it is."""

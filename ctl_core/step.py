@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.compat import gradients_are_summed, optimizers_refused
+from ctl_core.compat import GraphWriter, gradients_are_summed, optimizers_refused
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks, describe
 from ctl_core.look import examples_in
@@ -298,12 +298,22 @@ _IN_MICRO_BATCH = (
 def _contribution_of(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, Any]:
     if not parts.jit_compile:
         return _contribution(parts, batch, kept)
+
     # A function of its own for each replica and each graph: a cached trace of another replica
     # would hold that replica's variables.
-    function = tf.function(
-        lambda one: _contribution(parts, one, kept), jit_compile=True, autograph=False
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(one: Any) -> dict[str, Any]:
+        with GraphWriter(_no_summaries).as_default():
+            return _contribution(parts, one, kept)
+
+    return compiled(batch)  # type: ignore[no-any-return]
+
+
+def _no_summaries() -> None:
+    raise ValueError(
+        "tf.summary in a step that jit_compile compiles; write it in update_pre or a host hook, or "
+        "leave out jit_compile"
     )
-    return function(batch)  # type: ignore[no-any-return]
 
 
 def _contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, Any]:

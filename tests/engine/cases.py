@@ -212,6 +212,104 @@ def evaluated_by_hand(size: int) -> dict[str, float]:
     return {"loss": (error**2).mean(), "error": abs(error).mean(), "seen": size}
 
 
+# ---- Hooks that exchange values between the replicas -------------------------------------------
+
+
+def mean_by_sum(values: Any) -> tf.Tensor:
+    """The mean over the global batch, of a sum and a count."""
+    context = tf.distribute.get_replica_context()
+    own = [tf.reduce_sum(values, 0), tf.cast(tf.shape(values)[0], tf.float32)]
+    total, count = context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+    return total / count
+
+
+def mean_by_gather(values: Any) -> tf.Tensor:
+    """The same, of all examples."""
+    return tf.reduce_mean(tf.distribute.get_replica_context().all_gather(values, axis=0), 0)
+
+
+def mean_by_merge(values: Any) -> tf.Tensor:
+    """The same, in the cross-replica context; without a gradient."""
+
+    def merge(strategy: tf.distribute.Strategy, total: Any, count: Any) -> Any:
+        sums = [strategy.reduce("SUM", part, axis=None) for part in (total, count)]
+        return sums[0] / sums[1]
+
+    own = (tf.reduce_sum(values, 0), tf.cast(tf.shape(values)[0], tf.float32))
+    return tf.distribute.get_replica_context().merge_call(merge, own)
+
+
+def plain_mean(values: Any) -> tf.Tensor:
+    """The same in a program that sees the whole batch."""
+    return tf.reduce_mean(values, 0)
+
+
+MEANS = {"sum": mean_by_sum, "gather": mean_by_gather, "merge": mean_by_merge}
+
+
+def exchange_hooks(kind: str = "plain", size: int = 0) -> SimpleNamespace:
+    """Uses means over the global batch in each hook; ``size`` examples are evaluated."""
+    mean = mean_in_loss = MEANS.get(kind, plain_mean)
+    if kind == "merge":  # no gradient
+        mean_in_loss = mean_by_sum
+
+    def relative(loss_input: Any) -> Any:
+        loss = squared_error(loss_input)
+        return loss / (1.0 + mean_in_loss(loss))
+
+    def with_mean(loss: Any, batch: Any, train_model: Any) -> Any:
+        loss = loss + 0.5 * loss * mean_in_loss(loss) * mean(batch[1])
+        return loss, 0.0, train_model.trainable_variables
+
+    hooks = make_hooks(
+        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_loss=lambda: relative,
+        input_pre=lambda batch: batch[0] - mean(batch[0]),
+        grad_pre=with_mean,
+        update_pre=lambda gradients, batch: (
+            [gradient * (1.0 + mean(batch[0] ** 2)[0]) for gradient in gradients],
+            gradients,
+        ),
+    )
+    if size:
+        hooks.create_eval_dataset = eval_hooks(size).create_eval_dataset
+        hooks.create_metrics = lambda: {"above": keras.metrics.Mean(), "seen": keras.metrics.Sum()}
+        hooks.metric_pre = lambda output, batch: {
+            "above": tf.cast(output > mean(output), tf.float32),
+            "seen": tf.ones_like(output),
+        }
+        hooks.eval_pre = lambda loss: (loss + mean(loss), 0.0)
+    return hooks
+
+
+def exchange_by_hand(steps: int, batch_size: int, rate: float) -> keras.Model:
+    """The same training as a plain loop on one device."""
+    model, hooks = small_model(), exchange_hooks()
+    loss = hooks.create_loss()
+    for batch in sliced(regression_data())(batch_size).repeat().take(steps):
+        with tf.GradientTape() as tape:
+            each = loss((model(hooks.input_pre(batch)), batch[1]))
+            total = tf.reduce_mean(hooks.grad_pre(each, batch, model)[0])
+        found = tape.gradient(total, model.trainable_variables)
+        for variable, gradient in zip(
+            model.trainable_variables, hooks.update_pre(found, batch)[0], strict=True
+        ):
+            variable.assign_sub(rate * gradient)
+    return model
+
+
+def exchange_evaluated_by_hand(model: keras.Model, size: int, batch_size: int) -> dict[str, float]:
+    """The same evaluation as a plain loop over global batches."""
+    hooks = exchange_hooks("plain", size)
+    losses, above = [], []
+    for batch in hooks.create_eval_dataset(batch_size):
+        output = model(hooks.input_pre(batch))
+        losses.append(hooks.eval_pre(hooks.create_loss()((output, batch[1])))[0].numpy())
+        above.append(hooks.metric_pre(output, batch)["above"].numpy())
+    found = [np.concatenate(values).mean() for values in (losses, above)]
+    return {"loss": found[0], "above": found[1], "seen": size}
+
+
 # ---- Each example once ------------------------------------------------------------------------
 
 IDS = 60  # five steps of 12

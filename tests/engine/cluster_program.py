@@ -86,6 +86,33 @@ def remainders(folder: Path) -> None:
         keep(folder, f"eval-{size}", **state.metrics)
 
 
+def exchanges(folder: Path) -> None:
+    """Hooks that exchange values, on one and two devices; with evaluations of every remainder."""
+    settings = {"steps": 6, "learning_rate": 0.02}
+    for devices in (2, 1):
+        for kind in ("gather", "merge") if devices == 2 else ("sum",):
+            state = run(folder, f"{kind}-{devices}", cases.exchange_hooks(kind),
+                        virtual_devices=devices, **settings)  # fmt: skip
+            values = enumerate(state.train_model.get_weights())
+            keep(folder, f"exchange-{kind}-{devices}", **{str(i): value for i, value in values})
+        for size in (1, 25) if devices == 2 else (25,):
+            hooks = cases.exchange_hooks("gather", size)
+            state = run(folder, f"{size}-{devices}", hooks, steps=0, virtual_devices=devices)
+            keep(folder, f"exchange-{size}-{devices}", **state.metrics)
+
+
+def contrastive(folder: Path) -> None:
+    """SimCLR with negatives of the global batch, evaluated, in one go and across a resume."""
+    from tests.ported import simclr
+
+    for name, cuts in (("whole", [16]), ("parts", [5, 16])):
+        for steps in cuts:
+            settings = {**simclr.SETTINGS, "steps": steps, "eval_every": 4}
+            state = run(folder, f"simclr-{name}", simclr.hooks(), **settings)
+        values = {str(i): value for i, value in enumerate(state.train_model.get_weights())}
+        keep(folder, f"simclr-{name}", **values, **state.metrics)
+
+
 def examples_of_an_epoch(folder: Path) -> None:
     """The ids that this process trains on in one epoch, sharded by the engine and by the hook."""
     for kind in ("engine", "hook"):

@@ -20,7 +20,7 @@ import pytest
 
 from tests.engine import cases
 from tests.engine.conftest import Train
-from tests.ported import codebook, transformer
+from tests.ported import codebook, simclr, transformer
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +61,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "weights_of_micro_batches",
         "weights_of_whole_batches",
         "remainders",
+        "exchanges",
+        "contrastive",
         "examples_of_an_epoch",
         "dropout",
         "generators",
@@ -154,6 +156,31 @@ def test_evaluation_sees_each_example_once(two: Path, size: int) -> None:
         assert values.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_hooks_exchange_values_between_processes(two: Path, devices: int) -> None:
+    weights = cases.exchange_by_hand(6, 24, 0.02).get_weights()
+    for kind in ("gather", "merge") if devices == 2 else ("sum",):
+        for values in kept(two, f"exchange-{kind}-{devices}", 2):
+            for value, expected in zip(values.values(), weights, strict=True):
+                np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+    for size in (1, 25) if devices == 2 else (25,):
+        expected = cases.exchange_evaluated_by_hand(cases.small_model(), size, 24)
+        for values in kept(two, f"exchange-{size}-{devices}", 2):
+            assert values.keys() == expected.keys()
+            for name, value in expected.items():
+                np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["whole", "parts"])
+def test_contrastive_learning_among_all_processes(two: Path, name: str) -> None:
+    model, metrics = simclr.plain()
+    weights = {str(i): value for i, value in enumerate(model.get_weights())}
+    for values in kept(two, f"simclr-{name}", 2):
+        assert values.keys() == {*weights, *metrics}
+        for key, value in {**weights, **metrics}.items():
+            np.testing.assert_allclose(values[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("kind", ["engine", "hook"])

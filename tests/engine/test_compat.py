@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -68,3 +69,47 @@ def test_graphs_called() -> None:
     with tf.Graph().as_default() as graph:
         inner(tf.compat.v1.placeholder(tf.float32, []))
     assert {"Sub", "Mul"} <= types_in(graph)
+
+
+def test_graph_writer(tmp_path: Path) -> None:
+    """It is looked for when a summary is traced, and writes to what was found."""
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    found: list[tf.summary.SummaryWriter] = []
+    in_graph = compat.GraphWriter(lambda: found.append(writer) or writer)  # type: ignore[func-returns-value]
+    unopened = compat.GraphWriter(lambda: None)
+
+    @tf.function(autograph=False)
+    def write(step: tf.Tensor) -> None:
+        with in_graph.as_default(step):
+            assert not found
+            tf.summary.scalar("there", 1.0)
+        with unopened.as_default(step), tf.summary.record_if(step < 0):
+            tf.summary.scalar("nowhere", 1.0)
+
+    write(tf.constant(3, tf.int64))
+    assert found == [writer]
+    writer.flush()
+    (file,) = tmp_path.iterdir()
+    events = tf.compat.v1.train.summary_iterator(str(file))
+    written = [(event.step, value.tag) for event in events for value in event.summary.value]
+    assert written == [(3, "there")]
+
+
+def test_summaries_of_first_replica() -> None:
+    """The graph of each replica has the summary, and which of them writes is no constant in it."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    recorded: list[tf.Tensor] = []
+
+    def on_replica(step: tf.Tensor) -> tf.Tensor:
+        with compat.summaries_of_first_replica(step):
+            return tf.summary.should_record_summaries()
+
+    @tf.function(autograph=False)
+    def write(step: tf.Tensor) -> list[tf.Tensor]:
+        with compat.GraphWriter(lambda: None).as_default(step):
+            found = strategy.experimental_local_results(strategy.run(on_replica, (step,)))
+        recorded.extend(tf.get_static_value(one) for one in found)
+        return list(found)
+
+    assert [bool(one) for one in write(tf.constant(1, tf.int64))] == [True, False]
+    assert recorded == [None, None]

@@ -1,0 +1,212 @@
+"""Graph hooks that exchange values with the other replicas, in training and in evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.engine import cases
+from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights
+
+BATCH, STEPS, RATE = 24, 6, 0.02
+
+
+def assert_weights(state: ctl_core.State, expected: keras.Model) -> None:
+    for weight, other in zip(state.train_model.weights, expected.weights, strict=True):
+        np.testing.assert_allclose(weight.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def assert_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "accumulate"),
+    [
+        ("sum", 1, 1),
+        ("gather", 1, 1),
+        ("merge", 1, 1),
+        ("sum", 2, 1),
+        ("gather", 2, 1),
+        ("merge", 2, 1),
+        ("gather", 2, 2),
+    ],
+)
+def test_weights_are_those_of_the_plain_loop(
+    train: Train, kind: str, replicas: int, accumulate: int
+) -> None:
+    """With micro-batches, a mean is that over the micro-batches of all replicas."""
+    settings = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
+    hooks = cases.exchange_hooks(kind)
+    if accumulate == 1:
+        expected = cases.exchange_by_hand(STEPS, BATCH, RATE)
+    else:  # one step: the mean of two gradients, each of half a batch
+        settings["steps"] = 1
+        hooks.update_pre = lambda gradients: (gradients, gradients)
+        expected = half_by_half()
+    state = train(hooks, virtual_devices=replicas, accumulate_steps=accumulate, **settings)
+    assert_weights(state, expected)
+
+
+def half_by_half() -> keras.Model:
+    model, hooks = cases.small_model(), cases.exchange_hooks()
+    halves = list(cases.sliced(cases.regression_data())(BATCH // 2).take(2))
+    with tf.GradientTape() as tape:
+        totals = []
+        for batch in halves:
+            each = hooks.create_loss()((model(hooks.input_pre(batch)), batch[1]))
+            totals.append(tf.reduce_mean(hooks.grad_pre(each, batch, model)[0]))
+        total = tf.add_n(totals) / 2
+    gradients = tape.gradient(total, model.trainable_variables)
+    for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+        variable.assign_sub(RATE * gradient)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("size", "replicas", "kind"),
+    [
+        (25, 1, "gather"),
+        (1, 2, "gather"),
+        (7, 2, "sum"),
+        (24, 2, "gather"),
+        (25, 2, "merge"),
+        (23, 3, "gather"),
+        (25, 3, "gather"),
+    ],
+)
+def test_evaluation_exchanges_true_examples_only(
+    train: Train, size: int, replicas: int, kind: str
+) -> None:
+    hooks = cases.exchange_hooks(kind, size)
+    state = train(hooks, steps=0, batch_size=BATCH, virtual_devices=replicas)
+    expected = cases.exchange_evaluated_by_hand(cases.small_model(), size, BATCH)
+    assert_metrics(state.metrics, expected)
+
+
+def test_a_stand_in_of_ragged_and_sparse_rows_counts_nowhere(train: Train) -> None:
+    """Nine examples in batches of four, on two replicas: the last has none in the second step."""
+    numbers = np.arange(1, 73, dtype="float32").reshape(9, 8) / 72
+    ragged = tf.RaggedTensor.from_row_lengths(numbers.ravel(), [8 - i % 3 for i in range(8)] + [15])
+    sparse = tf.sparse.from_dense(numbers * (numbers > 0.4))
+
+    def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        rows = {"dense": numbers, "ragged": ragged, "sparse": sparse}
+        dataset = tf.data.Dataset.from_tensor_slices(rows).batch(per_replica_batch_size)
+        return dataset.map(lambda row: {**row, "scale": tf.constant(2.0)})
+
+    def features(batch: dict[str, Any]) -> Any:
+        sums = [tf.reduce_sum(batch["dense"], 1), tf.reduce_sum(batch["ragged"], 1)]
+        sums.append(tf.reshape(tf.sparse.reduce_sum(batch["sparse"], 1), [-1]))
+        return batch["scale"] * tf.stack(sums, 1)
+
+    def create_model() -> keras.Model:
+        return set_weights(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+
+    hooks = make_hooks(
+        create_dataset=create_eval_dataset,
+        create_eval_dataset=create_eval_dataset,
+        create_model=create_model,
+        create_loss=lambda: lambda output: output[:, 0] - cases.mean_by_gather(output[:, 0]),
+        input_pre=features,
+        loss_pre=lambda output: output,
+        count_examples=lambda batch: tf.shape(batch["dense"])[0],
+        # Means over what a replica has itself: of nothing, they are no numbers.
+        eval_pre=lambda loss: (loss + tf.reduce_mean(loss), 0.0),
+        create_metrics=lambda: {"largest": keras.metrics.Mean()},
+        metric_pre=lambda output: tf.reduce_mean(output),
+    )
+    state = train(hooks, steps=0, batch_size=8, virtual_devices=2)
+    outputs = create_model()(features(next(iter(create_eval_dataset(9))))).numpy()[:, 0]
+    parts = [outputs[:4], outputs[4:8], outputs[8:]]
+    losses = [part - whole for part, whole in
+              zip(parts, [outputs[:8].mean()] * 2 + [outputs[8]], strict=True)]  # fmt: skip
+    expected = np.concatenate([loss + loss.mean() for loss in losses]).mean()
+    np.testing.assert_allclose(state.metrics["loss"], expected, rtol=1e-4, atol=1e-6)
+    means = np.mean([part.mean() for part in parts])
+    np.testing.assert_allclose(state.metrics["largest"], means, rtol=1e-5)
+
+
+def in_function(batch: Any) -> Any:
+    return tf.function(lambda values: values - cases.mean_by_gather(values))(batch[0])
+
+
+def in_branch(batch: Any) -> Any:
+    inputs = batch[0]
+    if tf.reduce_sum(inputs) > 0.0:
+        inputs = inputs - cases.mean_by_sum(inputs)
+    return inputs
+
+
+def in_body(batch: Any) -> Any:
+    return batch[0] - cases.mean_by_sum(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("hook", "jit_compile"), [(in_function, False), (in_branch, False), (in_body, True)]
+)
+def test_an_exchange_where_replicas_cannot_meet_is_refused(
+    train: Train, hook: Any, jit_compile: bool
+) -> None:
+    said = (
+        r"^input_pre \(\w+.py:\d+\): RuntimeError: exchanges values with the other replicas inside "
+        "of a tf.function, a branch or a loop of the graph, .* without jit_compile"
+    )
+    with pytest.raises(ctl_core.SetupError, match=said):
+        train(make_hooks(input_pre=hook), steps=1, virtual_devices=2, jit_compile=jit_compile)
+
+
+@pytest.mark.parametrize("hook", [in_function, in_branch, in_body])
+def test_one_replica_meets_itself_anywhere(train: Train, hook: Any) -> None:
+    state = train(make_hooks(input_pre=hook), steps=2, jit_compile=True)
+    assert state.step == 2
+
+
+def norm_model(synchronized: bool) -> keras.Model:
+    norm = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.8)
+    layers = [keras.layers.Dense(4), norm, keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+    random = np.random.default_rng(1)
+    model.set_weights([random.uniform(0.2, 1.0, w.shape) for w in model.get_weights()])
+    return model
+
+
+def norm_by_hand(synchronized: bool) -> keras.Model:
+    model, optimizer = norm_model(synchronized), keras.optimizers.SGD(RATE)
+    for inputs, target in cases.sliced(cases.regression_data())(BATCH).repeat().take(STEPS):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(cases.squared_error((model(inputs, training=True), target)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return model
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_synchronized_batch_normalisation_is_that_of_one_device(
+    train: Train, replicas: int
+) -> None:
+    """Weights, moving statistics and an evaluation; without it, only one replica is the same."""
+    expected = norm_by_hand(synchronized=True)
+    hooks = cases.eval_hooks(
+        23,
+        create_model=lambda: norm_model(synchronized=True),
+        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        update_pre=lambda gradients: (gradients, gradients),
+    )
+    settings = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
+    state = train(hooks, virtual_devices=replicas, **settings)
+    assert_weights(state, expected)
+    inputs, target = (part[:23] for part in cases.regression_data())
+    error = expected(inputs, training=False).numpy() - target
+    np.testing.assert_allclose(state.metrics["loss"], (error**2).mean(), rtol=1e-4)
+    hooks.create_model = lambda: norm_model(synchronized=False)
+    own = train(hooks, virtual_devices=replicas, run_name="own", **settings)
+    differ = np.abs(own.train_model.get_weights()[0] - expected.get_weights()[0]).max() > 1e-4
+    assert differ == (replicas > 1)

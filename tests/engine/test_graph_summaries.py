@@ -1,0 +1,157 @@
+"""tf.summary in hooks of the graph: each step once, whatever the devices, into the run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core import commands
+from tests.engine.cases import eval_hooks, small_model
+from tests.engine.conftest import Train, make_hooks
+
+Seen = list[tuple[int, str, float]]
+
+
+def seen(folder: Path) -> Seen:
+    """Returns (step, name, value) of each scalar summary, in no order."""
+    found = []
+    for file in folder.glob("events.out.tfevents.*"):
+        for event in tf.compat.v1.train.summary_iterator(str(file)):
+            for value in event.summary.value:
+                found.append((event.step, value.tag, float(tf.make_ndarray(value.tensor))))
+    return sorted(found)
+
+
+class Watched(keras.layers.Dense):
+    """A layer that writes a summary of its inputs."""
+
+    def call(self, inputs: Any) -> Any:
+        with tf.summary.record_if(tf.summary.experimental.get_step() > 0):
+            tf.summary.scalar("model", tf.reduce_sum(inputs))
+        return super().call(inputs)
+
+
+def watched_hooks(**hooks: Any) -> SimpleNamespace:
+    """Each hook of the graph writes the number of the step, as tf.summary has it."""
+
+    def note(name: str) -> None:
+        tf.summary.scalar(name, tf.cast(tf.summary.experimental.get_step(), tf.float32))
+
+    def input_pre(batch: Any) -> Any:
+        note("input")
+        return batch[0]
+
+    def train_loss(loss_input: Any) -> Any:
+        note("loss")
+        return tf.reduce_sum((loss_input[0] - loss_input[1]) ** 2, 1)
+
+    def grad_pre(loss: Any, train_model: Any) -> Any:
+        note("grad")
+        return loss, 0.0, train_model.trainable_variables
+
+    def update_pre(gradients: Any) -> Any:
+        tf.summary.scalar("norm", tf.linalg.global_norm(gradients))
+        return gradients, gradients
+
+    base = {
+        "create_model": lambda: keras.Sequential(
+            [keras.Input((5,)), Watched(1, name="watched")], name="net"
+        ),
+        "create_loss": lambda: train_loss,
+        "input_pre": input_pre,
+        "grad_pre": grad_pre,
+        "update_pre": update_pre,
+        "every_steps": {3: lambda loss: tf.summary.scalar("host", loss)},
+    }
+    return make_hooks(**{**base, **hooks})
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_step_is_written_once_with_its_number_and_a_resumed_run_goes_on(
+    train: Train, tmp_path: Path, replicas: int
+) -> None:
+    hooks = watched_hooks()
+    for steps in (4, 7):
+        train(hooks, steps=steps, virtual_devices=replicas)
+    found = seen(tmp_path / "runs/run/tb/train")
+    steps_of = {name: [step for step, tag, _ in found if tag == name] for _, name, _ in found}
+    (of_model,) = (name for name in steps_of if name.endswith("/model"))  # in the layer's scope
+    for name in ("input", "loss", "grad", "norm", of_model):
+        assert steps_of[name] == list(range(1, 8)), name
+    assert steps_of["host"] == [3, 6]
+    for step, name, value in found:
+        assert name not in ("input", "loss", "grad") or value == step
+    norms = [value for _, name, value in found if name == "norm"]
+    by_steps = train(hooks, steps=7, virtual_devices=replicas, run_name="whole", max_chunk=1)
+    assert by_steps.step == 7
+    whole = [v for _, name, v in seen(tmp_path / "runs/whole/tb/train") if name == "norm"]
+    np.testing.assert_allclose(norms, whole, rtol=1e-6)
+
+
+def test_record_if_every_few_steps(train: Train, tmp_path: Path) -> None:
+    def update_pre(gradients: Any) -> Any:
+        with tf.summary.record_if(tf.summary.experimental.get_step() % 3 == 0):
+            tf.summary.scalar("norm", tf.linalg.global_norm(gradients))
+        return gradients, gradients
+
+    train(make_hooks(update_pre=update_pre), steps=7, virtual_devices=2)
+    assert [step for step, *_ in seen(tmp_path / "runs/run/tb/train")] == [3, 6]
+
+
+def test_a_summary_leaves_the_replicas_variables_equal(train: Train) -> None:
+    """What one replica alone used would be computed, and rounded, in another way there."""
+
+    def update_pre(gradients: Any) -> Any:
+        third = [gradient * 0.3 for gradient in gradients]
+        tf.summary.scalar("third", tf.linalg.global_norm(third))
+        return [gradient * 0.7 for gradient in third], gradients
+
+    state = train(make_hooks(update_pre=update_pre), steps=30, virtual_devices=2)
+    for weight in state.train_model.weights:
+        one, other = state.strategy.experimental_local_results(weight.value)
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_micro_batches_write_one_each(train: Train, tmp_path: Path) -> None:
+    train(watched_hooks(), steps=2, accumulate_steps=2, virtual_devices=2)
+    found = seen(tmp_path / "runs/run/tb/train")
+    assert [step for step, name, _ in found if name == "input"] == [1, 1, 2, 2]
+    assert [step for step, name, _ in found if name == "norm"] == [1, 2]
+
+
+def test_a_compiled_step_refuses_it_and_update_pre_does_not(train: Train, tmp_path: Path) -> None:
+    said = r"^input_pre \(\w+.py:\d+\): ValueError: tf.summary in a step that jit_compile compiles;"
+    with pytest.raises(ctl_core.SetupError, match=said):
+        train(watched_hooks(), steps=1, jit_compile=True)
+    hooks = make_hooks(update_pre=watched_hooks().update_pre)
+    train(hooks, steps=2, jit_compile=True, run_name="update")
+    assert [step for step, *_ in seen(tmp_path / "runs/update/tb/train")] == [1, 2]
+
+
+def test_evaluation_writes_its_values_only_and_an_export_needs_no_writer(
+    train: Train, tmp_path: Path
+) -> None:
+    hooks = watched_hooks()
+    hooks.create_eval_dataset = eval_hooks(23).create_eval_dataset
+    state = train(hooks, steps=2)
+    assert {name for _, name, _ in seen(tmp_path / "runs/run/tb/eval")} == {"loss"}
+    options = {"checkpoint": None, "input": None, "output": None}
+    path = commands.export(hooks, state.config, options)
+    served = tf.saved_model.load(str(path)).signatures["serving_default"]
+    inputs = tf.ones([2, 5])
+    found = next(iter(served(inputs).values()))
+    kernel, bias = state.train_model.get_weights()
+    np.testing.assert_allclose(found, inputs @ kernel + bias, rtol=1e-6)
+
+
+def test_without_a_summary_the_graph_holds_no_writer(train: Train) -> None:
+    state = train(make_hooks(create_model=small_model), steps=3)
+    (function,) = state.functions._run.values()
+    assert "ummary" not in str(function.graph.as_graph_def())

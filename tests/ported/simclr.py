@@ -1,0 +1,139 @@
+"""SimCLR, after the paper's own code: two views of an image, all others of the batch as negatives.
+
+The negatives are those of the global batch: each replica gathers the embeddings of all, and its own
+examples are the rows from where the replicas before it end. Nothing here starts TensorFlow.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.ported.compare import BATCH, RATE, STEPS, assert_moved, numbers
+
+FEATURES, TEMPERATURE = 6, 0.5
+RANDOM = np.random.default_rng(0)
+IMAGES = RANDOM.normal(size=(40, FEATURES))
+VIEWS = tuple(
+    (IMAGES + RANDOM.normal(scale=0.3, size=IMAGES.shape)).astype("float32") for _ in range(2)
+)
+EVALUATED = 19  # of the last batch, a second replica has none
+SETTINGS = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
+
+# ---- callbacks.py -----------------------------------------------------------------------------
+
+
+def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(VIEWS).batch(per_replica_batch_size)
+
+
+def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    views = tf.data.Dataset.from_tensor_slices(VIEWS)
+    return views.take(EVALUATED).batch(per_replica_batch_size)
+
+
+class Encoder(keras.Model):
+    """Encoder and projection head, applied to both views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(4)]
+        self.network = keras.Sequential([keras.Input((FEATURES,)), *layers])
+
+    def call(self, views: Any) -> Any:
+        return [tf.math.l2_normalize(self.network(view), axis=1) for view in views]
+
+
+def create_model() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    return Encoder()
+
+
+def with_all(output: Any) -> Any:
+    """Both embeddings, those of all replicas, and where this replica's begin among them."""
+    replica = tf.distribute.get_replica_context()
+    sizes = replica.all_gather(tf.shape(output[0])[:1], axis=0)
+    first = tf.reduce_sum(sizes[: replica.replica_id_in_sync_group])
+    return output, [replica.all_gather(one, axis=0) for one in output], first
+
+
+def scores(loss_input: Any) -> Any:
+    """For each example: how near its other view, and all the rest, are; and which is its own."""
+    (one, other), (all_ones, all_others), first = loss_input
+    own = first + tf.range(tf.shape(one)[0])
+    itself = 1e9 * tf.one_hot(own, tf.shape(all_ones)[0])
+    of_one = [tf.matmul(one, all_others, transpose_b=True),
+              tf.matmul(one, all_ones, transpose_b=True) - itself]  # fmt: skip
+    of_other = [tf.matmul(other, all_ones, transpose_b=True),
+                tf.matmul(other, all_others, transpose_b=True) - itself]  # fmt: skip
+    return own, tf.concat(of_one, 1) / TEMPERATURE, tf.concat(of_other, 1) / TEMPERATURE
+
+
+def contrastive(loss_input: Any) -> Any:
+    own, of_one, of_other = scores(loss_input)
+    return 0.5 * sum(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(own, each) for each in (of_one, of_other)
+    )
+
+
+def create_loss() -> Any:
+    return contrastive
+
+
+def create_opt(lr: Any) -> keras.Optimizer:
+    return keras.optimizers.SGD(lr)
+
+
+def create_metrics() -> dict[str, keras.Metric]:
+    return {"accuracy": keras.metrics.Mean()}
+
+
+def found_itself(loss_input: Any) -> Any:
+    own, of_one, _ = scores(loss_input)
+    return tf.cast(tf.argmax(of_one, 1, tf.int32) == own, tf.float32)
+
+
+def metric_pre(output: Any) -> Any:
+    return found_itself(with_all(output))
+
+
+def hooks() -> SimpleNamespace:
+    return SimpleNamespace(
+        create_dataset=create_dataset,
+        create_eval_dataset=create_eval_dataset,
+        create_model=create_model,
+        create_loss=create_loss,
+        create_opt=create_opt,
+        create_metrics=create_metrics,
+        input_pre=lambda batch: batch,
+        loss_pre=with_all,
+        metric_pre=metric_pre,
+        every_steps={},
+    )
+
+
+# ---- The same as a plain loop -----------------------------------------------------------------
+
+
+def plain() -> tuple[keras.Model, dict[str, float]]:
+    """Returns the model that a loop over whole batches trains, and what its evaluation says."""
+    model, optimizer = create_model(), keras.optimizers.SGD(RATE)
+    before = numbers(model.trainable_variables)
+    for views in create_dataset(BATCH).repeat().take(STEPS):
+        with tf.GradientTape() as tape:
+            output = model(views)
+            loss = tf.reduce_mean(contrastive((output, output, 0)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    assert_moved(before, numbers(model.trainable_variables))
+    losses, found = [], []
+    for views in create_eval_dataset(BATCH):
+        output = model(views)
+        losses.append(contrastive((output, output, 0)).numpy())
+        found.append(found_itself((output, output, 0)).numpy())
+    means = [float(np.concatenate(values).mean()) for values in (losses, found)]
+    return model, {"loss": means[0], "accuracy": means[1]}
