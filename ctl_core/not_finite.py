@@ -68,7 +68,7 @@ class NotFinite:
         after = tf.maximum(before + tf.constant([0, 0, 1, 0], tf.int64), start)
         after = tf.where(finite, before, after)
         if nans:
-            found = tf.cast(functools.reduce(tf.logical_or, nans), tf.int64)
+            found = tf.cast(tf.reduce_any(nans), tf.int64)
             after += found * tf.constant([0, 0, 0, 1], tf.int64)
         self.variable.assign(after)
 

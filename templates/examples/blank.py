@@ -77,7 +77,8 @@ def count_examples(batch):
 #     return train_loss
 
 
-# lr is an object: create_opt, summaries and arithmetic take it as it is, lr.assign(x) changes it.
+# lr is an object: create_opt, summaries and arithmetic take it as it is, lr.assign(x) changes it,
+# and what SGD(lr * 0.1) trains with. With a schedule, the other hooks get the schedule's value.
 def create_opt(lr):
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
 
@@ -147,7 +148,8 @@ every_steps = {1: print_step, 10: print_loss}
 
 # {N: function or list of functions}, once after step N, also across a resume. For example
 # {300: halve} with: def halve(lr): lr.assign(lr * 0.5). A hook that raises
-# ctl_core.StopTraining ends training: it is evaluated and saved as if done.
+# ctl_core.StopTraining ends training: it is evaluated and saved as if done, until more steps are
+# asked for.
 at_step = {}
 
 

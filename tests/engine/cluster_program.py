@@ -173,7 +173,24 @@ def decisions(folder: Path) -> None:
             raise ctl_core.StopTraining("enough")
 
     state = run(folder, "decisions", make_hooks(every_steps={1: ask}), steps=20)
-    keep(folder, "decisions", step=state.step)
+    again = run(folder, "decisions", make_hooks(every_steps={1: ask}), steps=20)
+    keep(folder, "decisions", step=state.step, again=again.step)
+
+
+def not_finite(folder: Path) -> None:
+    """The loss is NaN for an example of step 3 and one of step 4; one process has both."""
+    inputs, target = cases.regression_data()
+    target = target.copy()
+    target[[3 * 24 - 1, 4 * 24 - 1]] = np.nan
+    hooks = make_hooks(create_dataset=cases.sliced((inputs, target)))
+    state = run(folder, "warned", hooks, steps=4)
+    message = ""
+    try:
+        run(folder, "stopped", hooks, steps=8, on_nan="stop", ckpt_every=2)
+    except ctl_core.RunError as error:
+        message = str(error)
+    noted = [state.noted.first, state.noted.latest, state.noted.steps, int(state.diverged)]
+    keep(folder, "not_finite", noted=noted, message=message)
 
 
 def settings_differ(folder: Path) -> None:

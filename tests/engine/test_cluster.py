@@ -69,6 +69,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "batch_norm",
         "drift",
         "decisions",
+        "not_finite",
         "settings_differ",
         "data_differs",
         "layers_frozen_unalike",
@@ -226,10 +227,19 @@ def test_drift_is_found_at_the_next_checkpoint_and_named(two: Path) -> None:
 
 
 def test_what_one_process_asks_for_happens_on_all(two: Path) -> None:
-    assert [int(values["step"]) for values in kept(two, "decisions", 2)] == [7, 7]
+    for values in kept(two, "decisions", 2):
+        assert int(values["step"]) == int(values["again"]) == 7  # and the run stays ended
     folder = two / "runs/decisions/ckpt/engine"
     assert {path.name for path in folder.glob("*.json")} == {"ckpt-3.json", "ckpt-7.json"}
     assert len(list(folder.glob("input-3-*.index"))) == 2
+
+
+def test_a_loss_that_one_process_has_is_known_to_all(two: Path) -> None:
+    for values in kept(two, "not_finite", 2):
+        assert values["noted"].tolist() == [3, 4, 2, 1]
+        assert str(values["message"]).startswith("the loss of step 3 is not finite")
+    names = {path.name for path in (two / "runs/stopped/ckpt/engine").glob("*.json")}
+    assert names == {"ckpt-2.json"}
 
 
 def test_settings_that_differ_are_named(two: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import pytest
 import tensorflow as tf
 
 from ctl_core import compat
@@ -35,6 +36,15 @@ def test_flatten_layers() -> None:
     model = keras.Sequential([inner, keras.layers.Dense(2)])
     assert compat.flatten_layers(model) == [model, inner, inner.layers[0], model.layers[1]]
     assert compat.flatten_layers(object()) == []
+
+
+def test_rate_of() -> None:
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 9)
+    optimizer = keras.optimizers.SGD(schedule)
+    assert compat.rate_of(optimizer) is schedule and compat.rate_of(object()) is None
+    assert float(compat.rate_of(keras.optimizers.SGD(0.5))) == 0.5
+    with pytest.raises(TypeError, match="hence its learning rate is not settable"):  # errors.brief
+        optimizer.learning_rate = 0.1
 
 
 def test_written_resources() -> None:

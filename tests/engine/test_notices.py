@@ -29,7 +29,7 @@ def test_a_rate_that_reaches_nobody(train: Train, capsys: Output, replicas: int)
     (warning,) = warnings(capsys)
     assert "create_opt (test_notices.py" in warning and "makes no use of lr" in warning
     within = make_hooks(
-        create_opt=lambda lr: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 9)),
+        create_opt=lambda lr: keras.optimizers.SGD(0.1),
         update_pre=lambda gradients, lr: ([g * lr for g in gradients], gradients),
     )
     train(within, steps=1, run_name="within", virtual_devices=replicas)
