@@ -18,10 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
+from ctl_core import precision
 from tests.engine import cases
 from tests.engine.cases import make_hooks
 from tests.ported import codebook as vq
-from tests.ported import compare, transformer
+from tests.ported import compare, mixed_precision, transformer
 
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 
@@ -250,6 +251,18 @@ def codebook(folder: Path) -> None:
     except ctl_core.SetupError as error:
         message = str(error)
     keep(folder, "codebook", **values, message=message)
+
+
+def ported(folder: Path) -> None:
+    """A GAN of two objectives, learnt task weights, a float16 policy of the model's own."""
+    settings = {"batch_size": compare.BATCH, "learning_rate": compare.RATE, "steps": compare.STEPS}
+    for name in ("wgan_gp", "multi_task", "mixed_precision"):
+        precision.PATIENCE = mixed_precision.GROWTH
+        state = run(folder, name, globals()[name].hooks(), **settings)
+        variables = compare.numbers(state.train_model.trainable_variables)
+        if name == "multi_task":
+            variables += compare.numbers(state.train_loss.trainable_variables)
+        keep(folder, name, **{str(i): value for i, (_, value) in enumerate(variables)})
 
 
 def hook_state(folder: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,15 @@ import pytest
 
 from tests.engine import cases
 from tests.engine.conftest import Train
-from tests.ported import codebook, simclr, transformer
+from tests.ported import (
+    codebook,
+    compare,
+    mixed_precision,
+    multi_task,
+    simclr,
+    transformer,
+    wgan_gp,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +84,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "layers_frozen_unalike",
         "hook_state",
         "codebook",
+        "ported",
     )
 
 
@@ -272,6 +282,21 @@ def test_a_codebook_is_the_moving_average_over_two_processes(two: Path) -> None:
         assert "assigns to train_model/codebook/" in message and "2 replicas would no" in message
         for value, other in zip(values.values(), expected, strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["wgan_gp", "multi_task", "mixed_precision"])
+def test_a_ported_program_is_that_of_the_plain_loop(two: Path, name: str) -> None:
+    plain_loops: dict[str, Callable[[], Any]] = {
+        "wgan_gp": lambda: wgan_gp.plain().trainable_variables,
+        "multi_task": multi_task.plain,
+        "mixed_precision": lambda: mixed_precision.plain()[0].trainable_variables,
+    }
+    expected = plain_loops[name]()
+    # In float16, each replica rounds the gradients of its own examples.
+    bound = 1e-4 if name == "mixed_precision" else 1e-6
+    for values in kept(two, name, 2):
+        for value, (path, other) in zip(values.values(), compare.numbers(expected), strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-5, atol=bound, err_msg=path)
 
 
 def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path) -> None:
