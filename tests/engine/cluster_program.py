@@ -87,19 +87,26 @@ def remainders(folder: Path) -> None:
         keep(folder, f"eval-{size}", **state.metrics)
 
 
-def exchanges(folder: Path) -> None:
-    """Hooks that exchange values, on one and two devices; with evaluations of every remainder."""
-    settings = {"steps": 6, "learning_rate": 0.02}
-    for devices in (2, 1):
-        for kind in ("gather", "merge") if devices == 2 else ("sum",):
-            state = run(folder, f"{kind}-{devices}", cases.exchange_hooks(kind),
-                        virtual_devices=devices, **settings)  # fmt: skip
-            values = enumerate(state.train_model.get_weights())
-            keep(folder, f"exchange-{kind}-{devices}", **{str(i): value for i, value in values})
-        for size in (1, 25) if devices == 2 else (25,):
-            hooks = cases.exchange_hooks("gather", size)
-            state = run(folder, f"{size}-{devices}", hooks, steps=0, virtual_devices=devices)
-            keep(folder, f"exchange-{size}-{devices}", **state.metrics)
+def exchanges(folder: Path, devices: int) -> None:
+    """Hooks that exchange values; evaluations in which replicas have no examples left."""
+    for kind in ("gather", "merge") if devices == 2 else ("sum",):
+        name = f"exchange-{kind}-{devices}"
+        settings = {"steps": 6, "learning_rate": 0.02, "virtual_devices": devices}
+        state = run(folder, name, cases.exchange_hooks(kind), **settings)
+        values = enumerate(state.train_model.get_weights())
+        keep(folder, name, **{str(i): value for i, value in values})
+    for size in (1, 25) if devices == 2 else (25,):
+        name = f"exchange-{size}-{devices}"
+        hooks = cases.exchange_hooks("gather", size)
+        keep(folder, name, **run(folder, name, hooks, steps=0, virtual_devices=devices).metrics)
+
+
+def exchanges_on_two_devices(folder: Path) -> None:
+    exchanges(folder, 2)
+
+
+def exchanges_on_one_device(folder: Path) -> None:
+    exchanges(folder, 1)
 
 
 def contrastive(folder: Path) -> None:
