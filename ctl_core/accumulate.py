@@ -15,7 +15,7 @@ import tensorflow as tf
 from ctl_core.compat import summaries_of_first_replica
 from ctl_core.inputs import Input, deal
 from ctl_core.joining import joined
-from ctl_core.not_finite import found_nans
+from ctl_core.not_finite import found_nans, seen
 from ctl_core.step import Parts, apply, contribution, update
 
 
@@ -33,12 +33,13 @@ def take_update(
         data: where A elements for each local replica are drawn from
         wanted: names of the values to return, out of ``hooks.OBSERVED``
         watch: whether to measure how long it waits for its elements
-        step: the number of the step that this update makes, an int64 scalar; where nobody runs
-            it, none
+        step: the number of the step that this update makes, an int64 scalar, for summaries; where
+            nobody runs it, none
 
     Returns:
         The wanted values by name, each with a value per replica, as ``strategy.run`` returns them;
-        ``output`` and ``batch`` as a list of such values, one for each micro-batch.
+        ``output`` and ``batch`` as a list of such values, one for each micro-batch. And ``noted``,
+        if losses are looked at: what ``not_finite.seen`` returns.
     """
 
     def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -50,13 +51,10 @@ def take_update(
         return updated(contribution(parts, batch, kept))
 
     def updated(contributed: dict[str, Any]) -> dict[str, Any]:
-        if parts.not_finite is None or step is None:
-            return update(parts, contributed, wanted)
         with found_nans() as nans:
             found = update(parts, contributed, wanted)
-        if parts.loss_scale is not None:  # skips such an update
-            nans = []
-        parts.not_finite.note(contributed["loss"], step, nans)
+        if parts.notes_losses:  # with a loss scale, an update of NaN gradients is skipped
+            found["noted"] = seen(contributed["loss"], [] if parts.loss_scale else nans)
         return found
 
     if parts.accumulate_steps == 1:

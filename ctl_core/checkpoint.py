@@ -514,8 +514,6 @@ class Checkpoints:
         self.saved_step = record.step
         self.state.metrics = record.metrics
         self.state.noted = Noted(**record.noted)
-        if self.state.parts.not_finite is not None:
-            self.state.parts.not_finite.put_back(self.state.noted)
         self.state.hook_state.clear()
         self.state.hook_state.update(record.state)
         return record

@@ -6,6 +6,7 @@ name. What an update is made of is accumulate.py's and step.py's part.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import trace_evaluation
 from ctl_core.hooks import Hook
 from ctl_core.joining import for_host, unlike
+from ctl_core.not_finite import Noted, Notes
 from ctl_core.randomness import random_ops
 from ctl_core.state import State
 from ctl_core.step import variable_name
@@ -30,14 +32,14 @@ class StepFunctions:
 
     Attributes:
         devices: this process's replica devices
-        noted: what NotFinite has noted, if it is used, by the end of the last call
+        noted: which steps of the last call had losses that are not finite; None: nobody looks
     """
 
     def __init__(self, state: State, console: Console, summaries: tf.summary.SummaryWriter) -> None:
         """``summaries`` writes those of the hooks in the graph."""
         self._summaries = summaries
         self.devices = tuple(state.strategy.extended.worker_devices)
-        self.noted: tf.Tensor | None = None
+        self.noted: Noted | None = None
         self._state = state
         self._console = console
         self._told: set[str] = set()
@@ -59,7 +61,7 @@ class StepFunctions:
         """Takes ``steps`` steps in one graph call."""
         if self._frozen not in self._run:
             self._run[self._frozen] = self._concrete(self._trace_run())
-        self.noted = self._run[self._frozen](tf.constant(steps, tf.int64))
+        self._note(self._run[self._frozen](tf.constant(steps, tf.int64)))
 
     def observe(self, wanted: frozenset[str], due: Sequence[Hook] = ()) -> dict[str, Any]:
         """Takes one step and returns the wanted values of it, eager, for the hooks that are due."""
@@ -67,7 +69,8 @@ class StepFunctions:
         if key not in self._observe:
             self._observe[key] = self._concrete(self._trace_observe(wanted))
         self._state.data.watched += 1
-        pieces, found, _, self.noted = self._observe[key]()
+        pieces, found, _, noted = self._observe[key]()
+        self._note(noted)
         for name, several in pieces.items():
             found[name] = tf.nest.map_structure(lambda *parts: for_host(parts), *several)
             if name not in self._told and (shapes := unlike(several)):
@@ -136,51 +139,62 @@ class StepFunctions:
 
     def _trace_run(self) -> Any:
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
-        def run(steps: tf.Tensor) -> tf.Tensor | None:
+        def run(steps: tf.Tensor) -> tf.Tensor:
             before = self._state.step_variable.read_value()
+            notes = Notes(steps)
 
-            def body(step: tf.Tensor) -> tuple[tf.Tensor]:
-                step = step + 1
+            def body(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
+                step = before + done + 1
                 with self._summaries.as_default(step):
-                    take_update(self._state.parts, self._state.data, frozenset(), step=step)
-                return (step,)
+                    found = take_update(self._state.parts, self._state.data, frozenset(), step=step)
+                if "noted" in found:
+                    arrays = notes.write(arrays, done, self._of_replicas(found["noted"]))
+                return done + 1, arrays
 
-            (step,) = tf.while_loop(lambda step: step < before + steps, body, (before,))
-            self._state.step_variable.assign(step)
-            return self._taken()
+            start = (tf.constant(0, tf.int64), notes.arrays)
+            _, arrays = tf.while_loop(lambda done, _: done < steps, body, start)
+            self._state.step_variable.assign_add(steps)
+            return notes.summary(arrays, before)
 
         return run
 
-    def _taken(self) -> tf.Tensor | None:
-        not_finite = self._state.parts.not_finite
-        return None if not_finite is None else not_finite.taken()
+    def _note(self, summary: tf.Tensor) -> None:
+        """Keeps what a graph call has noted."""
+        if self._state.parts.notes_losses:
+            self.noted = Noted(*summary.numpy().tolist())
+
+    def _of_replicas(self, values: Any) -> list[Any]:
+        """Returns the structure that each of this process's replicas has."""
+        results = self._state.strategy.experimental_local_results
+        return [
+            tf.nest.map_structure(lambda v, i=i: results(v)[i], values)
+            for i in range(len(self.devices))
+        ]
 
     def _trace_observe(self, wanted: frozenset[str]) -> Any:
         results = self._state.strategy.experimental_local_results
 
-        def of_each(micro_batches: list[Any]) -> list[Any]:
-            """The values of the replicas, one replica's micro-batches after the other's."""
-            return [
-                tf.nest.map_structure(lambda v, i=i: results(v)[i], one)
-                for i in range(len(self.devices))
-                for one in micro_batches
-            ]
-
         @tf.function(autograph=False)
-        def observe() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor | None]:
-            step = self._state.step_variable.read_value() + 1
-            with self._summaries.as_default(step):
-                values = take_update(self._state.parts, self._state.data, wanted, True, step)
-            self._state.step_variable.assign(step)
-            whole: dict[str, Any] = {
-                name: of_each(values.pop(name)) for name in ("output", "batch") if name in values
-            }
+        def observe() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
+            before = self._state.step_variable.read_value()
+            notes = Notes(1)
+            with self._summaries.as_default(before + 1):
+                values = take_update(self._state.parts, self._state.data, wanted, True, before + 1)
+            self._state.step_variable.assign(before + 1)
+            arrays = notes.arrays
+            if "noted" in values:
+                arrays = notes.write(arrays, 0, self._of_replicas(values.pop("noted")))
+            whole: dict[str, Any] = {}
+            for name in ("output", "batch"):  # one replica's micro-batches after the other's
+                if name in values:
+                    parts = zip(*map(self._of_replicas, values.pop(name)), strict=True)
+                    whole[name] = list(itertools.chain.from_iterable(parts))
             reduced = tf.nest.map_structure(lambda v: results(v)[0], values)
             # What is the same on all replicas is returned of all, though one is used: TensorFlow
             # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
             # the replicas' variables would no longer be equal.
             rest = [results(v)[1:] for v in tf.nest.flatten(values)]
-            return whole, reduced, rest, self._taken()
+            return whole, reduced, rest, notes.summary(arrays, before)
 
         return observe
 

@@ -29,7 +29,7 @@ from ctl_core.hook_state import check_state
 from ctl_core.hooks import OBSERVED
 from ctl_core.launch import TICK, supervised
 from ctl_core.look import EMPTY
-from ctl_core.not_finite import NEVER, Noted, noted_in
+from ctl_core.not_finite import NEVER, Noted
 from ctl_core.precision import policy
 from ctl_core.profile import Clock, Profile
 from ctl_core.randomness import spread
@@ -141,7 +141,6 @@ def _loop(
     agree = Agreement(state.cluster, signals)
     step = state.step
     clock = state.clock
-    noted = state.noted
     agree(Word(chunk=chunk.limit, step=step, frozen=functions.frozen))
     _evaluate_and_save(state, step, checkpoints, run, console, agree, schedule)
     profile.at(step)
@@ -182,14 +181,13 @@ def _loop(
         state.data.say_left_out(console)
         checkpoints.poll()
         word = Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen)
-        if functions.noted is not None:
-            noted = noted_in(functions.noted)
+        if noted := functions.noted:
             word = dataclasses.replace(
                 word, first=noted.first, latest=noted.latest, bad=noted.steps
             )
         word = agree(word)
         chunk.limit, checkpoints.asked = word.chunk, word.save
-        if functions.noted is not None:
+        if noted:
             noted = Noted(word.first, word.latest, word.bad, noted.zeroed)
             _look_at_losses(state, noted, checkpoints, console)
         if word.end:
@@ -212,25 +210,24 @@ def _loop(
     state.stopped_by = agree.signal if step < last else None
 
 
-def _look_at_losses(state: State, noted: Noted, checkpoints: Checkpoints, console: Console) -> None:
-    """Takes over what the graph call has noted, and says so at the first loss that is not finite.
+def _look_at_losses(state: State, found: Noted, checkpoints: Checkpoints, console: Console) -> None:
+    """Notes what a graph call has found, and says so at the first loss that is not finite.
 
     Raises:
         RunError: training is to stop there; checkpoints are of earlier steps.
     """
-    before, state.noted = state.noted, noted
-    if noted.latest > before.latest and state.config.on_nan == "stop":
-        first = noted.first if before.first == NEVER else noted.latest
+    before, state.noted = state.noted, state.noted.then(found)
+    if found.steps and state.config.on_nan == "stop":
         saved = checkpoints.saved_step
         raise RunError(
-            f"the loss of step {first} is not finite (on_nan: stop); "
+            f"the loss of step {found.first} is not finite (on_nan: stop); "
             + (f"the last checkpoint is of step {saved}." if saved >= 0 else "nothing was saved.")
         )
-    if noted.first != before.first:
+    if found.steps and before.first == NEVER:
         console.warn(
-            f"the loss of step {noted.first} is not finite; on_nan: stop would end training there."
+            f"the loss of step {found.first} is not finite; on_nan: stop would end training there."
         )
-    if noted.zeroed and not before.zeroed and noted.first == NEVER:
+    if found.zeroed and not before.zeroed and state.noted.first == NEVER:
         console.warn(
             f"by step {state.step}, update_pre has turned NaN in gradients into 0; how often is "
             "said at the end."
@@ -241,7 +238,7 @@ def _not_finite(state: State) -> str | None:
     """Says, at the end, in how many steps losses or gradients were not finite."""
     noted, parts = state.noted, []
     if noted.steps:
-        at_least = "at least " * (state.parts.replicas > 1)
+        at_least = "at least " * (state.cluster.task.processes > 1)
         parts.append(
             f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
             f"{noted.first} to {noted.latest}{', the last one' * state.diverged}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,12 +15,12 @@ NEVER = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class Noted:
-    """What is known after a graph call.
+    """What is known of some steps.
 
     Attributes:
         first: the first step whose loss was not finite on some replica, or ``NEVER``
         latest: the last such step so far, or 0
-        steps: how many such steps the worst replica has had
+        steps: how many such steps there were; in a cluster, on the process with most
         zeroed: in how many steps ``nan_to_zero`` has found NaN in a gradient
     """
 
@@ -30,63 +29,62 @@ class Noted:
     steps: int = 0
     zeroed: int = 0
 
+    def then(self, later: Noted) -> Noted:
+        """Adds what a later graph call has found."""
+        return Noted(
+            min(self.first, later.first),
+            max(self.latest, later.latest),
+            self.steps + later.steps,
+            self.zeroed + later.zeroed,
+        )
 
-class NotFinite:
-    """Notes, on each replica, the steps whose loss is not finite; costs some scalar ops a step.
 
-    Replicas are looked at together when the graph is left, and processes when they agree on what
-    is next anyway: nothing is exchanged for it within a step.
+class Notes:
+    """What the steps of one graph call find, kept within the graph: one or two small ops a step.
 
-    Attributes:
-        variable: NEVER - first, latest, steps, zeroed of ``Noted``, so that the highest counts;
-            an int64 vector of each replica's own
+    Works in a cross-replica context, while the graph is traced.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        self._results = strategy.experimental_local_results
-        self.variable = tf.Variable(
-            tf.zeros([4], tf.int64),
-            trainable=False,
-            name="not_finite",
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.SUM,
+    def __init__(self, steps: Any) -> None:
+        """For so many steps, a scalar int."""
+        self.arrays = tuple(
+            tf.TensorArray(kind, tf.cast(steps, tf.int32), element_shape=[])
+            for kind in (tf.float32, tf.bool)
         )
 
-    def note(self, losses: Mapping[str, tf.Tensor], step: tf.Tensor, nans: list[tf.Tensor]) -> None:
-        """Notes one step; runs in a replica context.
+    def write(self, arrays: Any, index: Any, found: list[dict[str, tf.Tensor]]) -> Any:
+        """Returns the arrays with what ``seen`` returned on each local replica in a step."""
+        losses, nans = arrays
+        index = tf.cast(index, tf.int32)
+        losses = losses.write(index, tf.add_n([one["loss"] for one in found]))
+        if "nans" in found[0]:
+            nans = nans.write(index, tf.reduce_any([one["nans"] for one in found]))
+        return losses, nans
 
-        Args:
-            losses: this replica's, by objective
-            step: the step's number, an int64 scalar
-            nans: what ``found_nans`` has collected
-        """
-        finite = functools.reduce(tf.logical_and, map(tf.math.is_finite, losses.values()))
-        before = self.variable.read_value()
-        start = tf.constant([NEVER, 0, 0, 0], tf.int64) + step * tf.constant(
-            [-1, 1, 0, 0], tf.int64
-        )
-        after = tf.maximum(before + tf.constant([0, 0, 1, 0], tf.int64), start)
-        after = tf.where(finite, before, after)
-        if nans:
-            found = tf.cast(tf.reduce_any(nans), tf.int64)
-            after += found * tf.constant([0, 0, 0, 1], tf.int64)
-        self.variable.assign(after)
-
-    def taken(self) -> tf.Tensor:
-        """Returns the highest of the local replicas' numbers; runs in a cross-replica context."""
-        return tf.reduce_max([part.read_value() for part in self._results(self.variable)], axis=0)
-
-    def put_back(self, noted: Noted) -> None:
-        """Goes on from what a checkpoint knows."""
-        values = [NEVER - noted.first, noted.latest, noted.steps, noted.zeroed]
-        for part in self._results(self.variable):
-            part.assign(values)
+    @staticmethod
+    def summary(arrays: Any, before: Any) -> tf.Tensor:
+        """Returns the numbers of ``Noted``, an int64 vector, of the steps after ``before``."""
+        losses, nans = (array.stack() for array in arrays)
+        steps = before + 1 + tf.range(tf.size(losses, tf.int64), dtype=tf.int64)
+        bad = tf.logical_not(tf.math.is_finite(losses))
+        first = tf.reduce_min(tf.where(bad, steps, NEVER))
+        latest = tf.reduce_max(tf.where(bad, steps, 0))
+        counts = [tf.math.count_nonzero(part) for part in (bad, nans)]
+        return tf.stack([tf.minimum(first, NEVER), tf.maximum(latest, 0), *counts])
 
 
-def noted_in(taken: tf.Tensor) -> Noted:
-    """Returns what ``NotFinite.taken`` says."""
-    remaining, latest, steps, zeroed = taken.numpy().tolist()
-    return Noted(NEVER - remaining, latest, steps, zeroed)
+def seen(losses: Mapping[str, tf.Tensor], nans: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Returns what one replica has to tell of a step.
+
+    Args:
+        losses: its objectives by name, floating-point scalars
+        nans: what ``found_nans`` has collected
+    """
+    # A sum that is finite has finite parts.
+    found = {"loss": tf.add_n([tf.cast(loss, tf.float32) for loss in losses.values()])}
+    if nans:
+        found["nans"] = tf.reduce_any(tf.stack(nans))
+    return found
 
 
 _tracing = threading.local()

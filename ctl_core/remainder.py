@@ -189,8 +189,6 @@ def own_variables(state: State) -> list[Any]:
     own = [state.step_variable, state.lr.variable, state.data.waited, state.data.tally]
     if state.parts.loss_scale is not None:
         own += state.parts.loss_scale.variables
-    if state.parts.not_finite is not None:
-        own.append(state.parts.not_finite.variable)
     return [v for v in (*own, *generator_states(state.train_model)) if v is not None]
 
 

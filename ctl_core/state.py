@@ -25,7 +25,7 @@ from ctl_core.evaluation import Evaluation, create_evaluation
 from ctl_core.freezing import Freezing, unfrozen
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input, deal, local_replicas
-from ctl_core.not_finite import Noted, NotFinite
+from ctl_core.not_finite import Noted
 from ctl_core.pairs import pairs_refused
 from ctl_core.precision import LossScale, lower_dtypes
 from ctl_core.profile import Clock
@@ -183,7 +183,7 @@ def _create(
             replicas,
             config.accumulate_steps,
             config.jit_compile,
-            not_finite=None if config.on_nan == "ignore" else NotFinite(strategy),
+            notes_losses=config.on_nan != "ignore",
         )
         variables, input_spec, writes = _build_variables(parts, data, cluster.task)
         _check_variables(hooks.create_model, variables)

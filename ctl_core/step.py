@@ -18,7 +18,6 @@ from ctl_core.compat import GraphWriter, gradients_are_summed, optimizers_refuse
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks, describe
 from ctl_core.look import examples_in
-from ctl_core.not_finite import NotFinite
 from ctl_core.precision import LossScale, all_finite, to_float32
 from ctl_core.rate import Rate
 from ctl_core.tracking import find
@@ -38,7 +37,7 @@ class Parts:
         accumulate_steps: A, micro-batches in an update
         jit_compile: whether forward and backward pass are compiled with XLA
         loss_scale: what objectives are multiplied by; only in float16
-        not_finite: notes the steps whose loss is not finite; None where nobody asks
+        notes_losses: whether losses that are not finite are noted
         without_gradient: names of variables that the loss does not depend on, found in tracing
         scalar_losses: the objectives whose loss is one number, found in tracing
         trained: by objective, the variables that it does depend on, found in tracing
@@ -55,7 +54,7 @@ class Parts:
     accumulate_steps: int = 1
     jit_compile: bool = False
     loss_scale: LossScale | None = None
-    not_finite: NotFinite | None = None
+    notes_losses: bool = False
     without_gradient: list[str] = dataclasses.field(default_factory=list)
     scalar_losses: set[str] = dataclasses.field(default_factory=set)
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
