@@ -309,6 +309,16 @@ def _code_of(function: Callable[..., Any]) -> Any:
     return getattr(function, "__code__", None) or getattr(_call_of(function), "__code__", None)
 
 
+def names_in(function: Callable[..., Any]) -> set[str]:
+    """Returns the names that a function's code uses, also in functions within it."""
+    found, codes = set(), [_code_of(function)]
+    while codes:
+        if (code := codes.pop()) is not None:
+            found |= {*code.co_names}
+            codes += [part for part in code.co_consts if inspect.iscode(part)]
+    return found
+
+
 def _call_of(instance: Any) -> Any:
     return getattr(type(instance), "__call__", None)  # noqa: B004
 

@@ -39,7 +39,7 @@ from ctl_core.schedule import Schedule
 from ctl_core.signals import SAME_SIGNAL, Agreement, Signals
 from ctl_core.state import State, create_state
 from ctl_core.strategy import read_task
-from ctl_core.trial import check_sums
+from ctl_core.trial import check_sums, divided_twice
 
 # Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
 FLUSH_INTERVAL = 1.0
@@ -80,6 +80,8 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
             run.lock()
         state = create_state(callbacks, config, run, console)
         check_sums(state)
+        if said := divided_twice(state):
+            console.warn(said)
         checkpoints = Checkpoints(state, console)
         signals.settle = checkpoints.settle
         record = checkpoints.restore()

@@ -12,11 +12,29 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.errors import SetupError
+from ctl_core.hooks import names_in
 from ctl_core.joining import joined
 from ctl_core.snapshot import ReplicaCopies
 from ctl_core.state import Alone, State
 from ctl_core.step import forward
 from ctl_core.tracking import written_variables
+
+
+def divided_twice(state: State) -> str | None:
+    """Warns of ``tf.nn.compute_average_loss``, whose result doubles with the batch as a sum does.
+
+    It is found by its name, in the code of the loss and of ``grad_pre``.
+    """
+    hooks = state.hooks
+    pairs = [(hook, hook.function) for hook in (hooks.create_loss, hooks.loss_pre, hooks.grad_pre)]
+    for hook, function in [*pairs, (hooks.create_loss, state.train_loss)]:
+        if "compute_average_loss" in names_in(function):
+            return (
+                f"{hook.name} ({hook.where}): uses tf.nn.compute_average_loss, which divides by "
+                "the global batch size, as the engine does itself; return the sum, or one number "
+                "per example, in its place."
+            )
+    return None
 
 
 def check_sums(state: State) -> None:

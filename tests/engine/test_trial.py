@@ -113,3 +113,19 @@ NO_VERDICT: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", NO_VERDICT)
 def test_what_the_trial_cannot_tell_trains(train: Train, name: str) -> None:
     assert train(make_hooks(create_loss=lambda: NO_VERDICT[name]), steps=2).step == 2
+
+
+def average(loss_input: Any) -> Any:
+    """As TensorFlow's guide to custom loops has it."""
+    each = tf.reduce_sum((loss_input[0] - loss_input[1]) ** 2, axis=1)
+    return tf.nn.compute_average_loss(each, global_batch_size=16)
+
+
+def test_a_loss_that_divides_by_the_global_batch_is_pointed_out(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(make_hooks(create_loss=lambda: average), steps=1)
+    words = "uses tf.nn.compute_average_loss, which divides by the global batch size, as the engine"
+    assert words in " ".join(capsys.readouterr().out.split())
+    train(make_hooks(create_loss=lambda: total), steps=1, run_name="total")
+    assert "compute_average_loss" not in capsys.readouterr().out
