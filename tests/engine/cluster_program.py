@@ -14,6 +14,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -22,7 +23,7 @@ from ctl_core import precision
 from tests.engine import cases
 from tests.engine.cases import make_hooks
 from tests.ported import codebook as vq
-from tests.ported import compare, mixed_precision, transformer
+from tests.ported import compare, mixed_precision, multi_task, transformer, wgan_gp
 
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 
@@ -263,13 +264,33 @@ def codebook(folder: Path) -> None:
 def ported(folder: Path) -> None:
     """A GAN of two objectives, learnt task weights, a float16 policy of the model's own."""
     settings = {"batch_size": compare.BATCH, "learning_rate": compare.RATE, "steps": compare.STEPS}
-    for name in ("wgan_gp", "multi_task", "mixed_precision"):
-        precision.PATIENCE = mixed_precision.GROWTH
-        state = run(folder, name, globals()[name].hooks(), **settings)
+    precision.PATIENCE = mixed_precision.GROWTH
+    programs = {"wgan_gp": wgan_gp, "multi_task": multi_task, "mixed_precision": mixed_precision}
+    for name, program in programs.items():
+        state = run(folder, name, program.hooks(), **settings)
         variables = compare.numbers(state.train_model.trainable_variables)
         if name == "multi_task":
             variables += compare.numbers(state.train_loss.trainable_variables)
         keep(folder, name, **{str(i): value for i, (_, value) in enumerate(variables)})
+
+
+def inner_optimizer(folder: Path) -> None:
+    """An optimizer that ``grad_pre`` applies by itself, and a summary that it writes."""
+    own: list[Any] = []
+
+    def create_model() -> Any:
+        own[:] = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
+        own[1].build([own[0]])
+        return cases.small_model()
+
+    def grad_pre(loss: Any, batch: Any, train_model: Any) -> Any:
+        own[1].apply_gradients([(tf.reduce_sum(batch[1])[None] / 24, own[0])])
+        tf.summary.scalar("seen", tf.reduce_sum(batch[1]))
+        return loss, 0.0, train_model.trainable_variables
+
+    hooks = make_hooks(create_model=create_model, grad_pre=grad_pre)
+    run(folder, "inner", hooks, steps=1)
+    keep(folder, "inner", value=own[0].numpy())
 
 
 def hook_state(folder: Path) -> None:

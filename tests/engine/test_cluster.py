@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.engine import cases
 from tests.engine.conftest import Train
@@ -86,6 +87,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hook_state",
         "codebook",
         "ported",
+        "inner_optimizer",
     )
 
 
@@ -298,6 +300,18 @@ def test_a_ported_program_is_that_of_the_plain_loop(two: Path, name: str) -> Non
     for values in kept(two, name, 2):
         for value, (path, other) in zip(values.values(), compare.numbers(expected), strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-5, atol=bound, err_msg=path)
+
+
+def test_a_hooks_own_optimizer_gets_the_sum_and_the_chief_writes_its_summary(two: Path) -> None:
+    target = cases.regression_data()[1][:24]
+    for values in kept(two, "inner", 2):
+        np.testing.assert_allclose(
+            values["value"], 1.0 - 0.1 * target.sum(keepdims=True)[0] / 24, rtol=1e-5
+        )
+    (file,) = (two / "runs/inner/tb/train").glob("events.out.tfevents.*")
+    events = tf.compat.v1.train.summary_iterator(str(file))
+    seen = {v.tag: tf.make_ndarray(v.tensor) for event in events for v in event.summary.value}
+    np.testing.assert_allclose(seen["seen"], target[:12].sum(), rtol=1e-5)
 
 
 def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path) -> None:
