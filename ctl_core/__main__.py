@@ -26,7 +26,7 @@ from ctl_core.errors import CtlError, PeerLost, SetupError, brief
 _MISSING = "{} is not installed in {}; in the project's folder: {} -m pip install --editable ."
 try:
     from ctl_core import launch
-    from ctl_core.config import COMMANDS, Command, free_name, nearest, parse_command
+    from ctl_core.settings import COMMANDS, Command, free_name, nearest, parse_command
     from ctl_core.signals import INTERRUPTED, interruptible
 except ModuleNotFoundError as error:
     print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)

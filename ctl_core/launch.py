@@ -36,7 +36,7 @@ from ctl_core.errors import PeerLost, SetupError, one_line
 from ctl_core.signals import INTERRUPTED, Counted
 
 if TYPE_CHECKING:
-    from ctl_core.config import Config
+    from ctl_core.settings import Config
 
 # Names the file descriptor of a pipe that ends when the supervisor does, in any way.
 PIPE = "SUPERVISOR_PIPE"

@@ -19,9 +19,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ctl_core.config import Config, free_name, write_config
 from ctl_core.errors import RunError, SetupError, reason
 from ctl_core.record import saved_steps
+from ctl_core.settings import Config, free_name, write_config
 from ctl_core.strategy import Task
 
 

@@ -25,9 +25,9 @@ import pytest
 import ctl_core
 from ctl_core import commands, launch
 from ctl_core.__main__ import main
-from ctl_core.config import Config
 from ctl_core.errors import PeerLost, SetupError
 from ctl_core.launch import End, free_ports, judge, share_gpus, supervise, visible_gpus
+from ctl_core.settings import Config
 from ctl_core.signals import SAME_SIGNAL
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,8 @@ import yaml
 
 import ctl_core
 from ctl_core.__main__ import main
-from ctl_core.config import (
+from ctl_core.errors import SetupError
+from ctl_core.settings import (
     COMMANDS,
     OPTIONS,
     Command,
@@ -27,7 +28,6 @@ from ctl_core.config import (
     parse_command,
     write_config,
 )
-from ctl_core.errors import SetupError
 
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 
@@ -416,7 +416,7 @@ def test_unknown_commands(argv: list[str], words: str, capsys: pytest.CaptureFix
 def test_every_setting_is_used_somewhere() -> None:
     """Somewhere else in the engine than where settings are read."""
     engine = Path(ctl_core.__file__).parent
-    sources = [path.read_text() for path in engine.glob("*.py") if path.name != "config.py"]
+    sources = [path.read_text() for path in engine.glob("*.py") if path.name != "settings.py"]
     for name in FIELDS:
         assert any(re.search(rf"\bconfig\.{name}(_steps)?\b", text) for text in sources), name
 
