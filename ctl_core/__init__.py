@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ctl_core.errors import RunError as RunError
     from ctl_core.errors import SetupError as SetupError
     from ctl_core.errors import StopTraining as StopTraining
+    from ctl_core.layers import load_config as load_config
     from ctl_core.loop import train as train
     from ctl_core.settings import Config as Config
-    from ctl_core.settings import load_config as load_config
     from ctl_core.state import State as State
     from ctl_core.tracking import regularization as regularization
     from ctl_core.tracking import trainable_variables as trainable_variables
@@ -36,7 +36,7 @@ _HOME = {
     "StopTraining": "errors",
     "deferred": "defaults",
     "leading_dimension": "defaults",
-    "load_config": "settings",
+    "load_config": "layers",
     "nan_to_zero": "defaults",
     "regularization": "tracking",
     "report": "console",

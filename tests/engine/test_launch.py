@@ -587,7 +587,7 @@ def test_workers_of_the_command_line_die_with_it() -> None:
     until(lambda: len(pids()) == 2 and all(p.read_text() for p in Path("pids").iterdir()))
     (name,) = os.listdir("runs")
     for path in Path("pids").iterdir():
-        assert path.read_text().split() == [*argv, "--run-name", name]
+        assert path.read_text().split() == [*argv, "--workers", "2", "--run-name", name]
     parent.kill()
     parent.wait()
     until(lambda: not any(map(alive, pids())))
