@@ -108,7 +108,7 @@ def parameters(width: int) -> int:
 
 def measure(out: Path) -> None:
     """What each process runs; the chief writes down what it measured."""
-    from ctl_core.config import Config
+    from ctl_core.settings import Config
     from ctl_core.strategy import create_strategy, read_task
 
     config = Config(steps=1, batch_size=BATCH, run_name="scaling")

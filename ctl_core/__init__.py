@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctl_core import data as data
-    from ctl_core.config import Config as Config
-    from ctl_core.config import load_config as load_config
     from ctl_core.console import report as report
     from ctl_core.console import show_step as show_step
     from ctl_core.defaults import deferred as deferred
@@ -24,13 +22,15 @@ if TYPE_CHECKING:
     from ctl_core.errors import RunError as RunError
     from ctl_core.errors import SetupError as SetupError
     from ctl_core.errors import StopTraining as StopTraining
+    from ctl_core.layers import load_config as load_config
     from ctl_core.loop import train as train
+    from ctl_core.settings import Config as Config
     from ctl_core.state import State as State
     from ctl_core.tracking import regularization as regularization
     from ctl_core.tracking import trainable_variables as trainable_variables
 
 _HOME = {
-    "Config": "config",
+    "Config": "settings",
     "CtlError": "errors",
     "RunError": "errors",
     "SetupError": "errors",
@@ -38,7 +38,7 @@ _HOME = {
     "StopTraining": "errors",
     "deferred": "defaults",
     "leading_dimension": "defaults",
-    "load_config": "config",
+    "load_config": "layers",
     "nan_to_zero": "defaults",
     "regularization": "tracking",
     "report": "console",

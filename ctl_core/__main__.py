@@ -26,7 +26,8 @@ from ctl_core.errors import CtlError, PeerLost, SetupError, brief
 _MISSING = "{} is not installed in {}; in the project's folder: {} -m pip install --editable ."
 try:
     from ctl_core import launch
-    from ctl_core.config import COMMANDS, Command, free_name, nearest, parse_command
+    from ctl_core.cli import COMMANDS, Command, parse_command
+    from ctl_core.settings import free_name, nearest
     from ctl_core.signals import INTERRUPTED, interruptible
 except ModuleNotFoundError as error:
     print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)
@@ -126,6 +127,8 @@ def _print_hooks(rest: list[str]) -> int:
 
 
 def _run(command: Command, argv: list[str]) -> int:
+    for note in () if launch.supervised() else command.notes:  # the supervisor has said it
+        print(note, flush=True)
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
     in_cluster = command.config.workers > 1 or os.environ.get("TF_CONFIG")
@@ -148,16 +151,20 @@ def _run(command: Command, argv: list[str]) -> int:
         from ctl_core.console import quiet_libraries
 
         quiet_libraries(not command.config.debug)
+        start = Path.cwd()
         callbacks = load_callbacks(path)
+    config = command.config
+    if Path.cwd() != start:  # callbacks.py has gone elsewhere; the run stays where it was to be
+        config = dataclasses.replace(config, runs_dir=start / config.runs_dir)  # type: ignore[arg-type]
     if command.name == "train":
         from ctl_core.loop import train
 
-        state = train(callbacks, command.config, go_on=bool(command.options["continue"]))
+        state = train(callbacks, config, go_on=bool(command.options["continue"]))
         if state.stopped_by is not None:
             return 128 + state.stopped_by
         return int(state.diverged)
     with interruptible():
-        return _use_run(command, callbacks)
+        return _use_run(dataclasses.replace(command, config=config), callbacks)
 
 
 def _import_libraries(debug: bool) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.config import Config
 from ctl_core.errors import CtlError, PeerLost, RunError, SetupError
 from ctl_core.not_finite import NEVER
+from ctl_core.settings import Config
 from ctl_core.strategy import Task
 
 # What TensorFlow says on the processes that are left when one is gone.

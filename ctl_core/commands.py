@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.evaluation import evaluate as run_evaluation
@@ -22,6 +21,7 @@ from ctl_core.precision import policy
 from ctl_core.prediction import predict as run_prediction
 from ctl_core.prediction import read_inputs
 from ctl_core.runs import Run
+from ctl_core.settings import Config
 from ctl_core.state import State, create_state
 from ctl_core.strategy import Task
 from ctl_core.tracking import find

@@ -23,8 +23,8 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core import defaults
-from ctl_core.config import Config, nearest
 from ctl_core.errors import CtlError, HookFailed, SetupError, brief, one_line
+from ctl_core.settings import Config, nearest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,6 @@ import tensorflow as tf
 
 from ctl_core.cluster import Cluster
 from ctl_core.compat import is_deterministic
-from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.hooks import Hooks, describe
@@ -45,6 +44,7 @@ from ctl_core.look import (
     uneven,
 )
 from ctl_core.randomness import random_ops
+from ctl_core.settings import Config
 
 
 @dataclasses.dataclass

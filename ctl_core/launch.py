@@ -36,7 +36,7 @@ from ctl_core.errors import PeerLost, SetupError, one_line
 from ctl_core.signals import INTERRUPTED, Counted
 
 if TYPE_CHECKING:
-    from ctl_core.config import Config
+    from ctl_core.settings import Config
 
 # Names the file descriptor of a pipe that ends when the supervisor does, in any way.
 PIPE = "SUPERVISOR_PIPE"
@@ -86,7 +86,8 @@ def start_cluster(argv: Sequence[str], config: Config) -> int:
     """Trains in a cluster of ``config.workers`` processes; returns the exit code of the command.
 
     Args:
-        argv: the command line, which the workers get as it is, and the run's name
+        argv: the command line, which the workers get as it is, with their number and the run's
+            name, which config.yaml may have said
         config: the settings that it means; the run has a name
 
     Raises:
@@ -115,7 +116,7 @@ def start_cluster(argv: Sequence[str], config: Config) -> int:
         # Virtual devices are the CPU's, yet TensorFlow would take the GPUs' memory.
         shares = [""] * workers if devices > 1 else share_gpus(gpus, workers)
     return supervise(
-        [sys.executable, "-m", "ctl_core", *argv, "--run-name", name],
+        [sys.executable, "-m", "ctl_core", *argv, "--workers", str(workers), "--run-name", name],
         Path(config.runs_dir) / name,
         workers,
         max_restarts=config.max_restarts,

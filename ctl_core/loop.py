@@ -20,7 +20,6 @@ import tensorflow as tf
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster import Word, peers
-from ctl_core.config import Config
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, not_compiled
 from ctl_core.evaluation import evaluate
@@ -36,6 +35,7 @@ from ctl_core.randomness import spread
 from ctl_core.rate import why_ignored
 from ctl_core.runs import Run
 from ctl_core.schedule import Schedule
+from ctl_core.settings import Config
 from ctl_core.signals import SAME_SIGNAL, Agreement, Signals
 from ctl_core.state import State, create_state
 from ctl_core.strategy import read_task

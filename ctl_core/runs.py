@@ -20,9 +20,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ctl_core.compat import GraphWriter
-from ctl_core.config import Config, free_name, write_config
 from ctl_core.errors import RunError, SetupError, reason
+from ctl_core.layers import write_config
 from ctl_core.record import saved_steps
+from ctl_core.settings import Config, free_name
 from ctl_core.strategy import Task
 
 
@@ -54,7 +55,7 @@ class Run:
             SetupError: the folder cannot be written.
         """
         name = config.run_name or free_name(Path(config.runs_dir))
-        self.path = Path(config.runs_dir) / name
+        self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
         self.task = task
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ctl_core.config import Config
 from ctl_core.hooks import Hook, Hooks
+from ctl_core.settings import Config
 
 
 class Schedule:

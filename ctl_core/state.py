@@ -18,7 +18,6 @@ from ctl_core.accumulate import take_update
 from ctl_core.batch_norm import MovingStatistics
 from ctl_core.cluster import Cluster
 from ctl_core.compat import global_seed_generator, global_seed_generator_kept
-from ctl_core.config import Config
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation import Evaluation, create_evaluation
@@ -31,6 +30,7 @@ from ctl_core.precision import LossScale, lower_dtypes
 from ctl_core.profile import Clock
 from ctl_core.rate import LearningRate, rate_for_hooks
 from ctl_core.runs import Run, repair_list
+from ctl_core.settings import Config
 from ctl_core.step import (
     Parts,
     contribution,

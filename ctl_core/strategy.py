@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
-from ctl_core.config import Config
 from ctl_core.errors import PeerLost, SetupError, one_line, op_message
+from ctl_core.settings import Config
 
 # After which a process says that it is waiting for the others to start (seconds).
 PATIENCE = 10.0

@@ -51,10 +51,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def weights_at(project: Path, step: int) -> list[np.ndarray]:
+def weights_at(project: Path, step: int, run: str = "first") -> list[np.ndarray]:
     model = small_model()
     ckpt = tf.train.Checkpoint(train_model=model)
-    ckpt.read(str(project / f"runs/first/ckpt/ckpt-{step}")).expect_partial()
+    ckpt.read(str(project / f"runs/{run}/ckpt/ckpt-{step}")).expect_partial()
     return model.get_weights()  # type: ignore[no-any-return]
 
 
@@ -121,6 +121,48 @@ def test_the_runs_own_settings_are_used_and_left_as_they_are(project: Path) -> N
     assert (project / "runs/first/config.yaml").read_text() == config
     assert (project / "runs/first/metrics.jsonl").read_text() == metrics
     assert json.loads(metrics.splitlines()[-1])["split"] == "eval"
+
+
+def test_a_run_is_resumed_with_the_flags_that_it_was_started_with(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--batch-size", "8", "--learning-rate", "0.02"]
+    assert main(["train", "--run-name", "whole", "--steps", "9", *flags]) == 0
+    assert main(["train", "--run-name", "parts", "--steps", "4", *flags]) == 0
+    capsys.readouterr()
+    assert main(["train", "--run-name", "parts"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "->" in line] == [
+        "runs/parts: trained on with its own settings; config.yaml differs: steps: 4 -> 6, "
+        "batch_size: 8 -> 16; --config config.yaml takes those."
+    ]
+    assert any("at step 4 of 4 already" in line for line in lines)
+    assert main(["train", "--run-name", "parts", "--steps", "9"]) == 0
+    for whole, parts in zip(
+        weights_at(project, 9, "whole"), weights_at(project, 9, "parts"), strict=True
+    ):
+        np.testing.assert_array_equal(whole, parts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "os.chdir('elsewhere')",
+        "def leave():\n    os.chdir(home / 'elsewhere')\n\nevery_steps = {2: leave}",
+    ],
+)
+def test_a_hook_that_changes_the_folder_leaves_the_run_where_it_is(
+    project: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "elsewhere").mkdir()
+    start = f"import os\nfrom pathlib import Path\n\nhome = Path({str(project)!r})\n"
+    (project / "callbacks.py").write_text(start + CALLBACKS + change)
+    assert main(["train", "--run-name", "second"]) == 0
+    monkeypatch.chdir(project)
+    assert main(["predict", "--run-name", "second", "--output", "here.npz"]) == 0
+    assert not list((project / "elsewhere").iterdir()) and (project / "here.npz").exists()
+    assert (project / "runs/second/ckpt/ckpt-6.index").exists()
+    assert (project / "runs/second/tb").exists()
 
 
 def test_without_docstrings_and_assertions(project: Path) -> None:

@@ -25,9 +25,9 @@ import pytest
 import ctl_core
 from ctl_core import commands, launch
 from ctl_core.__main__ import main
-from ctl_core.config import Config
 from ctl_core.errors import PeerLost, SetupError
 from ctl_core.launch import End, free_ports, judge, share_gpus, supervise, visible_gpus
+from ctl_core.settings import Config
 from ctl_core.signals import SAME_SIGNAL
 
 ROOT = Path(__file__).parents[2]
@@ -587,7 +587,7 @@ def test_workers_of_the_command_line_die_with_it() -> None:
     until(lambda: len(pids()) == 2 and all(p.read_text() for p in Path("pids").iterdir()))
     (name,) = os.listdir("runs")
     for path in Path("pids").iterdir():
-        assert path.read_text().split() == [*argv, "--run-name", name]
+        assert path.read_text().split() == [*argv, "--workers", "2", "--run-name", name]
     parent.kill()
     parent.wait()
     until(lambda: not any(map(alive, pids())))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ctl_core.config import Config
 from ctl_core.errors import SetupError
 from ctl_core.profile import Clock
+from ctl_core.settings import Config
 from tests.engine.conftest import Train, make_hooks
 
 

@@ -1,9 +1,10 @@
-"""Settings: where they come from, which goes before which, and that each is used and explained."""
+"""Settings: where they come from, which goes before which, and what is said of wrong ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import re
 import subprocess
 import sys
@@ -15,21 +16,14 @@ import pytest
 import yaml
 
 import ctl_core
+from ctl_core import launch
 from ctl_core.__main__ import main
-from ctl_core.config import (
-    COMMANDS,
-    OPTIONS,
-    Command,
-    Config,
-    find_run,
-    load_config,
-    nearest,
-    parse_command,
-    write_config,
-)
+from ctl_core.cli import COMMANDS, OPTIONS, Command, find_run, parse_command
 from ctl_core.errors import SetupError
+from ctl_core.layers import load_config, write_config
+from ctl_core.settings import SETTINGS, Config, nearest
 
-FIELDS = [field.name for field in dataclasses.fields(Config)]
+FIELDS = list(SETTINGS)
 
 # For each setting a value for the file, one for the environment and one for a flag, as written
 # there, and what each is in Python. All differ from the default.
@@ -251,17 +245,28 @@ def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"steps": 3.0}, "steps: expected a whole number, got 3.0"),
-        ({"steps": True}, "steps: expected a whole number, got True"),
-        ({"batch_size": None}, "batch_size: expected a whole number, got None"),
+        ({"steps": 3.0}, "steps: expected a whole number from 0 up, got 3.0"),
+        ({"steps": True}, "steps: expected a whole number from 0 up, got True"),
+        ({"batch_size": None}, "batch_size: expected a whole number from 1 up, got None"),
+        ({"seed": 10**5000}, "seed: expected a whole number from 0 up and below 2**32, got a very"),
+        ({"step": 3}, "unknown setting 'step'; did you mean 'steps'?"),
+        ({"profile": "60:50"}, "profile: expected START:STOP, two step numbers"),
+        ({"profile": "5"}, "profile: expected START:STOP, two step numbers"),
+        ({"hparams": {"d": np.inf, "s": {3}}}, "hparams: 's' has the value {3}"),
         ({"accumulate_steps": 0}, "accumulate_steps: expected a whole number from 1 up, got 0"),
         ({"max_chunk": 0}, "max_chunk: expected a whole number from 1 up, got 0"),
         ({"steps": 2**63}, "below 2**63"),
         ({"learning_rate": "fast"}, "learning_rate: expected a number above 0, got 'fast'"),
         ({"learning_rate": float("inf")}, "learning_rate: expected a number above 0, got inf"),
-        ({"run_name": 3}, "run_name: expected a folder name"),
+        (
+            {"run_name": 3},
+            "run_name: expected a text (in quotes, if it looks",
+        ),
+        ({"run_name": "a" * 201}, "at most 200 of them, got 'aaa"),
         ({"run_name": ".hidden"}, "run_name: expected a folder name"),
-        ({"runs_dir": 3}, "runs_dir: expected the name of a folder, got 3"),
+        ({"runs_dir": 3}, "runs_dir: expected a text (in quotes"),
+        ({"runs_dir": "a\0b"}, "runs_dir: expected the name of a folder, got 'a\\x00b'"),
+        ({"runs_dir": "x" * 300}, "runs_dir: expected the name of a folder, got 'xxx"),
         ({"runs_dir": " "}, "runs_dir: expected the name of a folder, got ' '"),
         ({"deterministic": "no"}, "deterministic: expected true or false, got 'no'"),
         ({"debug": 1}, "debug: expected true or false, got 1"),
@@ -269,8 +274,11 @@ def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
             {"strategy": "tpu"},
             "strategy: expected one of auto, one_device, mirrored, multi_worker, got 'tpu'",
         ),
-        ({"on_nan": "halt"}, "on_nan: expected stop, warn or ignore, got 'halt'"),
-        ({"precision": "half"}, "precision: expected float32, bfloat16 or float16, got 'half'"),
+        ({"on_nan": "halt"}, "on_nan: expected one of stop, warn, ignore, got 'halt'"),
+        (
+            {"precision": "half"},
+            "expected one of float32, bfloat16, float16, got 'half'",
+        ),
         ({"strategy": "one_device", "virtual_devices": 2}, "virtual_devices is 2"),
         ({"strategy": "one_device", "workers": 2}, "one_device trains in one process, but workers"),
         ({"strategy": "mirrored", "workers": 3}, "trains in one process, but workers is 3"),
@@ -287,6 +295,8 @@ def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
 def test_from_python_the_same_checks_hold(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SetupError, match=re.escape(message)):
         Config(**values)
+    with pytest.raises(SetupError, match=re.escape(message)):
+        dataclasses.replace(Config(), **values)
     if "hparams" not in values:
         Path("config.yaml").write_text("")
         with pytest.raises(SetupError, match=re.escape(message)):
@@ -322,7 +332,8 @@ def test_a_url_is_no_folder(
             if command != "hooks":
                 assert main([command, *argv]) == 2
                 error = capsys.readouterr().err
-                assert error.startswith(f"error: {words}") and error.count("\n") == 1
+                assert words.partition(": ")[2] in error and error.count("\n") == 1
+                assert re.match("error: (other.yaml: )?(runs_dir|CTL_RUNS_DIR): ", error)
     assert sorted(path.name for path in folder.iterdir()) == ["callbacks.py", "other.yaml"]
 
 
@@ -364,12 +375,11 @@ def test_help_shows_every_setting_with_its_default(
     text = help_of(command, capsys)
     sections = re.split(r" (?=--[a-z-]+(?: [A-Z{]|, --no-))", text.split(" options: ")[1])
     by_flag = {section.split()[0].rstrip(","): section for section in sections}
-    for field in dataclasses.fields(Config):
-        section = by_flag["--" + field.name.replace("_", "-")]
-        default = {} if field.name == "hparams" else field.default
-        shown = "null" if default is None else str(default)
-        assert section.split("default: ")[-1].startswith(shown + ")"), section
-        assert len(section) > 60, "says what it is for"
+    for name, setting in SETTINGS.items():
+        section = by_flag["--" + name.replace("_", "-")]
+        default = yaml.safe_load(section.split("(default: ")[-1].removesuffix(")"))
+        assert default == getattr(Config(), name), section
+        assert str(setting.description) in section and len(section) > 50, "says what it is for"
     for option in OPTIONS[command]:
         assert f"--{option}" in by_flag
     assert "CTL_BATCH_SIZE" in text
@@ -416,7 +426,7 @@ def test_unknown_commands(argv: list[str], words: str, capsys: pytest.CaptureFix
 def test_every_setting_is_used_somewhere() -> None:
     """Somewhere else in the engine than where settings are read."""
     engine = Path(ctl_core.__file__).parent
-    sources = [path.read_text() for path in engine.glob("*.py") if path.name != "config.py"]
+    sources = [p.read_text() for p in engine.glob("*.py") if p.stem not in ("settings", "cli")]
     for name in FIELDS:
         assert any(re.search(rf"\bconfig\.{name}(_steps)?\b", text) for text in sources), name
 
@@ -468,8 +478,9 @@ def test_a_trained_run_is_used_with_its_own_config(command: str) -> None:
     assert alone.config.workers == 1
     options = used("--run-name", "old", "--checkpoint", "3").options
     assert options == {**dict.fromkeys(OPTIONS[command]), "checkpoint": 3}
-    Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\n")
-    assert used("--config", "mine.yaml").config == Config(batch_size=11, run_name="old")
+    Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\nhparams: {width: x}\n")
+    other = dataclasses.replace(expected, batch_size=11, hparams={"width": "x"})
+    assert used("--config", "mine.yaml").config == other
     Path("config.yaml").write_text("run_name: old\n")
     assert used().config == expected
     with pytest.raises(SetupError, match="no run 'none' in runs"):
@@ -478,8 +489,276 @@ def test_a_trained_run_is_used_with_its_own_config(command: str) -> None:
         used("--runs-dir", "elsewhere")
     with pytest.raises(SetupError, match=r"unknown setting --chekpoint; did you mean '--checkpo"):
         used("--chekpoint", "3")
-    with pytest.raises(SetupError, match=r"checkpoint: expected a whole number, got 'last'"):
+    with pytest.raises(SetupError, match=r"checkpoint: expected a whole number.* got 'last'"):
         used("--checkpoint", "last")
+
+
+def first_run(text: str, *flags: str) -> Config:
+    """Writes config.yaml and resolves the settings of run a, which is then there."""
+    Path("config.yaml").write_text(text)
+    config = resolve("--run-name", "a", *flags)
+    write_config(config, make_run("a", 10) / "config.yaml")
+    return config
+
+
+def test_a_run_is_trained_on_with_its_own_settings() -> None:
+    flags = ("--batch-size", "8", "--steps", "300", "--workers", "2", "--hparams.width", "5")
+    first = first_run("steps: 600\nhparams: {width: 3}\n", *flags, "--debug")
+    first = dataclasses.replace(first, debug=False)
+    assert first.hparams == {"width": 5}
+    assert resolve("--run-name", "a") == first
+    assert resolve("--run-name", "a", "--steps", "600") == dataclasses.replace(first, steps=600)
+    assert resolve("--run-name", "a", environ={"CTL_SEED": "4"}).seed == 4
+    assert resolve("--run-name", "a", "--epochs", "2").steps is None
+    assert resolve(environ={"CTL_RUN_NAME": "a"}) == first
+    assert resolve(config="run_name: a\nsteps: 5\n") == first
+    assert resolve("--run-name", "a", "--hparams.width", "6").hparams == {"width": 6}
+    # How it is watched is the project's to say, and the others are new runs.
+    assert resolve("--run-name", "a", config="debug: true\nsteps: 7") == dataclasses.replace(
+        first, debug=True
+    )
+    assert resolve("--run-name", "b") == Config(steps=7, debug=True, run_name="b")
+    assert resolve("--run-name", "a", "--runs-dir", "else").batch_size == 64
+    # A cluster of several machines says by itself how many processes there are.
+    assert resolve("--run-name", "a", environ={"TF_CONFIG": "{}"}).workers == 1
+    assert resolve("--run-name", "a", "--workers", "2", environ={"TF_CONFIG": "{}"}).workers == 2
+
+
+def test_a_config_file_that_is_named_goes_before_the_runs_own() -> None:
+    first = first_run("steps: 600\n", "--batch-size", "8", "--seed", "3")
+    Path("mine.yaml").write_text("seed: 4\nepochs: 2\n")
+    expected = dataclasses.replace(first, steps=None, epochs=2, seed=4)
+    for named in (("--config", "mine.yaml"), ()):
+        environ = {} if named else {"CTL_CONFIG": "mine.yaml"}
+        command = parse_command(["train", "--run-name", "a", *named], environ)
+        assert command.config == expected and not command.notes
+    assert resolve("--run-name", "a", "--config", "mine.yaml", "--seed", "5").seed == 5
+
+
+def test_a_folder_without_settings_is_a_new_run() -> None:
+    """As each process of a cluster finds it, whose supervisor has made it for their logs."""
+    (Path("runs") / "a").mkdir(parents=True)
+    flags = ("--run-name", "a", "--hparams.w", "2", "--epochs", "3")
+    before = resolve(*flags, config="seed: 3\nsteps: 9\nhparams: {w: 1.5}\n")
+    assert before == Config(epochs=3, seed=3, run_name="a", hparams={"w": 2.0})
+    write_config(before, Path("runs/a/config.yaml"))  # and as it is when they start again
+    assert resolve(*flags) == before
+
+
+def test_what_config_yaml_says_otherwise_than_the_run_is_told() -> None:
+    def notes(*flags: str, config: str, command: str = "train") -> str:
+        Path("config.yaml").write_text(config)
+        found = parse_command([command, "--run-name", "a", *flags], {}).notes
+        assert len(found) <= 1
+        return found[0] if found else ""
+
+    same = "steps: 600\nlearning_rate: 1\nhparams: {width: 3, deep: {x: [1]}}\n"
+    first_run(same)
+    assert notes(config=same) == notes(config="") == notes(config=same + "runs_dir: runs") == ""
+    changed = "steps: 300\nseed: 7\nhparams: {width: 4, deep: {x: [1, 2]}, new: a}\n"
+    told = notes(config=changed)
+    assert told.startswith("runs/a: ") and told.count("->") == 3
+    for words in ("steps: 600 -> 300, seed: 0 -> 7, hparams.width: 3 -> 4 and 2 more",):
+        assert words in told
+    told = notes("--steps", "900", "--hparams.width", "9", config=changed)
+    assert "steps" not in told and "width" not in told
+    assert "seed: 0 -> 7, hparams.deep.x: [1] -> [1, 2], hparams.new: None -> 'a';" in told
+    assert notes(config=changed, command="evaluate") == ""
+    assert notes("--config", "config.yaml", config=changed) == ""
+
+
+def test_several_config_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("base", "steps: 3\nseed: 1\n" + HPARAMS), ("big", "epochs: 2\nseed: 2\n")):
+        Path(f"{name}.yaml").write_text(text)
+    Path("more.yaml").write_text("hparams: {width: wide, layers: {second: 9}}")
+    hparams = yaml.safe_load(HPARAMS)["hparams"]
+    expected = Config(epochs=2, seed=2, hparams=hparams)
+    files = ["base.yaml", "big.yaml"]
+    assert resolve("--config", files[0], "--config", files[1]) == expected
+    assert resolve(environ={"CTL_CONFIG": os.pathsep.join(files)}) == expected
+    assert resolve("--config", files[1], "--config=base.yaml").steps == 3
+    changed = resolve("--config", files[0], "--config", "more.yaml").hparams
+    assert changed == {**hparams, "width": "wide", "layers": {"first": 1, "second": 9}}
+    with pytest.raises(SetupError, match=r"^none.yaml: there is no such settings file"):
+        resolve("--config", files[0], "--config", "none.yaml")
+
+
+TYPED = "hparams: {n: 3, x: 1.5, sure: true, t: base, l: [1], d: {n: 1}, nothing: null}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("n", "4", 4),
+        ("n", "1e3", 1000),
+        ("x", "2", 2.0),
+        ("x", "null", None),
+        ("sure", "no", False),
+        ("t", "7", "7"),
+        ("t", "007", "007"),
+        ("t", "'8'", "8"),
+        ("t", "null", None),
+        ("l", "[a]", ["a"]),
+        ("d", "{n: 5, m: x}", {"n": 5, "m": "x"}),
+        ("d.n", "5.0", 5),
+        ("nothing", "a", "a"),
+        ("new", "1.0", 1.0),
+    ],
+)
+def test_hparams_keep_the_type_that_config_yaml_gives_them(
+    name: str, text: str, value: Any
+) -> None:
+    found: Any = resolve(f"--hparams.{name}", text, config=TYPED).hparams
+    for each in name.split("."):
+        found = found[each]
+    assert (found, type(found)) == (value, type(value))
+    if name in ("n", "x"):
+        environ = {"CTL_HPARAMS": f"{{{name}: {text}}}"}
+        assert resolve(config=TYPED, environ=environ).hparams[name] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("n", "many", "a whole number, as the settings file has it (3), got 'many'"),
+        ("n", "1.5", "a whole number, as the settings file has it (3), got 1.5"),
+        ("n", "true", "a whole number, as the settings file has it (3), got True"),
+        ("x", "fast", "a number, as the settings file has it (1.5), got 'fast'"),
+        ("sure", "1", "true or false, as the settings file has it (True), got 1"),
+        ("l", "3", "a list, as the settings file has it ([1]), got 3"),
+        ("d", "3", "names with values, as the settings file has it ({'n': 1}), got 3"),
+        ("d.n", "a", "a whole number, as the settings file has it (1), got 'a'"),
+    ],
+)
+def test_an_hparam_of_another_type_is_refused(name: str, text: str, expected: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        resolve(f"--hparams.{name}", text, config=TYPED)
+    assert str(caught.value) == f"--hparams.{name}: expected {expected}."
+    inner, _, last = name.rpartition(".")
+    hparams = {inner: {last: yaml.safe_load(text)}} if inner else {last: yaml.safe_load(text)}
+    with pytest.raises(SetupError, match=re.escape(f"hparams.{name}: expected {expected}")):
+        load_config("config.yaml", hparams=hparams)
+    with pytest.raises(SetupError, match=re.escape(f"CTL_HPARAMS.{name}: expected {expected}")):
+        resolve(environ={"CTL_HPARAMS": yaml.dump(hparams)})
+
+
+def test_a_slip_in_the_name_of_an_hparam_gives_a_warning() -> None:
+    Path("config.yaml").write_text("hparams: {width: 3, optimizer: {momentum: 0.9}, rate: 1}\n")
+
+    def notes(*flags: str) -> list[str]:
+        return list(parse_command(["train", *flags], {}).notes)
+
+    assert notes("--hparams.widht", "3") == [
+        "warning: --hparams.widht is in no settings file; did you mean 'width'?"
+    ]
+    assert notes("--hparams.optimizer.momentun", "3")[0].endswith("did you mean 'momentum'?")
+    assert notes("--hparams.depth", "3", "--hparams.width", "4") == []
+    assert notes("--hparams.rates", "3", "--hparams.rate", "4") == []
+    assert resolve("--hparams.widht", "3").hparams["widht"] == 3
+
+
+def test_notes_are_on_the_console_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("config.yaml").write_text("steps: 1\nhparams: {width: 3}\n")
+    for supervised in (False, True):
+        if supervised:
+            monkeypatch.setenv(launch.PIPE, "0")
+        assert main(["train", "--hparams.widht", "3"]) == 2  # there is no callbacks.py
+        assert capsys.readouterr().out.count("did you mean 'width'?") == (not supervised)
+
+
+SHORT = (
+    "2001-99-99¦0x_¦0b_¦!!int x¦!!bool x¦!!float x¦!!timestamp x¦!!binary ß¦!!set {a}¦{<<: 3}¦"
+    "\0¦\a¦\x1b[31m¦\ud800¦\u2028¦a\nb¦a\r\nb¦*a¦&a [*a]¦&a {b: *a, c: *a}¦? ¦---¦...¦%YAML 9¦"
+    "@¦|¦> ¦'¦\"¦1:30¦1e999¦.nan¦-.inf¦~¦null¦yes¦!x¦{1: 2}¦{[1]: 2}¦!!python/name:os.system¦[1, 2¦"
+    "a: b: c¦\t¦#¦ ¦-¦--¦--x¦=3¦1_0¦٣¦gs://x¦../x¦/¦."
+)
+LONG = ["9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000, "[" * 400, "[" * 400 + "]" * 400]
+ODD = [*SHORT.split("¦"), *LONG, "", "{a: " * 400, "- " * 400, "x" * 300, "a/" * 3000, "é" * 100]
+
+
+def names_the_cause(error: SetupError, *names: str) -> bool:
+    text = str(error)
+    return len(text) <= 300 and text.isprintable() and any(name in text for name in names)
+
+
+def test_whatever_is_given_there_is_a_config_or_one_line_that_names_the_cause() -> None:
+    """3,000 values, damaged at random, through file, variables and flags."""
+    chance = random.Random(0)
+    fine = ["3", "0.1", "true", "float32", "stop", "50:60", "runs", "a", "{width: 3}", "[1]"]
+    signs = "\0\1\n\r\t:{}[]&*!|>'\"%@`#-=,.~\x85\ufeff\x7f"
+    seen = {Config: 0, SetupError: 0}
+    for number in range(3000):
+        text, name = chance.choice([*fine, *ODD]), chance.choice(FIELDS)
+        for _ in range(chance.randrange(3)):
+            at = chance.randrange(min(len(text), 100) + 1)
+            change = chance.choice([chance.choice(signs), "", chance.choice(ODD)[:100]])
+            text = text[:at] + change + text[at + (change == "") :]
+        flag, variable, flags, environ = (
+            f"--{name.replace('_', '-')}",
+            f"CTL_{name.upper()}",
+            [],
+            {},
+        )
+        Path("config.yaml").write_bytes(b"")
+        if number % 3 == 0:
+            Path("config.yaml").write_bytes(f"{name}: {text}".encode("utf-8", "surrogatepass"))
+        elif number % 3 == 1:
+            environ[variable] = text
+        else:
+            flag += chance.choice(["", ".x", ".y.z"]) * (name == "hparams")
+            flags = chance.choice([[f"{flag}={text}"], [flag, text]])
+        try:
+            config = parse_command(["train", *flags], environ).config
+        except SetupError as error:
+            seen[SetupError] += 1
+            switch = ("unexpected word", "unknown setting") if len(flags) == 2 else ()
+            assert names_the_cause(error, name, variable, "config.yaml:", flag, *switch), text
+        else:
+            seen[Config] += 1
+            write_config(config, Path("again.yaml"))
+            again = load_config("again.yaml")
+            assert again == config or "nan" in text.lower()
+    assert min(seen.values()) > 200
+
+
+@pytest.mark.parametrize("how", ["file", "variable", "flag"])
+@pytest.mark.parametrize(
+    ("name", "text", "shown"),
+    [
+        ("seed", "2001-99-99", "'2001-99-99'"),
+        ("workers", "0x_", "'0x_'"),
+        ("steps", "!!int x", "'"),
+        ("batch_size", "9" * 5000, "'999"),
+        ("max_chunk", "[" * 40 + "]" * 40, "[[[[[["),
+        ("runs_dir", "x" * 300, "'xxxx"),
+        ("run_name", "x" * 3_000_000, "'xxxx"),
+        ("seed", "'a\n\n  b'", "'a\\n"),
+    ],
+)
+def test_a_wrong_value_is_shown_in_one_line(how: str, name: str, text: str, shown: str) -> None:
+    where = f"config.yaml: {name}"
+    flags: list[str] = []
+    environ: dict[str, str] = {}
+    if how == "file":
+        Path("config.yaml").write_text(f"{name}: {text}\n")
+    elif how == "variable":
+        where = f"CTL_{name.upper()}"
+        environ[where] = text
+    else:
+        where, flags = name, [f"--{name.replace('_', '-')}", text]
+    with pytest.raises(SetupError) as caught:
+        resolve(*flags, environ=environ)
+    assert str(caught.value).startswith(f"{where}: expected ") and names_the_cause(caught.value, "")
+    got = str(caught.value).rpartition(", got ")[2]
+    assert got.startswith(shown) and len(got) <= 81
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "hparams: " + "{a: " * 400 + "}" * 400])
+def test_a_file_nested_without_end_is_refused(text: str) -> None:
+    with pytest.raises(SetupError, match=r"^config.yaml: no valid YAML: nested too deeply.$"):
+        resolve(config=text)
 
 
 def test_nearest() -> None:

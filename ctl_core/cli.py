@@ -1,0 +1,301 @@
+"""What a command line says: the command, its own options, and the settings.
+
+Settings come from the defaults, then config.yaml, then ``CTL_*`` environment variables, then flags.
+A run that is there already has its own config.yaml, which takes the place of the project's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ValidationError, create_model
+
+from ctl_core.errors import SetupError, one_line
+from ctl_core.layers import (
+    ENV_PREFIX,
+    Layer,
+    Word,
+    checked,
+    environment,
+    laid_over,
+    merge,
+    read_file,
+    read_text,
+    read_value,
+)
+from ctl_core.settings import (
+    SETTINGS,
+    STRICT,
+    Config,
+    Folder,
+    Length,
+    check_path,
+    declare,
+    explain,
+    kind_of,
+    label,
+    nearest,
+    shown,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A parsed command line.
+
+    Attributes:
+        name: of the command
+        config: the settings
+        options: what only this command has
+        notes: lines for the user on what was read
+    """
+
+    name: str
+    config: Config
+    options: Mapping[str, Any]
+    notes: Sequence[str] = ()
+
+
+_File = Annotated[str | None, AfterValidator(lambda p: p and os.path.abspath(check_path(p)))]
+_A_FILE = "the name of a file"
+# Options that belong to one command and are no settings of a run: name -> (type, default and help).
+_CHECKPOINT: dict[str, Any] = {
+    "checkpoint": (Length, declare(None, "step of the checkpoint to take; default: the newest"))
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "train": {
+        "continue": (
+            bool,
+            declare(False, "train on in a run that a hook has ended (StopTraining)"),
+        )
+    },
+    "evaluate": _CHECKPOINT,
+    "predict": {
+        **_CHECKPOINT,
+        "input": (
+            _File,
+            declare(
+                None,
+                "a .npy file with the model's input, or a .npz file with one array per named "
+                "input; default: the data of create_eval_dataset",
+                title=_A_FILE,
+            ),
+        ),
+        "output": (
+            _File,
+            declare(
+                None,
+                "the .npz file to write; default: predictions.npz in the run folder",
+                title=_A_FILE,
+            ),
+        ),
+    },
+    "export": _CHECKPOINT,
+}
+_FILES = (
+    list[Folder] | None,
+    declare(
+        None,
+        "settings file, before the run's own; may be repeated: a later one goes before; default: "
+        "config.yaml",
+        title=_A_FILE,
+    ),
+)
+COMMANDS = {
+    "train": "train, or resume a run",
+    "evaluate": "evaluate a run's checkpoint",
+    "predict": "write a run's predictions to a file",
+    "export": "write a run's model as a SavedModel",
+    "hooks": "print the table of hooks",
+}
+
+
+def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Command:
+    """Parses ``<command> [flags]``, where the command is one of ``OPTIONS``.
+
+    A run that is there has its own config.yaml, as resolved when it was trained last, in place of
+    the project's; files named by ``--config`` go before it. Only ``debug`` is the project's, since
+    it says how a run is watched, and ``workers`` is left to ``TF_CONFIG``, or to one process.
+
+    Raises:
+        SetupError: anything is unknown, of the wrong type, out of range or missing.
+        SystemExit: ``--help`` was asked for and printed.
+    """
+    command = argv[0]
+    options = _options(command)
+    env, named = environment(environ)
+    flags = _flags(command, argv[1:])
+    chosen = {key: flags.pop(key)[1] for key in options.model_fields if key in flags}
+    try:
+        values = options(**{"config": named, **chosen}).model_dump()
+    except ValidationError as error:
+        raise SetupError(explain(error, options.model_fields)) from error
+    named = values.pop("config")
+    files = [read_file(Path(path), required=bool(named)) for path in named or ["config.yaml"]]
+    place: Layer = {}
+    for layer in (*files, env, flags):
+        place |= {key: layer[key] for key in ("run_name", "runs_dir") if key in layer}
+    near = checked(place)
+    notes: list[str] = []
+    if command != "train":
+        run: Path | None = find_run(Path(near.runs_dir), near.run_name)
+    else:
+        run = Path(near.runs_dir, near.run_name) if near.run_name else None
+    if run is not None and os.path.isfile(run / "config.yaml"):
+        own = read_file(run / "config.yaml")
+        if environ.get("TF_CONFIG"):
+            own.pop("workers", None)
+        own |= {"debug": files[-1].get("debug", ("debug", False))}
+        if command == "train" and not named and (differ := _differ(own, files[0], env | flags)):
+            notes.append(
+                f"{label(run)}: trained on with its own settings; config.yaml differs: {differ}; "
+                "--config config.yaml takes those."
+            )
+        files = [own, *(files if named else ())]
+        flags |= {"run_name": ("run_name", run.name), "runs_dir": ("runs_dir", str(run.parent))}
+    if command != "train":  # a trained run is used in one process
+        for layer in (*files, env, flags):
+            layer.pop("workers", None)
+    return Command(command, merge(files, [env, flags], notes), values, notes)
+
+
+def _differ(own: Layer, project: Layer, above: Layer) -> str:
+    """Says what a run and config.yaml have otherwise, and neither variable nor flag says."""
+    if "steps" in above or "epochs" in above:
+        above = above | dict.fromkeys(("steps", "epochs"), ("", None))
+    before, after, known = (_flat(layer) for layer in (own, project, above))
+    found = [
+        f"{name}: {shown(before.get(name), 30)} -> {shown(value, 30)}"
+        for name, value in after.items()
+        if name not in (*known, "run_name", "runs_dir") and before.get(name) != value
+    ]
+    return ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
+
+
+def _flat(layer: Layer) -> dict[str, Any]:
+    """Returns values by name, those of hparams by names like hparams.width."""
+    flat: dict[str, Any] = {}
+    names: list[tuple[str, Any]] = [(name, value) for name, (_, value) in layer.items()]
+    while names:
+        name, value = names.pop(0)
+        if isinstance(value, dict):
+            names[:0] = [(f"{name}.{inner}", value[inner]) for inner in value]
+        else:
+            flat[name] = value
+    return flat
+
+
+def find_run(runs_dir: Path, run_name: str | None) -> Path:
+    """Returns the folder of a run that was trained before; without a name, the newest.
+
+    Raises:
+        SetupError: there is no such run.
+    """
+    runs = [path.parent for path in runs_dir.glob("*/config.yaml")]
+    if not runs:
+        raise SetupError(f"{label(runs_dir)}: no run there yet; train one first.")
+    if run_name is None:
+        return max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime)
+    for run in runs:
+        if run.name == run_name:
+            return run
+    names = sorted(run.name for run in runs)
+    raise SetupError(
+        f"run_name: no run {shown(run_name)} in {label(runs_dir)}{nearest(run_name, names)} "
+        f"(there: {one_line(', '.join(names), 100)})"
+    )
+
+
+@functools.cache
+def _options(command: str) -> type[BaseModel]:
+    """Builds what checks a command's own options, and ``--config``."""
+    fields: dict[str, Any] = {"config": _FILES, **OPTIONS[command]}
+    return create_model(command, __config__=STRICT, **fields)
+
+
+@functools.cache
+def _parser(command: str) -> argparse.ArgumentParser:
+    """Builds the parser of one command: its own options, ``--config`` and every setting."""
+    parser = argparse.ArgumentParser(
+        prog=f"ctl_core {command}",
+        description=f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}. Settings come from "
+        "the defaults, then config.yaml, or the run's own where it is there already, then the "
+        f"environment ({ENV_PREFIX}BATCH_SIZE=32), then these flags.",
+        exit_on_error=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for name, setting in (_options(command).model_fields | dict(SETTINGS)).items():
+        kind, flag = kind_of(setting), "--" + name.replace("_", "-")
+        default = json.dumps(setting.get_default(call_default_factory=True)).strip('"')
+        text = f"{setting.description} (default: {default})".replace("%", "%%")
+        if kind is bool:
+            action: Any = argparse.BooleanOptionalAction
+            parser.add_argument(flag, action=action, dest=name, help=text)
+            continue
+        choices = f"{{{','.join(map(str, get_args(setting.annotation)))}}}"
+        metavar = {int: "N", float: "X", Literal: choices, list: "FILE"}.get(kind, "TEXT")
+        action = "append" if kind is list else "store"
+        parser.add_argument(flag, action=action, dest=name, metavar=metavar, help=text)
+    return parser
+
+
+def _flags(command: str, argv: Sequence[str]) -> Layer:
+    """Reads the flags, of settings and of the command's options.
+
+    Raises:
+        SetupError: one is unknown, or lacks its value.
+    """
+    words, hparams = _split_hparams(argv)
+    settings = _options(command).model_fields | dict(SETTINGS)
+    try:
+        found, others = _parser(command).parse_known_args(words)
+    except argparse.ArgumentError as error:
+        flag, _, opposite = str(error.argument_name).partition("/")
+        wrong = f" takes no value; the opposite is {opposite}." if opposite else None
+        raise SetupError(f"{flag}{wrong or ': expected a value after it.'}") from error
+    for word in others:
+        flag = label(word.partition("=")[0])
+        if not flag.startswith("-"):
+            raise SetupError(f"unexpected word {shown(word)}: settings are given as --name value.")
+        names = [name.replace("_", "-") for name in settings]
+        near = nearest(flag.strip("-").replace("_", "-"), names, "--")
+        raise SetupError(f"unknown setting {flag}{near}")
+    layer = {name: (name, read_text(settings[name], text)) for name, text in vars(found).items()}
+    return layer | ({"hparams": ("--hparams", hparams)} if hparams else {})
+
+
+def _split_hparams(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Takes the flags for hparams out; ``--hparams.a.b 3`` is {a: {b: 3}}.
+
+    Returns:
+        The other flags, and the values.
+    """
+    others: list[str] = []
+    found: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        flag, equals, text = word.partition("=")
+        first, *names = flag.split(".")
+        if first != "--hparams":
+            others.append(word)
+            continue
+        if not equals:
+            text = next(words, "--")
+        where = label(flag)
+        if not all(names) or (not equals and text.startswith("--")):
+            raise SetupError(f"{where}: expected a name and a value: --hparams.width 64.")
+        read = read_value(text)
+        value: Any = read if isinstance(read, dict) else Word(text)
+        for name in reversed(names):
+            read, value = {name: read}, {name: value}
+        checked({"hparams": (where, read)})
+        found = laid_over(found, value, "")
+    return others, found

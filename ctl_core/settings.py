@@ -1,0 +1,305 @@
+"""Settings: each is a field of ``Config``, which says its type, range, default and help.
+
+Checks, messages and flags follow from that. Where settings come from is the part of layers.py.
+Neither imports TensorFlow: a misspelt flag is answered at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import numbers
+import operator
+import os
+import re
+import reprlib
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+
+from ctl_core.errors import SetupError, one_line
+
+
+def check_path(text: str) -> str:
+    """Refuses a URL, where there are no locks and no renames, and what cannot be a path."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):  # of one slash, as pathlib writes it
+        raise ValueError(
+            f"expected a path in the file system, got the URL {shown(text)}; take a local path and "
+            "copy the files, or mount what the URL names (gcsfuse does so for gs://) and give the "
+            "path."
+        )
+    longest = max(len(part.encode()) for part in text.split("/"))
+    unprinted = re.search("[\0-\x1f\x7f-\x9f\u2028\u2029]", text)
+    if not text.strip() or unprinted or longest > 255 or len(text) > 2000:
+        raise ValueError
+    return text
+
+
+def _check_profile(text: str | None) -> str | None:
+    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text or "0:1")
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError
+    return text
+
+
+def _check_hparams(hparams: Any) -> Any:
+    for name, value in hparams.items() if isinstance(hparams, dict) else ():
+        if not isinstance(name, str) or not _is_plain(value):
+            raise ValueError(
+                f"{shown(name)} has the value {shown(value)}; expected a name with numbers, texts, "
+                "true, false, null, or lists and dicts of these, at most 50 deep."
+            )
+    return hparams
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a file can hold a value; a list may hold itself, or another one very often."""
+    level = [value]
+    for _ in range(51):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below += [*each, *each.values()]
+            elif isinstance(each, list | tuple):
+                below += each
+            elif type(each) not in (int, float, str, bool, type(None)):
+                return False
+            if len(below) > 10**6 or (type(each) is int and each.bit_length() > 1024):
+                return False
+        level = below
+    return not level
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Number = Annotated[int, Field(ge=1, lt=2**63)]
+Length = Annotated[int | None, Field(ge=0, lt=2**63)]
+Folder = Annotated[str, AfterValidator(check_path)]
+_Name = Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+_Profile = Annotated[str | None, AfterValidator(_check_profile)]
+_Hparams = Annotated[dict[str, Any], BeforeValidator(_check_hparams)]
+STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+def declare(default: Any, text: str, **more: Any) -> Any:
+    """Declares a setting; its help is no docstring, of which -OO leaves nothing.
+
+    ``title`` says what is expected where the type does not.
+    """
+    return Field(default, description=text, **more)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Config:
+    """Settings of a run; numbers of NumPy become Python's, and paths become texts.
+
+    Raises:
+        SetupError: a value, or a combination, is impossible; the message names setting and value.
+    """
+
+    steps: Length = declare(
+        None, "train until this step, counted from the start of the run, not of the process"
+    )
+    epochs: Length = declare(
+        None, "the same in passes over the training data (give steps or epochs)"
+    )
+    batch_size: _Number = declare(64, "global batch size, shared out evenly over the replicas")
+    accumulate_steps: _Number = declare(
+        1, "micro-batches that an update is made of, to save memory, not time"
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = declare(
+        "float32", "what Keras layers compute in; weights and updates stay float32"
+    )
+    jit_compile: bool = declare(
+        False, "compile each replica's forward and backward pass with XLA; may help on GPUs"
+    )
+    on_nan: Literal["stop", "warn", "ignore"] = declare(
+        "warn",
+        "at a NaN or infinite loss; warn: exit code 1 if the last one is; stop: at the first, with "
+        "exit code 1",
+    )
+    learning_rate: Annotated[float, Field(gt=0, lt=1e30, allow_inf_nan=False)] = declare(
+        0.001, "initial value of lr; on resume, a changed value replaces the current one"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = declare(
+        0, "seeds Python, NumPy, TensorFlow and Keras"
+    )
+    run_name: _Name = declare(
+        None,
+        "folder of the run inside runs_dir; an existing one resumes, with the settings in its own "
+        "config.yaml; default: the time",
+        title="a folder name of letters, digits, '.', '_' and '-' that starts with a letter or "
+        "digit, at most 200 of them",
+    )
+    ckpt_every: _Count = declare(1000, "save a checkpoint every so many steps (0: only at the end)")
+    eval_every: _Count = declare(1000, "evaluate every so many steps (0: only at the end)")
+    strategy: Literal["auto", "one_device", "mirrored", "multi_worker"] = declare(
+        "auto", "auto joins the cluster of TF_CONFIG; else it takes all GPUs, or the one device"
+    )
+    virtual_devices: _Number = declare(
+        1, "split the CPU into so many devices, to try multi-GPU code on a laptop"
+    )
+    workers: Annotated[int, Field(ge=1, lt=2**10)] = declare(
+        1, "start a cluster of so many processes on this machine"
+    )
+    max_restarts: _Count = declare(
+        3, "how often a cluster is started again after a crash of one of its workers"
+    )
+    max_chunk: _Number = declare(1000, "most steps inside one graph call")
+    deterministic: bool = declare(
+        False, "bit-identical results from run to run (op determinism), slower"
+    )
+    profile: _Profile = declare(
+        None,
+        "START:STOP profiles the steps after START up to STOP, for TensorBoard",
+        title="START:STOP, two step numbers of which the first is lower, such as 50:60",
+    )
+    runs_dir: Folder = declare("runs", "folder that holds the runs", title="the name of a folder")
+    debug: bool = declare(False, "show tracebacks and TensorFlow's own messages on the console")
+    hparams: _Hparams = Field(
+        default_factory=dict,
+        description="free values of your own; hooks get them as hparams; as a flag: "
+        "--hparams.width 64",
+    )
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise SetupError(
+                f"steps and epochs: give one of the two, got steps={self.steps} and "
+                f"epochs={self.epochs}."
+            )
+        if self.strategy == "one_device" and self.virtual_devices > 1:
+            raise SetupError(
+                f"strategy: one_device uses one device, but virtual_devices is "
+                f"{self.virtual_devices}; leave one of them out."
+            )
+        if self.workers > 1 and self.strategy in ("one_device", "mirrored"):
+            raise SetupError(
+                f"strategy: {self.strategy} trains in one process, but workers is {self.workers}; "
+                "leave one of them out."
+            )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return value
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+        if isinstance(value, numbers.Real):
+            return float(value)
+        if isinstance(value, str):
+            return str(value)
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_one_line(cls, values: Any, validate: Any) -> Any:
+        try:
+            return validate(values)
+        except ValidationError as error:
+            raise SetupError(explain(error, SETTINGS)) from error
+
+    @property
+    def profile_steps(self) -> tuple[int, int] | None:
+        """The steps to profile: after the first up to the second; None for none."""
+        if self.profile is None:
+            return None
+        first, last = map(int, self.profile.split(":"))
+        return first, last
+
+
+SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text (in quotes, if it looks like a number)",
+    list: "a list",
+    dict: "names with values",
+}
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """Returns a value as messages show it, in at most so many characters."""
+    try:
+        return one_line(_SHORT.repr(value), limit)
+    except ValueError:  # Python writes no numbers of thousands of digits
+        return f"a very long {type(value).__name__}"
+
+
+def label(text: object) -> str:
+    """Returns a path or a name as messages show it: in one line, without quotes."""
+    return shown(str(text))[1:-1]
+
+
+def kind_of(setting: FieldInfo) -> Any:
+    """Returns the type of a setting's values, where it has one: int, str, list, Literal."""
+    hint = setting.annotation
+    if get_origin(hint) not in (Literal, dict):
+        hint = (get_args(hint) or (hint,))[0]
+    return get_origin(hint) or hint
+
+
+def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
+    """Says in one line which setting is wrong first, what was expected, and what it is."""
+    wrong = error.errors(include_url=False)[0]
+    name, setting = wrong["loc"][0], settings.get(str(wrong["loc"][0]))
+    if setting is None:
+        return f"unknown setting {shown(name)}{nearest(str(name), settings)}"
+    if words := str(wrong.get("ctx", {}).get("error", "")):
+        return f"{name}: {words}"
+    kind = kind_of(setting)
+    limits = {
+        key: getattr(each, key)
+        for each in setting.metadata
+        for key in ("ge", "gt", "lt")
+        if hasattr(each, key)
+    }
+    if kind is Literal:
+        expected = f"one of {', '.join(get_args(setting.annotation))}"
+    elif setting.title and not wrong["type"].endswith("_type"):
+        expected = setting.title
+    else:
+        expected = WORDS[kind]
+    if "ge" in limits:
+        expected += f" from {limits['ge']} up"
+    if "gt" in limits:
+        expected += f" above {limits['gt']}"
+    if wrong["type"] == "less_than":
+        most = limits["lt"]
+        expected += f" and below {f'2**{math.log2(most):.0f}' if kind is int else f'{most:g}'}"
+    return f"{name}: expected {expected}, got {shown(wrong['input'])}."
+
+
+def nearest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5) -> str:
+    """Returns ``"; did you mean 'x'?"`` for the nearest of ``names``, or an empty string.
+
+    ``mark`` is put before it, and is no part of what is compared.
+    """
+    close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=cutoff)
+    return f"; did you mean '{mark}{close[0]}'?" if close else ""
+
+
+def free_name(runs_dir: Path) -> str:
+    """Returns the time as a name for a run; with a number behind it if that second is taken."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while os.path.lexists(runs_dir / (name if number == 1 else f"{name}-{number}")):
+        number += 1
+    return name if number == 1 else f"{name}-{number}"
