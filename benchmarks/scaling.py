@@ -108,8 +108,8 @@ def parameters(width: int) -> int:
 
 def measure(out: Path) -> None:
     """What each process runs; the chief writes down what it measured."""
+    from ctl_core.cluster.strategy import create_strategy, read_task
     from ctl_core.settings import Config
-    from ctl_core.strategy import create_strategy, read_task
 
     config = Config(steps=1, batch_size=BATCH, run_name="scaling")
     task = read_task(config)
@@ -122,7 +122,7 @@ def measure(out: Path) -> None:
 
 def run(processes: int, out: Path) -> dict[str, dict[int, float]]:
     """Measures on so many processes."""
-    from ctl_core.launch import free_ports
+    from ctl_core.cluster.supervisor import free_ports
 
     hosts = [f"127.0.0.1:{port}" for port in free_ports(processes)]
     command = [sys.executable, "-m", "benchmarks.scaling", "--measure", str(out)]

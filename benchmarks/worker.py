@@ -31,8 +31,8 @@ from benchmarks.pace import CHECKED, Pace, timed
 from benchmarks.peers import PEERS, callbacks, compiled, engine, settings
 from benchmarks.report import Memory, Timing, memory_used
 from benchmarks.workloads import WORKLOADS, Workload
-from ctl_core.evaluation import evaluate
-from ctl_core.strategy import prepare
+from ctl_core.cluster.strategy import prepare
+from ctl_core.evaluate import evaluate
 
 # Of the same sums in another order; far below what another update would make.
 TOLERANCE = 1e-5

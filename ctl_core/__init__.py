@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctl_core import data as data
+    from ctl_core.build import State as State
     from ctl_core.console import report as report
     from ctl_core.console import show_step as show_step
     from ctl_core.defaults import deferred as deferred
@@ -23,29 +24,28 @@ if TYPE_CHECKING:
     from ctl_core.errors import SetupError as SetupError
     from ctl_core.errors import StopTraining as StopTraining
     from ctl_core.layers import load_config as load_config
-    from ctl_core.loop import train as train
+    from ctl_core.run_state.tracking import regularization as regularization
+    from ctl_core.run_state.tracking import trainable_variables as trainable_variables
     from ctl_core.settings import Config as Config
-    from ctl_core.state import State as State
-    from ctl_core.tracking import regularization as regularization
-    from ctl_core.tracking import trainable_variables as trainable_variables
+    from ctl_core.trainer import train as train
 
 _HOME = {
     "Config": "settings",
     "CtlError": "errors",
     "RunError": "errors",
     "SetupError": "errors",
-    "State": "state",
+    "State": "build",
     "StopTraining": "errors",
     "deferred": "defaults",
     "leading_dimension": "defaults",
     "load_config": "layers",
     "nan_to_zero": "defaults",
-    "regularization": "tracking",
+    "regularization": "run_state.tracking",
     "report": "console",
     "show_step": "console",
     "trackable": "defaults",
-    "train": "loop",
-    "trainable_variables": "tracking",
+    "train": "trainer",
+    "trainable_variables": "run_state.tracking",
     "unpack": "defaults",
     "weighted": "defaults",
 }

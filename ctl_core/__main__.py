@@ -25,10 +25,10 @@ from ctl_core.errors import CtlError, PeerLost, SetupError, brief
 
 _MISSING = "{} is not installed in {}; in the project's folder: {} -m pip install --editable ."
 try:
-    from ctl_core import launch
     from ctl_core.cli import COMMANDS, Command, parse_command
+    from ctl_core.cluster import supervisor
+    from ctl_core.cluster.signals import INTERRUPTED, interruptible
     from ctl_core.settings import free_name, nearest
-    from ctl_core.signals import INTERRUPTED, interruptible
 except ModuleNotFoundError as error:
     print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)
     sys.exit(2)
@@ -36,7 +36,7 @@ except ModuleNotFoundError as error:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    launch.die_with_supervisor()
+    supervisor.die_with_supervisor()
     alone = argv is None  # the process is this command's
     argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         return _run(command, argv)
     except CtlError as error:
         # Of a lost peer, the chief's supervisor can say more: which one, and how.
-        if not (isinstance(error, PeerLost) and launch.chief() and not debug):
+        if not (isinstance(error, PeerLost) and supervisor.chief() and not debug):
             _complain(str(error), debug)
         return _leave(error.exit_code)
     except KeyboardInterrupt:
@@ -76,7 +76,7 @@ def _leave(code: int, at_once: bool = False) -> int:
     TensorFlow's own end would wait for the others, which wait for this one in a collective. Of a
     process that was interrupted, some thread may never end.
     """
-    strategy = sys.modules.get("ctl_core.strategy")
+    strategy = sys.modules.get("ctl_core.cluster.strategy")
     if at_once or (strategy is not None and strategy.joined()):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -120,14 +120,14 @@ def _print_hooks(rest: list[str]) -> int:
     else:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         _import_libraries(debug=False)
-        from ctl_core.table import print_table
+        from ctl_core.tools.hook_table import print_table
 
         print_table()
     return 0
 
 
 def _run(command: Command, argv: list[str]) -> int:
-    for note in () if launch.supervised() else command.notes:  # the supervisor has said it
+    for note in () if supervisor.supervised() else command.notes:  # the supervisor has said it
         print(note, flush=True)
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
@@ -138,12 +138,14 @@ def _run(command: Command, argv: list[str]) -> int:
     if not path.is_file():
         raise SetupError(f"no file {path.name} in {Path.cwd()}; run this in the project's folder.")
     if command.name == "train":
-        if command.config.workers > 1 and not launch.supervised():
+        if command.config.workers > 1 and not supervisor.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))
-            return launch.start_cluster(argv, dataclasses.replace(command.config, run_name=name))
+            return supervisor.start_cluster(
+                argv, dataclasses.replace(command.config, run_name=name)
+            )
         with interruptible():
             _import_libraries(command.config.debug)
-        from ctl_core.strategy import prepare
+        from ctl_core.cluster.strategy import prepare
 
         prepare(command.config)
     with interruptible():
@@ -157,7 +159,7 @@ def _run(command: Command, argv: list[str]) -> int:
     if Path.cwd() != start:  # callbacks.py has gone elsewhere; the run stays where it was to be
         config = dataclasses.replace(config, runs_dir=start / config.runs_dir)  # type: ignore[arg-type]
     if command.name == "train":
-        from ctl_core.loop import train
+        from ctl_core.trainer import train
 
         state = train(callbacks, config, go_on=bool(command.options["continue"]))
         if state.stopped_by is not None:
@@ -213,7 +215,7 @@ def _without_greeting() -> Iterator[None]:
 def _use_run(command: Command, callbacks: ModuleType) -> int:
     """Runs evaluate, predict or export on a run's checkpoint, in no cluster."""
     os.environ.pop("TF_CONFIG", None)
-    from ctl_core import commands
+    from ctl_core.tools import commands
 
     run = getattr(commands, command.name)
     run(callbacks, command.config, command.options)

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from ctl_core.compat import summaries_of_first_replica
 from ctl_core.inputs import Input, deal
-from ctl_core.joining import joined
-from ctl_core.not_finite import found_nans, seen
+from ctl_core.numerics.joining import joined
+from ctl_core.numerics.not_finite import found_nans, seen
 from ctl_core.step import Parts, apply, contribution, update
 
 

@@ -36,14 +36,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.build import State
+from ctl_core.cluster.divergence import Drift
 from ctl_core.console import Console
-from ctl_core.drift import Drift
 from ctl_core.errors import RunError, SetupError, op_message, reason
-from ctl_core.hook_state import check_state
 from ctl_core.inputs import holds_shuffles
-from ctl_core.not_finite import Noted
-from ctl_core.randomness import generator_states
-from ctl_core.record import (
+from ctl_core.numerics.not_finite import Noted
+from ctl_core.numerics.randomness import generator_states
+from ctl_core.numerics.staging import Background, Snapshot, Traced, entries
+from ctl_core.run_state.hook_state import check_state
+from ctl_core.run_state.record import (
     NAME,
     NUMBER,
     PART,
@@ -54,10 +56,8 @@ from ctl_core.record import (
     saved_steps,
     write_record,
 )
-from ctl_core.remainder import Remainder, is_summed
-from ctl_core.snapshot import Background, Snapshot, Traced, entries
-from ctl_core.state import State
-from ctl_core.vocabularies import Vocabularies
+from ctl_core.run_state.remainder import Remainder, is_summed
+from ctl_core.run_state.vocabularies import Vocabularies
 
 # What reading a file that is cut short, altered or gone raises.
 _UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere.
 
 Every message also goes to train.log, by way of the standard logging module. What is written to
-metrics.jsonl and TensorBoard is runs.py's part, which listens here.
+metrics.jsonl and TensorBoard is run_folder.py's part, which listens here.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from ctl_core.console import report, show_step
-from ctl_core.not_finite import note_nans
-from ctl_core.tracking import regularization, trainable_variables
+from ctl_core.numerics.not_finite import note_nans
+from ctl_core.run_state.tracking import regularization, trainable_variables
 
 
 def nan_to_zero(gradient: Any) -> Any:

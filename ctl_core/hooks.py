@@ -2,8 +2,8 @@
 
 ``TABLE`` is the source of the validation, of ``ctl_core hooks`` and of the documentation. What a
 hook does that callbacks.py leaves out is in defaults.py.
-What the values of the arguments are is decided where a hook is called: step.py, loop.py,
-evaluation.py, state.py.
+What the values of the arguments are is decided where a hook is called: step.py, trainer.py,
+evaluate.py, build.py.
 """
 
 from __future__ import annotations

@@ -21,12 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster import Cluster
-from ctl_core.compat import is_deterministic
-from ctl_core.console import Console
-from ctl_core.errors import SetupError
-from ctl_core.hooks import Hooks, describe
-from ctl_core.look import (
+from ctl_core.checks.data import (
     RESHUFFLING,
     Found,
     Pipeline,
@@ -43,7 +38,12 @@ from ctl_core.look import (
     reading,
     uneven,
 )
-from ctl_core.randomness import random_ops
+from ctl_core.cluster.sync import Cluster
+from ctl_core.compat import is_deterministic
+from ctl_core.console import Console
+from ctl_core.errors import SetupError
+from ctl_core.hooks import Hooks, describe
+from ctl_core.numerics.randomness import random_ops
 from ctl_core.settings import Config
 
 

@@ -2,7 +2,7 @@
 
 The graph hooks are called here, in the order of the step. That a step may be made of several
 micro-batches is accumulate.py's part; the outer loop, and the hooks that run on the host, are
-loop.py's.
+trainer.py's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.checks.data import examples_in
 from ctl_core.compat import GraphWriter, gradients_are_summed, optimizers_refused
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks, describe
-from ctl_core.look import examples_in
-from ctl_core.precision import LossScale, all_finite, to_float32
-from ctl_core.rate import Rate
-from ctl_core.tracking import find
+from ctl_core.numerics.learning_rate import Rate
+from ctl_core.numerics.precision import LossScale, all_finite, to_float32
+from ctl_core.run_state.tracking import find
 
 
 @dataclasses.dataclass

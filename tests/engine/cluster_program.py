@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import precision
+from ctl_core.numerics import precision
 from tests.engine import cases
 from tests.engine.cases import make_hooks
 from tests.ported import codebook as vq

@@ -19,7 +19,7 @@ import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.console import Console, activate, report, show_step
 from ctl_core.hooks import TABLE
-from ctl_core.table import print_table
+from ctl_core.tools.hook_table import print_table
 from tests.engine.conftest import Train, make_hooks, regression_data, sliced
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

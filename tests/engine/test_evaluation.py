@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from ctl_core.evaluation import evaluate
+from ctl_core.evaluate import evaluate
 from tests.engine.cases import SIZES, eval_hooks, evaluated_by_hand
 from tests.engine.conftest import (
     FEATURES,

@@ -75,7 +75,7 @@ def test_metrics_that_cannot_be_written_any_more_end_the_run(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ctl_core import report
-    from ctl_core.runs import Run
+    from ctl_core.run_folder import Run
 
     def no_space(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

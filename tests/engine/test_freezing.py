@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.freezing import Freezing, unfrozen
-from ctl_core.tracking import find
+from ctl_core.numerics.freezing import Freezing, unfrozen
+from ctl_core.run_state.tracking import find
 from tests.engine.conftest import (
     FEATURES,
     Train,

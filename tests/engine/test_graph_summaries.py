@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import commands
+from ctl_core.tools import commands
 from tests.engine.cases import eval_hooks, small_model
 from tests.engine.conftest import Train, make_hooks
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core import checkpoint
-from ctl_core.hook_state import check_state
+from ctl_core.run_state.hook_state import check_state
 from tests.engine.conftest import Train, make_hooks
 
 

@@ -341,7 +341,7 @@ def model_with_spare() -> keras.Model:
 
 
 def test_the_learning_rate_is_an_object(train: Train) -> None:
-    lr = ctl_core.rate.LearningRate(0.5)
+    lr = ctl_core.numerics.learning_rate.LearningRate(0.5)
     assert float(lr) == 0.5 and f"{lr:.2f}" == "0.50" and np.asarray(lr) == np.float32(0.5)
     np.testing.assert_allclose([lr * 2, 2 * lr, lr + 1, 1 - lr, lr / 2, 1 / lr, -lr, lr**2, lr - 1],
                                [1.0, 1.0, 1.5, 0.5, 0.25, 2.0, -0.5, 0.25, -0.5])  # fmt: skip

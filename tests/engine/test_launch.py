@@ -23,12 +23,13 @@ from typing import Any
 import pytest
 
 import ctl_core
-from ctl_core import commands, launch
 from ctl_core.__main__ import main
+from ctl_core.cluster import supervisor
+from ctl_core.cluster.signals import SAME_SIGNAL
+from ctl_core.cluster.supervisor import End, free_ports, judge, share_gpus, supervise, visible_gpus
 from ctl_core.errors import PeerLost, SetupError
-from ctl_core.launch import End, free_ports, judge, share_gpus, supervise, visible_gpus
 from ctl_core.settings import Config
-from ctl_core.signals import SAME_SIGNAL
+from ctl_core.tools import commands
 
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/a")
@@ -37,7 +38,7 @@ RUN = Path("runs/a")
 PREAMBLE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from ctl_core.launch import die_with_supervisor
+from ctl_core.cluster.supervisor import die_with_supervisor
 
 die_with_supervisor()
 place = json.loads(os.environ["TF_CONFIG"])
@@ -59,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty project folder, in which workers find the engine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for name in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES", launch.PIPE):
+    for name in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES", supervisor.PIPE):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "pids").mkdir()
     return tmp_path
@@ -78,7 +79,7 @@ def run(body: str, workers: int = 2, **settings: Any) -> int:
 def start(body: str, workers: int = 2, settings: str = "", **how: Any) -> subprocess.Popen[bytes]:
     """Starts a supervisor of its own process."""
     program = (
-        "import sys; from pathlib import Path; from ctl_core.launch import supervise; "
+        "import sys; from pathlib import Path; from ctl_core.cluster.supervisor import supervise; "
         f"sys.exit(supervise({fake(body)!r}, Path({str(RUN)!r}), {workers}, peer_grace=0.3, "
         f"{settings}))"
     )
@@ -112,7 +113,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_the_supervisor_does_not_wait_for_tensorflow() -> None:
-    program = "import sys, ctl_core.launch; sys.exit('tensorflow' in sys.modules)"
+    program = "import sys, ctl_core.cluster.supervisor; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
@@ -136,7 +137,7 @@ assert sys.stdin.read() == "" and os.getpgrp() == os.getpid()
         assert sorted(rest) == ([f"err of {index}", f"out of {index}"] if index else [])
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("out of 0\n", "err of 0\n")
-    assert launch.PIPE not in os.environ and "TF_CONFIG" not in os.environ
+    assert supervisor.PIPE not in os.environ and "TF_CONFIG" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -351,8 +352,8 @@ print("done")
 def test_a_marker_that_was_handed_down_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("fake.py", "w") as file:
         for value in ("", "x", "987654", str(file.fileno())):
-            monkeypatch.setenv(launch.PIPE, value)
-            launch.die_with_supervisor()
+            monkeypatch.setenv(supervisor.PIPE, value)
+            supervisor.die_with_supervisor()
 
 
 def test_output_to_a_reader_that_leaves_ends_the_cluster() -> None:
@@ -378,7 +379,7 @@ except BrokenPipeError:
 def test_without_standard_streams() -> None:
     arguments = [sys.executable, "-c", "import launch_it"]
     Path("launch_it.py").write_text(
-        "import sys; from pathlib import Path; from ctl_core.launch import supervise; "
+        "import sys; from pathlib import Path; from ctl_core.cluster.supervisor import supervise; "
         f"sys.exit(supervise({fake('print(index)')!r}, Path({str(RUN)!r}), 2))"
     )
     shell = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments])
@@ -529,17 +530,17 @@ def test_each_worker_sees_its_gpus(
     )
     monkeypatch.setattr(sys, "executable", "unused")
     monkeypatch.setattr(
-        launch, "supervise", lambda _, *rest, **more: supervise(command, *rest, **more)
+        supervisor, "supervise", lambda _, *rest, **more: supervise(command, *rest, **more)
     )
     config = Config(workers=2, virtual_devices=devices, run_name="a")
-    assert launch.start_cluster(["train"], config) == 0
+    assert supervisor.start_cluster(["train"], config) == 0
     assert [json.loads(Path(f"gpus-{i}").read_text()) for i in (0, 1)] == shares
 
 
 def test_settings_that_cannot_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def message(**settings: Any) -> str:
         with pytest.raises(SetupError) as error:
-            launch.start_cluster(["train"], Config(run_name="a", **settings))
+            supervisor.start_cluster(["train"], Config(run_name="a", **settings))
         return str(error.value)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core import precision
 from ctl_core.__main__ import main
-from ctl_core.cluster import Cluster, Word
+from ctl_core.cluster.strategy import Task
+from ctl_core.cluster.sync import Cluster, Word
 from ctl_core.errors import RunError
-from ctl_core.not_finite import NEVER, Noted
-from ctl_core.strategy import Task
+from ctl_core.numerics import precision
+from ctl_core.numerics.not_finite import NEVER, Noted
 from tests.engine.conftest import (
     Train,
     make_hooks,

@@ -130,7 +130,7 @@ def test_a_run_knows_the_name_that_was_made_up(train: Train, tmp_path: Path) -> 
 
 
 def test_the_learning_rate_is_assigned_and_compared_as_a_variable() -> None:
-    lr = ctl_core.rate.LearningRate(0.5)
+    lr = ctl_core.numerics.learning_rate.LearningRate(0.5)
     lr.assign_add(0.25)
     lr.assign_sub(0.5)
     assert float(lr) == float(lr.read_value()) == 0.25

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import precision
 from ctl_core.__main__ import main
 from ctl_core.errors import SetupError
+from ctl_core.numerics import precision
 from tests.engine import test_commands
 from tests.engine.conftest import (
     FEATURES,

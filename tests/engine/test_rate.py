@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.errors import HookFailed, RunError
-from ctl_core.rate import LearningRate
+from ctl_core.numerics.learning_rate import LearningRate
 from tests.engine.conftest import (
     Train,
     make_hooks,

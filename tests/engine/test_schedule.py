@@ -152,7 +152,7 @@ def test_deferred_hooks_see_every_step_once_and_in_order(train: Train) -> None:
 def test_max_chunk_limits_a_graph_call_and_changes_nothing(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ctl_core.functions import StepFunctions
+    from ctl_core.graph import StepFunctions
 
     lengths: list[int] = []
     original = StepFunctions.run

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 import ctl_core
-from ctl_core import launch
 from ctl_core.__main__ import main
 from ctl_core.cli import COMMANDS, OPTIONS, Command, find_run, parse_command
+from ctl_core.cluster import supervisor
 from ctl_core.errors import SetupError
 from ctl_core.layers import load_config, write_config
 from ctl_core.settings import SETTINGS, Config, nearest
@@ -426,7 +426,7 @@ def test_unknown_commands(argv: list[str], words: str, capsys: pytest.CaptureFix
 def test_every_setting_is_used_somewhere() -> None:
     """Somewhere else in the engine than where settings are read."""
     engine = Path(ctl_core.__file__).parent
-    sources = [p.read_text() for p in engine.glob("*.py") if p.stem not in ("settings", "cli")]
+    sources = [p.read_text() for p in engine.rglob("*.py") if p.stem not in ("settings", "cli")]
     for name in FIELDS:
         assert any(re.search(rf"\bconfig\.{name}(_steps)?\b", text) for text in sources), name
 
@@ -663,7 +663,7 @@ def test_notes_are_on_the_console_once(
     Path("config.yaml").write_text("steps: 1\nhparams: {width: 3}\n")
     for supervised in (False, True):
         if supervised:
-            monkeypatch.setenv(launch.PIPE, "0")
+            monkeypatch.setenv(supervisor.PIPE, "0")
         assert main(["train", "--hparams.widht", "3"]) == 2  # there is no callbacks.py
         assert capsys.readouterr().out.count("did you mean 'width'?") == (not supervised)
 

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core import checkpoint, loop, signals
+from ctl_core import checkpoint, trainer
+from ctl_core.cluster import signals
 from ctl_core.console import Console
 from tests.engine.conftest import Train, make_hooks, regression_data, small_model
 
@@ -54,7 +55,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
     def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(regression_data()).batch(per_replica_batch_size)
 
-    evaluate, write = loop.evaluate, checkpoint.write_record
+    evaluate, write = trainer.evaluate, checkpoint.write_record
 
     def evaluate_and_kill(*args: Any) -> Any:
         if during == "evaluation":
@@ -66,7 +67,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
             once()
         return write(*args)
 
-    monkeypatch.setattr(loop, "evaluate", evaluate_and_kill)
+    monkeypatch.setattr(trainer, "evaluate", evaluate_and_kill)
     monkeypatch.setattr(checkpoint, "write_record", write_and_kill)
     return make_hooks(
         create_dataset=shuffled,
@@ -117,7 +118,7 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
 def test_sigterm_however_often_and_sigint_once_do_not_cut_a_save_short(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SAME_SIGNAL", 0.0)
+    monkeypatch.setattr(trainer, "SAME_SIGNAL", 0.0)
 
     def kill_often() -> None:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
@@ -134,7 +135,7 @@ def test_sigterm_however_often_and_sigint_once_do_not_cut_a_save_short(
 def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
     train: Train, monkeypatch: pytest.MonkeyPatch, first: signal.Signals
 ) -> None:
-    monkeypatch.setattr(loop, "SAME_SIGNAL", 0.0)
+    monkeypatch.setattr(trainer, "SAME_SIGNAL", 0.0)
     monkeypatch.setattr(signals, "HEED", 60.0)
 
     def endless() -> None:
@@ -285,7 +286,7 @@ def test_a_cluster_of_which_one_process_is_blocked_ends_by_a_second_sigint(tmp_p
 
 def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
     program = (
-        "import signal, time; from ctl_core.signals import interruptible\n"
+        "import signal, time; from ctl_core.cluster.signals import interruptible\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with interruptible():\n"
         "    try:\n"
@@ -303,13 +304,13 @@ def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
 
 
 def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_path: Path) -> None:
-    from ctl_core.launch import free_ports
+    from ctl_core.cluster.supervisor import free_ports
 
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     place = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
     program = (  # a shell starts what it runs in the background without SIGINT
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys; from ctl_core import strategy; from ctl_core.settings import Config; "
+        "import sys; from ctl_core.cluster import strategy; from ctl_core.settings import Config; "
         "from ctl_core.errors import CtlError; strategy.PATIENCE = 0.5\n"
         "try: strategy.prepare(Config(steps=1, run_name='a'))\n"
         "except CtlError as error: sys.exit(f'{error.exit_code} {error}')"

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import RunError
-from ctl_core.snapshot import Background, Snapshot
+from ctl_core.numerics.staging import Background, Snapshot
 from tests.engine.conftest import FEATURES, Train, make_hooks, small_model
 
 

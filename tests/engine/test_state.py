@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.tracking import find, plain_variable
+from ctl_core.run_state.tracking import find, plain_variable
 from tests.engine.conftest import (
     FEATURES,
     Train,
@@ -403,7 +403,7 @@ def test_an_evaluation_changes_no_bit_of_training(
 
 def test_evaluating_a_checkpoint_gives_what_training_saw(train: Train, tmp_path: Any) -> None:
     """Predictions and the export, too, are those of the model that was trained."""
-    from ctl_core import commands
+    from ctl_core.tools import commands
 
     def program() -> SimpleNamespace:
         return evaluated(create_model=seeded(Blocks))
@@ -421,7 +421,7 @@ def test_evaluating_a_checkpoint_gives_what_training_saw(train: Train, tmp_path:
 
 @pytest.mark.parametrize("create", [Module, Plain])
 def test_a_model_of_any_kind_is_exported(train: Train, create: Callable[[], Any]) -> None:
-    from ctl_core import commands
+    from ctl_core.tools import commands
 
     state = train(make_hooks(create_model=seeded(create)), steps=3)
     options = {"checkpoint": None, "input": None, "output": None}

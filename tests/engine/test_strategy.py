@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ctl_core.__main__ import main
+from ctl_core.cluster.strategy import Task, read_task
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config
-from ctl_core.strategy import Task, read_task
 
 HOSTS = ["a:1", "b:2", "c:3"]
 

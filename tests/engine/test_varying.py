@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.joining import for_host, on_host, padded
+from ctl_core.numerics.joining import for_host, on_host, padded
 from tests.engine.conftest import Train
 from tests.engine.test_errors import Cli, cli
 

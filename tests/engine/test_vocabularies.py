@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import commands
+from ctl_core.tools import commands
 from tests.engine.conftest import Train, make_hooks
 
 WORDS = np.array(["red", "green", "blue", "green", "red", "green", "grey", "red"])

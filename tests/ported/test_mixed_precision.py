@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from ctl_core import precision
+from ctl_core.numerics import precision
 from tests.engine.conftest import Train
 from tests.ported.compare import BATCH, RATE, STEPS, assert_close, numbers
 from tests.ported.mixed_precision import GROWTH, hooks, plain

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core import commands
+from ctl_core.tools import commands
 from tests.engine.conftest import Train
 from tests.engine.test_state import assert_resumes
 from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers

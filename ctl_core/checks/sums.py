@@ -11,13 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.build import Alone, State
 from ctl_core.errors import SetupError
 from ctl_core.hooks import names_in
-from ctl_core.joining import joined
-from ctl_core.snapshot import ReplicaCopies
-from ctl_core.state import Alone, State
+from ctl_core.numerics.joining import joined
+from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.run_state.tracking import written_variables
 from ctl_core.step import forward
-from ctl_core.tracking import written_variables
 
 
 def divided_twice(state: State) -> str | None:

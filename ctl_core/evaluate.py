@@ -13,11 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.chunks import ChunkLength
-from ctl_core.cluster import Word
+from ctl_core.cluster.strategy import Task
+from ctl_core.cluster.sync import Word
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.inputs import EvaluationData, create_eval_dataset, deal, local_replicas
-from ctl_core.snapshot import ReplicaCopies
+from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.run_state.tracking import plain_variable, written_variables
 from ctl_core.step import (
     Parts,
     batch_sum,
@@ -27,8 +29,6 @@ from ctl_core.step import (
     kind_of,
     weight_of,
 )
-from ctl_core.strategy import Task
-from ctl_core.tracking import plain_variable, written_variables
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: answered at once, and agreed on with the other processes between graph calls.
 
 The first of them stops a run, which is saved. A second SIGINT ends it there and then, also inside a
-graph call that never returns. The supervisor of a cluster counts by the same rule (launch.py).
+graph call that never returns. The supervisor of a cluster counts by the same rule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctl_core.cluster import Cluster, Word
+    from ctl_core.cluster.sync import Cluster, Word
     from ctl_core.console import Console
 
 # How long a signal may be repeated without meaning a second one (seconds).

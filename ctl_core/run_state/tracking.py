@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import flatten_layers, written_resources
-from ctl_core.precision import to_float32
+from ctl_core.numerics.precision import to_float32
 
 # Of TensorFlow's and Keras' own classes, those that may hold what belongs to a run; the rest is
 # bookkeeping: graphs, datasets, strategies, nodes of functional models.

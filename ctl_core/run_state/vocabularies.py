@@ -19,7 +19,7 @@ import numpy as np
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, brief
 from ctl_core.hooks import Hooks
-from ctl_core.tracking import Found, find
+from ctl_core.run_state.tracking import Found, find
 
 
 class Vocabularies:

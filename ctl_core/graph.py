@@ -14,17 +14,17 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.accumulate import take_update
+from ctl_core.build import State
+from ctl_core.checks.writes import check_writes
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
-from ctl_core.evaluation import trace_evaluation
+from ctl_core.evaluate import trace_evaluation
 from ctl_core.hooks import Hook
-from ctl_core.joining import for_host, unlike
-from ctl_core.not_finite import Noted, Notes
-from ctl_core.randomness import random_ops
-from ctl_core.state import State
+from ctl_core.numerics.joining import for_host, unlike
+from ctl_core.numerics.not_finite import Noted, Notes
+from ctl_core.numerics.randomness import random_ops
+from ctl_core.run_state.tracking import plain_variable, written_variables
 from ctl_core.step import variable_name
-from ctl_core.tracking import plain_variable, written_variables
-from ctl_core.writes import check_writes
 
 
 class StepFunctions:

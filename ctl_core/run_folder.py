@@ -19,12 +19,12 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from ctl_core.cluster.strategy import Task
 from ctl_core.compat import GraphWriter
 from ctl_core.errors import RunError, SetupError, reason
 from ctl_core.layers import write_config
-from ctl_core.record import saved_steps
+from ctl_core.run_state.record import saved_steps
 from ctl_core.settings import Config, free_name
-from ctl_core.strategy import Task
 
 
 class _Log(logging.FileHandler):

@@ -15,21 +15,24 @@ import tensorflow as tf
 
 from ctl_core import defaults
 from ctl_core.accumulate import take_update
-from ctl_core.batch_norm import MovingStatistics
-from ctl_core.cluster import Cluster
+from ctl_core.checks.pairs import pairs_refused
+from ctl_core.checks.writes import Write, forward_writes, same_on_all_replicas
+from ctl_core.cluster.strategy import Task, create_strategy
+from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import global_seed_generator, global_seed_generator_kept
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
-from ctl_core.evaluation import Evaluation, create_evaluation
-from ctl_core.freezing import Freezing, unfrozen
+from ctl_core.evaluate import Evaluation, create_evaluation
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.inputs import Input, create_input, deal, local_replicas
-from ctl_core.not_finite import Noted
-from ctl_core.pairs import pairs_refused
-from ctl_core.precision import LossScale, lower_dtypes
+from ctl_core.numerics.batch_norm import MovingStatistics
+from ctl_core.numerics.freezing import Freezing, unfrozen
+from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
+from ctl_core.numerics.not_finite import Noted
+from ctl_core.numerics.precision import LossScale, lower_dtypes
 from ctl_core.profile import Clock
-from ctl_core.rate import LearningRate, rate_for_hooks
-from ctl_core.runs import Run, repair_list
+from ctl_core.run_folder import Run, repair_list
+from ctl_core.run_state.tracking import Found, Unnamed, find, trainable_variables
 from ctl_core.settings import Config
 from ctl_core.step import (
     Parts,
@@ -43,9 +46,6 @@ from ctl_core.step import (
     variable_name,
     weight_of,
 )
-from ctl_core.strategy import Task, create_strategy
-from ctl_core.tracking import Found, Unnamed, find, trainable_variables
-from ctl_core.writes import Write, forward_writes, same_on_all_replicas
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.errors import SetupError
-from ctl_core.joining import on_host, padded
+from ctl_core.numerics.joining import on_host, padded
 from ctl_core.step import Parts, call_model
 
 

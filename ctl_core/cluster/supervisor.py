@@ -32,8 +32,8 @@ try:
 except ImportError:  # Windows, where ``start_cluster`` refuses
     fcntl = None  # type: ignore[assignment]
 
+from ctl_core.cluster.signals import INTERRUPTED, Counted
 from ctl_core.errors import PeerLost, SetupError, one_line
-from ctl_core.signals import INTERRUPTED, Counted
 
 if TYPE_CHECKING:
     from ctl_core.settings import Config
@@ -44,7 +44,7 @@ PIPE = "SUPERVISOR_PIPE"
 TICK = 0.1
 # After one worker failed, how long the others may take to end by themselves (seconds).
 PEER_GRACE = 5.0
-# The same after a second SIGINT (see signals.py), by which they end themselves sooner.
+# The same after a second SIGINT (see cluster/signals.py), by which they end themselves sooner.
 SIGNAL_GRACE = 1.6
 # A worker that ended so has done what it was told to.
 _ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)

@@ -1,6 +1,6 @@
 """What a run has that ``create_ckpt`` leaves out: kept in the engine's part of a checkpoint.
 
-tracking.py finds everything that belongs to a run; a ``tf.train.Checkpoint`` holds what
+run_state/tracking.py finds everything that belongs to a run; a ``tf.train.Checkpoint`` holds what
 TensorFlow's own tracking follows from the objects that it was given. The rest is here.
 """
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.build import State, find_state
 from ctl_core.errors import RunError, SetupError
 from ctl_core.hooks import Hook
-from ctl_core.randomness import generator_states
-from ctl_core.state import State, find_state
+from ctl_core.numerics.randomness import generator_states
+from ctl_core.run_state.tracking import plain_variable, tf_variable, written_variables
 from ctl_core.step import variable_name
-from ctl_core.tracking import plain_variable, tf_variable, written_variables
 
 # What a resumed run cannot do without; the rest is of hooks, which may change between two starts.
 _NEEDED = ("train_model", "train_loss", "optimizer")

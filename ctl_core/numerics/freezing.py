@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ctl_core.tracking import Found, find
+from ctl_core.run_state.tracking import Found, find
 
 
 class Freezing:

@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.build import State, create_state
 from ctl_core.checkpoint import Checkpoints
+from ctl_core.cluster.strategy import Task
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
-from ctl_core.evaluation import evaluate as run_evaluation
-from ctl_core.export import export_model
-from ctl_core.loop import session
-from ctl_core.precision import policy
-from ctl_core.prediction import predict as run_prediction
-from ctl_core.prediction import read_inputs
-from ctl_core.runs import Run
+from ctl_core.evaluate import evaluate as run_evaluation
+from ctl_core.numerics.precision import policy
+from ctl_core.predict import predict as run_prediction
+from ctl_core.predict import read_inputs
+from ctl_core.run_folder import Run
+from ctl_core.run_state.tracking import find
 from ctl_core.settings import Config
-from ctl_core.state import State, create_state
-from ctl_core.strategy import Task
-from ctl_core.tracking import find
+from ctl_core.tools.export import export_model
+from ctl_core.trainer import session
 
 
 def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict[str, float]:

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.cluster.strategy import Task
 from ctl_core.errors import CtlError, PeerLost, RunError, SetupError
-from ctl_core.not_finite import NEVER
+from ctl_core.numerics.not_finite import NEVER
 from ctl_core.settings import Config
-from ctl_core.strategy import Task
 
 # What TensorFlow says on the processes that are left when one is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)

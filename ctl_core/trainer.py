@@ -1,6 +1,6 @@
 """The outer loop: chunks of steps inside one graph call, then the hooks that are due.
 
-The inner loop is in the graph, see functions.py. Everything else happens here, between two calls:
+The inner loop is in the graph, see graph.py. Everything else happens here, between two calls:
 hooks, evaluation, checkpoints, signals.
 """
 
@@ -17,29 +17,29 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.build import State, create_state
 from ctl_core.checkpoint import Checkpoints
+from ctl_core.checks.data import EMPTY
+from ctl_core.checks.sums import check_sums, divided_twice
 from ctl_core.chunks import ChunkLength
-from ctl_core.cluster import Word, peers
+from ctl_core.cluster.signals import SAME_SIGNAL, Agreement, Signals
+from ctl_core.cluster.strategy import read_task
+from ctl_core.cluster.supervisor import TICK, supervised
+from ctl_core.cluster.sync import Word, peers
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, not_compiled
-from ctl_core.evaluation import evaluate
-from ctl_core.functions import StepFunctions
-from ctl_core.hook_state import check_state
+from ctl_core.evaluate import evaluate
+from ctl_core.graph import StepFunctions
 from ctl_core.hooks import OBSERVED
-from ctl_core.launch import TICK, supervised
-from ctl_core.look import EMPTY
-from ctl_core.not_finite import NEVER, Noted
-from ctl_core.precision import policy
+from ctl_core.numerics.learning_rate import why_ignored
+from ctl_core.numerics.not_finite import NEVER, Noted
+from ctl_core.numerics.precision import policy
+from ctl_core.numerics.randomness import spread
 from ctl_core.profile import Clock, Profile
-from ctl_core.randomness import spread
-from ctl_core.rate import why_ignored
-from ctl_core.runs import Run
+from ctl_core.run_folder import Run
+from ctl_core.run_state.hook_state import check_state
 from ctl_core.schedule import Schedule
 from ctl_core.settings import Config
-from ctl_core.signals import SAME_SIGNAL, Agreement, Signals
-from ctl_core.state import State, create_state
-from ctl_core.strategy import read_task
-from ctl_core.trial import check_sums, divided_twice
 
 # Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
 FLUSH_INTERVAL = 1.0

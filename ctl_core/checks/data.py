@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster import Cluster
+from ctl_core.cluster.sync import Cluster
 from ctl_core.console import Console
 from ctl_core.defaults import DIFFER
 from ctl_core.errors import SetupError, one_line

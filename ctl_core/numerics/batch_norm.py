@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.snapshot import ReplicaCopies
+from ctl_core.numerics.staging import ReplicaCopies
 
 
 def moving_statistics(layers: list[keras.Layer]) -> list[Any]:

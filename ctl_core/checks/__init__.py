@@ -1,0 +1,1 @@
+"""What is tried and looked at before training, so that a mistake is refused in one line."""

@@ -1,0 +1,1 @@
+"""Several devices and processes: who this one is, and what they tell each other."""

@@ -1,0 +1,1 @@
+"""Rate, precision, freezing, random state, moving statistics, and copies of values."""

@@ -1,0 +1,1 @@
+"""What belongs to a run, and how it is kept: found, recorded, put back."""

@@ -1,0 +1,1 @@
+"""The commands that use a run; training imports none of them."""
