@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ctl_core.settings import Config as Config
     from ctl_core.trainer import train as train
 
+__version__ = "0.2.0"
+
 _HOME = {
     "Config": "settings",
     "CtlError": "errors",
@@ -49,7 +51,7 @@ _HOME = {
     "unpack": "defaults",
     "weighted": "defaults",
 }
-__all__ = [*_HOME, "data"]
+__all__ = [*_HOME, "__version__", "data"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,11 @@ import types
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ctl_core import __version__
+from ctl_core.errors import SetupError
+
+# Raised when an engine could misread a record of this one; fields that it does not know count too.
+FORMAT = 1
 RECORD = re.compile(r"ckpt-(\d+)\.json")
 PART = re.compile(r"(?:ckpt|input|statistics)-(\d+)(?:-\d+)?")
 NAME = re.compile(r".*-\d+\.(json|index|data-\d+-of-\d+)")
@@ -44,7 +49,9 @@ class Record:
             that did not look for it
         vocabularies: the file with what preprocessing layers have learnt, or None
         ended: the step to which the run was to go when a hook ended it at this one, or None
-        noted: of which steps the loss was not finite, as NotFinite has it
+        noted: of which steps the loss was not finite, as ``Noted`` has it
+        format: what ``FORMAT`` was when it was written; 0 of an engine that did not say
+        engine: the version of the engine that wrote it, or ""
     """
 
     step: int
@@ -65,6 +72,8 @@ class Record:
     vocabularies: str | None = None
     ended: int | None = None
     noted: dict[str, int] = dataclasses.field(default_factory=dict)
+    format: int = 0
+    engine: str = ""
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -81,7 +90,8 @@ def write_record(folder: Path, record: Record) -> None:
     """
     path = folder / f"ckpt-{record.step}.json"
     beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
+    said = {**dataclasses.asdict(record), "format": FORMAT, "engine": __version__}
+    beside.write_text(json.dumps(said), encoding="utf-8")
     os.replace(beside, path)
 
 
@@ -90,12 +100,15 @@ def read_record(folder: Path, step: int) -> Record:
 
     Raises:
         Damaged: it cannot be read, or is that of another step.
+        SetupError: a newer engine has written it.
     """
     path = folder / f"ckpt-{step}.json"
     if not path.is_file():  # a folder, or a named pipe, which would keep us waiting
         raise Damaged("its record is no file")
     try:
-        record = Record(**json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        _refuse_newer(path, content)
+        record = Record(**content)
     except (OSError, ValueError, TypeError) as error:
         raise Damaged("its record cannot be read") from error
     hints = get_type_hints(Record)
@@ -105,6 +118,18 @@ def read_record(folder: Path, step: int) -> Record:
     if record.step != step or not match or int(match[1]) != step or "/" in record.path:
         raise Damaged(f"its record is that of step {record.step}, {record.path}")
     return record
+
+
+def _refuse_newer(path: Path, content: dict[str, Any]) -> None:
+    unknown = sorted({*content} - {field.name for field in dataclasses.fields(Record)})
+    number, engine = content.get("format", 0), content.get("engine", "")
+    if unknown or (isinstance(number, int) and number > FORMAT):
+        why = f"has {', '.join(unknown)}" if unknown else f"is of format {number}"
+        raise SetupError(
+            f"{path}: was written by ctl_core {engine or '(of unknown version)'} and {why}, which "
+            f"ctl_core {__version__} (format {FORMAT}) does not know; take the newer engine for "
+            "this run, by cruft update say. The checkpoint is whole."
+        )
 
 
 def regular(prefix: str) -> str:

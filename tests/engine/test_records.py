@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import ctl_core
+from ctl_core.run_state.record import FORMAT
 from tests.engine.conftest import Train, make_hooks, small_model
 from tests.engine.test_state import Blocks, seeded, values
 
 
-def alter(engine: Path, **values: Any) -> None:
-    record = engine / "ckpt-9.json"
+def alter(folder: Path, **values: Any) -> None:
+    record = folder / "ckpt-9.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), **values}))
 
 
@@ -192,3 +193,26 @@ def test_a_custom_checkpoint_that_holds_little_loses_nothing(train: Train) -> No
     for path, value in whole.items():
         if "save_counter" not in path:
             np.testing.assert_array_equal(value, parts[path], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"format": 99, "engine": "9.9.0"}, "was written by ctl_core 9.9.0 and is of format 99"),
+        ({"colour": 3, "engine": "9.9.0"}, "was written by ctl_core 9.9.0 and has colour"),
+    ],
+)
+def test_a_record_of_a_newer_engine_is_not_damaged(
+    train: Train, tmp_path: Path, said: dict[str, Any], words: str
+) -> None:
+    """Both versions are named; nothing is trained from an earlier checkpoint, and nothing lost."""
+    train(make_hooks(), steps=9, ckpt_every=3)
+    engine = tmp_path / "runs/run/ckpt/engine"
+    written = json.loads((engine / "ckpt-9.json").read_text())
+    assert (written["format"], written["engine"]) == (FORMAT, ctl_core.__version__)
+    alter(engine, **said)
+    before = sorted(path.name for path in engine.iterdir())
+    with pytest.raises(ctl_core.SetupError, match=words) as error:
+        train(make_hooks(), steps=12, ckpt_every=3)
+    assert f"ctl_core {ctl_core.__version__} (format {FORMAT}) does not know" in str(error.value)
+    assert sorted(path.name for path in engine.iterdir()) == before

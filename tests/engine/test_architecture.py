@@ -1,0 +1,91 @@
+"""The engine's rooms: who may import whom, and how much there is to read."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import ctl_core
+
+ENGINE = Path(ctl_core.__file__).parent
+# From the ground up: a module imports only what stands in a line above its own. Inside functions
+# it may import from below; the command line does, to be quick.
+LAYERS = """
+    errors
+    chunks console data precision not_finite staging signals
+    compat joining profile settings batch_norm hook_state record supervisor
+    layers tracking learning_rate strategy
+    cli run_folder sync randomness freezing defaults
+    hooks
+    checks.data vocabularies schedule hook_table
+    inputs step
+    accumulate divergence pairs writes evaluate predict export
+    build
+    graph remainder sums
+    checkpoint
+    trainer
+    commands __main__
+"""
+LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
+READING_PATH = "hooks defaults inputs step accumulate graph trainer schedule chunks checkpoint"
+
+
+def modules() -> dict[str, Path]:
+    """The modules by dotted name."""
+    paths = (path for path in ENGINE.rglob("*.py") if path.name != "__init__.py")
+    return {".".join(p.relative_to(ENGINE).with_suffix("").parts): p for p in paths}
+
+
+def level(name: str) -> int:
+    return LEVEL[name] if name in LEVEL else LEVEL[name.rpartition(".")[2]]
+
+
+def imported(path: Path) -> set[str]:
+    """The engine's modules that one imports when it is imported itself."""
+    found = set()
+    for statement in ast.parse(path.read_text()).body:
+        for node in statement.body if isinstance(statement, ast.Try) else [statement]:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ctl_core"):
+                assert node.module
+                name = node.module.removeprefix("ctl_core").removeprefix(".")
+                inner = {f"{name}.{alias.name}".lstrip(".") for alias in node.names}
+                found |= inner & modules().keys() or {name} & modules().keys()
+    return found
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {name for name in modules() if name not in LEVEL} == {
+        name for name in modules() if "." in name and name != "checks.data"
+    }
+    assert len(LEVEL) == len(modules())
+
+
+def test_imports_go_upwards_only() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, path in modules().items()
+        for other in sorted(imported(path))
+        if level(other) >= level(name)
+    ]
+    assert wrong == []
+
+
+def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
+    """Neither they nor what they import."""
+    heavy = set()
+    for name, path in modules().items():
+        text = path.read_text()
+        if "\nimport tensorflow" in text or "\nimport keras" in text:
+            heavy.add(name)
+    reached, todo = set(), ["cluster.supervisor", "cli", "__main__"]
+    while todo:
+        if (name := todo.pop()) not in reached:
+            reached.add(name)
+            todo += imported(modules()[name])
+    assert not reached & heavy
+
+
+def test_the_reading_path_does_not_grow() -> None:
+    """It is to be 2,000 lines; until then it gets no longer."""
+    lines = sum(len(modules()[name].read_text().splitlines()) for name in READING_PATH.split())
+    assert lines <= 3450
