@@ -199,10 +199,11 @@ class Config:
             return value
         with contextlib.suppress(TypeError):
             return operator.index(value)
-        if isinstance(value, numbers.Real):
-            return float(value)
+        with contextlib.suppress(OverflowError):
+            if isinstance(value, numbers.Real):
+                return float(value)
         if isinstance(value, str):
-            return str(value)
+            return str.__str__(value)  # of a member of an enumeration, its value
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @model_validator(mode="wrap")
