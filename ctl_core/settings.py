@@ -274,8 +274,9 @@ def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
     }
     if kind is Literal:
         expected = f"one of {', '.join(get_args(setting.annotation))}"
-    elif setting.title and not wrong["type"].endswith("_type"):
-        expected = setting.title
+    elif setting.title:
+        of_no_text = wrong["type"] == "string_type"
+        expected = setting.title + ", in quotes if it looks like a number" * of_no_text
     else:
         expected = WORDS[kind]
     if "ge" in limits:

@@ -267,11 +267,11 @@ def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
         ({"learning_rate": float("inf")}, "learning_rate: expected a number above 0, got inf"),
         (
             {"run_name": 3},
-            "run_name: expected a text (in quotes, if it looks",
+            "run_name: expected a folder name of letters",
         ),
         ({"run_name": "a" * 201}, "at most 200 of them, got 'aaa"),
         ({"run_name": ".hidden"}, "run_name: expected a folder name"),
-        ({"runs_dir": 3}, "runs_dir: expected a text (in quotes"),
+        ({"runs_dir": 3}, "folder, in quotes if it looks like a number, got 3"),
         ({"runs_dir": "a\0b"}, "runs_dir: expected the name of a folder, got 'a\\x00b'"),
         ({"runs_dir": "x" * 300}, "runs_dir: expected the name of a folder, got 'xxx"),
         ({"runs_dir": " "}, "runs_dir: expected the name of a folder, got ' '"),
