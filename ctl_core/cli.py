@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 from ctl_core.errors import SetupError, one_line
 from ctl_core.layers import (
@@ -63,50 +63,33 @@ class Command:
     notes: Sequence[str] = ()
 
 
-_File = Annotated[str | None, AfterValidator(lambda p: p and os.path.abspath(check_path(p)))]
-_A_FILE = "the name of a file"
+_File = Annotated[
+    str | None,
+    AfterValidator(lambda path: path and os.path.abspath(check_path(path))),
+    Field(title="the name of a file"),
+]
+_Files = Annotated[list[Folder] | None, Field(title="the name of a file")]
 # Options that belong to one command and are no settings of a run: name -> (type, default and help).
 _CHECKPOINT: dict[str, Any] = {
     "checkpoint": (Length, declare(None, "step of the checkpoint to take; default: the newest"))
 }
+_CONTINUE = declare(False, "train on in a run that a hook has ended (StopTraining)")
+_INPUT = declare(
+    None,
+    "a .npy file with the model's input, or a .npz file with one array per named input; default: "
+    "the data of create_eval_dataset",
+)
+_OUTPUT = declare(None, "the .npz file to write; default: predictions.npz in the run folder")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "train": {
-        "continue": (
-            bool,
-            declare(False, "train on in a run that a hook has ended (StopTraining)"),
-        )
-    },
+    "train": {"continue": (bool, _CONTINUE)},
     "evaluate": _CHECKPOINT,
-    "predict": {
-        **_CHECKPOINT,
-        "input": (
-            _File,
-            declare(
-                None,
-                "a .npy file with the model's input, or a .npz file with one array per named "
-                "input; default: the data of create_eval_dataset",
-                title=_A_FILE,
-            ),
-        ),
-        "output": (
-            _File,
-            declare(
-                None,
-                "the .npz file to write; default: predictions.npz in the run folder",
-                title=_A_FILE,
-            ),
-        ),
-    },
+    "predict": {**_CHECKPOINT, "input": (_File, _INPUT), "output": (_File, _OUTPUT)},
     "export": _CHECKPOINT,
 }
-_FILES = (
-    list[Folder] | None,
-    declare(
-        None,
-        "settings file, before the run's own; may be repeated: a later one goes before; default: "
-        "config.yaml",
-        title=_A_FILE,
-    ),
+_CONFIG = declare(
+    None,
+    "settings file, before the run's own; may be repeated: a later one goes before; default: "
+    "config.yaml",
 )
 COMMANDS = {
     "train": "train, or resume a run",
@@ -216,7 +199,7 @@ def find_run(runs_dir: Path, run_name: str | None) -> Path:
 @functools.cache
 def _options(command: str) -> type[BaseModel]:
     """Builds what checks a command's own options, and ``--config``."""
-    fields: dict[str, Any] = {"config": _FILES, **OPTIONS[command]}
+    fields: dict[str, Any] = {"config": (_Files, _CONFIG), **OPTIONS[command]}
     return create_model(command, __config__=STRICT, **fields)
 
 

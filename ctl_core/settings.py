@@ -199,10 +199,11 @@ class Config:
             return value
         with contextlib.suppress(TypeError):
             return operator.index(value)
-        if isinstance(value, numbers.Real):
-            return float(value)
+        with contextlib.suppress(OverflowError):
+            if isinstance(value, numbers.Real):
+                return float(value)
         if isinstance(value, str):
-            return str(value)
+            return str.__str__(value)  # of a member of an enumeration, its value
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @model_validator(mode="wrap")
@@ -273,8 +274,9 @@ def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
     }
     if kind is Literal:
         expected = f"one of {', '.join(get_args(setting.annotation))}"
-    elif setting.title and not wrong["type"].endswith("_type"):
-        expected = setting.title
+    elif setting.title:
+        of_no_text = wrong["type"] == "string_type"
+        expected = setting.title + ", in quotes if it looks like a number" * of_no_text
     else:
         expected = WORDS[kind]
     if "ge" in limits:

@@ -608,7 +608,10 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "strategy: tpu": ("config.yaml: strategy: expected one of auto, one_device", "got 'tpu'"),
     "strategy: one_device\nvirtual_devices: 2": ("strategy: one_device", "virtual_devices is 2"),
     "runs_dir: ''": ("runs_dir: expected the name of a folder, got ''",),
-    "runs_dir: 2024": ("config.yaml: runs_dir: expected a text (in quotes", "got 2024"),
+    "runs_dir: 2024": (
+        "config.yaml: runs_dir: expected the name of a folder, in quotes if",
+        "got 2024",
+    ),
     "hparams: 3": ("config.yaml: hparams: expected names with values, got 3",),
     "hparams: {1: 2}": ("hparams: 1 has the value 2", "expected a name"),
     "steps: [": ("config.yaml: line 1, column 9: no valid YAML",),
