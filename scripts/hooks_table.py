@@ -1,4 +1,4 @@
-"""Writes the table of hooks into the README, from the engine's own table.
+"""Writes the table of hooks into docs/hooks.md, from the engine's own table.
 
 Run ``python scripts/hooks_table.py`` after a change to ``ctl_core.hooks.TABLE``; a test fails
 until then.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ctl_core.hooks import TABLE
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "hooks.md"
 BEGIN, END = "<!-- hooks: written by scripts/hooks_table.py -->\n", "<!-- end of hooks -->\n"
 
 
@@ -29,11 +29,11 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def with_table(readme: str) -> str:
-    """Returns the README with the present table between its marks."""
-    head, rest = readme.split(BEGIN)
+def with_table(page: str) -> str:
+    """Returns the page with the present table between its marks."""
+    head, rest = page.split(BEGIN)
     return head + BEGIN + table() + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

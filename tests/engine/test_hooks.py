@@ -386,8 +386,8 @@ def definitions(path: Path) -> dict[str, str]:
     return found
 
 
-def test_the_readme_shows_the_table() -> None:
-    from scripts.hooks_table import README, with_table
+def test_the_docs_show_the_table() -> None:
+    from scripts.hooks_table import PAGE, with_table
 
-    readme = README.read_text(encoding="utf-8")
-    assert readme == with_table(readme), "run python scripts/hooks_table.py"
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_table(page), "run python scripts/hooks_table.py"
