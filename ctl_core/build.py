@@ -13,9 +13,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core import defaults
 from ctl_core.accumulate import take_update
+from ctl_core.checks.created import (
+    check_keras_loss,
+    check_manager,
+    check_optimizers,
+    check_optimizers_of_replicas,
+    check_variables,
+    create_callable,
+    of_sample_weights,
+)
 from ctl_core.checks.pairs import pairs_refused
+from ctl_core.checks.returned import expect, kind_of
 from ctl_core.checks.writes import Write, forward_writes, same_on_all_replicas
 from ctl_core.cluster.strategy import Task, create_strategy
 from ctl_core.cluster.sync import Cluster
@@ -23,7 +32,7 @@ from ctl_core.compat import global_seed_generator, global_seed_generator_kept
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluate import Evaluation, create_evaluation
-from ctl_core.hooks import Hook, Hooks, load_hooks
+from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.inputs import Input, create_input, deal, local_replicas
 from ctl_core.numerics.batch_norm import MovingStatistics
 from ctl_core.numerics.freezing import Freezing, unfrozen
@@ -34,18 +43,7 @@ from ctl_core.profile import Clock
 from ctl_core.run_folder import Run, repair_list
 from ctl_core.run_state.tracking import Found, Unnamed, find, trainable_variables
 from ctl_core.settings import Config
-from ctl_core.step import (
-    Parts,
-    contribution,
-    expect,
-    kind_of,
-    loss_of,
-    objectives,
-    run_model,
-    update,
-    variable_name,
-    weight_of,
-)
+from ctl_core.step import Parts, contribution, loss_of, objectives, run_model, update, weight_of
 
 
 @dataclasses.dataclass
@@ -162,16 +160,16 @@ def _create(
     step = _step_variable()
     tf.summary.experimental.set_step(step)  # for hooks that ask; steps that are taken set theirs
     with strategy.scope():
-        train_model = _callable(hooks.create_model, "train_model")
-        train_loss = _callable(hooks.create_loss, "train_loss")
-        _check_keras_loss(hooks.create_loss, train_loss)
+        train_model = create_callable(hooks.create_model, "train_model")
+        train_loss = create_callable(hooks.create_loss, "train_loss")
+        check_keras_loss(hooks.create_loss, train_loss)
         lr = LearningRate(config.learning_rate)
         optimizer = hooks.create_opt(lr=lr)
         optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
-        _check_optimizers(hooks.create_opt, optimizers)
+        check_optimizers(hooks.create_opt, optimizers)
         lr.follows = False
         if replicas > 1:
-            _check_optimizers_of_replicas(hooks.create_opt, optimizer)
+            check_optimizers_of_replicas(hooks.create_opt, optimizer)
         parts = Parts(
             hooks,
             train_model,
@@ -186,8 +184,8 @@ def _create(
             notes_losses=config.on_nan != "ignore",
         )
         variables, input_spec, writes = _build_variables(parts, data, cluster.task)
-        _check_variables(hooks.create_model, variables)
-        if said := _of_sample_weights(hooks, data.element_spec):
+        check_variables(hooks.create_model, variables)
+        if said := of_sample_weights(hooks, data.element_spec):
             console.warn(said)
         for name, one in optimizers.items():
             if isinstance(one, keras.Optimizer) and not one.built:
@@ -213,7 +211,7 @@ def _create(
             ("ckpt", "manager"),
             f"create_ckpt ({hook.where})",
         )
-    _check_manager(hook, ckpt, manager)
+    check_manager(hook, ckpt, manager)
     _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for
     roots["ckpt"] = ckpt
     if evaluation is not None:
@@ -320,97 +318,6 @@ def _build_late(
         raise
 
 
-def _callable(hook: Hook, what: str) -> Any:
-    made = hook()
-    if not callable(made) or isinstance(made, type):
-        raise SetupError(
-            f"{hook.name} ({hook.where}): returned {kind_of(made)}, expected {what}, a callable."
-        )
-    return made
-
-
-def _check_keras_loss(hook: Hook, loss: Any) -> None:
-    """Refuses a Keras loss that averages, or that is to be called with two arguments."""
-    if not isinstance(loss, keras.losses.Loss):
-        return
-    said = f"{hook.name} ({hook.where}): {type(loss).__name__}"
-    if loss.reduction not in ("sum", "none", None):  # over a replica's batch it cannot be right
-        raise SetupError(
-            f"{said} has the reduction '{loss.reduction}', an average over one replica's batch; "
-            'the engine divides by the global batch size itself, so give it reduction="sum" or '
-            'reduction="none".'
-        )
-    if type(loss).__call__ is keras.losses.Loss.__call__:
-        raise SetupError(
-            f"{said} takes y_true and y_pred, but train_loss is called with one argument, what "
-            "loss_pre returns: return lambda pair: loss(pair[1], pair[0])."
-        )
-
-
-def _check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
-    for name, optimizer in optimizers.items():
-        if not hasattr(optimizer, "apply_gradients") or isinstance(optimizer, type):
-            raise SetupError(
-                f"{hook.name} ({hook.where}): returned {kind_of(optimizer)}"
-                + (f" as '{name}'" if name else "")
-                + ", expected an optimizer, or a dict of optimizers by objective."
-            )
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise SetupError(
-                f"{hook.name} ({hook.where}): returned a LossScaleOptimizer, but nothing here "
-                "scales the loss for it; return its inner_optimizer: where layers compute in "
-                "float16, as by a policy or precision: float16, the engine does both."
-            )
-    if not optimizers:
-        raise SetupError(f"{hook.name} ({hook.where}): returned an empty dict of optimizers.")
-
-
-def _check_variables(hook: Hook, variables: dict[str, list[Any]]) -> None:
-    """Refuses to train float16 variables: most updates are too small to change them."""
-    for variable in (variable for several in variables.values() for variable in several):
-        if tf.as_dtype(variable.dtype) == tf.float16:
-            raise SetupError(
-                f"{hook.name} ({hook.where}): the variable {variable_name(variable)} is trained in "
-                "float16, in which most updates are lost; use the policy mixed_float16, or "
-                "precision: float16, which keep variables in float32."
-            )
-
-
-def _check_optimizers_of_replicas(hook: Hook, optimizer: Any) -> None:
-    """Refuses what Keras' optimizers do in a branch of the graph, where replicas cannot meet."""
-    for one in find({"optimizer": optimizer}).optimizers:
-        said = f"{hook.name} ({hook.where}): {type(one).__name__} with "
-        if one.gradient_accumulation_steps:
-            steps = one.gradient_accumulation_steps
-            raise SetupError(
-                f"{said}gradient_accumulation_steps={steps} works on one replica only; leave it "
-                f"out, and set accumulate_steps: {steps}, with a batch_size {steps} times as large."
-            )
-        if one.use_ema and one.ema_overwrite_frequency:
-            every = one.ema_overwrite_frequency
-            raise SetupError(
-                f"{said}ema_overwrite_frequency={every} works on one replica only; leave it out, "
-                f"and let a hook of every_steps[{every}] call "
-                "optimizer.finalize_variable_values(train_model.trainable_variables)."
-            )
-
-
-def _check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
-    if not isinstance(ckpt, tf.train.Checkpoint) or not isinstance(
-        manager, tf.train.CheckpointManager
-    ):
-        raise SetupError(
-            f"{hook.name} ({hook.where}): returned a {type(ckpt).__name__} and a "
-            f"{type(manager).__name__}, expected a tf.train.Checkpoint and a "
-            "tf.train.CheckpointManager."
-        )
-    if getattr(manager, "_max_to_keep", None) == 1:
-        raise SetupError(
-            f"{hook.name} ({hook.where}): max_to_keep=1 deletes the only checkpoint before the "
-            "next is whole, so that a process killed while saving leaves none; keep 2 or more."
-        )
-
-
 def _build_variables(
     parts: Parts, data: Input, task: Task
 ) -> tuple[dict[str, list[Any]], Any, list[Write]]:
@@ -454,20 +361,6 @@ def _build_variables(
     shared = parts.replicas * parts.accumulate_steps > 1
     writes = forward_writes(graph) if shared else []
     return variables, input_spec, writes
-
-
-def _of_sample_weights(hooks: Hooks, element_spec: Any) -> str | None:
-    """Says what the default ``grad_pre`` does where a ``loss_pre`` may have read the weights."""
-    by_default = hooks.grad_pre.function is defaults.grad_pre
-    if not by_default or hooks.loss_pre.function is defaults.loss_pre:
-        return None
-    if defaults.sample_weight(element_spec) is None:
-        return None
-    return (
-        f"grad_pre ({hooks.grad_pre.where}): multiplies the loss by the third element of the "
-        "batch, as sample weights; if they are in the loss already, or it is something else, write "
-        "grad_pre: return loss, regularization(train_model), trainable_variables(train_model)."
-    )
 
 
 def _placeholders(element_spec: Any) -> Any:

@@ -37,10 +37,10 @@ import keras
 import tensorflow as tf
 
 from ctl_core.build import State
+from ctl_core.checks.position import holds_shuffles
 from ctl_core.cluster.divergence import Drift
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, op_message, reason
-from ctl_core.inputs import holds_shuffles
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import generator_states
 from ctl_core.numerics.staging import Background, Snapshot, Traced, entries

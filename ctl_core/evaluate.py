@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.checks.returned import expect, kind_of
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.strategy import Task
 from ctl_core.cluster.sync import Word
@@ -20,15 +21,7 @@ from ctl_core.hooks import Hook, Hooks
 from ctl_core.inputs import EvaluationData, create_eval_dataset, deal, local_replicas
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.tracking import plain_variable, written_variables
-from ctl_core.step import (
-    Parts,
-    batch_sum,
-    expect,
-    extra_term,
-    forward,
-    kind_of,
-    weight_of,
-)
+from ctl_core.step import Parts, batch_sum, extra_term, forward, weight_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,7 @@ from ctl_core.hooks import Hook
 from ctl_core.numerics.joining import for_host, unlike
 from ctl_core.numerics.not_finite import Noted, Notes
 from ctl_core.numerics.randomness import random_ops
-from ctl_core.run_state.tracking import plain_variable, written_variables
-from ctl_core.step import variable_name
+from ctl_core.run_state.tracking import plain_variable, variable_name, written_variables
 
 
 class StepFunctions:

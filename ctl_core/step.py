@@ -15,12 +15,13 @@ import keras
 import tensorflow as tf
 
 from ctl_core.checks.data import examples_in
+from ctl_core.checks.returned import check_update, expect, kind_of, names_of, without_gradient_kind
 from ctl_core.compat import GraphWriter, gradients_are_summed, optimizers_refused
 from ctl_core.errors import CtlError, HookFailed, SetupError
 from ctl_core.hooks import Hook, Hooks, describe
 from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.precision import LossScale, all_finite, to_float32
-from ctl_core.run_state.tracking import find
+from ctl_core.run_state.tracking import find, variable_name
 
 
 @dataclasses.dataclass
@@ -156,8 +157,8 @@ def objectives(
     named = result if isinstance(result, dict) else {"": result}
     if set(named) != set(parts.optimizers):
         raise SetupError(
-            f"grad_pre ({hook.where}): returned the objectives {_list(named)}, but create_opt the "
-            f"optimizers {_list(parts.optimizers)}; the names must be the same."
+            f"grad_pre ({hook.where}): returned the objectives {names_of(named)}, but create_opt "
+            f"the optimizers {names_of(parts.optimizers)}; the names must be the same."
         )
     found = {}
     for name, values in named.items():
@@ -174,7 +175,7 @@ def objectives(
                 f"{where}: trainable_vars must be a list of variables, got {kind_of(variables)}."
             )
         for variable in variables:
-            if kind := _without_gradient(variable):
+            if kind := without_gradient_kind(variable):
                 raise SetupError(
                     f"{where}: trainable_vars has {variable_name(variable)} of type {kind}, which "
                     "has no gradient; leave it out."
@@ -242,28 +243,6 @@ def batch_sum(loss: Any, batch: Any, parts: Parts) -> tf.Tensor:
             "by, if not by the examples, is for the hook batch_weight to say."
         )
     return tf.reduce_sum(to_float32(loss))
-
-
-def kind_of(value: Any) -> str:
-    """Says what a value is, for a message that expected something else."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    name = type(value).__name__
-    return f"a{'n' * (name[0] in 'aeiou')} {name}"
-
-
-def expect(values: Any, names: tuple[str, ...], where: str) -> tuple[Any, ...]:
-    """Checks that a hook returned as many values as it should.
-
-    Raises:
-        SetupError: it did not.
-    """
-    if isinstance(values, tuple | list) and len(values) == len(names):
-        return tuple(values)
-    got = f"{len(values)} values" if isinstance(values, tuple | list) else kind_of(values)
-    raise SetupError(f"{where}: returned {got}, expected {len(names)}: {', '.join(names)}.")
 
 
 def contribution(parts: Parts, batch: Any, kept: frozenset[str]) -> dict[str, Any]:
@@ -366,7 +345,7 @@ def update(parts: Parts, contributed: dict[str, Any], wanted: frozenset[str]) ->
         with gradients_are_summed():
             result = hook.in_graph(**values, optimizer=parts.optimizers[name], **parts.given())
         update, displays[name] = expect(result, ("update_gradients", "display_gradients"), where)
-        _check_update(update, parts.trained[name], where)
+        check_update(update, parts.trained[name], where)
         updates[name] = list(update)
     values = {**contributed, **summed, "update_gradients": updates, "display_gradients": displays}
     found = {
@@ -389,35 +368,6 @@ def apply(parts: Parts, updates: dict[str, list[Any]]) -> None:
             continue
         with gradients_are_summed():
             _blamed(parts.hooks.create_opt, "the optimizer", optimizer.apply_gradients, pairs)
-
-
-def _check_update(update: Any, variables: list[Any], where: str) -> None:
-    """Refuses update_gradients that do not fit the variables."""
-    if not isinstance(update, list | tuple):
-        raise SetupError(f"{where}: update_gradients must be a list, got {kind_of(update)}.")
-    if len(update) != len(variables):
-        raise SetupError(
-            f"{where}: returned {len(update)} update_gradients for {len(variables)} gradients; "
-            "return one for each, in the same order."
-        )
-    for gradient, variable in zip(update, variables, strict=True):
-        shape = getattr(gradient, "shape", None)
-        if shape is not None and not shape.is_compatible_with(tuple(variable.shape)):
-            raise SetupError(
-                f"{where}: the gradient of {variable_name(variable)} has shape {shape}, expected "
-                f"that of the variable, {tuple(variable.shape)}."
-            )
-        if kind := _without_gradient(gradient):
-            raise SetupError(
-                f"{where}: the gradient of {variable_name(variable)} has type {kind}, expected "
-                "floating-point numbers."
-            )
-
-
-def _without_gradient(value: Any) -> str | None:
-    """Returns the type of a variable or a gradient if it is no floating-point one."""
-    dtype = tf.as_dtype(getattr(value, "dtype", tf.float32))
-    return dtype.name if dtype.is_integer or dtype.is_bool else None
 
 
 def _existing(
@@ -500,12 +450,3 @@ def _merge_rows(gradient: Any) -> Any:
     indices, rows = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-
-def variable_name(variable: Any) -> str:
-    """Returns ``dense/kernel`` for a Keras variable, the plain name for a tf.Variable."""
-    return getattr(variable, "path", None) or variable.name.split(":")[0]
-
-
-def _list(names: Any) -> str:
-    return ", ".join(f"'{name}'" if name else "(a single one)" for name in names)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -32,6 +32,7 @@ try:
 except ImportError:  # Windows, where ``start_cluster`` refuses
     fcntl = None  # type: ignore[assignment]
 
+from ctl_core.cluster.gpus import share_gpus, visible_gpus
 from ctl_core.cluster.signals import INTERRUPTED, Counted
 from ctl_core.errors import PeerLost, SetupError, one_line
 
@@ -122,45 +123,6 @@ def start_cluster(argv: Sequence[str], config: Config) -> int:
         max_restarts=config.max_restarts,
         gpus=shares,
     )
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Names the GPUs as ``CUDA_VISIBLE_DEVICES`` does, or, without it, as nvidia-smi lists them."""
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        gpus: list[str] = []
-        for gpu in named.split(","):
-            if not re.match(r"\d|GPU-|MIG-", gpu.strip()):
-                break  # CUDA ignores what comes after one that there is not, such as -1
-            gpus.append(gpu.strip())
-        return gpus
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return []
-    return re.findall(r"^GPU (\d+):", listed.stdout, re.MULTILINE) if not listed.returncode else []
-
-
-def share_gpus(gpus: Sequence[str], workers: int) -> list[str]:
-    """Returns a value of ``CUDA_VISIBLE_DEVICES`` for each worker.
-
-    Raises:
-        SetupError: the GPUs cannot be shared out evenly.
-    """
-    each, left = divmod(len(gpus), workers)
-    if left:
-        raise SetupError(
-            f"workers: {workers} workers cannot share {len(gpus)} GPU{'s' * (len(gpus) > 1)} "
-            "evenly; take a number that divides it, or choose GPUs with CUDA_VISIBLE_DEVICES "
-            "(empty: train on the CPU)."
-        )
-    return [",".join(gpus[i * each : (i + 1) * each]) for i in range(workers)]
 
 
 def free_ports(count: int) -> list[int]:

@@ -14,8 +14,12 @@ from ctl_core.build import State, find_state
 from ctl_core.errors import RunError, SetupError
 from ctl_core.hooks import Hook
 from ctl_core.numerics.randomness import generator_states
-from ctl_core.run_state.tracking import plain_variable, tf_variable, written_variables
-from ctl_core.step import variable_name
+from ctl_core.run_state.tracking import (
+    plain_variable,
+    tf_variable,
+    variable_name,
+    written_variables,
+)
 
 # What a resumed run cannot do without; the rest is of hooks, which may change between two starts.
 _NEEDED = ("train_model", "train_loss", "optimizer")

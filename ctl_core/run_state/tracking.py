@@ -324,3 +324,8 @@ def _is_own(module: types.ModuleType) -> bool:
 def is_own_file(name: str) -> bool:
     """Whether a source file is the user's own: of no library, and not made by AutoGraph."""
     return not any(part in name for part in _NOT_OURS)
+
+
+def variable_name(variable: Any) -> str:
+    """Returns ``dense/kernel`` for a Keras variable, the plain name for a tf.Variable."""
+    return getattr(variable, "path", None) or variable.name.split(":")[0]

@@ -13,13 +13,14 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     errors
     chunks console data precision not_finite staging signals
-    compat joining profile settings batch_norm hook_state record supervisor
-    layers tracking learning_rate strategy
-    cli run_folder sync randomness freezing defaults
-    hooks
-    checks.data vocabularies schedule hook_table
-    inputs step
-    accumulate divergence pairs writes evaluate predict export
+    compat joining profile settings batch_norm hook_state record gpus
+    layers tracking learning_rate strategy supervisor
+    cli run_folder sync randomness freezing defaults returned
+    hooks divergence
+    checks.data vocabularies schedule hook_table created
+    step position
+    inputs pairs writes predict export
+    accumulate evaluate
     build
     graph remainder sums
     checkpoint
@@ -88,4 +89,4 @@ def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
 def test_the_reading_path_does_not_grow() -> None:
     """It is to be 2,000 lines; until then it gets no longer."""
     lines = sum(len(modules()[name].read_text().splitlines()) for name in READING_PATH.split())
-    assert lines <= 3450
+    assert lines <= 3350

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.inputs import holds_shuffles, unsavable
+from ctl_core.checks.position import holds_shuffles, unsavable
 from tests.engine.conftest import Train, make_hooks, regression_data
 
 

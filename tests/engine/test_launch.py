@@ -25,8 +25,9 @@ import pytest
 import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.cluster import supervisor
+from ctl_core.cluster.gpus import share_gpus, visible_gpus
 from ctl_core.cluster.signals import SAME_SIGNAL
-from ctl_core.cluster.supervisor import End, free_ports, judge, share_gpus, supervise, visible_gpus
+from ctl_core.cluster.supervisor import End, free_ports, judge, supervise
 from ctl_core.errors import PeerLost, SetupError
 from ctl_core.settings import Config
 from ctl_core.tools import commands
