@@ -21,7 +21,7 @@ from ctl_core import (
     weighted,
 )
 
-# ---- Data -------------------------------------------------------------------------------------
+# ---- Yours: data, model, loss, metrics ----------------------------------------------------------
 
 
 # Required: one pass over the training data, batched; the engine repeats it. A pass ends with its
@@ -36,24 +36,10 @@ from ctl_core import (
 #     return dataset.batch(per_replica_batch_size, drop_remainder=True)
 
 
-# The last change to the repeated dataset, before its elements are dealt out to the replicas.
-def make_batches(dataset):
-    return dataset
-
-
-# How many examples a batch holds: the first dimension of its tensors. Where they differ in it, as
-# in graphs or point sets, say which counts: return tf.shape(labels)[0].
-def count_examples(batch):
-    return leading_dimension(batch)
-
-
 # One pass over the evaluation data. Without this hook there is no evaluation.
 #
 # def create_eval_dataset(per_replica_batch_size):
 #     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(per_replica_batch_size)
-
-
-# ---- Model, loss, optimizer -------------------------------------------------------------------
 
 
 # Required: the model, a callable: output = train_model(inputs). A Keras model or a tf.Module.
@@ -77,6 +63,31 @@ def count_examples(batch):
 #     return train_loss
 
 
+# Keras metrics by name, such as {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.
+def create_metrics():
+    return {}
+
+
+# ---- Below stand the defaults: change or delete at will -----------------------------------------
+
+
+# -- Data -----------------------------------------------------------------------------------------
+
+
+# The last change to the repeated dataset, before its elements are dealt out to the replicas.
+def make_batches(dataset):
+    return dataset
+
+
+# How many examples a batch holds: the first dimension of its tensors. Where they differ in it, as
+# in graphs or point sets, say which counts: return tf.shape(labels)[0].
+def count_examples(batch):
+    return leading_dimension(batch)
+
+
+# -- Optimizer and checkpoints --------------------------------------------------------------------
+
+
 # lr is an object: create_opt, summaries and arithmetic take it as it is, lr.assign(x) changes it,
 # and what SGD(lr * 0.1) trains with. With a schedule, the other hooks get the schedule's value.
 def create_opt(lr):
@@ -92,7 +103,7 @@ def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
 
 
-# ---- The step: traced into the graph, once per replica ----------------------------------------
+# -- The step: traced into the graph, once per replica --------------------------------------------
 
 
 # What the model is called with. A batch is (inputs, targets), or (inputs, targets, weights) with a
@@ -127,7 +138,7 @@ def update_pre(gradients):
     return clipped, gradients
 
 
-# ---- Between the steps: plain Python on the host ----------------------------------------------
+# -- Between the steps: plain Python on the host --------------------------------------------------
 
 
 # deferred: only looks on, so the engine need not leave the graph for it at every step.
@@ -153,12 +164,7 @@ every_steps = {1: print_step, 10: print_loss}
 at_step = {}
 
 
-# ---- Evaluation -------------------------------------------------------------------------------
-
-
-# Keras metrics by name, such as {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.
-def create_metrics():
-    return {}
+# -- Evaluation -----------------------------------------------------------------------------------
 
 
 # What each metric's update_state is called with.

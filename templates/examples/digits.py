@@ -34,7 +34,7 @@ def load_digits(part):
         return images, file["labels"][rows].astype(np.int64)
 
 
-# ---- Data -------------------------------------------------------------------------------------
+# ---- Yours: data, model, loss, metrics ----------------------------------------------------------
 
 
 # One pass over the training data; the engine repeats it, and a pass ends with its last full global
@@ -48,23 +48,9 @@ def create_dataset(per_replica_batch_size, config):
     return shuffled.batch(per_replica_batch_size, drop_remainder=True)
 
 
-# The last change to the repeated dataset, before its elements are dealt out to the replicas.
-def make_batches(dataset):
-    return dataset
-
-
-# How many examples a batch holds: the first dimension of its tensors. Where they differ in it, as
-# in graphs or point sets, say which counts: return tf.shape(labels)[0].
-def count_examples(batch):
-    return leading_dimension(batch)
-
-
 # One pass over the evaluation data. Without this hook there is no evaluation.
 def create_eval_dataset(per_replica_batch_size):
     return tf.data.Dataset.from_tensor_slices(load_digits("test")).batch(per_replica_batch_size)
-
-
-# ---- Model, loss, optimizer -------------------------------------------------------------------
 
 
 def create_model(hparams):
@@ -93,6 +79,30 @@ def create_loss():
     return train_loss
 
 
+def create_metrics():
+    return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
+
+
+# ---- Below stand the defaults: change or delete at will -----------------------------------------
+
+
+# -- Data -----------------------------------------------------------------------------------------
+
+
+# The last change to the repeated dataset, before its elements are dealt out to the replicas.
+def make_batches(dataset):
+    return dataset
+
+
+# How many examples a batch holds: the first dimension of its tensors. Where they differ in it, as
+# in graphs or point sets, say which counts: return tf.shape(labels)[0].
+def count_examples(batch):
+    return leading_dimension(batch)
+
+
+# -- Optimizer and checkpoints --------------------------------------------------------------------
+
+
 # lr is an object: create_opt, summaries and arithmetic take it as it is, lr.assign(x) changes it,
 # and what SGD(lr * 0.1) trains with. With a schedule, the other hooks get the schedule's value.
 def create_opt(lr):
@@ -108,7 +118,7 @@ def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
 
 
-# ---- The step: traced into the graph, once per replica ----------------------------------------
+# -- The step: traced into the graph, once per replica --------------------------------------------
 
 
 # What the model is called with. A batch is (inputs, targets), or (inputs, targets, weights) with a
@@ -143,7 +153,7 @@ def update_pre(gradients):
     return clipped, gradients
 
 
-# ---- Between the steps: plain Python on the host ----------------------------------------------
+# -- Between the steps: plain Python on the host --------------------------------------------------
 
 
 # deferred: only looks on, so the engine need not leave the graph for it at every step.
@@ -169,11 +179,7 @@ every_steps = {1: print_step, 10: print_loss}
 at_step = {}
 
 
-# ---- Evaluation -------------------------------------------------------------------------------
-
-
-def create_metrics():
-    return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
+# -- Evaluation -----------------------------------------------------------------------------------
 
 
 # What each metric's update_state is called with.
