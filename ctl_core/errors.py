@@ -93,11 +93,6 @@ def brief(error: BaseException, limit: int = 300) -> str:
         text = "the optimizer takes its rate from lr, or a schedule; change it by lr.assign(x)"
     if "EagerTensor' object has no attribute 'assign" in text:
         text += " (a learning rate is changed by lr.assign(x))"
-    if "`merge_call` called while defining a new graph" in text:
-        text = (
-            "replicas exchange something (all_reduce) within a tf.function, a branch or a loop, or "
-            "with jit_compile, where they cannot; do it outside of that"
-        )
     if "singleton tf.Variables" in text:
         text = "a variable, perhaps a layer's, is made inside the step; make it in create_model"
     if "`merge_call` called while defining a new graph" in text:

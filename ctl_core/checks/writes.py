@@ -19,7 +19,7 @@ from ctl_core.compat import written_resources
 from ctl_core.errors import SetupError
 from ctl_core.numerics.batch_norm import moving_statistics
 from ctl_core.numerics.randomness import draws
-from ctl_core.run_state.tracking import Found, is_own_file, plain_variable, tf_variable
+from ctl_core.run_state.tracking import ENGINE, Found, is_own_file, plain_variable, tf_variable
 from ctl_core.step import Parts
 
 # What a tensor is worked out from, in bits: something that differs between replicas, something
@@ -188,7 +188,7 @@ def _where(op: tf.Operation) -> str:
     for frame in op.traceback:
         if is_own_file(frame.filename):
             found = f"{Path(frame.filename).name}:{frame.lineno}"
-        elif Path(frame.filename).parent == Path(__file__).parent:
+        elif frame.filename.startswith(ENGINE):
             found = ""
     return found
 

@@ -59,9 +59,9 @@ _CONTAINERS = (dict, list, tuple, set, np.ndarray, np.generic)
 # A longer list or dict, of numbers, texts or records, is data.
 _LONG = 1000
 _LIBRARIES = {"builtins", "ctl_core", "keras", "numpy", "tensorflow"}
-_ENGINE = str(Path(__file__).parent)
+ENGINE = str(Path(__file__).parents[1])
 _NOT_OURS = (
-    _ENGINE,
+    ENGINE,
     sysconfig.get_paths()["stdlib"],
     "site-packages",
     "dist-packages",
