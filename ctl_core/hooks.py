@@ -278,8 +278,10 @@ class Hook:
         return f"{Path(code.co_filename).name}:{found}" if found else None
 
     def made(self, frames: Iterable[tuple[str, int]]) -> bool:
-        """Whether one of the frames is the hook's own body, as AutoGraph converted it."""
-        lines = _original_lines(self.traced)
+        """Whether one of the frames is the hook's own body, perhaps as AutoGraph converted it."""
+        lines = set(_original_lines(self.traced))
+        if self.traced is self.function and (code := _code_of(self.function)):
+            lines = {(code.co_filename, line) for _, _, line in code.co_lines() if line}
         return any(frame in lines for frame in frames)
 
 
@@ -327,8 +329,11 @@ def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Converts a graph hook with AutoGraph, where it has Python source to convert.
 
     What surrounds the source is kept: a method its object, a partial its arguments, a decorated
-    function its decorator. A tf.function does its own converting.
+    function its decorator. A tf.function does its own converting. The defaults need none, and
+    converting costs a fortieth of a second each.
     """
+    if _is_default(function):
+        return function
     if isinstance(function, functools.partial):
         inner = _traceable(function.func)
         return functools.partial(inner, *function.args, **function.keywords)
@@ -346,6 +351,30 @@ def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     except Exception:  # no source, as in some notebooks: it runs as it is
         return function
     return converted  # type: ignore[no-any-return]
+
+
+def _is_default(function: Callable[..., Any]) -> bool:
+    """Whether a function does what one of the engine's defaults does, such as its copy."""
+    default = getattr(defaults, getattr(function, "__name__", ""), None)
+    if not inspect.isfunction(function) or not inspect.isfunction(default):
+        return False
+
+    def same(one: types.CodeType, other: types.CodeType) -> bool:
+        alike = ("co_code", "co_names", "co_varnames", "co_freevars")
+        constants = zip(one.co_consts, other.co_consts, strict=False)
+        return (
+            all(getattr(one, part) == getattr(other, part) for part in alike)
+            and len(one.co_consts) == len(other.co_consts)
+            and all(same(a, b) if inspect.iscode(a) and inspect.iscode(b) else a == b
+                    for a, b in constants)
+        )  # fmt: skip
+
+    if function.__defaults__ != default.__defaults__:
+        return False
+    return same(function.__code__, default.__code__) and all(
+        function.__globals__.get(name) is default.__globals__.get(name)
+        for name in names_in(function)
+    )
 
 
 def _original_lines(converted: Callable[..., Any]) -> dict[tuple[str, int], tuple[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -391,3 +392,22 @@ def test_the_docs_show_the_table() -> None:
 
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_table(page), "run python scripts/hooks_table.py"
+
+
+def test_copies_of_the_defaults_are_not_converted() -> None:
+    """Nor the defaults; whatever differs in code or in what a name means, is."""
+
+    def converted(source: str, **names: Any) -> bool:
+        scope = {**vars(engine_defaults), **names}
+        source = f"import tensorflow as tf\n{source}"  # compiled otherwise where tf is not imported
+        exec(compile(source, "callbacks.py", "exec", dont_inherit=True), scope)
+        return not engine_hooks._is_default(scope["update_pre"])
+
+    copy = inspect.getsource(engine_defaults.update_pre)
+    assert not converted(copy) and not converted(f"# a comment\n\n{copy}")
+    assert engine_hooks._is_default(engine_defaults.grad_pre)
+    assert converted(copy.replace("10.0", "5.0"))
+    assert converted(copy, nan_to_zero=lambda x: x)
+    assert converted(
+        copy.replace("    return clipped", "    clipped = clipped\n    return clipped")
+    )
