@@ -34,19 +34,18 @@ make_environment() {
       return
     fi
   done
-  fail "the project needs Python $pythons (pyproject.toml), and none is on the PATH: install one," \
-    "or uv, which gets one by itself"
+  fail "the project needs Python $pythons (pyproject.toml), and none is on the PATH (python3 is" \
+    "$(python3 -V 2>/dev/null || echo absent)): install one, or uv, which gets one by itself"
 }
 
 install() {
   local quiet=--quiet installer=(.venv/bin/python -m pip install --disable-pip-version-check)
   if command -v uv >/dev/null; then installer=(uv pip install --python .venv); fi
   if [ -t 2 ]; then quiet=; fi # progress is for a terminal
+  fits .venv/bin/python || make_environment >&2 || fail "the environment could not be made (see above)"
   say "installing what pyproject.toml asks for into $PWD/.venv"
-  if ! { { fits .venv/bin/python || make_environment; } &&
-    "${installer[@]}" ${quiet:+"$quiet"} --editable .; } >&2; then
+  "${installer[@]}" ${quiet:+"$quiet"} --editable . >&2 ||
     fail "the installation failed (see above); the next run repeats it"
-  fi
   echo "$wanted" >.venv/.installed
 }
 
