@@ -61,7 +61,7 @@ class State:
         metrics: values of the last evaluation by name, or {}
         hook_state: what host hooks keep, their argument ``state``
         stopped_by: the number of the signal that ended training early, or None
-        functions: the graph functions, while training (functions.StepFunctions)
+        functions: the graph functions, while training (graph.StepFunctions)
         clock: where the time goes, while training
         cluster: the processes that train together
         statistics: of batch normalisations, averaged over the replicas before they are read

@@ -218,7 +218,7 @@ def test_values_are_copied_not_shared(tmp_path: Path) -> None:
 
 
 def test_keras_still_fails_to_save_asynchronously(tmp_path: Path) -> None:
-    """If this fails, TensorFlow's own asynchronous checkpoints may do, and snapshot.py can go."""
+    """If this fails, TensorFlow's own asynchronous checkpoints may do, and staging.py can go."""
     ckpt = tf.train.Checkpoint(model=small_model())
     options = tf.train.CheckpointOptions(enable_async=True)
     ckpt.write(str(tmp_path / "first"), options)
