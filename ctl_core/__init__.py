@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctl_core import data as data
-    from ctl_core.build import State as State
     from ctl_core.console import report as report
     from ctl_core.console import show_step as show_step
-    from ctl_core.defaults import deferred as deferred
-    from ctl_core.defaults import leading_dimension as leading_dimension
-    from ctl_core.defaults import nan_to_zero as nan_to_zero
-    from ctl_core.defaults import trackable as trackable
-    from ctl_core.defaults import unpack as unpack
-    from ctl_core.defaults import weighted as weighted
     from ctl_core.errors import CtlError as CtlError
     from ctl_core.errors import RunError as RunError
     from ctl_core.errors import SetupError as SetupError
     from ctl_core.errors import StopTraining as StopTraining
+    from ctl_core.helpers import deferred as deferred
+    from ctl_core.helpers import leading_dimension as leading_dimension
+    from ctl_core.helpers import nan_to_zero as nan_to_zero
+    from ctl_core.helpers import trackable as trackable
+    from ctl_core.helpers import unpack as unpack
+    from ctl_core.helpers import weighted as weighted
     from ctl_core.layers import load_config as load_config
     from ctl_core.run_state.tracking import regularization as regularization
     from ctl_core.run_state.tracking import trainable_variables as trainable_variables
     from ctl_core.settings import Config as Config
+    from ctl_core.state import State as State
     from ctl_core.trainer import train as train
 
 __version__ = "0.2.0"
@@ -36,20 +36,20 @@ _HOME = {
     "CtlError": "errors",
     "RunError": "errors",
     "SetupError": "errors",
-    "State": "build",
+    "State": "state",
     "StopTraining": "errors",
-    "deferred": "defaults",
-    "leading_dimension": "defaults",
+    "deferred": "helpers",
+    "leading_dimension": "helpers",
     "load_config": "layers",
-    "nan_to_zero": "defaults",
+    "nan_to_zero": "helpers",
     "regularization": "run_state.tracking",
     "report": "console",
     "show_step": "console",
-    "trackable": "defaults",
+    "trackable": "helpers",
     "train": "trainer",
     "trainable_variables": "run_state.tracking",
-    "unpack": "defaults",
-    "weighted": "defaults",
+    "unpack": "helpers",
+    "weighted": "helpers",
 }
 __all__ = [*_HOME, "__version__", "data"]
 

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ctl_core.accumulate import take_update
 from ctl_core.checks.created import (
     check_keras_loss,
     check_manager,
@@ -26,100 +24,33 @@ from ctl_core.checks.created import (
 from ctl_core.checks.pairs import pairs_refused
 from ctl_core.checks.returned import expect, kind_of
 from ctl_core.checks.writes import Write, forward_writes, same_on_all_replicas
-from ctl_core.cluster.strategy import Task, create_strategy
+from ctl_core.cluster.strategy import Task, create_strategy, distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
-from ctl_core.compat import global_seed_generator, global_seed_generator_kept
+from ctl_core.compat import global_seed_generator
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
-from ctl_core.evaluate import Evaluation, create_evaluation
+from ctl_core.evaluate import create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
-from ctl_core.inputs import Input, create_input, deal, local_replicas
+from ctl_core.inputs import Input, create_input
 from ctl_core.numerics.batch_norm import MovingStatistics
 from ctl_core.numerics.freezing import Freezing, unfrozen
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
-from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.precision import LossScale, lower_dtypes
-from ctl_core.profile import Clock
-from ctl_core.run_folder import Run, repair_list
-from ctl_core.run_state.tracking import Found, Unnamed, find, trainable_variables
+from ctl_core.run_folder import Run
+from ctl_core.run_state.folder import repair_list
+from ctl_core.run_state.tracking import find, trainable_variables
 from ctl_core.settings import Config
-from ctl_core.step import Parts, contribution, loss_of, objectives, run_model, update, weight_of
-
-
-@dataclasses.dataclass
-class State:
-    """The trained state: what ``ctl_core.train`` returns.
-
-    Attributes:
-        config: the settings
-        run_dir: the run's folder
-        step: how many steps were taken
-        step_variable: the same, as checkpoints hold it; a scalar int64 variable
-        train_model, train_loss, optimizer: as the hooks made them
-        lr: the learning rate that create_opt was given
-        ckpt, manager: as ``create_ckpt`` returned them
-        metrics: values of the last evaluation by name, or {}
-        hook_state: what host hooks keep, their argument ``state``
-        stopped_by: the number of the signal that ended training early, or None
-        functions: the graph functions, while training (graph.StepFunctions)
-        clock: where the time goes, while training
-        cluster: the processes that train together
-        statistics: of batch normalisations, averaged over the replicas before they are read
-        roots: the objects and hooks that the run is made of, by name
-        found: the variables, layers and generators that they reach
-        freezing: what of it is frozen
-        computed_in: the dtypes lower than float32 in which layers compute
-        noted: of which steps the loss was not finite
-        ended: whether a hook has ended training (StopTraining), now or earlier
-        writes: what the forward pass writes to, with several replicas or micro-batches
-    """
-
-    config: Config
-    run_dir: Any
-    step_variable: tf.Variable
-    train_model: Any
-    train_loss: Any
-    optimizer: Any
-    lr: LearningRate
-    ckpt: tf.train.Checkpoint
-    manager: tf.train.CheckpointManager
-    hooks: Hooks
-    strategy: tf.distribute.Strategy
-    cluster: Cluster
-    statistics: MovingStatistics
-    parts: Parts
-    data: Input
-    evaluation: Evaluation | None
-    input_spec: Any
-    roots: dict[str, Any]
-    found: Found
-    freezing: Freezing
-    writes: list[Write]
-    computed_in: list[str]
-    noted: Noted = dataclasses.field(default_factory=Noted)
-    ended: bool = False
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
-    stopped_by: int | None = None
-    functions: Any = None
-    clock: Clock = dataclasses.field(default_factory=Clock)
-
-    @property
-    def step(self) -> int:
-        """How many steps were taken."""
-        return int(self.step_variable.numpy())
-
-    @property
-    def diverged(self) -> bool:
-        """Whether the loss of the last step was not finite, unless ``on_nan`` is ignore."""
-        return self.step > 0 and self.noted.latest == self.step
-
-    def renew_input(self) -> None:
-        """Makes the training data anew, as it was before anything was read from it."""
-        with global_seed_generator_kept():
-            self.data = create_input(
-                self.hooks, self.strategy, self.cluster, self.config, found=self.data.found
-            )
+from ctl_core.state import State
+from ctl_core.step import (
+    StepContext,
+    apply_update,
+    forward_backward,
+    loss_of,
+    objectives,
+    run_model,
+    train_step,
+    weight_of,
+)
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -170,11 +101,11 @@ def _create(
         lr.follows = False
         if replicas > 1:
             check_optimizers_of_replicas(hooks.create_opt, optimizer)
-        parts = Parts(
+        context = StepContext(
             hooks,
             train_model,
             train_loss,
-            rate_for_hooks(lr, optimizers, f"create_opt ({hooks.create_opt.where})"),
+            rate_for_hooks(lr, optimizers, str(hooks.create_opt)),
             optimizer,
             optimizers,
             config.batch_size,
@@ -183,19 +114,19 @@ def _create(
             config.jit_compile,
             notes_losses=config.on_nan != "ignore",
         )
-        variables, input_spec, writes = _build_variables(parts, data, cluster.task)
+        variables, input_spec, writes = _build_variables(context, data, cluster.task)
         check_variables(hooks.create_model, variables)
         if said := of_sample_weights(hooks, data.element_spec):
             console.warn(said)
         for name, one in optimizers.items():
             if isinstance(one, keras.Optimizer) and not one.built:
                 one.build(variables[name])
-        roots = _roots(parts)
-        computed = {*lower_dtypes(find_state(roots).layers), config.precision} - {"float32"}
+        roots = _roots(context)
+        computed = {*lower_dtypes(find(roots).layers), config.precision} - {"float32"}
         if "float16" in computed:
-            parts.loss_scale = LossScale()
-        _build_late(roots, parts, data, cluster.task, variables)
-        evaluation = create_evaluation(parts, strategy, cluster.task, per_replica)
+            context.loss_scale = LossScale()
+        _build_late(roots, context, data, cluster.task, variables)
+        evaluation = create_evaluation(context, strategy, cluster.task, per_replica)
         if cluster.task.chief:
             repair_list(run.ckpt)
         hook = hooks.create_ckpt
@@ -209,14 +140,14 @@ def _create(
                 train_loss=train_loss,
             ),
             ("ckpt", "manager"),
-            f"create_ckpt ({hook.where})",
+            str(hook),
         )
     check_manager(hook, ckpt, manager)
     _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for
     roots["ckpt"] = ckpt
     if evaluation is not None:
         roots["metrics"] = evaluation.lasting_metrics()
-    found = find_state(roots)
+    found = find(roots)
     return State(
         config=config,
         run_dir=run.path,
@@ -231,7 +162,7 @@ def _create(
         strategy=strategy,
         cluster=cluster,
         statistics=MovingStatistics(found.layers, strategy),
-        parts=parts,
+        context=context,
         data=data,
         evaluation=evaluation,
         input_spec=input_spec,
@@ -249,35 +180,20 @@ def _step_variable() -> tf.Variable:
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
 
 
-def _roots(parts: Parts) -> dict[str, Any]:
+def _roots(context: StepContext) -> dict[str, Any]:
     """Names the objects of a run, and the hooks of which functions may hold others."""
     return {
-        "train_model": parts.train_model,
-        "train_loss": parts.train_loss,
-        "optimizer": parts.optimizer,
+        "train_model": context.train_model,
+        "train_loss": context.train_loss,
+        "optimizer": context.optimizer,
         "keras.random": global_seed_generator(),
-        **parts.hooks.functions(),
+        **context.hooks.functions(),
     }
-
-
-def find_state(roots: dict[str, Any]) -> Found:
-    """Finds what belongs to a run.
-
-    Raises:
-        SetupError: a variable is where it has no name.
-    """
-    try:
-        return find(roots)
-    except Unnamed as where:
-        raise SetupError(
-            f"{where} is a set with variables in it, of which a checkpoint cannot tell one from "
-            "the other; use a list or a dict."
-        ) from where
 
 
 def _build_late(
     roots: dict[str, Any],
-    parts: Parts,
+    context: StepContext,
     data: Input,
     task: Task,
     variables: dict[str, list[Any]],
@@ -291,27 +207,27 @@ def _build_late(
     Raises:
         SetupError: on several replicas, the variables cannot be made.
     """
-    own = {n: o for n, o in parts.optimizers.items() if not isinstance(o, keras.Optimizer)}
+    own = {n: o for n, o in context.optimizers.items() if not isinstance(o, keras.Optimizer)}
     for name, optimizer in own.items():
         if callable(getattr(optimizer, "build", None)) and not getattr(optimizer, "built", False):
             optimizer.build(variables[name])
     late = [o for o in own.values() if not getattr(o, "built", False)]
-    if not late and all(optimizer.built for optimizer in find_state(roots).optimizers):
+    if not late and all(optimizer.built for optimizer in find(roots).optimizers):
         return
-    if parts.replicas == 1:  # tf.function lifts what the values of new variables are made of
-        step = tf.function(lambda: take_update(parts, data, frozenset()) and None, autograph=False)
+    if context.replicas == 1:  # tf.function lifts what the values of new variables are made of
+        step = tf.function(lambda: train_step(context, data, frozenset()) and None, autograph=False)
         step.get_concrete_function()
         return
     try:
         with _scratch(data, task):
             batch = _placeholders(data.element_spec)
             needed = frozenset({"output", "batch"})
-            update(parts, contribution(parts, batch, needed), frozenset())
+            apply_update(context, forward_backward(context, batch, needed), frozenset())
     except HookFailed as error:
         if "could not be lifted" in str(error.__cause__):
-            hook = parts.hooks.create_opt
-            raise SetupError(
-                f"{hook.name} ({hook.where}): {kind_of(late[0])} makes variables when it is first "
+            hook = context.hooks.create_opt
+            raise hook.reject(
+                f"{kind_of(late[0])} makes variables when it is first "
                 "used, which several replicas cannot; give it a method build(variables) that makes "
                 "them, and is called before."
             ) from error
@@ -319,7 +235,7 @@ def _build_late(
 
 
 def _build_variables(
-    parts: Parts, data: Input, task: Task
+    context: StepContext, data: Input, task: Task
 ) -> tuple[dict[str, list[Any]], Any, list[Write]]:
     """Runs the forward hooks once on placeholders, so that every variable exists.
 
@@ -337,28 +253,27 @@ def _build_variables(
     """
     with _scratch(data, task) as graph:
         batch = _placeholders(data.element_spec)
-        inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr)
+        inputs = context.hooks.input_pre.in_graph(batch=batch, lr=context.lr)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
-        output = run_model(parts, batch, training=True)
-        with pairs_refused(parts, data.element_spec, _placeholders):
-            loss = loss_of(parts, batch, output)
-            weight = weight_of(parts, batch, output)
-            named = [objectives(parts, batch, output, loss, weight)]
-        with unfrozen(parts.train_model, parts.train_loss) as some_were_frozen:
+        output = run_model(context, batch, training=True)
+        with pairs_refused(context, data.element_spec, _placeholders):
+            loss = loss_of(context, batch, output)
+            weight = weight_of(context, batch, output)
+            named = [objectives(context, batch, output, loss, weight)]
+        with unfrozen(context.train_model, context.train_loss) as some_were_frozen:
             if some_were_frozen:
-                named.append(objectives(parts, batch, output, loss, weight))
-            free = trainable_variables(parts.train_model) if len(parts.optimizers) == 1 else []
+                named.append(objectives(context, batch, output, loss, weight))
+            free = trainable_variables(context.train_model) if len(context.optimizers) == 1 else []
     variables = {}
-    for name in parts.optimizers:
+    for name in context.optimizers:
         several = [*(one[name][1] for one in named), free]
         variables[name] = list({id(v): v for of_one in several for v in of_one}.values())
         if not variables[name]:
-            hook = parts.hooks.grad_pre
+            hook = context.hooks.grad_pre
             raise SetupError(
-                f"grad_pre ({hook.where})['{name}']: returned no trainable_vars; there is nothing "
-                "to train."
+                f"{hook}['{name}']: returned no trainable_vars; there is nothing to train."
             )
-    shared = parts.replicas * parts.accumulate_steps > 1
+    shared = context.replicas * context.accumulate_steps > 1
     writes = forward_writes(graph) if shared else []
     return variables, input_spec, writes
 
@@ -393,7 +308,7 @@ class Alone(tf.distribute.ReplicaContext):
             def of_all(part: Any) -> Any:
                 if not isinstance(part, tf.Tensor | tf.IndexedSlices):
                     return part
-                return deal(strategy, [part] * local_replicas(strategy))
+                return distribute(strategy, [part] * local_replicas(strategy))
 
             args, kwargs = tf.nest.map_structure(of_all, (args, kwargs))
             merged = merge_fn(strategy, *args, **kwargs)

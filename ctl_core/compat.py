@@ -183,3 +183,33 @@ def summaries_of_first_replica(step: Any) -> Iterator[None]:
         yield
     finally:
         summaries.is_recording_distribution_strategy = before
+
+
+def checkpointed_names(reader: Any) -> dict[str, str]:
+    """Returns the names that the variables of a checkpoint had, by their keys.
+
+    The form of a checkpoint's object graph is not among TensorFlow's public names.
+    """
+    from tensorflow.core.protobuf import trackable_object_graph_pb2
+
+    graph = trackable_object_graph_pb2.TrackableObjectGraph()
+    graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
+    return {
+        attribute.checkpoint_key: attribute.full_name.split(":")[0]
+        for node in graph.nodes
+        for attribute in node.attributes
+    }
+
+
+@contextlib.contextmanager
+def holding(manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint) -> Iterator[None]:
+    """Lets a manager save another checkpoint than its own.
+
+    It has no argument for that: its private ``_checkpoint`` is exchanged for a while.
+    """
+    own = manager.checkpoint
+    manager._checkpoint = checkpoint
+    try:
+        yield
+    finally:
+        manager._checkpoint = own

@@ -65,6 +65,7 @@ class Console:
         self._mark: tuple[float, int] | None = None
         self._printed_at = 0.0
         self._printed_step = -1
+        self._warned: set[str] = set()
 
     def say(self, text: str) -> None:
         """Prints a line for the user."""
@@ -75,6 +76,12 @@ class Console:
         """Prints a line about something that goes on, but not as the user may expect."""
         LOG.warning(text)
         self._print(f"warning: {text}")
+
+    def warn_once(self, text: str) -> None:
+        """Warns, unless this has been said before."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.warn(text)
 
     def answer(self, text: str) -> None:
         """Prints a line for who sits at this process's terminal, also where others are not shown.

@@ -12,16 +12,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checks.returned import expect, kind_of
+from ctl_core.checks.returned import checked_extra, expect, kind_of
 from ctl_core.chunks import ChunkLength
-from ctl_core.cluster.strategy import Task
-from ctl_core.cluster.sync import Word
+from ctl_core.cluster.strategy import Task, distribute, local_replicas
+from ctl_core.cluster.sync import LoopStatus
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
+from ctl_core.eval_data import EvaluationData, create_eval_dataset
 from ctl_core.hooks import Hook, Hooks
-from ctl_core.inputs import EvaluationData, create_eval_dataset, deal, local_replicas
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.tracking import plain_variable, written_variables
-from ctl_core.step import Parts, batch_sum, extra_term, forward, weight_of
+from ctl_core.step import StepContext, batch_sum, forward, weight_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +80,19 @@ class Evaluation:
 
 
 def create_evaluation(
-    parts: Parts, strategy: tf.distribute.Strategy, task: Task, per_replica: int
+    context: StepContext, strategy: tf.distribute.Strategy, task: Task, per_replica: int
 ) -> Evaluation | None:
     """Creates what ``create_eval_dataset`` and ``create_metrics`` ask for; None without data.
 
     Raises:
         SetupError: the hooks return something else than they should.
     """
-    hooks = parts.hooks
+    hooks = context.hooks
     if hooks.create_eval_dataset is None:
         return None
     data = create_eval_dataset(hooks, per_replica)
     metrics = hooks.create_metrics()
-    where = f"create_metrics ({hooks.create_metrics.where})"
+    where = str(hooks.create_metrics)
     if not isinstance(metrics, dict):
         raise SetupError(f"{where}: returned a {type(metrics).__name__}, expected a dict by name.")
     for name, metric in metrics.items():
@@ -106,7 +106,7 @@ def create_evaluation(
             raise SetupError(f"{where}: 'loss' is the engine's own; choose another name.")
     sums = Sums(*(_replica_sum(name) for name in ("loss", "extra_loss", "examples")))
     exchanges: list[str] = []
-    run_steps = _run_steps(parts, strategy, task, metrics, sums, exchanges)
+    run_steps = _run_steps(context, strategy, task, metrics, sums, exchanges)
     return Evaluation(data, metrics, sums, run_steps, exchanges, task.processes, hooks, per_replica)
 
 
@@ -122,7 +122,7 @@ def _replica_sum(name: str) -> tf.Variable:
 
 
 def _run_steps(
-    parts: Parts,
+    context: StepContext,
     strategy: tf.distribute.Strategy,
     task: Task,
     metrics: dict[str, Any],
@@ -143,7 +143,7 @@ def _run_steps(
             element = tf.nest.map_structure(tf.identity, element, expand_composites=True)
         examples, batch = element
         with _noted(exchanges):
-            _update(parts, metrics, sums, examples, batch, there)
+            _update(context, metrics, sums, examples, batch, there)
 
     def step(iterator: Any, first: Any, rows: tf.Tensor) -> tf.Tensor:
         if replicas == 1:
@@ -157,7 +157,7 @@ def _run_steps(
             tf.cond(is_there, one.get_value, lambda: stand_in)
             for is_there, one in zip(there, own, strict=True)
         ]
-        strategy.run(on_replica, args=(deal(strategy, batches), deal(strategy, there)))
+        strategy.run(on_replica, args=(distribute(strategy, batches), distribute(strategy, there)))
         return tf.constant(True)
 
     @tf.function(autograph=False, reduce_retracing=True)
@@ -210,7 +210,7 @@ def _noted(exchanges: list[str]) -> Iterator[None]:
 
 
 def _update(
-    parts: Parts,
+    context: StepContext,
     metrics: dict[str, Any],
     sums: Sums,
     examples: tf.Tensor,
@@ -222,26 +222,27 @@ def _update(
     Hooks are called in the replica's own graph, where they can exchange values with the other
     replicas; a stand-in (``there`` is False) must only not count.
     """
-    hooks = parts.hooks
-    output, loss = forward(parts, batch, training=False)
-    values = {"output": output, "batch": batch, **parts.given()}
-    where = f"eval_pre ({hooks.eval_pre.where})"
-    loss_per_batch, extra_loss = expect(
-        hooks.eval_pre.in_graph(loss=loss, **values), ("loss_per_batch", "extra_loss"), where
-    )
-    extra = extra_term(parts, extra_loss, tf.float64, where)
-    weight = weight_of(parts, batch, output)
+    hooks = context.hooks
+    output, loss = forward(context, batch, training=False)
+    values = {"output": output, "batch": batch, **context.hook_arguments()}
+    where = str(hooks.eval_pre)
+    returned = hooks.eval_pre.in_graph(loss=loss, **values)
+    loss_per_batch, extra_loss = expect(returned, ("loss_per_batch", "extra_loss"), where)
+    extra = checked_extra(hooks.create_model, context.train_model, extra_loss, tf.float64, where)
+    weight = weight_of(context, batch, output)
     examples = tf.cast(examples if weight is None else weight, tf.float64)
 
     def add(total: tf.Variable, value: tf.Tensor) -> None:
         total.assign_add(value if there is None else tf.where(there, value, tf.zeros_like(value)))
 
-    add(sums.loss, tf.cast(batch_sum(loss_per_batch, batch, parts), tf.float64))
+    add(sums.loss, tf.cast(batch_sum(context, loss_per_batch, batch), tf.float64))
     add(sums.extra_loss, extra * examples)
     add(sums.examples, examples)
     if not metrics:
         return
-    arguments = hooks.metric_pre.in_graph(output=output, batch=batch, train_model=parts.train_model)
+    arguments = hooks.metric_pre.in_graph(
+        output=output, batch=batch, train_model=context.train_model
+    )
 
     def update_metrics() -> None:
         for name, metric in metrics.items():
@@ -254,7 +255,7 @@ def _update(
 
 
 def _update_metric(metric_pre: Hook, name: str, metric: keras.Metric, arguments: Any) -> None:
-    where = f"metric_pre ({metric_pre.where})"
+    where = str(metric_pre)
     own = arguments
     if isinstance(arguments, dict):
         if name not in arguments:
@@ -291,13 +292,13 @@ def trace_evaluation(
 
 
 def evaluate(
-    evaluation: Evaluation, agree: Callable[[Word], Word] = lambda word: word
+    evaluation: Evaluation, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
 ) -> dict[str, float] | None:
     """Goes once over the evaluation data, each process over its part.
 
     Args:
         evaluation: what to evaluate
-        agree: asked about once a second, in a cluster for all processes: a signal in its answer
+        sync: asked about once a second, in a cluster for all processes: a signal in its answer
             ends the evaluation early
 
     Returns:
@@ -310,17 +311,17 @@ def evaluate(
     """
     with evaluation.kept.put_back_after() if evaluation.kept else contextlib.nullcontext():
         try:
-            return _evaluate(evaluation, agree)
+            return _evaluate(evaluation, sync)
         except tf.errors.OpError as error:
             if (size := _last_alone_fails(evaluation)) is None:
                 raise
             hook = evaluation.hooks.create_eval_dataset
             assert hook is not None
             raise RunError(
-                f"{hook.name} ({hook.where}): the last evaluation batch has {size} examples, not "
+                f"{hook}: the last evaluation batch has {size} examples, not "
                 f"{evaluation.per_replica}, which do not fit: "
-                f"{evaluation.hooks.blame(error, 'the model or the loss')}; each example is "
-                "evaluated, so write tf.shape(batch[0])[0] or -1 for the number of examples."
+                f"{evaluation.hooks.attribute_error(error, 'the model or the loss')}; each example "
+                "is evaluated, so write tf.shape(batch[0])[0] or -1 for the number of examples."
             ) from error
 
 
@@ -353,7 +354,9 @@ def _last_alone_fails(evaluation: Evaluation) -> int | None:
     return sizes[-1] if fails(dataset.skip(len(sizes) - 1)) else None
 
 
-def _evaluate(evaluation: Evaluation, agree: Callable[[Word], Word]) -> dict[str, float] | None:
+def _evaluate(
+    evaluation: Evaluation, sync: Callable[[LoopStatus], LoopStatus]
+) -> dict[str, float] | None:
     for metric in evaluation.metrics.values():
         metric.reset_state()
     sums = evaluation.sums
@@ -369,11 +372,11 @@ def _evaluate(evaluation: Evaluation, agree: Callable[[Word], Word]) -> dict[str
     while True:
         with chunk.timed(chunk.limit) as steps:
             more = bool(run_steps(iterator, tf.constant(steps, tf.int64), rows))
-        word = agree(Word(chunk=chunk.limit, more=more))
-        chunk.limit = word.chunk
-        if not word.more:
+        status = sync(LoopStatus(steps_per_call=chunk.limit, more=more))
+        chunk.limit = status.steps_per_call
+        if not status.more:
             break
-        if word.signal:
+        if status.signal:
             return None
     examples = float(sums.examples.read_value())
     loss = float(sums.loss.read_value()) + float(sums.extra_loss.read_value())

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -26,23 +24,18 @@ from ctl_core.checks.data import (
     Pipeline,
     Sizes,
     check_made_anew,
-    checked_count,
     create_pipeline,
-    dataset_of,
-    examples_in,
-    first_of,
     known,
     look,
-    packed,
-    reading,
     uneven,
 )
-from ctl_core.checks.position import unsavable
+from ctl_core.checks.position import why_not_checkpointable
+from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
-from ctl_core.errors import SetupError
-from ctl_core.hooks import Hooks, describe
+from ctl_core.hooks import Hooks
+from ctl_core.passes import cut, tallied, whole_groups
 from ctl_core.settings import Config
 
 
@@ -58,8 +51,8 @@ class Input:
         found: what was found out about it before
         iterator: its position; part of every checkpoint
         element_spec: of one replica's batch
-        unsavable: why the position cannot be saved exactly, or None
-        tally: where elements carry it, that of the last watched step; see ``_tallied``
+        why_not_checkpointable: why the position cannot be saved exactly, or None
+        tally: where elements carry it, that of the last watched step; see ``passes.tallied``
         clock: whether there is one in the graph; not where ops are deterministic
         waited: seconds that watched steps have waited for elements, a float64 scalar
         watched: how many steps that are
@@ -72,14 +65,14 @@ class Input:
     found: Found
     iterator: Any
     element_spec: Any
-    unsavable: str | None
+    why_not_checkpointable: str | None
     tally: tf.Variable | None
     clock: bool
     waited: tf.Variable = dataclasses.field(default_factory=lambda: _variable("waited", 0.0))
     watched: int = 0
     _told: bool = False
 
-    def draw(self, watch: bool) -> Any:
+    def next_batch(self, watch: bool) -> Any:
         """Draws the next element for each local replica; runs inside a graph function.
 
         Args:
@@ -96,7 +89,7 @@ class Input:
             if watch:
                 self.tally.assign(values[-1][1])
             values = [element for _, _, element in values]
-        return deal(self.strategy, values)
+        return distribute(self.strategy, values)
 
     def seconds_waited(self, steps: int) -> float | None:
         """How long so many steps have waited for their elements, as far as the watched ones tell.
@@ -155,18 +148,6 @@ def _variable(name: str, value: Any) -> tf.Variable:
     with tf.device("CPU:0"):
         dtype = tf.float64 if isinstance(value, float) else tf.int64
         return tf.Variable(value, dtype=dtype, trainable=False, name=name)
-
-
-def deal(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
-    """Hands the i-th value to the i-th replica of this process."""
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: values[context.replica_id_in_sync_group % len(values)]
-    )
-
-
-def local_replicas(strategy: tf.distribute.Strategy) -> int:
-    """Counts the replicas of this process; every process of a cluster has as many."""
-    return len(strategy.extended.worker_devices)
 
 
 @tf.function(autograph=False)
@@ -229,13 +210,13 @@ def create_input(
             looked_at, pipeline = pipeline, create()
             check_made_anew(looked_at, pipeline)
     dataset = pipeline.dataset
-    tallied = known(pipeline, sizes) is None
-    if tallied:
-        dataset = _tallied(pipeline, found)
+    with_tally = known(pipeline, sizes) is None
+    if with_tally:
+        dataset = tallied(pipeline, found)
     elif not pipeline.endless:
-        dataset = _whole_groups(pipeline, found).repeat()
+        dataset = whole_groups(pipeline, found).repeat()
     if found.size != sizes.per_replica:
-        dataset = _cut(dataset, sizes, tallied, pipeline.name)
+        dataset = cut(dataset, sizes, with_tally, pipeline.name)
     if task.processes > 1 and not pipeline.sharded:
         dataset = dataset.shard(task.processes, task.index)
     dataset = dataset.prefetch(tf.data.AUTOTUNE)
@@ -246,172 +227,8 @@ def create_input(
         pipeline,
         found,
         iter(dataset),
-        dataset.element_spec[-1] if tallied else dataset.element_spec,
-        unsavable(pipeline.dataset.repeat()),
-        _variable("tally", [0] * 4) if tallied else None,
+        dataset.element_spec[-1] if with_tally else dataset.element_spec,
+        why_not_checkpointable(pipeline.dataset.repeat()),
+        _variable("tally", [0] * 4) if with_tally else None,
         clock=not is_deterministic(),
     )
-
-
-def _whole_groups(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
-    """Leaves out the last elements of a pass, those that fill no step."""
-    assert found.elements is not None
-    if found.elements < found.together:
-        raise SetupError(
-            f"{pipeline.name}: the dataset has {found.elements * found.size} examples, fewer than "
-            f"one global batch of {found.together * found.size}; lower batch_size."
-        )
-    rest = found.elements % found.together
-    return pipeline.dataset.take(found.elements - rest) if rest else pipeline.dataset
-
-
-def _tallied(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
-    """Repeats a pass without the elements that cannot be used, and keeps a tally of these.
-
-    A counter in the pipeline that the host could read would be a state that no checkpoint can
-    hold. So the tally travels with the elements, in the state of ``scan``, which one can.
-
-    Returns:
-        A dataset of (True, tally, element). The tally is an int64 vector: how many passes have
-        begun, and of the first pass ``Found.left_out`` up to this element.
-    """
-    size, dataset = found.size, pipeline.dataset
-    grouped = found.together > 1 and not pipeline.endless
-
-    @tf.autograph.experimental.do_not_convert
-    def has_size(*parts: Any) -> tf.Tensor:
-        number = checked_count(pipeline.count_examples, packed(pipeline.dataset, parts))
-        return tf.cast(number == size, tf.int64)
-
-    def group(key: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
-        # An element is used if it has the right size and a whole group is there. (The window is
-        # counted as a batch, since ``Dataset.reduce`` cannot be saved.)
-        lengths = window.map(lambda *_: 0).batch(found.together).map(tf.size)
-
-        def mark(length: tf.Tensor) -> tf.data.Dataset:
-            used = tf.logical_and(key == 1, length == found.together)
-            return window.map(lambda *parts: (used, packed(pipeline.dataset, parts)))
-
-        return lengths.flat_map(mark)
-
-    @tf.autograph.experimental.do_not_convert
-    def add(state: tf.Tensor, item: Any) -> tuple[tf.Tensor, Any]:
-        index, (used, element) = item if grouped else (item[0], (True, item[1]))
-        number = checked_count(pipeline.count_examples, element)
-        used = tf.logical_and(used, number == size)
-        begun, odd, unused = (tf.cast(x, tf.int64) for x in (index == 0, number != size, ~used))
-        passes = state[0] + begun
-        counts = tf.stack([odd, odd * number, (1 - odd) * unused * number])
-        counts = tf.where(passes < 2, state[1:4] + counts, state[1:4])
-        # Passes begun since an element was used: a pass that uses none would go on for ever.
-        idle = tf.where(used, tf.constant(0, tf.int64), state[4] + begun)
-        tally = tf.concat([[passes], counts], 0)
-        return tf.concat([tally, [idle]], 0), (used, idle < 2, tally, element)
-
-    # No stage of a pass reads ahead here, as map may: at the end of a pass TensorFlow lets go of
-    # a shuffle whose state is still wanted (see ``holds_shuffles``).
-    if grouped:
-        dataset = dataset.group_by_window(
-            has_size,
-            group,
-            window_size_func=lambda key: tf.where(
-                key == 1, tf.constant(found.together, key.dtype), 1
-            ),
-        )
-    dataset = dataset.enumerate()
-    dataset = dataset if pipeline.endless else dataset.repeat()
-    dataset = dataset.scan(tf.zeros([5], tf.int64), add)
-    dataset = dataset.take_while(lambda used, going_on, *_: going_on)
-    return dataset.filter(lambda used, *_: used).map(lambda used, _, *rest: (used, *rest))
-
-
-def _cut(dataset: tf.data.Dataset, sizes: Sizes, tallied: bool, name: str) -> tf.data.Dataset:
-    """Cuts global batches into the shares that the replicas take one after the other."""
-
-    def share(tensor: Any, index: tf.Tensor) -> Any:
-        if tensor.shape.rank == 0:
-            return tensor
-        if tensor.shape[0] not in (None, sizes.batch) or isinstance(tensor, tf.SparseTensor):
-            raise SetupError(
-                f"{name}: a global batch cannot be cut into batches of {sizes.per_replica}, since "
-                f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches "
-                "of per_replica_batch_size."
-            )
-        start = tf.cast(index, tf.int32) * sizes.per_replica
-        part = tensor[start : start + sizes.per_replica]
-        if isinstance(part, tf.RaggedTensor):
-            return part
-        return tf.ensure_shape(part, [sizes.per_replica, *tensor.shape[1:]])
-
-    @tf.autograph.experimental.do_not_convert
-    def cut(*parts: Any) -> tf.data.Dataset:
-        *front, element = parts if tallied else (packed(dataset, parts),)
-
-        def pick(index: tf.Tensor) -> Any:
-            own = tf.nest.map_structure(lambda tensor: share(tensor, index), element)
-            return (*front, own) if tallied else own
-
-        return tf.data.Dataset.range(sizes.shares).map(
-            tf.autograph.experimental.do_not_convert(pick)
-        )
-
-    return dataset.flat_map(cut)
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationData:
-    """The evaluation data, which every evaluation reads from their start.
-
-    Attributes:
-        dataset: one pass; element = (number of examples, batch)
-    """
-
-    dataset: tf.data.Dataset
-    _start: tempfile.TemporaryDirectory[str] | None
-
-    def __iter__(self) -> Any:
-        """Returns an iterator that reads what the first did: shuffles have the same order again.
-
-        A resumed run thus evaluates on what the whole run does. Where a stage has a state that
-        cannot be saved, shuffles go on to other orders.
-        """
-        iterator = iter(self.dataset)
-        if self._start is not None:
-            tf.train.Checkpoint(iterator=iterator).read(str(Path(self._start.name) / "start"))
-        return iterator
-
-
-def create_eval_dataset(hooks: Hooks, per_replica: int) -> EvaluationData:
-    """Creates the evaluation data, of all processes; the last batch may be smaller.
-
-    Raises:
-        SetupError: it is no dataset, empty, or endless.
-    """
-    hook = hooks.create_eval_dataset
-    assert hook is not None
-    made = dataset_of(hook, per_replica_batch_size=per_replica)
-    if made.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise SetupError(
-            f"{hook.name} ({hook.where}): returned an endless dataset, so an evaluation would "
-            "never end; leave out repeat()."
-        )
-
-    @tf.autograph.experimental.do_not_convert
-    def count(*parts: Any) -> tuple[tf.Tensor, Any]:
-        batch = packed(made, parts)
-        return checked_count(hooks.count_examples, batch), batch
-
-    dataset = made.map(count).prefetch(tf.data.AUTOTUNE)
-    start = tempfile.TemporaryDirectory(prefix="ctl_core-")
-    data = EvaluationData(dataset, start)
-    try:
-        tf.train.Checkpoint(iterator=iter(dataset)).write(str(Path(start.name) / "start"))
-    except tf.errors.FailedPreconditionError:
-        data = EvaluationData(dataset, None)
-    with reading(hook):
-        if examples_in(hooks.count_examples, first_of(iter(made), hook)) is None:
-            raise SetupError(
-                f"{hook.name} ({hook.where}): returned single examples, expected batches: use "
-                "dataset.batch(per_replica_batch_size)."
-            )
-    return data

@@ -10,14 +10,14 @@ import tensorflow as tf
 
 from ctl_core.errors import SetupError
 from ctl_core.numerics.joining import on_host, padded
-from ctl_core.step import Parts, call_model
+from ctl_core.step import StepContext, call_model
 
 
-def predict(parts: Parts, batches: Any, from_hooks: bool) -> dict[str, np.ndarray]:
+def predict(context: StepContext, batches: Any, from_hooks: bool) -> dict[str, np.ndarray]:
     """Runs the model over batches.
 
     Args:
-        parts: the model and its hooks
+        context: the model and its hooks
         batches: an iterable of batches, each with the examples along the first dimension
         from_hooks: whether ``input_pre`` makes the model's input from each; False: they are it
 
@@ -31,8 +31,10 @@ def predict(parts: Parts, batches: Any, from_hooks: bool) -> dict[str, np.ndarra
 
     @tf.function(autograph=False, reduce_retracing=True)
     def outputs(batch: Any) -> Any:
-        inputs = parts.hooks.input_pre.in_graph(batch=batch, lr=parts.lr) if from_hooks else batch
-        return call_model(parts.train_model, inputs, training=False)
+        inputs = (
+            context.hooks.input_pre.in_graph(batch=batch, lr=context.lr) if from_hooks else batch
+        )
+        return call_model(context.train_model, inputs, training=False)
 
     collected: dict[str, list[tuple[np.ndarray, dict[int, np.ndarray]]]] = {}
     for batch in batches:

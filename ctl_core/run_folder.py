@@ -21,9 +21,9 @@ except ImportError:  # Windows
 
 from ctl_core.cluster.strategy import Task
 from ctl_core.compat import GraphWriter
-from ctl_core.errors import RunError, SetupError, reason
+from ctl_core.console import LOG, Console, activate
+from ctl_core.errors import CtlError, RunError, SetupError, reason
 from ctl_core.layers import write_config
-from ctl_core.run_state.record import saved_steps
 from ctl_core.settings import Config, free_name
 
 
@@ -223,25 +223,21 @@ class Run:
         self._held.close()
 
 
-def repair_list(folder: Path) -> None:
-    """Makes the manager's own list of checkpoints anew if it is damaged or gone.
-
-    A CheckpointManager refuses to start with a damaged list, and would never delete what a
-    missing one does not name.
-    """
-    file = folder / "checkpoint"
+@contextlib.contextmanager
+def session(run: Run, console: Console) -> Iterator[None]:
+    """Opens the run's log and console, and closes them however the run ends."""
+    activate(console)
+    step_of_summaries = tf.summary.experimental.get_step()
     try:
-        if file.exists() and not file.is_file():  # a named pipe would keep us waiting
-            file.unlink()
-        listed = tf.train.get_checkpoint_state(str(folder)) is not None
-    except OSError as error:
-        raise SetupError(f"{file}: expected a file, not a folder; remove it.") from error
-    except ValueError:  # empty, or no text any more
-        listed = False
-    steps = sorted(saved_steps(folder / "engine"))
-    if listed or not (steps or file.exists()):
-        return
-    file.unlink(missing_ok=True)
-    if steps:
-        paths = [str(folder / f"ckpt-{step}") for step in steps]
-        tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
+        yield
+    except CtlError as error:
+        LOG.error(str(error), exc_info=error.__cause__ or error)
+        raise
+    except BaseException as error:
+        LOG.error("failed", exc_info=error)
+        raise
+    finally:
+        tf.summary.experimental.set_step(step_of_summaries)
+        console.stop()
+        activate(None)
+        run.close()

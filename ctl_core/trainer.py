@@ -1,4 +1,4 @@
-"""The outer loop: chunks of steps inside one graph call, then the hooks that are due.
+"""The outer loop: many steps inside one graph call, then what is due.
 
 The inner loop is in the graph, see graph.py. Everything else happens here, between two calls:
 hooks, evaluation, checkpoints, signals.
@@ -8,38 +8,40 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.build import State, create_state
+from ctl_core.build import create_state
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.checks.data import EMPTY
 from ctl_core.checks.sums import check_sums, divided_twice
+from ctl_core.checks.traced import check_step
 from ctl_core.chunks import ChunkLength
-from ctl_core.cluster.signals import SAME_SIGNAL, Agreement, Signals
+from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
 from ctl_core.cluster.strategy import read_task
 from ctl_core.cluster.supervisor import TICK, supervised
-from ctl_core.cluster.sync import Word, peers
-from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, not_compiled
+from ctl_core.cluster.sync import LoopStatus, peers
+from ctl_core.console import Console
+from ctl_core.errors import RunError, SetupError, StopTraining, not_compiled
 from ctl_core.evaluate import evaluate
 from ctl_core.graph import StepFunctions
-from ctl_core.hooks import OBSERVED
+from ctl_core.hooks import Hook
+from ctl_core.messages import closing, not_finite, opening
 from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.numerics.precision import policy
-from ctl_core.numerics.randomness import spread
+from ctl_core.numerics.randomness import fold_in_replica_id
 from ctl_core.profile import Clock, Profile
-from ctl_core.run_folder import Run
+from ctl_core.run_folder import Run, session
 from ctl_core.run_state.hook_state import check_state
 from ctl_core.schedule import Schedule
 from ctl_core.settings import Config
+from ctl_core.state import State
+from ctl_core.table import OBSERVED
 
 # Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
 FLUSH_INTERVAL = 1.0
@@ -82,312 +84,288 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         check_sums(state)
         if said := divided_twice(state):
             console.warn(said)
-        checkpoints = Checkpoints(state, console)
-        signals.settle = checkpoints.settle
-        record = checkpoints.restore()
-        spread(state.found.generators, state.strategy, task)
-        start, last = state.step, _last_step(state, console)
-        target = last
-        if checkpoints.ended is not None:
-            go_on = bool(state.cluster.exchange([go_on]).any())
-            state.ended = start < last <= checkpoints.ended and not go_on
-            if state.ended:
-                last = start
-            elif start < last:
-                checkpoints.ended = None
+        trainer = Trainer(state, run, console, signals)
+        trainer.restore(go_on)
+        trainer.train()
+    return state
+
+
+class Trainer:
+    """Trains one run in this process; with other processes, if it is one of a cluster.
+
+    Attributes:
+        state: what the run is made of, and its progress
+        start, last: the steps where this process begins and where training ends
+        checkpoints: of the run
+        functions: the graph functions that take steps
+    """
+
+    def __init__(self, state: State, run: Run, console: Console, signals: Signals) -> None:
+        """``run`` is opened, and ``console`` started, when training begins."""
+        self.state = state
+        self.start = self.last = 0
+        self.checkpoints = Checkpoints(state, console)
+        self.functions = StepFunctions(state, console, run.graph_writer("train"))
+        self._run = run
+        self._console = console
+        self._sync = SyncedSignal(state.cluster, signals)
+        self._steps_per_call = ChunkLength(state.config.max_chunk)
+        self._profile = Profile(
+            state.config.profile_steps if state.cluster.task.chief else None,
+            run.path / "tb" / "train",
+        )
+        self._resumed = False
+        signals.settle = self.checkpoints.settle
+        state.functions = self.functions
+
+    def restore(self, go_on: bool = False) -> None:
+        """Restores the newest checkpoint, if there is one, and works out how far to train.
+
+        Raises:
+            SetupError: what is there does not fit, or the number of steps is not known.
+        """
+        state, config, progress = self.state, self.state.config, self.state.progress
+        record = self.checkpoints.restore()
+        progress, self._resumed = state.progress, record is not None
+        fold_in_replica_id(state.found.generators, state.strategy, state.cluster.task)
+        self.start, self.last = state.step, self._last_step()
+        if progress.ended is not None:
+            go_on = bool(state.cluster.gather([go_on]).any())
+            state.ended = self.start < self.last <= progress.ended and not go_on
+            if not state.ended and self.start < self.last:
+                progress.ended = None
         if record and record.learning_rate != config.learning_rate:
-            console.say(f"learning_rate is {config.learning_rate:g} from here on.")
+            self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.lr.assign(config.learning_rate)
-        state.functions = StepFunctions(state, console, run.graph_writer("train"))
-        if start < last:
-            checkpoints.remainder.check_step(state.functions.check())
-        if task.chief:
-            run.open(config, start, new=start < last)
+        self.functions.refresh()
+
+    def _last_step(self) -> int:
+        """Returns the step at which training ends.
+
+        Raises:
+            SetupError: epochs are asked for, but the data has no end.
+        """
+        config, steps = self.state.config, self.state.data.steps_per_epoch
+        if config.epochs is None:
+            assert config.steps is not None
+            return config.steps
+        if steps is None:
+            raise SetupError(
+                "epochs: create_dataset or make_batches gives an endless dataset, which has no "
+                "epochs; use steps."
+            )
+        self._console.say(f"an epoch has {steps} steps.")
+        return steps * config.epochs
+
+    def train(self) -> None:
+        """Trains from ``start`` to ``last``, and says how it went."""
+        state, run, console = self.state, self._run, self._console
+        target = self.last
+        if state.ended:
+            self.last = self.start
+        going_on = self.start < self.last
+        if going_on:
+            check_step(state, self.functions, console)
+        if state.cluster.task.chief:
+            run.open(state.config, self.start, new=going_on)
             console.listeners.append(run.write)
-        console.say(_opening(state, start, target, resumed=record is not None))
-        console.start(start, last)
-        profile = Profile(config.profile_steps if task.chief else None, run.path / "tb" / "train")
+        console.say(opening(state, self.start, target, self._resumed))
+        console.start(self.start, self.last)
         state.clock = Clock()
         seconds = time.monotonic()
         try:
-            _loop(state, checkpoints, run, console, signals, profile, last)
+            self._loop()
         finally:
-            checkpoints.abandon()
-            note = profile.end()
-            state.clock.waited = state.data.seconds_waited(state.step - start)
+            self.checkpoints.close()
+            note = self._profile.end()
+            state.clock.waited = state.data.seconds_waited(state.step - self.start)
         run.flush()
         console.stop()
         if note:
             console.say(note)
-        if start < last:
+        if going_on:
             console.say(state.clock.summary())
-        if complaint := _not_finite(state):
+        if complaint := not_finite(state):
             console.warn(complaint)
-        console.say(_closing(state, start, last, time.monotonic() - seconds))
-    return state
+        console.say(closing(state, self.start, time.monotonic() - seconds))
 
-
-def _loop(
-    state: State,
-    checkpoints: Checkpoints,
-    run: Run,
-    console: Console,
-    signals: Signals,
-    profile: Profile,
-    last: int,
-) -> None:
-    """Trains to step ``last``: a chunk, then what is due, then the next chunk."""
-    schedule = Schedule(state.hooks, state.config, last, profile.marks)
-    chunk = ChunkLength(state.config.max_chunk)
-    functions: StepFunctions = state.functions
-    agree = Agreement(state.cluster, signals)
-    step = state.step
-    clock = state.clock
-    agree(Word(chunk=chunk.limit, step=step, frozen=functions.frozen))
-    _evaluate_and_save(state, step, checkpoints, run, console, agree, schedule)
-    profile.at(step)
-    while step < last and not agree.signal:
-        stop = schedule.next_stop(step)
-        due = schedule.due(stop)
-        wanted = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
-        before, values, end = step, {}, False
-        with _blame(state, step), clock.time("steps"):
-            if stop == step + 1 and (wanted or schedule.every_step):
-                values = functions.observe(wanted, due)
-                step += 1
-            else:
-                steps = min(stop - step - bool(wanted), chunk.limit)
-                with chunk.timed(steps):
-                    functions.run(steps)
-                step += steps
-        checkpoints.examples += (step - before) * state.config.batch_size
-        with clock.time("hooks"):
-            for passed in range(before + 1, step + (step != stop)):
-                for hook in schedule.deferred(passed):
-                    hook(step=passed, dev=functions.devices, chief=state.cluster.task.chief)
+    def _loop(self) -> None:
+        state, clock = self.state, self.state.clock
+        schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks)
+        step, ended = state.step, False
+        self._sync_status(step, ended)
+        self._evaluate_and_save(step, schedule)
+        self._profile_at(step)
+        while step < self.last and not self._sync.signal:
+            before, stop = step, schedule.next_stop(step)
+            with _attributed(state, step), clock.time("steps"):
+                step, values = self._advance(step, stop, schedule)
+            state.progress.examples += (step - before) * state.config.batch_size
+            with clock.time("hooks"):
+                self._run_deferred(before, step, stop, schedule)
+                if step == stop:
+                    ended = self._run_hooks(step, schedule.due(step), values)
+            state.data.say_left_out(self._console)
+            self.checkpoints.raise_if_failed()
+            if self._sync_status(step, ended).end:
+                if step < self.last:
+                    state.ended, state.progress.ended = True, self.last
+                schedule.end_at(step)
+                self.last = step
             if step == stop:
-                with run.writer("train").as_default(step=step):
-                    try:
-                        for hook in due:
-                            hook(**_host_values(state, functions, step), **values)
-                            if why := why_ignored(state.parts.optimizers):
-                                raise RunError(f"{hook.name} ({hook.where}): {why}.")
-                            if "state" in hook.arguments:
-                                check_state(state.hook_state, f"{hook.name} ({hook.where})")
-                    except StopTraining as asked:
-                        console.say(f"step {step}: a hook ends training. {asked}".rstrip())
-                        end = True
-                checkpoints.done.update(n for n in state.hooks.at_step if n == step)
-                functions.refresh()
-                checkpoints.remainder.after_hooks(due, step)
-        state.data.say_left_out(console)
-        checkpoints.poll()
-        word = Word(chunk.limit, 0, checkpoints.asked, end, False, step, functions.frozen)
-        if noted := functions.noted:
-            word = dataclasses.replace(
-                word, first=noted.first, latest=noted.latest, bad=noted.steps
-            )
-        word = agree(word)
-        chunk.limit, checkpoints.asked = word.chunk, word.save
+                self._profile_at(step)
+                self._evaluate_and_save(step, schedule)
+        self._run.flush()
+        with clock.time("checkpoints"):
+            self.checkpoints.save_if_due(True)
+            self.checkpoints.wait()
+        if not self._sync.signal:
+            state.data.say_left_out(self._console, ended=True)
+        with state.cluster.peers():
+            state.statistics.average()
+        state.stopped_by = self._sync.signal if step < self.last else None
+
+    def _advance(self, step: int, stop: int, schedule: Schedule) -> tuple[int, dict[str, Any]]:
+        """Makes one graph call, up to ``stop`` at most.
+
+        Returns:
+            The step it has come to; and, of a step of its own, the values that due hooks name.
+        """
+        due = schedule.due(stop)
+        fetches = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
+        if stop == step + 1 and (fetches or schedule.every_step):
+            return stop, self.functions.train_step(fetches, due)
+        steps = min(stop - step - bool(fetches), self._steps_per_call.limit)
+        with self._steps_per_call.timed(steps):
+            self.functions.train_steps(steps)
+        return step + steps, {}
+
+    def _run_deferred(self, before: int, step: int, stop: int, schedule: Schedule) -> None:
+        """Runs the hooks that only look on, for the steps of the last graph call but a stop."""
+        chief = self.state.cluster.task.chief
+        for passed in range(before + 1, step + (step != stop)):
+            for hook in schedule.deferred(passed):
+                hook(step=passed, dev=self.functions.devices, chief=chief)
+
+    def _run_hooks(self, step: int, due: list[Hook], values: dict[str, Any]) -> bool:
+        """Runs the host hooks that are due after a step; returns whether one ends training."""
+        state, ended = self.state, False
+        with self._run.writer("train").as_default(step=step):
+            try:
+                for hook in due:
+                    hook(**self._host_values(step), **values)
+                    if why := why_ignored(state.context.optimizers):
+                        raise RunError(f"{hook}: {why}.")
+                    if "state" in hook.arguments:
+                        check_state(state.hook_state, str(hook))
+            except StopTraining as asked:
+                self._console.say(f"step {step}: a hook ends training. {asked}".rstrip())
+                ended = True
+        state.progress.done.update(n for n in state.hooks.at_step if n == step)
+        self.functions.refresh()
+        self.checkpoints.remainder.after_hooks(due, step)
+        return ended
+
+    def _host_values(self, step: int) -> dict[str, Any]:
+        """What a host hook may name besides the fetched values."""
+        state = self.state
+        return {
+            "dev": self.functions.devices,
+            "step": step,
+            "optimizer": state.optimizer,
+            "ckpt": state.ckpt,
+            "manager": state.manager,
+            "chief": state.cluster.task.chief,
+            "state": state.hook_state,
+            **state.context.hook_arguments(),
+        }
+
+    def _sync_status(self, step: int, ended: bool) -> LoopStatus:
+        """Tells the other processes what this one knows after a graph call; all decide alike.
+
+        Raises:
+            RunError: the loss is not finite, and training is to stop there; or the processes
+                differ in what must be the same.
+        """
+        noted = self.functions.noted
+        status = LoopStatus(
+            steps_per_call=self._steps_per_call.limit,
+            save=self.checkpoints.save_requested,
+            end=ended,
+            step=step,
+            frozen=self.functions.frozen,
+        )
         if noted:
-            noted = Noted(word.first, word.latest, word.bad, noted.zeroed)
-            _look_at_losses(state, noted, checkpoints, console)
-        if word.end:
-            if step < last:
-                state.ended, checkpoints.ended = True, last
-            schedule.end_at(step)
-            last = step
-        if step == stop:
-            if note := profile.at(step):
-                console.say(note)
-            _evaluate_and_save(state, step, checkpoints, run, console, agree, schedule)
-    run.flush()
-    with clock.time("checkpoints"):
-        checkpoints.save(due=True)
-        checkpoints.finish()
-    if not agree.signal:
-        state.data.say_left_out(console, ended=True)
-    with state.cluster.peers():
-        state.statistics.average()
-    state.stopped_by = agree.signal if step < last else None
+            status = dataclasses.replace(
+                status, first=noted.first, latest=noted.latest, bad=noted.steps
+            )
+        status = self._sync(status)
+        self._steps_per_call.limit = status.steps_per_call
+        self.checkpoints.save_requested = status.save
+        if noted:
+            self._look_at_losses(Noted(status.first, status.latest, status.bad, noted.zeroed))
+        return status
 
+    def _look_at_losses(self, found: Noted) -> None:
+        """Notes what a graph call has found, and says so at the first loss that is not finite."""
+        progress = self.state.progress
+        before, progress.noted = progress.noted, progress.noted.then(found)
+        if found.steps and self.state.config.on_nan == "stop":
+            saved = self.checkpoints.saved_step
+            last = f"the last checkpoint is of step {saved}" if saved >= 0 else "nothing was saved"
+            raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop); {last}.")
+        if found.steps and before.first == NEVER:
+            self._console.warn(
+                f"the loss of step {found.first} is not finite; on_nan: stop would end training "
+                "there."
+            )
+        if found.zeroed and not before.zeroed and progress.noted.first == NEVER:
+            self._console.warn(
+                f"by step {self.state.step}, update_pre has turned NaN in gradients into 0; how "
+                "often is said at the end."
+            )
 
-def _look_at_losses(state: State, found: Noted, checkpoints: Checkpoints, console: Console) -> None:
-    """Notes what a graph call has found, and says so at the first loss that is not finite.
+    def _evaluate_and_save(self, step: int, schedule: Schedule) -> None:
+        """Evaluates if that is due and not done, then saves: the checkpoint holds its values."""
+        state, progress = self.state, self.state.progress
+        if state.evaluation and schedule.evaluation_due(step) and progress.evaluated != step:
+            with (
+                _attributed(state, step),
+                state.clock.time("evaluation"),
+                state.statistics.averaged(),
+            ):
+                values = evaluate(state.evaluation, self._sync)
+            if values is not None:
+                progress.metrics, progress.evaluated = values, step
+                self._console.values(step, "eval", values)
+        due = schedule.save_due(step)
+        saving = due or self.checkpoints.save_requested
+        self._run.flush(0.0 if saving else FLUSH_INTERVAL)
+        if saving:
+            with state.clock.time("checkpoints"):
+                self.checkpoints.save_if_due(due)
 
-    Raises:
-        RunError: training is to stop there; checkpoints are of earlier steps.
-    """
-    before, state.noted = state.noted, state.noted.then(found)
-    if found.steps and state.config.on_nan == "stop":
-        saved = checkpoints.saved_step
-        raise RunError(
-            f"the loss of step {found.first} is not finite (on_nan: stop); "
-            + (f"the last checkpoint is of step {saved}." if saved >= 0 else "nothing was saved.")
-        )
-    if found.steps and before.first == NEVER:
-        console.warn(
-            f"the loss of step {found.first} is not finite; on_nan: stop would end training there."
-        )
-    if found.zeroed and not before.zeroed and state.noted.first == NEVER:
-        console.warn(
-            f"by step {state.step}, update_pre has turned NaN in gradients into 0; how often is "
-            "said at the end."
-        )
-
-
-def _not_finite(state: State) -> str | None:
-    """Says, at the end, in how many steps losses or gradients were not finite."""
-    noted, parts = state.noted, []
-    if noted.steps:
-        at_least = "at least " * (state.cluster.task.processes > 1)
-        parts.append(
-            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
-            f"{noted.first} to {noted.latest}{', the last one' * state.diverged}"
-        )
-    if noted.zeroed:
-        parts.append(
-            f"update_pre turned NaN in gradients into 0 in {noted.zeroed} of {state.step} steps"
-        )
-    return f"{'; '.join(parts)}." if parts else None
-
-
-def _host_values(state: State, functions: StepFunctions, step: int) -> dict[str, Any]:
-    """What a host hook may name besides the observed values."""
-    return {
-        "dev": functions.devices,
-        "step": step,
-        "optimizer": state.optimizer,
-        "ckpt": state.ckpt,
-        "manager": state.manager,
-        "chief": state.cluster.task.chief,
-        "state": state.hook_state,
-        **state.parts.given(),
-    }
-
-
-def _evaluate_and_save(
-    state: State,
-    step: int,
-    checkpoints: Checkpoints,
-    run: Run,
-    console: Console,
-    agree: Agreement,
-    schedule: Schedule,
-) -> None:
-    """Evaluates if that is due and not done, then saves: a checkpoint holds what came before."""
-    if state.evaluation and schedule.evaluation_due(step) and checkpoints.evaluated != step:
-        with (
-            _blame(state, step),
-            state.clock.time("evaluation"),
-            state.statistics.averaged(),
-        ):
-            values = evaluate(state.evaluation, agree)
-        if values is not None:
-            state.metrics = values
-            checkpoints.evaluated = step
-            console.values(step, "eval", values)
-    due = schedule.save_due(step)
-    saving = due or checkpoints.asked
-    run.flush(0.0 if saving else FLUSH_INTERVAL)
-    if saving:
-        with state.clock.time("checkpoints"):
-            checkpoints.save(due=due)
+    def _profile_at(self, step: int) -> None:
+        if note := self._profile.at(step):
+            self._console.say(note)
 
 
 @contextmanager
-def session(run: Run, console: Console) -> Iterator[None]:
-    """Opens the run's log and console, and closes them however the run ends."""
-    activate(console)
-    step_of_summaries = tf.summary.experimental.get_step()
-    try:
-        yield
-    except CtlError as error:
-        LOG.error(str(error), exc_info=error.__cause__ or error)
-        raise
-    except BaseException as error:
-        LOG.error("failed", exc_info=error)
-        raise
-    finally:
-        tf.summary.experimental.set_step(step_of_summaries)
-        console.stop()
-        activate(None)
-        run.close()
-
-
-@contextmanager
-def _blame(state: State, step: int) -> Iterator[None]:
+def _attributed(state: State, step: int) -> Iterator[None]:
     """Turns a failure of TensorFlow's inside a graph call into one line that names the hook."""
     hooks = state.hooks
     try:
         yield
     except tf.errors.OutOfRangeError as error:
-        where = f"create_dataset ({hooks.create_dataset.where})"
         if step == 0:
-            raise SetupError(f"{where}: {EMPTY}") from error
-        raise RunError(f"{where}: the training data ended after step {step}.") from error
+            raise hooks.create_dataset.reject(EMPTY) from error
+        raise RunError(
+            f"{hooks.create_dataset}: the training data ended after step {step}."
+        ) from error
     except tf.errors.OpError as error:
         with state.cluster.peers():
             if state.cluster.lost(error):
                 raise
         if state.config.jit_compile and (why := not_compiled(error)):
             raise SetupError(f"jit_compile: {why}; leave it out.") from error
-        raise RunError(f"{hooks.blame(error)}, after step {step}.") from error
-
-
-def _last_step(state: State, console: Console) -> int:
-    """Returns the step at which training ends.
-
-    Raises:
-        SetupError: epochs are asked for, but the data has no end.
-    """
-    if state.config.epochs is None:
-        assert state.config.steps is not None
-        return state.config.steps
-    steps = state.data.steps_per_epoch
-    if steps is None:
-        raise SetupError(
-            "epochs: create_dataset or make_batches gives an endless dataset, which has no "
-            "epochs; use steps."
-        )
-    console.say(f"an epoch has {steps} steps.")
-    return steps * state.config.epochs
-
-
-def _opening(state: State, start: int, last: int, resumed: bool) -> str:
-    config, replicas = state.config, state.parts.replicas
-    batch = f"batch size {config.batch_size}"
-    if config.accumulate_steps > 1:
-        batch += f" in {config.accumulate_steps} micro-batches"
-    where = f"{replicas} replica{'s' * (replicas > 1)} on {_devices(state)}"
-    if state.computed_in:
-        where += f", in {' and '.join(state.computed_in)}"
-    if state.ended:
-        return (
-            f"{state.run_dir}: a hook ended it at step {start} of {last}, nothing left to train; "
-            "more steps, or --continue, let it go on."
-        )
-    if start >= last:
-        return f"{state.run_dir}: at step {start} of {last} already, nothing left to train."
-    doing = f"resuming at step {start}" if resumed else "training"
-    return f"{state.run_dir}: {doing}, to step {last}, {batch}, {where}."
-
-
-def _devices(state: State) -> str:
-    kinds = [device.split("device:")[-1].split(":")[0] for device in state.functions.devices]
-    return ", ".join(sorted(set(kinds)))
-
-
-def _closing(state: State, start: int, last: int, seconds: float) -> str:
-    step = state.step
-    values = "  ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
-    parts = [f"step {step}", f"{step - start} steps in {seconds:.1f} s"]
-    if values:
-        parts.append(f"evaluation: {values}")
-    if state.stopped_by is not None:
-        name = signal.Signals(state.stopped_by).name
-        again = f"--run-name {Path(state.run_dir).name}"
-        head = f"stopped by {name}, saved; goes on from here with {again}"
-    else:
-        head = "ended by a hook" if state.ended else "done"
-    return f"{head}: {'; '.join(parts)}. Everything is in {Path(state.run_dir).resolve()}"
+        raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error

@@ -1,6 +1,6 @@
 """Writes the table of hooks into docs/hooks.md, from the engine's own table.
 
-Run ``python scripts/hooks_table.py`` after a change to ``ctl_core.hooks.TABLE``; a test fails
+Run ``python scripts/hooks_table.py`` after a change to ``ctl_core.table.TABLE``; a test fails
 until then.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ctl_core.hooks import TABLE
+from ctl_core.table import TABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "hooks.md"
 BEGIN, END = "<!-- hooks: written by scripts/hooks_table.py -->\n", "<!-- end of hooks -->\n"

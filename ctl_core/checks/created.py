@@ -7,9 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core import defaults
+from ctl_core.autograph import is_default
 from ctl_core.checks.returned import kind_of
 from ctl_core.errors import SetupError
+from ctl_core.helpers import sample_weight
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.run_state.tracking import find, variable_name
 
@@ -17,9 +18,7 @@ from ctl_core.run_state.tracking import find, variable_name
 def create_callable(hook: Hook, what: str) -> Any:
     made = hook()
     if not callable(made) or isinstance(made, type):
-        raise SetupError(
-            f"{hook.name} ({hook.where}): returned {kind_of(made)}, expected {what}, a callable."
-        )
+        raise hook.reject(f"returned {kind_of(made)}, expected {what}, a callable.")
     return made
 
 
@@ -27,7 +26,7 @@ def check_keras_loss(hook: Hook, loss: Any) -> None:
     """Refuses a Keras loss that averages, or that is to be called with two arguments."""
     if not isinstance(loss, keras.losses.Loss):
         return
-    said = f"{hook.name} ({hook.where}): {type(loss).__name__}"
+    said = f"{hook}: {type(loss).__name__}"
     if loss.reduction not in ("sum", "none", None):  # over a replica's batch it cannot be right
         raise SetupError(
             f"{said} has the reduction '{loss.reduction}', an average over one replica's batch; "
@@ -44,27 +43,27 @@ def check_keras_loss(hook: Hook, loss: Any) -> None:
 def check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
     for name, optimizer in optimizers.items():
         if not hasattr(optimizer, "apply_gradients") or isinstance(optimizer, type):
-            raise SetupError(
-                f"{hook.name} ({hook.where}): returned {kind_of(optimizer)}"
+            raise hook.reject(
+                f"returned {kind_of(optimizer)}"
                 + (f" as '{name}'" if name else "")
                 + ", expected an optimizer, or a dict of optimizers by objective."
             )
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise SetupError(
-                f"{hook.name} ({hook.where}): returned a LossScaleOptimizer, but nothing here "
+            raise hook.reject(
+                "returned a LossScaleOptimizer, but nothing here "
                 "scales the loss for it; return its inner_optimizer: where layers compute in "
                 "float16, as by a policy or precision: float16, the engine does both."
             )
     if not optimizers:
-        raise SetupError(f"{hook.name} ({hook.where}): returned an empty dict of optimizers.")
+        raise hook.reject("returned an empty dict of optimizers.")
 
 
 def check_variables(hook: Hook, variables: dict[str, list[Any]]) -> None:
     """Refuses to train float16 variables: most updates are too small to change them."""
     for variable in (variable for several in variables.values() for variable in several):
         if tf.as_dtype(variable.dtype) == tf.float16:
-            raise SetupError(
-                f"{hook.name} ({hook.where}): the variable {variable_name(variable)} is trained in "
+            raise hook.reject(
+                f"the variable {variable_name(variable)} is trained in "
                 "float16, in which most updates are lost; use the policy mixed_float16, or "
                 "precision: float16, which keep variables in float32."
             )
@@ -73,7 +72,7 @@ def check_variables(hook: Hook, variables: dict[str, list[Any]]) -> None:
 def check_optimizers_of_replicas(hook: Hook, optimizer: Any) -> None:
     """Refuses what Keras' optimizers do in a branch of the graph, where replicas cannot meet."""
     for one in find({"optimizer": optimizer}).optimizers:
-        said = f"{hook.name} ({hook.where}): {type(one).__name__} with "
+        said = f"{hook}: {type(one).__name__} with "
         if one.gradient_accumulation_steps:
             steps = one.gradient_accumulation_steps
             raise SetupError(
@@ -93,27 +92,27 @@ def check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
     if not isinstance(ckpt, tf.train.Checkpoint) or not isinstance(
         manager, tf.train.CheckpointManager
     ):
-        raise SetupError(
-            f"{hook.name} ({hook.where}): returned a {type(ckpt).__name__} and a "
+        raise hook.reject(
+            f"returned a {type(ckpt).__name__} and a "
             f"{type(manager).__name__}, expected a tf.train.Checkpoint and a "
             "tf.train.CheckpointManager."
         )
     if getattr(manager, "_max_to_keep", None) == 1:
-        raise SetupError(
-            f"{hook.name} ({hook.where}): max_to_keep=1 deletes the only checkpoint before the "
+        raise hook.reject(
+            "max_to_keep=1 deletes the only checkpoint before the "
             "next is whole, so that a process killed while saving leaves none; keep 2 or more."
         )
 
 
 def of_sample_weights(hooks: Hooks, element_spec: Any) -> str | None:
     """Says what the default ``grad_pre`` does where a ``loss_pre`` may have read the weights."""
-    by_default = hooks.grad_pre.function is defaults.grad_pre
-    if not by_default or hooks.loss_pre.function is defaults.loss_pre:
+    own_loss_pre = not is_default(hooks.loss_pre.function)
+    if not (is_default(hooks.grad_pre.function) and own_loss_pre):
         return None
-    if defaults.sample_weight(element_spec) is None:
+    if sample_weight(element_spec) is None:
         return None
     return (
-        f"grad_pre ({hooks.grad_pre.where}): multiplies the loss by the third element of the "
+        f"{hooks.grad_pre}: multiplies the loss by the third element of the "
         "batch, as sample weights; if they are in the loss already, or it is something else, write "
         "grad_pre: return loss, regularization(train_model), trainable_variables(train_model)."
     )

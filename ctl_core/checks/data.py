@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from ctl_core.cluster.sync import Cluster
 from ctl_core.console import Console
-from ctl_core.defaults import DIFFER
 from ctl_core.errors import SetupError, one_line
+from ctl_core.helpers import DIFFER
 from ctl_core.hooks import Hook, Hooks, describe
 
 EMPTY = (
@@ -120,15 +120,15 @@ def create_pipeline(hooks: Hooks, sizes: Sizes, context: tf.distribute.InputCont
     )
     dataset, hook = dataset_of(hooks.create_dataset, **values), hooks.create_dataset
     if dataset.cardinality() == 0:
-        raise SetupError(f"{hook.name} ({hook.where}): {EMPTY}")
+        raise hook.reject(EMPTY)
     endless = bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
     repeated = dataset.repeat()
     made = dataset_of(hooks.make_batches, dataset=repeated, **values)
     if made is not repeated:
         dataset, hook, endless = made, hooks.make_batches, True
         if made.cardinality() >= 0:
-            raise SetupError(
-                f"make_batches ({hook.where}): ends after {int(made.cardinality())} elements; it "
+            raise hook.reject(
+                f"ends after {int(made.cardinality())} elements; it "
                 "gets the repeated dataset and must not end."
             )
     return Pipeline(hook, hooks.count_examples, dataset, endless, sharded)
@@ -143,9 +143,7 @@ def dataset_of(hook: Hook, **values: Any) -> tf.data.Dataset:
     dataset = hook(**values)
     if not isinstance(dataset, tf.data.Dataset):
         kind = "nothing" if dataset is None else f"a {type(dataset).__name__}"
-        raise SetupError(
-            f"{hook.name} ({hook.where}): returned {kind}, expected a tf.data.Dataset."
-        )
+        raise hook.reject(f"returned {kind}, expected a tf.data.Dataset.")
     return dataset
 
 
@@ -163,8 +161,8 @@ def examples_in(count_examples: Hook, batch: Any) -> Any:
         return None
     tensor = tf.convert_to_tensor(number)
     if tensor.shape.rank != 0 or not tensor.dtype.is_integer:
-        raise SetupError(
-            f"count_examples ({count_examples.where}): returned {describe(tensor)}, expected how "
+        raise count_examples.reject(
+            f"returned {describe(tensor)}, expected how "
             "many examples the batch holds, a whole number."
         )
     static = tf.get_static_value(tensor)
@@ -260,9 +258,7 @@ def reading(hook: Hook) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        raise SetupError(
-            f"{hook.name} ({hook.where}): reading the data failed: {one_line(error)}"
-        ) from error
+        raise hook.reject(f"reading the data failed: {one_line(error)}") from error
 
 
 def first_of(iterator: Any, hook: Hook) -> Any:
@@ -273,7 +269,7 @@ def first_of(iterator: Any, hook: Hook) -> Any:
     """
     for element in iterator:
         return element
-    raise SetupError(f"{hook.name} ({hook.where}): {EMPTY}")
+    raise hook.reject(EMPTY)
 
 
 def check_made_anew(first: Pipeline, second: Pipeline) -> None:
@@ -328,7 +324,7 @@ def _check_same(pipeline: Pipeline, cluster: Cluster, element: Any) -> None:
     digest = hashlib.sha256()
     for tensor in tf.nest.flatten(element, expand_composites=True):
         digest.update(repr(tensor.numpy().tolist()).encode())
-    digests = cluster.exchange([int.from_bytes(digest.digest()[:7], "big")])
+    digests = cluster.gather([int.from_bytes(digest.digest()[:7], "big")])
     if (digests != digests[0]).any():
         raise SetupError(
             f"{pipeline.name}: the processes of the cluster read different data, or in a different "

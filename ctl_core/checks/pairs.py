@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ctl_core.compat import graphs_called
 from ctl_core.errors import SetupError
-from ctl_core.step import Parts, loss_of, run_model
+from ctl_core.step import StepContext, loss_of, run_model
 
 # Element-wise arithmetic of two; comparisons, masks and products of matrices are meant for pairs.
 _ARITHMETIC = frozenset({"Add", "AddV2", "Sub", "Mul", "MulNoNan", "Div", "RealDiv", "DivNoNan"})
@@ -27,7 +27,7 @@ _ODD = 7919
 
 @contextlib.contextmanager
 def pairs_refused(
-    parts: Parts, element_spec: Any, placeholders: Callable[[Any], Any]
+    context: StepContext, element_spec: Any, placeholders: Callable[[Any], Any]
 ) -> Iterator[None]:
     """Refuses such pairs in what is added within to the default graph: loss and ``grad_pre``.
 
@@ -36,14 +36,14 @@ def pairs_refused(
     chance. What cannot be built with that size gives no verdict.
 
     Args:
-        parts: what the step is made of
+        context: what the step is made of
         element_spec: of one replica's batch
         placeholders: makes a batch for a specification
 
     Raises:
         SetupError: an op has a column of one number per example and a vector of such.
     """
-    graph, size = tf.compat.v1.get_default_graph(), parts.micro_batch_size
+    graph, size = tf.compat.v1.get_default_graph(), context.micro_batch_size
     first = len(graph.get_operations())
     try:
         yield
@@ -51,8 +51,8 @@ def pairs_refused(
         operations = graph.get_operations()[first:]
         if _find(operations, {size, None}, {size, None}) is not None:
             batch = placeholders(tf.nest.map_structure(lambda s: _resized(s, size), element_spec))
-            if (pair := _find(_rebuilt(parts, batch), {_ODD, None}, {_ODD})) is not None:
-                raise SetupError(_message(parts, pair))
+            if (pair := _find(_rebuilt(context, batch), {_ODD, None}, {_ODD})) is not None:
+                raise SetupError(_message(context, pair))
 
 
 def _resized(spec: Any, size: int) -> Any:
@@ -64,15 +64,15 @@ def _resized(spec: Any, size: int) -> Any:
     return tf.TensorSpec([_ODD, *spec.shape[1:]], spec.dtype)
 
 
-def _rebuilt(parts: Parts, batch: Any) -> list[Any]:
+def _rebuilt(context: StepContext, batch: Any) -> list[Any]:
     """Returns the ops of the loss and ``grad_pre`` for a batch, as far as they can be built."""
-    graph, hooks = tf.compat.v1.get_default_graph(), parts.hooks
+    graph, hooks = tf.compat.v1.get_default_graph(), context.hooks
     first = None
     with contextlib.suppress(Exception):  # a model or a loss for one size of batches only
-        output = run_model(parts, batch, training=True)
+        output = run_model(context, batch, training=True)
         first = len(graph.get_operations())
-        loss = loss_of(parts, batch, output)
-        hooks.grad_pre.in_graph(loss=loss, output=output, batch=batch, **parts.given())
+        loss = loss_of(context, batch, output)
+        hooks.grad_pre.in_graph(loss=loss, output=output, batch=batch, **context.hook_arguments())
     return [] if first is None else graph.get_operations()[first:]
 
 
@@ -99,8 +99,8 @@ def _find(operations: list[Any], columns: set[int | None], rows: set[int | None]
     return None
 
 
-def _message(parts: Parts, op: Any) -> str:
-    hooks, size = parts.hooks, parts.micro_batch_size
+def _message(context: StepContext, op: Any) -> str:
+    hooks, size = context.hooks, context.micro_batch_size
     frames = [(frame.filename, frame.lineno) for frame in op.traceback]
     made = [hook for hook in (hooks.loss_pre, hooks.grad_pre) if hook.made(frames)]
     hook = made[0] if made else hooks.create_loss

@@ -21,7 +21,7 @@ _DRAINING = {"_ShuffleDataset", "_ZipDataset", "_ConcatenateDataset"}
 _STATEFUL = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
 
 
-def unsavable(dataset: tf.data.Dataset) -> str | None:
+def why_not_checkpointable(dataset: tf.data.Dataset) -> str | None:
     """Says why a saved position of this pipeline would not be exact, or returns None.
 
     TensorFlow refuses to save a stage with outside state, but only while that stage is at work,

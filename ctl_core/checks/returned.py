@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from ctl_core.errors import SetupError
-from ctl_core.run_state.tracking import variable_name
+from ctl_core.hooks import Hook, describe
+from ctl_core.run_state.tracking import find, variable_name
 
 
 def kind_of(value: Any) -> str:
@@ -63,3 +65,114 @@ def without_gradient_kind(value: Any) -> str | None:
 
 def names_of(names: Any) -> str:
     return ", ".join(f"'{name}'" if name else "(a single one)" for name in names)
+
+
+def checked_weight(hook: Hook, value: Any) -> tf.Tensor:
+    """Returns what ``batch_weight`` returned as a floating-point scalar without a gradient.
+
+    Raises:
+        SetupError: it is something else than one number from 0 up.
+    """
+    try:
+        weight = tf.convert_to_tensor(value)
+    except (TypeError, ValueError):
+        weight = None
+    real = weight is not None and (weight.dtype.is_floating or weight.dtype.is_integer)
+    scalar = real and weight.shape.rank in (0, None)
+    fixed = tf.get_static_value(weight) if scalar else None
+    if not scalar or (fixed is not None and not fixed >= 0):
+        got = kind_of(value) if weight is None else describe(weight) if fixed is None else fixed
+        raise hook.reject(
+            f"returned {got}, expected how much the batch weighs, one number from 0 up, such as "
+            "tf.reduce_sum(mask)."
+        )
+    weight = tf.stop_gradient(tf.ensure_shape(weight, []))
+    return weight if weight.dtype in (tf.float32, tf.float64) else tf.cast(weight, tf.float32)
+
+
+def checked_loss(create_loss: Hook, loss: Any, examples: Any) -> tf.Tensor:
+    """Returns a loss as a tensor: a scalar, or one number for each of so many examples.
+
+    Raises:
+        SetupError: it has another shape or type.
+    """
+    try:
+        loss = tf.convert_to_tensor(loss)
+    except (TypeError, ValueError):
+        raise create_loss.reject(
+            f"the loss is {kind_of(loss)}; expected one number per example, or their sum."
+        ) from None
+    rank = loss.shape.rank
+    length = loss.shape[0] if rank == 1 else None
+    wrong_length = isinstance(examples, int) and length is not None and length != examples
+    if rank not in (0, 1, None) or wrong_length or not loss.dtype.is_floating:
+        raise create_loss.reject(
+            f"the loss has shape {loss.shape} and "
+            f"type {loss.dtype.name}; expected floating-point numbers, one per example "
+            f"(shape [{examples if isinstance(examples, int) else 'batch'}]) or their sum (shape "
+            "[]); sum or average over the other dimensions in create_loss. What the sum is divided "
+            "by, if not by the examples, is for the hook batch_weight to say."
+        )
+    return loss
+
+
+def checked_extra(
+    create_model: Hook, model: Any, extra_loss: Any, dtype: tf.DType, where: str
+) -> tf.Tensor:
+    """Returns an extra loss as a scalar of a type.
+
+    Raises:
+        SetupError: it has another shape; a layer is named that has added a loss of such a shape.
+    """
+    extra = tf.cast(tf.convert_to_tensor(extra_loss, dtype_hint=dtype), dtype)
+    if extra.shape.rank in (0, None):
+        return extra
+    for layer in reversed(find({"": model}).layers):  # the inner ones first
+        for added in layer.losses:
+            if tf.is_tensor(added) and added.shape.rank not in (0, None):
+                raise create_model.reject(
+                    f"the layer {layer.path} adds a loss of shape {added.shape} by add_loss; "
+                    "expected one number, such as the mean over its batch: "
+                    "self.add_loss(tf.reduce_mean(loss))."
+                )
+    raise SetupError(f"{where}: extra_loss must be a scalar, got shape {extra.shape}.")
+
+
+def checked_objectives(
+    grad_pre: Hook, result: Any, optimizers: dict[str, Any]
+) -> Iterator[tuple[str, str, tuple[Any, Any, Any]]]:
+    """Goes over what ``grad_pre`` returned, one objective after the other.
+
+    Yields:
+        The objective's name, "" for a single one; what to call it in a message; and loss_per_batch,
+        extra_loss and trainable_vars.
+
+    Raises:
+        SetupError: there is no such objective, something else than these three, or no variable.
+    """
+    named = result if isinstance(result, dict) else {"": result}
+    if set(named) != set(optimizers):
+        raise grad_pre.reject(
+            f"returned the objectives {names_of(named)}, but create_opt the optimizers "
+            f"{names_of(optimizers)}; the names must be the same."
+        )
+    some = False
+    for name, values in named.items():
+        where = f"{grad_pre}['{name}']" if name else str(grad_pre)
+        loss, extra, variables = expect(
+            values, ("loss_per_batch", "extra_loss", "trainable_vars"), where
+        )
+        if not isinstance(variables, list | tuple):
+            raise SetupError(
+                f"{where}: trainable_vars must be a list of variables, got {kind_of(variables)}."
+            )
+        for variable in variables:
+            if kind := without_gradient_kind(variable):
+                raise SetupError(
+                    f"{where}: trainable_vars has {variable_name(variable)} of type {kind}, which "
+                    "has no gradient; leave it out."
+                )
+        some = some or bool(variables)
+        yield name, where, (loss, extra, variables)
+    if not some:
+        raise grad_pre.reject("returned no trainable_vars; there is nothing to train.")

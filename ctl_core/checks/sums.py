@@ -11,12 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.build import Alone, State
-from ctl_core.errors import SetupError
-from ctl_core.hooks import names_in
+from ctl_core.autograph import names_in
+from ctl_core.build import Alone
 from ctl_core.numerics.joining import joined
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.tracking import written_variables
+from ctl_core.state import State
 from ctl_core.step import forward
 
 
@@ -30,7 +30,7 @@ def divided_twice(state: State) -> str | None:
     for hook, function in [*pairs, (hooks.create_loss, state.train_loss)]:
         if "compute_average_loss" in names_in(function):
             return (
-                f"{hook.name} ({hook.where}): uses tf.nn.compute_average_loss, which divides by "
+                f"{hook}: uses tf.nn.compute_average_loss, which divides by "
                 "the global batch size, as the engine does itself; return the sum, or one number "
                 "per example, in its place."
             )
@@ -47,7 +47,7 @@ def check_sums(state: State) -> None:
     Raises:
         SetupError: the loss is a mean.
     """
-    if not state.parts.scalar_losses:
+    if not state.context.scalar_losses:
         return
     try:
         once, twice = _try(state)
@@ -58,11 +58,11 @@ def check_sums(state: State) -> None:
     hook = state.hooks.grad_pre
     if hook.where == "the engine's default":
         hook = state.hooks.create_loss
-    for name in state.parts.scalar_losses:
+    for name in state.context.scalar_losses:
         one, two = once[name], twice[name]
         if one != 0 and abs(two - one) <= 1e-5 * abs(one):
-            raise SetupError(
-                f"{hook.name} ({hook.where}): the loss{f' of {name!r}' * bool(name)} is {one:.4g} "
+            raise hook.reject(
+                f"the loss{f' of {name!r}' * bool(name)} is {one:.4g} "
                 "for a batch, and the same for that batch twice over, so it is a mean over the "
                 "batch; return one number per example, or their sum (tf.reduce_sum): the engine "
                 "divides by the global batch size itself, or by what batch_weight says."
@@ -91,15 +91,15 @@ def _doubled(part: Any) -> Any:
 
 def _losses(state: State, batch: Any) -> Any:
     """Traces the losses of a batch; without Dropout and the like, whose numbers would differ."""
-    parts = state.parts
+    context = state.context
     first = state.cluster.task.index * state.data.replicas
 
     @tf.function(autograph=False)
     def losses(batch: Any) -> dict[str, tf.Tensor]:
         with Alone(state.strategy, first):
-            output, loss = forward(parts, batch, training=False)
-            result = parts.hooks.grad_pre.in_graph(
-                loss=loss, output=output, batch=batch, **parts.given()
+            output, loss = forward(context, batch, training=False)
+            result = context.hooks.grad_pre.in_graph(
+                loss=loss, output=output, batch=batch, **context.hook_arguments()
             )
         named = result if isinstance(result, dict) else {"": result}
         return {name: tf.convert_to_tensor(values[0]) for name, values in named.items()}

@@ -20,7 +20,7 @@ from ctl_core.errors import SetupError
 from ctl_core.numerics.batch_norm import moving_statistics
 from ctl_core.numerics.randomness import draws
 from ctl_core.run_state.tracking import ENGINE, Found, is_own_file, plain_variable, tf_variable
-from ctl_core.step import Parts
+from ctl_core.step import StepContext
 
 # What a tensor is worked out from, in bits: something that differs between replicas, something
 # that is the same on all but no constant, and further on the variables. A handle is negative.
@@ -194,7 +194,7 @@ def _where(op: tf.Operation) -> str:
 
 
 def check_writes(
-    writes: list[Write], parts: Parts, found: Found, strategy: tf.distribute.Strategy
+    writes: list[Write], context: StepContext, found: Found, strategy: tf.distribute.Strategy
 ) -> list[str]:
     """Looks for variables that would not get what one device gives them.
 
@@ -224,7 +224,7 @@ def check_writes(
     warnings = []
     for path, of_replicas in handles.items():
         to_it = [write for write in writes if id(write.handle) in of_replicas]
-        item, several = found.variables[path], parts.replicas
+        item, several = found.variables[path], context.replicas
         unlike = [write for write in to_it if write.differs or write.reads & own]
         partial = [write for write in to_it if write.depends or write.reads - of_replicas]
         if several > 1 and unlike:
@@ -233,8 +233,8 @@ def check_writes(
             if aggregation == tf.VariableAggregation.NONE and not everywhere:
                 raise SetupError(_refusal(found, path, unlike[0], several))
             warnings.append(_shared(found, path, unlike[0], aggregation))
-        elif parts.accumulate_steps > 1 and partial:
-            warnings.append(_accumulated(found, path, partial[0], parts.accumulate_steps))
+        elif context.accumulate_steps > 1 and partial:
+            warnings.append(_accumulated(found, path, partial[0], context.accumulate_steps))
     return warnings
 
 

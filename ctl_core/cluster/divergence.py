@@ -20,7 +20,7 @@ from ctl_core.run_state.tracking import plain_variable, variable_name
 _ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
 
 
-class Drift:
+class Divergence:
     """Compares the variables over all replicas and processes.
 
     Costs one pass over the variables and one all-reduce; nothing with a single replica.
@@ -46,7 +46,7 @@ class Drift:
         if self._digest is None:
             self._digest = self._trace()
         own = np.array([digests.numpy() for digests in self._digest()])  # [replicas, variables]
-        everywhere = self._cluster.exchange(own.ravel().tolist())
+        everywhere = self._cluster.gather(own.ravel().tolist())
         table = everywhere.reshape(-1, len(self._variables))
         differ = (table != table[0]).any(axis=0)
         if not differ.any():

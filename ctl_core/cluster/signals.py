@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctl_core.cluster.sync import Cluster, Word
+    from ctl_core.cluster.sync import Cluster, LoopStatus
     from ctl_core.console import Console
 
 # How long a signal may be repeated without meaning a second one (seconds).
@@ -29,8 +29,8 @@ HEED, SETTLE = 0.5, 0.8
 INTERRUPTED = 128 + signal.SIGINT
 
 
-class Agreement:
-    """What all processes have agreed on; asked after each graph call.
+class SyncedSignal:
+    """The signal that ends training on all processes; told after each graph call.
 
     Attributes:
         signal: the signal that ends training, or 0; on every process the same
@@ -41,13 +41,13 @@ class Agreement:
         self._cluster = cluster
         self._signals = signals
 
-    def __call__(self, word: Word) -> Word:
-        """Takes this process's word, adds the signal it received, and returns that of all."""
-        word = self._cluster.agree(
-            dataclasses.replace(word, signal=self.signal or self._signals.received or 0)
+    def __call__(self, status: LoopStatus) -> LoopStatus:
+        """Takes this process's status, adds the signal it received, and returns that of all."""
+        status = self._cluster.sync(
+            dataclasses.replace(status, signal=self.signal or self._signals.received or 0)
         )
-        self.signal = word.signal
-        return word
+        self.signal = status.signal
+        return status
 
 
 class Counted:

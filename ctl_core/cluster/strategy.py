@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -305,3 +306,15 @@ def _split_cpu(count: int) -> None:
                 f"virtual_devices: {count} asked for, but TensorFlow has already started with "
                 f"{there}; restart the Python process, or train before other TensorFlow calls."
             ) from None
+
+
+def distribute(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
+    """Hands the i-th value to the i-th replica of this process."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group % len(values)]
+    )
+
+
+def local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Counts the replicas of this process; every process of a cluster has as many."""
+    return len(strategy.extended.worker_devices)

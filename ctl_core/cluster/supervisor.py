@@ -203,11 +203,11 @@ def supervise(
             is training the run.
     """
     _open_standard_streams()
-    with _hold(folder), _Signals() as signals, _life_line() as pipe:
+    with _hold(folder), _CountedSignals() as signals, _life_line() as pipe:
         for restarts in range(max_restarts + 1):
             if signals.numbers:  # between two starts
                 return 128 + signals.numbers[0]
-            with Cluster(command, folder, workers, gpus, pipe, restarts) as cluster:
+            with LocalWorkers(command, folder, workers, gpus, pipe, restarts) as cluster:
                 ends = cluster.watch(signals, peer_grace, signal_grace)
             if signals.ended_at is not None:
                 return INTERRUPTED
@@ -243,14 +243,14 @@ def _stopped_code(ends: Sequence[End], received: int) -> int:
     return 128 + received
 
 
-class _Signals(Counted):
+class _CountedSignals(Counted):
     """Notes SIGINT and SIGTERM instead of dying of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._before: dict[int, object] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> _CountedSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, lambda n, _: self.note(n))
         return self
@@ -270,7 +270,7 @@ class _Worker:
     killed: bool = False
 
 
-class Cluster:
+class LocalWorkers:
     """The processes of one start of the cluster, none of which outlives it."""
 
     def __init__(
@@ -326,7 +326,7 @@ class Cluster:
             )
         self._workers.append(_Worker(index, process, start))
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> LocalWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -337,7 +337,7 @@ class Cluster:
         if self._workers and self._workers[0].process.returncode < 0 and os.isatty(1):
             _print(1, "\x1b[?25h")  # the chief could not end its live line, nor show the cursor
 
-    def watch(self, signals: _Signals, peer_grace: float, signal_grace: float) -> list[End]:
+    def watch(self, signals: _CountedSignals, peer_grace: float, signal_grace: float) -> list[End]:
         """Waits until every worker has ended; returns how, those killed here left out."""
         ends: list[End] = []
         deadline = float("inf")

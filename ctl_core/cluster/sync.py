@@ -2,8 +2,8 @@
 
 Every process of a cluster must make the same sequence of graph calls, or their collectives no
 longer meet. So whatever one process alone knows (a signal, its clock, a file that it cannot
-read) is put on the table here, and all decide alike. A process alone decides for itself, at no
-cost; in a cluster, each exchange is one all-reduce of a few numbers.
+read) is told to all here, and all decide alike. A process alone decides for itself, at no
+cost; in a cluster, each gathering is one all-reduce of a few numbers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _GONE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Word:
-    """What a process has to say after a graph call, and what all have agreed on.
+class LoopStatus:
+    """What a process knows after a graph call, and what all of them make of it.
 
     Attributes:
-        chunk: most steps of the next graph call; the lowest counts
+        steps_per_call: most steps of the next graph call; the lowest counts
         signal: the signal it received, or 0; the highest counts
         save: whether a hook asked for a checkpoint; one is enough
         end: whether a hook asked for the end of training; one is enough
@@ -47,7 +47,7 @@ class Word:
             lowest, the highest and the highest count
     """
 
-    chunk: int
+    steps_per_call: int
     signal: int = 0
     save: bool = False
     end: bool = False
@@ -69,9 +69,9 @@ class Cluster:
     def __init__(self, strategy: tf.distribute.Strategy, task: Task) -> None:
         self.task = task
         self._strategy = strategy
-        self._exchange: Any = None
+        self._gather: Any = None
 
-    def exchange(self, values: Sequence[int]) -> np.ndarray:
+    def gather(self, values: Sequence[int]) -> np.ndarray:
         """Gives every process the whole numbers of all; also a barrier.
 
         Returns:
@@ -83,13 +83,13 @@ class Cluster:
         own = np.array(values, np.int64)
         if self.task.processes == 1:
             return own[None]
-        if self._exchange is None:
-            self._exchange = self._trace()
+        if self._gather is None:
+            self._gather = self._trace()
         with self.peers():
-            return self._exchange(own).numpy()  # type: ignore[no-any-return]
+            return self._gather(own).numpy()  # type: ignore[no-any-return]
 
     def _trace(self) -> Any:
-        """Builds the exchange: each adds up a table in which only its own row is not zero."""
+        """Builds the gathering: each adds up a table in which only its own row is not zero."""
         strategy, task = self._strategy, self.task
 
         def on_replica(values: tf.Tensor) -> tf.Tensor:
@@ -101,33 +101,33 @@ class Cluster:
             return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
-        def exchange(values: tf.Tensor) -> tf.Tensor:
+        def gather(values: tf.Tensor) -> tf.Tensor:
             table = strategy.run(on_replica, (values,))
             return strategy.experimental_local_results(table)[0]
 
-        return exchange
+        return gather
 
-    def agree(self, word: Word) -> Word:
-        """Takes this process's word and returns what all of them have agreed on.
+    def sync(self, status: LoopStatus) -> LoopStatus:
+        """Takes this process's status and returns that of all of them.
 
         Raises:
             RunError: hooks have frozen other layers, or taken other steps, than elsewhere.
             PeerLost: another process is gone.
         """
         if self.task.processes == 1:
-            return word
-        table = self.exchange([int(value) for value in dataclasses.astuple(word)])
-        chunk, signal, save, end, more, steps, frozen, first, latest, bad = table.T
+            return status
+        table = self.gather([int(value) for value in dataclasses.astuple(status)])
+        steps_per_call, signal, save, end, more, steps, frozen, first, latest, bad = table.T
         if len({*steps}) > 1:
             raise RunError(f"the processes are at different steps: {sorted({*steps.tolist()})}.")
         if len({*frozen}) > 1:
             raise RunError(
-                f"after step {word.step}, the frozen layers differ between the processes: a hook "
+                f"after step {status.step}, the frozen layers differ between the processes: a hook "
                 "that freezes must decide alike on each of them, not by its own output or batch."
             )
         return dataclasses.replace(
-            word,
-            chunk=int(chunk.min()),
+            status,
+            steps_per_call=int(steps_per_call.min()),
             signal=int(signal.max()),
             save=bool(save.any()),
             end=bool(end.any()),
@@ -139,7 +139,7 @@ class Cluster:
 
     def all(self, well: bool) -> bool:
         """Whether all processes say yes."""
-        return bool(self.exchange([int(well)]).all())
+        return bool(self.gather([int(well)]).all())
 
     def check_settings(self, config: Config) -> None:
         """Compares the settings, which have to be the same on every process.
@@ -152,7 +152,7 @@ class Cluster:
         # What only says how a process works and reports, not what it computes.
         settings = {**dataclasses.asdict(config), "debug": None, "runs_dir": None}
         numbers = [_digest(json.dumps({n: v}, sort_keys=True)) for n, v in settings.items()]
-        differ = (self.exchange(numbers) != np.array(numbers)).any(axis=0)
+        differ = (self.gather(numbers) != np.array(numbers)).any(axis=0)
         names = [name for name, other in zip(settings, differ, strict=True) if other]
         if names:
             raise SetupError(

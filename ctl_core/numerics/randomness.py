@@ -29,7 +29,7 @@ def generator_states(model: Any) -> list[Any]:
     return [v.value for v in model.variables if id(v) not in others]
 
 
-def spread(generators: list[Any], strategy: tf.distribute.Strategy, task: Task) -> None:
+def fold_in_replica_id(generators: list[Any], strategy: tf.distribute.Strategy, task: Task) -> None:
     """Gives each replica seeds of its own, worked out from those of the first of all.
 
     Done once, after the model is made and restored: new generators have the same seeds

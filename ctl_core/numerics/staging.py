@@ -19,7 +19,7 @@ _GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _COUNTER = "save_counter"
 
 
-class Snapshot:
+class StagingCopy:
     """A checkpoint of copies: the same objects by the same names, with variables of its own.
 
     Costs host memory of the size of a checkpoint, and one copy of each variable when taken.
@@ -32,7 +32,7 @@ class Snapshot:
         self._original = original
         self._parts = _parts_of(original)
         self._pairs: list[tuple[Any, tf.Variable]] = []
-        self.checkpoint = Traced()
+        self.checkpoint = GraphCheckpoint()
         self._copies: dict[int, Any] = {id(original): self.checkpoint}
         for part in self._parts:
             self._add_children(part)
@@ -126,7 +126,7 @@ class ReplicaCopies:
         self._move[to_own]()
 
 
-class Traced(tf.train.Checkpoint):
+class GraphCheckpoint(tf.train.Checkpoint):
     """A checkpoint of the same parts at each write, so that the graph for it is traced once.
 
     TensorFlow looks through all objects at each write, several times the work of writing small

@@ -13,6 +13,8 @@ import types
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import tensorflow as tf
+
 from ctl_core import __version__
 from ctl_core.errors import SetupError
 
@@ -22,6 +24,8 @@ RECORD = re.compile(r"ckpt-(\d+)\.json")
 PART = re.compile(r"(?:ckpt|input|statistics)-(\d+)(?:-\d+)?")
 NAME = re.compile(r".*-\d+\.(json|index|data-\d+-of-\d+)")
 NUMBER = re.compile(r"-(\d+)$")
+# What reading a file that is cut short, altered or gone raises.
+UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 
 
 class Damaged(Exception):

@@ -10,16 +10,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.build import State, find_state
 from ctl_core.errors import RunError, SetupError
 from ctl_core.hooks import Hook
 from ctl_core.numerics.randomness import generator_states
 from ctl_core.run_state.tracking import (
+    find,
     plain_variable,
     tf_variable,
     variable_name,
     written_variables,
 )
+from ctl_core.state import State
 
 # What a resumed run cannot do without; the rest is of hooks, which may change between two starts.
 _NEEDED = ("train_model", "train_loss", "optimizer")
@@ -135,7 +136,7 @@ class Remainder:
         roots = {name: root for name, root in self._state.roots.items() if name not in others}
         new = [
             path
-            for path, variable in find_state(roots).variables.items()
+            for path, variable in find(roots).variables.items()
             if id(plain_variable(variable)) not in self._known
         ]
         if new:
@@ -146,53 +147,55 @@ class Remainder:
                 "and build it there."
             )
 
-    def check_step(self, graph: Any) -> None:
-        """Looks at the variables that a step uses.
 
-        Args:
-            graph: that of a traced step
+def check_variables_of_step(state: State, graph: Any) -> None:
+    """Looks at the variables that a step uses.
 
-        Raises:
-            SetupError: nothing leads to one of them, so that no checkpoint would hold it; or
-                several replicas would write to one that they share.
-        """
-        results = self._state.strategy.experimental_local_results
-        own = {id(part) for v in own_variables(self._state) for part in (v, *results(v))}
-        known = set(own)
-        for variable in map(tf_variable, self._state.found.variables.values()):
-            known |= {id(variable), *map(id, results(variable))}
-        for variable in graph.variables:
-            if id(variable) not in known:
-                raise SetupError(
-                    f"the step uses the variable {_described(variable)}, but nothing leads to it "
-                    "from what create_model, create_loss and create_opt returned or from a global "
-                    "of callbacks.py, so that no checkpoint would hold it: keep it, or the object "
-                    "that has it, in an attribute of train_model."
-                )
-        written, _ = written_variables(self._state.strategy, self._shared, graph)
-        for variable in written:
-            if id(variable) not in own:
-                raise SetupError(
-                    f"the step writes to the variable {_described(variable)}, which was made "
-                    f"outside of the hooks that create something, so that "
-                    f"{self._state.parts.replicas} replicas share it and each would write to it: "
-                    "make it in create_model."
-                )
+    Args:
+        state: of the run
+        graph: that of a traced step
 
-    @property
-    def _shared(self) -> list[Any]:
-        """The variables that have no part of their own for each replica."""
-        if self._state.parts.replicas == 1:
-            return []
-        plain = map(tf_variable, self._state.found.variables.values())
-        return [v for v in plain if not isinstance(v, tf.distribute.DistributedValues)]
+    Raises:
+        SetupError: nothing leads to one of them, so that no checkpoint would hold it; or
+            several replicas would write to one that they share.
+    """
+    results = state.strategy.experimental_local_results
+    own = {id(part) for v in own_variables(state) for part in (v, *results(v))}
+    known = set(own)
+    for variable in map(tf_variable, state.found.variables.values()):
+        known |= {id(variable), *map(id, results(variable))}
+    for variable in graph.variables:
+        if id(variable) not in known:
+            raise SetupError(
+                f"the step uses the variable {_described(variable)}, but nothing leads to it "
+                "from what create_model, create_loss and create_opt returned or from a global "
+                "of callbacks.py, so that no checkpoint would hold it: keep it, or the object "
+                "that has it, in an attribute of train_model."
+            )
+    written, _ = written_variables(state.strategy, _shared(state), graph)
+    for variable in written:
+        if id(variable) not in own:
+            raise SetupError(
+                f"the step writes to the variable {_described(variable)}, which was made "
+                f"outside of the hooks that create something, so that "
+                f"{state.context.replicas} replicas share it and each would write to it: "
+                "make it in create_model."
+            )
+
+
+def _shared(state: State) -> list[Any]:
+    """Returns the variables that have no part of their own for each replica."""
+    if state.context.replicas == 1:
+        return []
+    plain = map(tf_variable, state.found.variables.values())
+    return [v for v in plain if not isinstance(v, tf.distribute.DistributedValues)]
 
 
 def own_variables(state: State) -> list[Any]:
     """The engine's own variables, which it saves by itself or need not save."""
     own = [state.step_variable, state.lr.variable, state.data.waited, state.data.tally]
-    if state.parts.loss_scale is not None:
-        own += state.parts.loss_scale.variables
+    if state.context.loss_scale is not None:
+        own += state.context.loss_scale.variables
     return [v for v in (*own, *generator_states(state.train_model)) if v is not None]
 
 

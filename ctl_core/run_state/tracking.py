@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import flatten_layers, written_resources
+from ctl_core.errors import SetupError
 from ctl_core.numerics.precision import to_float32
 
 # Of TensorFlow's and Keras' own classes, those that may hold what belongs to a run; the rest is
@@ -102,7 +103,7 @@ def find(roots: Mapping[str, Any]) -> Found:
     Costs some microseconds an object; a model of a hundred layers takes about ten milliseconds.
 
     Raises:
-        Unnamed: a variable is in a set, where nothing tells it from the others.
+        SetupError: a variable is in a set, where nothing tells it from the others.
     """
     variables: dict[str, Any] = {}
     known: set[int] = set()
@@ -131,10 +132,6 @@ def find(roots: Mapping[str, Any]) -> Found:
             tables.append(item)
     states = list(generators.values())
     return Found(variables, list(layers.values()), states, optimizers, adapted, tables)
-
-
-class Unnamed(Exception):
-    """A variable that has no name of its own; the message is the path of the set it is in."""
 
 
 def plain_variable(variable: Any) -> Any:
@@ -228,7 +225,10 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if id(item) in seen or isinstance(item, _PLAIN):
                 continue
             if any(isinstance(part, _LEAVES) for _, part in _walk({path: item})):
-                raise Unnamed(path)
+                raise SetupError(
+                    f"{path} is a set with variables in it, of which a checkpoint cannot tell one "
+                    "from the other; use a list or a dict."
+                )
 
 
 def _path(path: str, name: str) -> str:

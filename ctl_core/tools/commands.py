@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import State, create_state
+from ctl_core.build import create_state
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.cluster.strategy import Task
 from ctl_core.console import Console
@@ -20,11 +20,11 @@ from ctl_core.evaluate import evaluate as run_evaluation
 from ctl_core.numerics.precision import policy
 from ctl_core.predict import predict as run_prediction
 from ctl_core.predict import read_inputs
-from ctl_core.run_folder import Run
+from ctl_core.run_folder import Run, session
 from ctl_core.run_state.tracking import find
 from ctl_core.settings import Config
+from ctl_core.state import State
 from ctl_core.tools.export import export_model
-from ctl_core.trainer import session
 
 
 def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict[str, float]:
@@ -51,12 +51,12 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     with _restored(callbacks, config, options) as (state, console):
         if options["input"]:
             source = Path(options["input"])
-            batches = read_inputs(source, state.input_spec, state.parts.micro_batch_size)
+            batches = read_inputs(source, state.input_spec, state.context.micro_batch_size)
         elif state.evaluation is not None:
             batches = (batch for _, batch in state.evaluation.data)
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
-        outputs = run_prediction(state.parts, batches, from_hooks=not options["input"])
+        outputs = run_prediction(state.context, batches, from_hooks=not options["input"])
         path = Path(options["output"] or state.run_dir / "predictions.npz")
         if path.suffix != ".npz":
             raise SetupError(f"output: expected the name of a .npz file, got {path}.")

@@ -7,7 +7,7 @@ import textwrap
 from rich.console import Console
 from rich.text import Text
 
-from ctl_core.hooks import TABLE, Spec
+from ctl_core.table import TABLE, Spec
 
 MOST_COLUMNS = 100
 _FOOT = (

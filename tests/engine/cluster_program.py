@@ -198,7 +198,12 @@ def not_finite(folder: Path) -> None:
         run(folder, "stopped", hooks, steps=8, on_nan="stop", ckpt_every=2)
     except ctl_core.RunError as error:
         message = str(error)
-    noted = [state.noted.first, state.noted.latest, state.noted.steps, int(state.diverged)]
+    noted = [
+        state.progress.noted.first,
+        state.progress.noted.latest,
+        state.progress.noted.steps,
+        int(state.diverged),
+    ]
     keep(folder, "not_finite", noted=noted, message=message)
 
 

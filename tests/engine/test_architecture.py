@@ -11,24 +11,28 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    errors
-    chunks console data precision not_finite staging signals
-    compat joining profile settings batch_norm hook_state record gpus
-    layers tracking learning_rate strategy supervisor
-    cli run_folder sync randomness freezing defaults returned
-    hooks divergence
-    checks.data vocabularies schedule hook_table created
-    step position
-    inputs pairs writes predict export
-    accumulate evaluate
-    build
-    graph remainder sums
+    errors table
+    chunks console data precision not_finite reduction staging signals
+    helpers compat joining profile settings batch_norm hook_state record gpus hook_table
+    layers tracking learning_rate strategy supervisor fitting folder
+    cli run_folder sync randomness freezing micro_batches defaults
+    autograph divergence __main__
+    checks.hooks
+    hooks
+    checks.data returned vocabularies schedule
+    position passes eval_data created
+    inputs
+    step
+    pairs writes evaluate predict export
+    state
+    build graph messages remainder input_position
+    sums traced writing
     checkpoint
     trainer
-    commands __main__
+    commands
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
-READING_PATH = "hooks defaults inputs step accumulate graph trainer schedule chunks checkpoint"
+READING_PATH = "hooks defaults inputs step graph trainer schedule chunks checkpoint"
 
 
 def modules() -> dict[str, Path]:
@@ -56,7 +60,7 @@ def imported(path: Path) -> set[str]:
 
 def test_every_module_has_a_layer() -> None:
     assert {name for name in modules() if name not in LEVEL} == {
-        name for name in modules() if "." in name and name != "checks.data"
+        name for name in modules() if "." in name and name not in ("checks.data", "checks.hooks")
     }
     assert len(LEVEL) == len(modules())
 
@@ -86,7 +90,6 @@ def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
     assert not reached & heavy
 
 
-def test_the_reading_path_does_not_grow() -> None:
-    """It is to be 2,000 lines; until then it gets no longer."""
+def test_the_reading_path_is_short() -> None:
     lines = sum(len(modules()[name].read_text().splitlines()) for name in READING_PATH.split())
-    assert lines <= 3350
+    assert lines <= 2000

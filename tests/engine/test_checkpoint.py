@@ -225,7 +225,7 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
 def test_a_large_input_position_is_pointed_out_once(
     train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctl_core.checkpoint._LARGE_INPUT", 100)
+    monkeypatch.setattr("ctl_core.run_state.input_position._LARGE", 100)
     train(make_hooks(), steps=4, ckpt_every=2)
     assert capsys.readouterr().out.count("index_shuffle") == 1
 

@@ -18,7 +18,7 @@ from rich.console import Console as Terminal
 import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.console import Console, activate, report, show_step
-from ctl_core.hooks import TABLE
+from ctl_core.table import TABLE
 from ctl_core.tools.hook_table import print_table
 from tests.engine.conftest import Train, make_hooks, regression_data, sliced
 

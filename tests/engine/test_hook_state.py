@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import checkpoint
+from ctl_core.run_state import writing
 from ctl_core.run_state.hook_state import check_state
 from tests.engine.conftest import Train, make_hooks
 
@@ -159,13 +159,13 @@ def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) 
 
 def test_the_record_is_a_copy(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[Any] = []
-    write = checkpoint.write_record
+    write = writing.write_record
 
     def late(folder: Any, made: Any) -> None:
         records.append(made.state)
         write(folder, made)
 
-    monkeypatch.setattr(checkpoint, "write_record", late)
+    monkeypatch.setattr(writing, "write_record", late)
     hooks = make_hooks(every_steps={1: lambda step, state: state.setdefault("a", []).append(step)})
     train(hooks, steps=4, ckpt_every=2)
     assert [kept["a"] for kept in records] == [[1, 2], [1, 2, 3, 4]]

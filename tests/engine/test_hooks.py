@@ -13,8 +13,9 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core import autograph as engine_autograph
 from ctl_core import defaults as engine_defaults
-from ctl_core import hooks as engine_hooks
+from ctl_core.table import TABLE
 from tests.engine.conftest import (
     EXAMPLES,
     FEATURES,
@@ -355,12 +356,12 @@ def test_the_stubs_show_the_defaults() -> None:
     """Every hook of the table is in each stub, with exactly the engine's default."""
     folder = Path(__file__).parents[2] / "templates" / "examples"
     defaults = definitions(Path(engine_defaults.__file__))
-    required = {spec.name for spec in engine_hooks.TABLE if spec.required}
+    required = {spec.name for spec in TABLE if spec.required}
     evaluation = {"create_eval_dataset", "create_metrics"}  # the examples choose these
     undefined = {"batch_weight"}  # shown as a comment: without it, dividing costs nothing
     for stub in ("digits.py", "blank.py"):
         shown, text = definitions(folder / stub), (folder / stub).read_text()
-        for spec in engine_hooks.TABLE:
+        for spec in TABLE:
             own = required | undefined
             if spec.name not in undefined and (
                 stub == "digits.py" or spec.name not in required | {"create_eval_dataset"}
@@ -401,11 +402,11 @@ def test_copies_of_the_defaults_are_not_converted() -> None:
         scope = {**vars(engine_defaults), **names}
         source = f"import tensorflow as tf\n{source}"  # compiled otherwise where tf is not imported
         exec(compile(source, "callbacks.py", "exec", dont_inherit=True), scope)
-        return not engine_hooks._is_default(scope["update_pre"])
+        return not engine_autograph.is_default(scope["update_pre"])
 
     copy = inspect.getsource(engine_defaults.update_pre)
     assert not converted(copy) and not converted(f"# a comment\n\n{copy}")
-    assert engine_hooks._is_default(engine_defaults.grad_pre)
+    assert engine_autograph.is_default(engine_defaults.grad_pre)
     assert converted(copy.replace("10.0", "5.0"))
     assert converted(copy, nan_to_zero=lambda x: x)
     assert converted(

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.checks.position import holds_shuffles, unsavable
+from ctl_core.checks.position import holds_shuffles, why_not_checkpointable
 from tests.engine.conftest import Train, make_hooks, regression_data
 
 
@@ -46,12 +46,12 @@ INEXACT = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_savable(name: str) -> None:
-    assert unsavable(EXACT[name]().batch(8).repeat().prefetch(2)) is None
+    assert why_not_checkpointable(EXACT[name]().batch(8).repeat().prefetch(2)) is None
 
 
 @pytest.mark.parametrize("name", INEXACT)
-def test_unsavable(name: str) -> None:
-    assert unsavable(INEXACT[name]().batch(8).repeat().prefetch(2)) is not None
+def test_why_not_checkpointable(name: str) -> None:
+    assert why_not_checkpointable(INEXACT[name]().batch(8).repeat().prefetch(2)) is not None
 
 
 # A pass of 12 batches of 8: what is read ahead of its last ones has left the shuffle behind.

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ctl_core.__main__ import main
 from ctl_core.cluster.strategy import Task
-from ctl_core.cluster.sync import Cluster, Word
+from ctl_core.cluster.sync import Cluster, LoopStatus
 from ctl_core.errors import RunError
 from ctl_core.numerics import precision
 from ctl_core.numerics.not_finite import NEVER, Noted
@@ -61,7 +61,8 @@ def test_the_first_step_is_named_and_steps_are_counted(
     hooks = bad_hooks(3, 4, 7, every_steps=observed)
     settings = {"virtual_devices": replicas, "accumulate_steps": accumulate, "jit_compile": jit}
     state = train(hooks, steps=9, **settings)
-    assert (state.noted.first, state.noted.latest, state.noted.steps) == (3, 7, 3)
+    noted = state.progress.noted
+    assert (noted.first, noted.latest, noted.steps) == (3, 7, 3)
     assert not state.diverged
     said = spoken(capsys)
     assert said.count("the loss of step 3 is not finite") == 1
@@ -70,7 +71,7 @@ def test_the_first_step_is_named_and_steps_are_counted(
 
 def test_a_run_without_any_says_nothing(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     state = train(make_hooks(), steps=9)
-    assert state.noted == Noted() and not state.diverged
+    assert state.progress.noted == Noted() and not state.diverged
     assert "finite" not in capsys.readouterr().out
 
 
@@ -90,7 +91,8 @@ def test_the_first_is_known_after_a_resume(
     train(hooks, steps=5)
     assert spoken(capsys).count("the loss of step 3 is not finite") == 1
     state = train(hooks, steps=10, virtual_devices=2)
-    assert (state.noted.first, state.noted.latest, state.noted.steps) == (3, 8, 2)
+    noted = state.progress.noted
+    assert (noted.first, noted.latest, noted.steps) == (3, 8, 2)
     said = spoken(capsys)
     assert "the loss of step 3" not in said and "2 of 10 steps, from 3 to 8" in said
     record = json.loads((tmp_path / "runs/run/ckpt/engine/ckpt-5.json").read_text())
@@ -112,7 +114,8 @@ def test_an_objective_among_several(train: Train) -> None:
         create_opt=lambda lr: {n: keras.optimizers.SGD(lr) for n in ("good", "bad")},
     )
     state = train(hooks, steps=4)
-    assert (state.noted.first, state.noted.latest, state.noted.steps) == (2, 2, 1)
+    noted = state.progress.noted
+    assert (noted.first, noted.latest, noted.steps) == (2, 2, 1)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -129,7 +132,7 @@ def test_stop_ends_there_and_saves_nothing_after_it(
     assert sorted(path.name for path in saved.glob("*.json")) == ["ckpt-2.json", "ckpt-4.json"]
     with pytest.raises(RunError, match="loss of step 6 is not finite"):
         train(hooks, steps=12, **settings)
-    assert train(hooks, steps=12, **{**settings, "on_nan": "warn"}).noted.first == 6
+    assert train(hooks, steps=12, **{**settings, "on_nan": "warn"}).progress.noted.first == 6
 
 
 def test_stop_without_a_checkpoint(train: Train) -> None:
@@ -139,7 +142,7 @@ def test_stop_without_a_checkpoint(train: Train) -> None:
 
 def test_ignore_looks_at_nothing(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     state = train(bad_hooks(2, 3), steps=3, on_nan="ignore")
-    assert not state.parts.notes_losses and not state.diverged
+    assert not state.context.notes_losses and not state.diverged
     assert "finite" not in capsys.readouterr().out
 
 
@@ -177,7 +180,7 @@ def test_nan_gradients_are_counted(
 
     hooks = make_hooks(create_dataset=sliced((inputs, target)), create_model=create_model)
     state = train(hooks, steps=6, virtual_devices=replicas)
-    assert state.noted == Noted(zeroed=1)
+    assert state.progress.noted == Noted(zeroed=1)
     said = spoken(capsys)
     assert "update_pre has turned NaN in gradients into 0" in said
     assert "update_pre turned NaN in gradients into 0 in 1 of 6 steps." in said
@@ -189,20 +192,20 @@ def test_updates_that_float16_skips_are_no_losses(
     monkeypatch.setattr(precision, "INITIAL", 2.0**60)
     hooks = make_hooks(create_opt=lambda lr: keras.optimizers.SGD(lr))
     state = train(hooks, steps=6, precision="float16")
-    scale = state.parts.loss_scale
+    scale = state.context.loss_scale
     assert scale is not None and float(scale.scale.numpy()) < 2.0**60  # some were skipped
-    assert state.noted == Noted()
+    assert state.progress.noted == Noted()
 
 
 def test_processes_agree_on_the_first_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(tf.distribute.get_strategy(), Task(processes=2))
-    mine = Word(chunk=8, step=9, first=7, latest=7, bad=1)
+    mine = LoopStatus(steps_per_call=8, step=9, first=7, latest=7, bad=1)
     theirs = [8, 0, 0, 0, 0, 9, 0, 4, 6, 2]
     monkeypatch.setattr(cluster, "exchange", lambda values: np.array([values, theirs], np.int64))
-    agreed = cluster.agree(mine)
+    agreed = cluster.sync(mine)
     assert (agreed.first, agreed.latest, agreed.bad) == (4, 7, 2)
     monkeypatch.setattr(cluster, "exchange", lambda values: np.array([values] * 2, np.int64))
-    assert cluster.agree(Word(chunk=8)).first == NEVER
+    assert cluster.sync(LoopStatus(steps_per_call=8)).first == NEVER
 
 
 CALLBACKS = """

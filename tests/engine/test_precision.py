@@ -37,7 +37,7 @@ def policy_is_put_back() -> Any:
 
 
 def scale_of(state: Any) -> list[float]:
-    one = state.parts.loss_scale
+    one = state.context.loss_scale
     return [float(v.numpy()) for v in (one.scale, one.finite, one.skipped)]
 
 
@@ -83,7 +83,7 @@ def test_weights_are_near_those_of_float32(
     )
     assert {layer.compute_dtype for layer in state.train_model.layers[-1:]} == {kind}
     assert state.functions.trace_counts() == [1, 1]
-    assert (state.parts.loss_scale is None) == (kind != "float16")
+    assert (state.context.loss_scale is None) == (kind != "float16")
     assert int(state.optimizer.iterations.numpy()) == STEPS
     for values in seen:
         assert all(part.dtype == tf.float32 for part in tf.nest.flatten(values))
@@ -191,7 +191,7 @@ def test_the_loss_scale_is_resumed(train: Train, monkeypatch: pytest.MonkeyPatch
     ):
         np.testing.assert_array_equal(weight, expected)
     plain = train(hooks, steps=8, run_name="parts")  # another precision, and back
-    assert plain.step == 8 and plain.parts.loss_scale is None
+    assert plain.step == 8 and plain.context.loss_scale is None
     again = train(hooks, steps=9, precision="float16", run_name="parts")
     assert scale_of(again) == [2.0**14, 0, 1]  # from the start; step 9 has the batch of step 3
 
@@ -328,8 +328,8 @@ def test_a_policy_of_the_users_own_is_the_same_run(
     for loss, other in zip(seen[4:], seen[:4], strict=True):
         assert loss.dtype == tf.float32 and np.isfinite(loss)
         np.testing.assert_array_equal(loss, other)
-    assert (state.parts.loss_scale is None) == (kind != "float16")
-    if state.parts.loss_scale is not None:
+    assert (state.context.loss_scale is None) == (kind != "float16")
+    if state.context.loss_scale is not None:
         assert scale_of(state) == scale_of(expected)
     for weight, other in zip(
         state.train_model.get_weights(), expected.train_model.get_weights(), strict=True
@@ -345,14 +345,14 @@ def test_layers_that_only_the_loss_has_are_scaled_for(train: Train) -> None:
             return squared_error(loss_input)
 
     hooks = make_hooks(create_loss=lambda: Loss(dtype="mixed_float16"))
-    assert train(hooks, steps=1).parts.loss_scale is not None
+    assert train(hooks, steps=1).context.loss_scale is not None
 
 
 def test_one_float16_run_leaves_the_next_in_float32(train: Train) -> None:
     hooks = policy_hooks(lambda: keras.config.set_dtype_policy("mixed_float16"))
     train(hooks, steps=1, run_name="half")
     state = train(make_hooks(), steps=1)
-    assert state.parts.loss_scale is None and state.computed_in == []
+    assert state.context.loss_scale is None and state.computed_in == []
 
 
 def test_a_layer_keeps_its_own_type_in_lower_precision(train: Train) -> None:
@@ -362,7 +362,7 @@ def test_a_layer_keeps_its_own_type_in_lower_precision(train: Train) -> None:
 
     state = train(make_hooks(create_model=create_model), steps=1, precision="bfloat16")
     assert [layer.compute_dtype for layer in state.train_model.layers] == ["bfloat16", "float32"]
-    assert state.computed_in == ["bfloat16"] and state.parts.loss_scale is None
+    assert state.computed_in == ["bfloat16"] and state.context.loss_scale is None
 
 
 def test_float16_variables_are_not_trained(train: Train) -> None:
@@ -399,7 +399,7 @@ def test_variables_of_another_type_are_trained_in_it(
         create_eval_dataset=sliced((inputs, target)),
     )
     state = train(hooks, steps=4, virtual_devices=replicas)
-    assert np.isfinite(state.metrics["loss"]) and state.parts.loss_scale is None
+    assert np.isfinite(state.metrics["loss"]) and state.context.loss_scale is None
     model, update = create_model(), keras.optimizers.SGD(0.125)
     if kind == "float64":
         before = keras.config.dtype_policy()

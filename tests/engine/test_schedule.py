@@ -155,13 +155,13 @@ def test_max_chunk_limits_a_graph_call_and_changes_nothing(
     from ctl_core.graph import StepFunctions
 
     lengths: list[int] = []
-    original = StepFunctions.run
+    original = StepFunctions.train_steps
 
     def run(self: StepFunctions, steps: int) -> None:
         lengths.append(steps)
         original(self, steps)
 
-    monkeypatch.setattr(StepFunctions, "run", run)
+    monkeypatch.setattr(StepFunctions, "train_steps", run)
     short = train(make_hooks(), steps=50, max_chunk=3, run_name="short")
     assert max(lengths) <= 3 and sum(lengths) == 50
     long = train(make_hooks(), steps=50, run_name="long")

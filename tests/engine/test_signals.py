@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core import checkpoint, trainer
+from ctl_core import trainer
 from ctl_core.cluster import signals
 from ctl_core.console import Console
+from ctl_core.run_state import writing
 from tests.engine.conftest import Train, make_hooks, regression_data, small_model
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
     def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(regression_data()).batch(per_replica_batch_size)
 
-    evaluate, write = trainer.evaluate, checkpoint.write_record
+    evaluate, write = trainer.evaluate, writing.write_record
 
     def evaluate_and_kill(*args: Any) -> Any:
         if during == "evaluation":
@@ -68,7 +69,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
         return write(*args)
 
     monkeypatch.setattr(trainer, "evaluate", evaluate_and_kill)
-    monkeypatch.setattr(checkpoint, "write_record", write_and_kill)
+    monkeypatch.setattr(writing, "write_record", write_and_kill)
     return make_hooks(
         create_dataset=shuffled,
         create_model=create_model,

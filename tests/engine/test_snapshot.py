@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import RunError
-from ctl_core.numerics.staging import Background, Snapshot
+from ctl_core.numerics.staging import Background, StagingCopy
 from tests.engine.conftest import FEATURES, Train, make_hooks, small_model
 
 
@@ -36,7 +36,7 @@ class Late(Background):
 def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
     """Checkpoints are written as late as can be."""
     monkeypatch.setattr(Late, "starts", [])
-    monkeypatch.setattr("ctl_core.checkpoint.Background", Late)
+    monkeypatch.setattr("ctl_core.run_state.writing.Background", Late)
     return Late
 
 
@@ -198,7 +198,9 @@ def test_a_failing_hook_leaves_the_checkpoint_that_was_being_written(
 
 def test_values_are_copied_not_shared(tmp_path: Path) -> None:
     model = small_model()
-    snapshot = Snapshot(tf.train.Checkpoint(model=model, numbers=[tf.Variable(1), tf.Variable(2)]))
+    snapshot = StagingCopy(
+        tf.train.Checkpoint(model=model, numbers=[tf.Variable(1), tf.Variable(2)])
+    )
     before = model.get_weights()
     snapshot.take()
     for variable in model.variables:

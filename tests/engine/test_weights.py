@@ -135,8 +135,8 @@ def test_float16_scales_the_loss_and_divides_by_the_words(train: Train) -> None:
         state.train_model.get_weights(), trained_by_hand()[0].get_weights(), strict=True
     ):
         np.testing.assert_allclose(weight, reference, rtol=0.02, atol=2e-3)
-    assert state.parts.loss_scale is not None
-    assert int(state.parts.loss_scale.finite.numpy()) == STEPS
+    assert state.context.loss_scale is not None
+    assert int(state.context.loss_scale.finite.numpy()) == STEPS
 
 
 def test_a_batch_weight_of_the_examples_is_the_default(train: Train) -> None:

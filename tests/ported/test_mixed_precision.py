@@ -25,8 +25,8 @@ def test_weights_are_those_of_the_plain_loop(
     state = train(hooks(), steps=STEPS, **settings)
     expected, scale = plain()
     assert keras.config.dtype_policy().name == "float32"
-    assert state.parts.loss_scale is not None
-    assert float(state.parts.loss_scale.scale.numpy()) == scale != precision.INITIAL
+    assert state.context.loss_scale is not None
+    assert float(state.context.loss_scale.scale.numpy()) == scale != precision.INITIAL
     if devices == 1:
         assert_close(state.train_model.weights, expected.weights)
     found = numbers(state.train_model.weights), numbers(expected.weights)

@@ -1,109 +1,53 @@
-"""One update over all replicas: its micro-batches one after the other, then the update itself.
+"""Micro-batches: what several of them contribute, added up on each replica's own device.
 
-Everything here runs in a cross-replica context, while a graph is traced; what happens on a
-replica is step.py's part.
+Everything here runs in a cross-replica context, while a graph is traced.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.compat import summaries_of_first_replica
-from ctl_core.inputs import Input, deal
+from ctl_core.cluster.strategy import distribute
 from ctl_core.numerics.joining import joined
-from ctl_core.numerics.not_finite import found_nans, seen
-from ctl_core.step import Parts, apply, contribution, update
+
+_KEPT = ("output", "batch")
+_UNLIKE = (
+    "the {name} of micro-batches differs in shape and cannot be joined; pad to one shape in "
+    "create_dataset, or name {name} in a host hook, which gets it as a ragged tensor."
+)
 
 
-def take_update(
-    parts: Parts,
-    data: Input,
-    wanted: frozenset[str],
-    watch: bool = False,
-    step: tf.Tensor | None = None,
-) -> dict[str, Any]:
-    """Draws the elements of one update, and takes it.
-
-    Args:
-        parts: what the step is made of
-        data: where A elements for each local replica are drawn from
-        wanted: names of the values to return, out of ``hooks.OBSERVED``
-        watch: whether to measure how long it waits for its elements
-        step: the number of the step that this update makes, an int64 scalar, for summaries; where
-            nobody runs it, none
-
-    Returns:
-        The wanted values by name, each with a value per replica, as ``strategy.run`` returns them;
-        ``output`` and ``batch`` as a list of such values, one for each micro-batch. And ``noted``,
-        if losses are looked at: what ``not_finite.seen`` returns.
-    """
-
-    def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return _run(data.strategy, function, args, step)
-
-    kept = frozenset({"output", "batch"} & {*wanted, *parts.hooks.update_pre.arguments})
-
-    def whole(batch: Any) -> dict[str, Any]:
-        return updated(contribution(parts, batch, kept))
-
-    def updated(contributed: dict[str, Any]) -> dict[str, Any]:
-        with found_nans() as nans:
-            found = update(parts, contributed, wanted)
-        if parts.notes_losses:  # with a loss scale, an update of NaN gradients is skipped
-            found["noted"] = seen(contributed["loss"], [] if parts.loss_scale else nans)
-        return found
-
-    if parts.accumulate_steps == 1:
-        found = run(whole, (data.draw(watch),))
-        found = {n: [value] if n in kept else value for n, value in found.items()}
-    else:
-        contributed, pieces = _accumulate(parts, data, kept, watch, step)
-        found = run(updated, (contributed,))
-        found |= {name: values for name, values in pieces.items() if name in wanted}
-    if parts.loss_scale is not None:
-        updates, finite = found.pop("updates"), found.pop("finite")
-        finite = data.strategy.experimental_local_results(finite)[0]
-        tf.cond(finite, lambda: run(lambda one: apply(parts, one), (updates,)), lambda: None)
-        parts.loss_scale.adjust(finite)
-    return found  # type: ignore[no-any-return]
-
-
-def _run(
-    strategy: tf.distribute.Strategy, function: Callable[..., Any], args: tuple[Any, ...], step: Any
-) -> Any:
-    """Calls a function on each replica; ``step`` is that of its summaries, or None."""
-
-    def on_replica(*args: Any) -> Any:
-        with summaries_of_first_replica(step):
-            return function(*args)
-
-    with tf.name_scope(""):  # a summary's name begins with it, and a loop's would be part of that
-        return strategy.run(on_replica, args)
-
-
-def _accumulate(
-    parts: Parts, data: Input, kept: frozenset[str], watch: bool, step: Any
+def accumulate(
+    strategy: tf.distribute.Strategy,
+    steps: int,
+    contribute: Callable[[], Any],
+    joined_for: Mapping[str, str],
 ) -> tuple[Any, dict[str, list[Any]]]:
     """Adds up the contributions of A micro-batches, on each replica's own device.
 
     A micro-batch starts when the gradients of the one before it are there, so that only one takes
     memory at a time; written out one behind the other, TensorFlow would run them side by side.
 
+    Args:
+        strategy: of the replicas
+        steps: A
+        contribute: draws a micro-batch for each replica, and returns what ``forward_backward``
+            makes of it
+        joined_for: which of ``output`` and ``batch`` are to be in the sum as well, joined, and for
+            whom, for a message
+
     Returns:
         A contribution with a value per replica: losses, weights and dense gradients added up; the
-        rows of sparse gradients, and what ``update_pre`` names of outputs and batches, one behind
-        the other. And outputs and batches by name, as a list of such values by micro-batch.
+        rows of sparse gradients one behind the other, and outputs and batches that are to be
+        joined. And outputs and batches by name, as a list of such values by micro-batch.
     """
-    strategy, steps = data.strategy, parts.accumulate_steps
 
     def contributions() -> tuple[Any, ...]:
-        elements = data.draw(watch)
-        values = _run(strategy, lambda batch: contribution(parts, batch, kept), (elements,), step)
-        return strategy.experimental_local_results(values)  # type: ignore[no-any-return]
+        return strategy.experimental_local_results(contribute())  # type: ignore[no-any-return]
 
     def on_each(function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
         results = []
@@ -123,24 +67,16 @@ def _accumulate(
             lambda done, _: done < steps, body, (tf.constant(1), totals), parallel_iterations=1
         )
     ended = on_each(lambda total, one: _end(total, one, steps), totals, first)
-    pieces = {
-        name: [deal(strategy, list(p)) for p in zip(*(one[name] for one in ended), strict=True)]
-        for name in kept
-    }
-    hook = parts.hooks.update_pre
-    for name in kept:
-        where = f"{hook.name} ({hook.where}): {_UNLIKE.format(name=name)}"
+    pieces = {}
+    for name in {*_KEPT} & {*ended[0]}:
+        by_step = zip(*(one[name] for one in ended), strict=True)
+        pieces[name] = [distribute(strategy, list(values)) for values in by_step]
         for one in ended:
             values = one.pop(name)
-            if name in hook.arguments:
+            if name in joined_for:
+                where = f"{joined_for[name]}: {_UNLIKE.format(name=name)}"
                 one[name] = tf.nest.map_structure(lambda *v, w=where: joined(v, w), *values)
-    return deal(strategy, ended), pieces
-
-
-_UNLIKE = (
-    "the {name} of micro-batches differs in shape and cannot be joined; pad to one shape in "
-    "create_dataset, or name {name} in a host hook, which gets it as a ragged tensor."
-)
+    return distribute(strategy, ended), pieces
 
 
 # A total is a list with an entry for each part of a contribution: a tensor where micro-batches are
@@ -194,7 +130,7 @@ def _end(total: list[Any], one: dict[str, Any], steps: int) -> dict[str, Any]:
         parts = tf.nest.flatten(one[name])
         values = [end(next(rest), part) for part in parts]
         pack = functools.partial(tf.nest.pack_sequence_as, one[name])
-        if name in ("output", "batch"):
+        if name in _KEPT:
             ended[name] = [pack(several) for several in zip(*values, strict=True)]
         else:
             ended[name] = pack([joined(v) if isinstance(v, list) else v for v in values])

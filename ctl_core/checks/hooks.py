@@ -1,0 +1,128 @@
+"""What callbacks.py may define wrongly: refused before anything of it is called."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from ctl_core.autograph import code_of, where
+from ctl_core.errors import SetupError, one_line
+from ctl_core.settings import nearest
+from ctl_core.table import COMMON, DEFERRED, SPECS, TABLE, Spec
+
+_NO_HOOKS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def check_required(callbacks: Any, origin: str) -> None:
+    """Refuses callbacks that lack what has no default."""
+    missing = [spec.name for spec in TABLE if spec.required and not hasattr(callbacks, spec.name)]
+    if not missing:
+        return
+    spec = SPECS[missing[0]]
+    close = [name for name in dir(callbacks) if _meant(callbacks, name) == spec.name]
+    raise SetupError(
+        f"{origin}: {', '.join(missing)} still to be written; the first is "
+        f"def {spec.name}({', '.join(spec.arguments)}), which returns {spec.returns}."
+        + (f" There is a {close[0]}: is it misspelt?" if close else "")
+    )
+
+
+def scheduled(spec: Spec, value: Any, origin: str) -> dict[int, list[Callable[..., Any]]]:
+    """Returns the functions of a schedule by step number, if it is one."""
+    if not isinstance(value, dict):
+        raise SetupError(
+            f"{origin}: {spec.name} must be a dict {{N: function}}, "
+            f"got {one_line(repr(value), 60)}."
+        )
+    schedule = {}
+    for key, functions in value.items():
+        if isinstance(key, bool) or not isinstance(key, numbers.Integral) or key < 1:
+            raise SetupError(
+                f"{origin}: {spec.name} has the key {key!r}; expected a step number, a whole "
+                "number from 1 up."
+            )
+        several = isinstance(functions, list | tuple)
+        schedule[int(key)] = list(functions) if several else [functions]
+    return schedule
+
+
+def arguments_of(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
+    """Returns the arguments that a hook's function names, if it may name all of them.
+
+    Args:
+        spec: the hook's row of the table
+        name: what to call the hook: ``update_pre``, ``every_steps[10]``
+        function: the user's, or a default
+        origin: where it comes from, if it is not known where it is defined
+    """
+    if not callable(function):
+        raise SetupError(
+            f"{origin}: {name} must be a function, got {one_line(repr(function), 60)}."
+        )
+    place = where(function) if code_of(function) else origin
+    valid = (*spec.arguments, *COMMON)
+    if any(is_kind(inspect.unwrap(function)) for is_kind in _NO_HOOKS):
+        raise SetupError(
+            f"{place}: {name} is a generator or a coroutine, whose body would not run; write a "
+            "plain function, without yield and async."
+        )
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise SetupError(
+            f"{place}: {name} has no signature to read; wrap it in a function that names "
+            f"its arguments (of {', '.join(valid)})."
+        ) from None
+    arguments = []
+    for parameter in parameters:
+        if parameter.kind not in _BY_NAME:
+            raise SetupError(
+                f"{place}: {name} takes {parameter}"
+                f"{' by position' * (parameter.kind is parameter.POSITIONAL_ONLY)}; a hook gets "
+                f"its arguments by name, so write out the ones it uses, of {', '.join(valid)}."
+            )
+        if parameter.name in valid:
+            arguments.append(parameter.name)
+        elif parameter.default is parameter.empty:
+            raise SetupError(
+                f"{place}: {name} asks for '{parameter.name}'"
+                f"{nearest(parameter.name, valid) or ';'} it may name {', '.join(valid)}."
+            )
+    if getattr(function, "deferred", False):
+        _check_deferred(spec, name, place, arguments)
+    return tuple(arguments)
+
+
+def _check_deferred(spec: Spec, name: str, place: str, arguments: list[str]) -> None:
+    allowed = (*DEFERRED, *COMMON)
+    if spec.name != "every_steps":
+        raise SetupError(f"{place}: {name} is @deferred, which only every_steps can be.")
+    for argument in arguments:
+        if argument not in allowed:
+            raise SetupError(
+                f"{place}: {name} is @deferred and asks for '{argument}'; a deferred "
+                f"function may name {', '.join(allowed)} only."
+            )
+
+
+def misspelt(callbacks: Any, origin: str) -> list[str]:
+    """Warns of functions and dicts that no hook uses but whose name is a hook's, all but a slip."""
+    return [
+        f"{origin}: {name} is no hook and is not used; did you mean {close}?"
+        for name in dir(callbacks)
+        if (close := _meant(callbacks, name))
+    ]
+
+
+def _meant(callbacks: Any, name: str) -> str | None:
+    """Returns the hook that an attribute looks like without being one."""
+    value = inspect.getattr_static(callbacks, name)
+    if name in SPECS or name.startswith("_") or not (callable(value) or isinstance(value, dict)):
+        return None
+    short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
+    close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
+    return close[0] if close else None

@@ -1,0 +1,151 @@
+"""What the defaults are written with, and hooks of the user's may be, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.numerics.not_finite import note_nans
+
+
+def nan_to_zero(gradient: Any) -> Any:
+    """Returns the gradient with each NaN entry replaced by 0; works on sparse gradients too."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape
+        )
+    is_nan = tf.math.is_nan(gradient)
+    note_nans(is_nan)
+    return tf.where(is_nan, tf.zeros_like(gradient), gradient)
+
+
+def trackable(**objects: Any) -> dict[str, Any]:
+    """Returns those of the named objects that a ``tf.train.Checkpoint`` can hold.
+
+    A loss that is a plain function or a Keras loss has no state, and is left out.
+    """
+    kept = {}
+    for name, value in objects.items():
+        try:
+            tf.train.Checkpoint(**{name: value})
+        except ValueError:
+            continue
+        kept[name] = value
+    return kept
+
+
+DIFFER = (
+    "the tensors of a batch differ in their first dimension, so that it is not clear how many "
+    "examples it holds; write a hook that says so, such as "
+    "def count_examples(batch): return tf.shape(batch[1])[0]"
+)
+
+
+@tf.autograph.experimental.do_not_convert
+def leading_dimension(batch: Any) -> Any:
+    """Returns the first dimension of a batch's tensors, which all of them have to share.
+
+    Returns:
+        A number where the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the
+        tensors turn out to differ. Scalars do not count; a batch of nothing else gives None.
+
+    Raises:
+        ValueError: the shapes show that the tensors differ.
+    """
+    fixed, found = set(), []
+    for tensor in tf.nest.flatten(batch):
+        if isinstance(tensor, tf.RaggedTensor):
+            found.append(tf.cast(tensor.nrows(), tf.int64))
+        elif isinstance(tensor, tf.SparseTensor):
+            found.append(tensor.dense_shape[0])
+        elif tensor.shape.rank is None or (tensor.shape.rank and tensor.shape[0] is None):
+            found.append(tf.shape(tensor, tf.int64)[0])
+        elif tensor.shape.rank:
+            fixed.add(tensor.shape[0])
+    if tf.executing_eagerly():
+        fixed, found = {*fixed, *(int(size) for size in found)}, []
+    if len(fixed) > 1:
+        raise ValueError(DIFFER)
+    sizes = [*fixed, *found]
+    if len(sizes) < 2:
+        return sizes[0] if sizes else None
+    first = tf.cast(sizes[0], tf.int64)
+    same = tf.reduce_all(tf.stack([tf.cast(size, tf.int64) for size in sizes[1:]]) == first)
+    return tf.where(same, first, tf.constant(-1, tf.int64))
+
+
+@tf.autograph.experimental.do_not_convert
+def unpack(batch: Any) -> tuple[Any, Any, Any]:
+    """Returns inputs, targets and sample weights of a batch as Keras has it: (x, y) or (x, y, w).
+
+    Returns:
+        The three; None for the weights if there are none.
+
+    Raises:
+        ValueError: the batch is no pair and no triple, or its third element cannot be weights:
+            floating-point numbers, one per example, of shape [b] or [b, 1].
+    """
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        raise ValueError(
+            "the default takes a batch of two elements, inputs and targets, or of three with "
+            "sample weights; for another one write the hook"
+        )
+    if len(batch) == 3 and sample_weight(batch) is None:
+        raise ValueError(
+            "the third element of a batch means sample weights, floating-point numbers of shape "
+            "[b] or [b, 1]; cast it if it is that, otherwise make the batch a dict, or write "
+            "input_pre, loss_pre and metric_pre, which say what is what"
+        )
+    return batch[0], batch[1], sample_weight(batch)
+
+
+def sample_weight(batch: Any) -> Any:
+    """Returns the third of a batch's three elements if it can be sample weights, otherwise None."""
+    if not isinstance(batch, tuple | list) or len(batch) != 3:
+        return None
+    weight = batch[2]
+    if not isinstance(weight, tf.Tensor | tf.TensorSpec) or not weight.dtype.is_floating:
+        return None
+    rank = weight.shape.rank
+    return weight if rank in (1, None) or (rank == 2 and weight.shape[1] == 1) else None
+
+
+@tf.autograph.experimental.do_not_convert
+def weighted(loss: Any, batch: Any) -> Any:
+    """Returns the loss of each example times its sample weight, if the batch holds weights.
+
+    They are the third element of an (x, y, w) batch; of any other batch the loss stays as it is.
+
+    Args:
+        loss: one number per example
+        batch: as the dataset gave it
+
+    Raises:
+        ValueError: the loss is one number for the whole batch.
+    """
+    weight = sample_weight(batch)
+    if weight is None:
+        return loss
+    loss = tf.convert_to_tensor(loss)
+    if loss.shape.rank == 0:
+        raise ValueError(
+            "the loss is one number for the whole batch, which the sample weights in it cannot "
+            "weight; return one number per example from create_loss (reduction='none'), or write "
+            "this hook if the weights are in the loss already"
+        )
+    if loss.shape.rank not in (1, None):  # refused where the loss is summed
+        return loss
+    return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
+
+
+def deferred(hook: Callable[..., None]) -> Callable[..., None]:
+    """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
+
+    It may name ``step``, ``dev``, ``chief``, ``config`` and ``hparams``, and must not change what
+    training uses. The engine then need not leave the graph for it: it runs for each of its steps,
+    in order, as soon as the graph call that holds them has ended, about a second later at most.
+    """
+    hook.deferred = True  # type: ignore[attr-defined]
+    return hook

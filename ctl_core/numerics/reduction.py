@@ -1,0 +1,54 @@
+"""Sums over the replicas, of dense and of sparse gradients. In a replica context, in a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def sum_over_replicas(values: Any, replicas: int) -> Any:
+    """Sums what each replica has, all of it in one all-reduce.
+
+    Args:
+        values: a structure of tensors, dense or sparse
+        replicas: how many there are
+
+    Returns:
+        The sums. A sparse one has each index once: until then its norm is not the gradient's norm,
+        and clipping would depend on how often an index occurs.
+    """
+    if replicas > 1:
+        context = tf.distribute.get_replica_context()
+        if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            values = tf.nest.map_structure(_of_fixed_shape, values)
+        values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    return tf.nest.map_structure(_merge_rows, values)
+
+
+def divide(value: Any, weight: tf.Tensor) -> Any:
+    """Divides a tensor, dense or sparse, by a number; 0 if that is 0."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(divide(value.values, weight), value.indices, value.dense_shape)
+    return tf.math.divide_no_nan(value, tf.cast(weight, value.dtype))
+
+
+def _of_fixed_shape(gradient: Any) -> Any:
+    """Returns a sparse gradient as a dense one, if the number of its rows may change.
+
+    Between processes, sparse gradients are gathered, and the collective of a graph takes no other
+    shape than that of its first step.
+    """
+    sparse = isinstance(gradient, tf.IndexedSlices)
+    return (
+        tf.convert_to_tensor(gradient) if sparse and gradient.values.shape[0] is None else gradient
+    )
+
+
+def _merge_rows(gradient: Any) -> Any:
+    """Adds up the rows of a sparse gradient that belong to one index."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    indices, rows = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)

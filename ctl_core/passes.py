@@ -1,0 +1,116 @@
+"""A pass over the training data as steps of global batches: what is left out, and what is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.checks.data import Found, Pipeline, Sizes, checked_count, packed
+from ctl_core.errors import SetupError
+from ctl_core.hooks import describe
+
+
+def whole_groups(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
+    """Leaves out the last elements of a pass, those that fill no step."""
+    assert found.elements is not None
+    if found.elements < found.together:
+        raise SetupError(
+            f"{pipeline.name}: the dataset has {found.elements * found.size} examples, fewer than "
+            f"one global batch of {found.together * found.size}; lower batch_size."
+        )
+    rest = found.elements % found.together
+    return pipeline.dataset.take(found.elements - rest) if rest else pipeline.dataset
+
+
+def tallied(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
+    """Repeats a pass without the elements that cannot be used, and keeps a tally of these.
+
+    A counter in the pipeline that the host could read would be a state that no checkpoint can
+    hold. So the tally travels with the elements, in the state of ``scan``, which one can.
+
+    Returns:
+        A dataset of (True, tally, element). The tally is an int64 vector: how many passes have
+        begun, and of the first pass ``Found.left_out`` up to this element.
+    """
+    size, dataset = found.size, pipeline.dataset
+    grouped = found.together > 1 and not pipeline.endless
+
+    @tf.autograph.experimental.do_not_convert
+    def has_size(*parts: Any) -> tf.Tensor:
+        number = checked_count(pipeline.count_examples, packed(pipeline.dataset, parts))
+        return tf.cast(number == size, tf.int64)
+
+    def group(key: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
+        # An element is used if it has the right size and a whole group is there. (The window is
+        # counted as a batch, since ``Dataset.reduce`` cannot be saved.)
+        lengths = window.map(lambda *_: 0).batch(found.together).map(tf.size)
+
+        def mark(length: tf.Tensor) -> tf.data.Dataset:
+            used = tf.logical_and(key == 1, length == found.together)
+            return window.map(lambda *parts: (used, packed(pipeline.dataset, parts)))
+
+        return lengths.flat_map(mark)
+
+    @tf.autograph.experimental.do_not_convert
+    def add(state: tf.Tensor, item: Any) -> tuple[tf.Tensor, Any]:
+        index, (used, element) = item if grouped else (item[0], (True, item[1]))
+        number = checked_count(pipeline.count_examples, element)
+        used = tf.logical_and(used, number == size)
+        begun, odd, unused = (tf.cast(x, tf.int64) for x in (index == 0, number != size, ~used))
+        passes = state[0] + begun
+        counts = tf.stack([odd, odd * number, (1 - odd) * unused * number])
+        counts = tf.where(passes < 2, state[1:4] + counts, state[1:4])
+        # Passes begun since an element was used: a pass that uses none would go on for ever.
+        idle = tf.where(used, tf.constant(0, tf.int64), state[4] + begun)
+        tally = tf.concat([[passes], counts], 0)
+        return tf.concat([tally, [idle]], 0), (used, idle < 2, tally, element)
+
+    # No stage of a pass reads ahead here, as map may: at the end of a pass TensorFlow lets go of
+    # a shuffle whose state is still wanted (see ``holds_shuffles``).
+    if grouped:
+        dataset = dataset.group_by_window(
+            has_size,
+            group,
+            window_size_func=lambda key: tf.where(
+                key == 1, tf.constant(found.together, key.dtype), 1
+            ),
+        )
+    dataset = dataset.enumerate()
+    dataset = dataset if pipeline.endless else dataset.repeat()
+    dataset = dataset.scan(tf.zeros([5], tf.int64), add)
+    dataset = dataset.take_while(lambda used, going_on, *_: going_on)
+    return dataset.filter(lambda used, *_: used).map(lambda used, _, *rest: (used, *rest))
+
+
+def cut(dataset: tf.data.Dataset, sizes: Sizes, with_tally: bool, name: str) -> tf.data.Dataset:
+    """Cuts global batches into the shares that the replicas take one after the other."""
+
+    def share(tensor: Any, index: tf.Tensor) -> Any:
+        if tensor.shape.rank == 0:
+            return tensor
+        if tensor.shape[0] not in (None, sizes.batch) or isinstance(tensor, tf.SparseTensor):
+            raise SetupError(
+                f"{name}: a global batch cannot be cut into batches of {sizes.per_replica}, since "
+                f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches "
+                "of per_replica_batch_size."
+            )
+        start = tf.cast(index, tf.int32) * sizes.per_replica
+        part = tensor[start : start + sizes.per_replica]
+        if isinstance(part, tf.RaggedTensor):
+            return part
+        return tf.ensure_shape(part, [sizes.per_replica, *tensor.shape[1:]])
+
+    @tf.autograph.experimental.do_not_convert
+    def pieces(*parts: Any) -> tf.data.Dataset:
+        *front, element = parts if with_tally else (packed(dataset, parts),)
+
+        def pick(index: tf.Tensor) -> Any:
+            own = tf.nest.map_structure(lambda tensor: share(tensor, index), element)
+            return (*front, own) if with_tally else own
+
+        return tf.data.Dataset.range(sizes.shares).map(
+            tf.autograph.experimental.do_not_convert(pick)
+        )
+
+    return dataset.flat_map(pieces)

@@ -1,0 +1,74 @@
+"""The folder of checkpoints: put in order before it is used, and after each checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import tensorflow as tf
+
+from ctl_core.console import Console
+from ctl_core.errors import SetupError
+from ctl_core.run_state.record import NAME, PART, Damaged, read_record, saved_steps
+
+
+def repair_list(folder: Path) -> None:
+    """Makes the manager's own list of checkpoints anew if it is damaged or gone.
+
+    A CheckpointManager refuses to start with a damaged list, and would never delete what a
+    missing one does not name.
+    """
+    file = folder / "checkpoint"
+    try:
+        if file.exists() and not file.is_file():  # a named pipe would keep us waiting
+            file.unlink()
+        listed = tf.train.get_checkpoint_state(str(folder)) is not None
+    except OSError as error:
+        raise SetupError(f"{file}: expected a file, not a folder; remove it.") from error
+    except ValueError:  # empty, or no text any more
+        listed = False
+    steps = sorted(saved_steps(folder / "engine"))
+    if listed or not (steps or file.exists()):
+        return
+    file.unlink(missing_ok=True)
+    if steps:
+        paths = [str(folder / f"ckpt-{step}") for step in steps]
+        tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
+
+
+def clean(folder: Path, console: Console) -> None:
+    """Removes what a process that was killed while saving left half-written.
+
+    What is no file and has a file's name, such as a named pipe, is moved out of the way.
+    """
+    for each in (folder, folder / "engine"):
+        for path in each.glob("*-*.*"):
+            if NAME.fullmatch(path.name) and not path.is_file():
+                aside = path.rename(path.with_name(f"{path.name}.aside"))
+                console.warn(f"{path} is no file; it is called {aside.name} now.")
+        for path in each.glob("*_temp"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in each.glob("*.tmp"):
+            if not path.is_dir():
+                path.unlink()
+
+
+def remove_orphans(folder: Path) -> None:
+    """Removes engine parts whose user part the manager has deleted, or that do not count."""
+    named, engine = set(), folder / "engine"
+    for step in saved_steps(engine):
+        path = engine / f"ckpt-{step}.json"
+        with contextlib.suppress(Damaged):  # restore says so
+            record = read_record(engine, step)
+            named.add(record.vocabularies)
+            if not (folder / f"{record.path}.index").exists():
+                path.unlink()
+    for path in engine.glob("vocabularies-*.json"):
+        if path.name not in named:
+            path.unlink()
+    for path in engine.glob("*.index"):
+        match = PART.fullmatch(path.stem)
+        if match and not (engine / f"ckpt-{match[1]}.json").exists():
+            for part in engine.glob(f"{path.stem}.*"):
+                part.unlink()

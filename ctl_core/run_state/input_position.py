@@ -1,0 +1,101 @@
+"""The position in the training data: saved by each process, and reached again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.checks.position import holds_shuffles
+from ctl_core.console import Console
+from ctl_core.errors import op_message
+from ctl_core.numerics.staging import GraphCheckpoint
+from ctl_core.run_state.record import UNREADABLE, Damaged, Record, regular
+from ctl_core.state import State
+
+_LARGE = 64 * 2**20
+
+
+class InputPosition:
+    """This process's position in the training data."""
+
+    def __init__(self, state: State, console: Console) -> None:
+        self._state = state
+        self._console = console
+        self._made: Any = None
+
+    def _part(self) -> GraphCheckpoint:
+        iterator = self._state.data.iterator
+        if self._made is None or self._made.input is not iterator:
+            self._made = GraphCheckpoint(input=iterator)
+        return self._made  # type: ignore[no-any-return]
+
+    def save(self, prefix: Path) -> bool:
+        """Writes the position; returns whether it is there, and exact."""
+        why = self._state.data.why_not_checkpointable
+        try:
+            if why is None:
+                self._part().write(str(prefix))
+        except tf.errors.FailedPreconditionError as error:
+            why = op_message(error, 120)
+        if why is not None:
+            self._console.warn_once(
+                f"the position in the training data cannot be saved exactly ({why}); a resumed "
+                "run will read and drop what was used. For random changes to examples, see "
+                "ctl_core.data.with_seeds."
+            )
+            return False
+        size = sum(path.stat().st_size for path in prefix.parent.glob(f"{prefix.name}.data*"))
+        if size > _LARGE:
+            self._console.warn_once(
+                f"the position in the training data takes {size / 2**20:.0f} MB in every "
+                "checkpoint, most of it a shuffle buffer; for data in memory, "
+                "ctl_core.data.index_shuffle shuffles as well and takes next to nothing."
+            )
+        return holds_shuffles(prefix, self._state.data.pipeline.dataset)
+
+    def restore(self, record: Record, prefix: Path) -> None:
+        """Goes to the position of a record, by reading and dropping if need be.
+
+        All processes of a cluster read, or all drop: those that do the one and those that do the
+        other could not be told apart.
+        """
+        cluster, data = self._state.cluster, self._state.data
+        why = self._why_not(record)
+        if why is None:
+            try:
+                self._part().read(regular(str(prefix)))
+            except (*UNREADABLE, Damaged):
+                why = "the saved position does not fit the data any more, or its file is damaged"
+            if cluster.all(why is None):
+                return
+            why = why or "another process cannot read the position that it saved"
+            self._state.renew_input()
+            data = self._state.data
+        self._console.warn(
+            f"the position in the training data is reached by reading and dropping "
+            f"{record.examples} examples, since {why}."
+        )
+        elements = record.examples // self._state.context.micro_batch_size
+        data.skip(elements // cluster.task.processes)
+
+    def _why_not(self, record: Record) -> str | None:
+        """Says why the saved position is not that of this run, if it is not."""
+        context, processes = self._state.context, self._state.cluster.task.processes
+        if not record.input_saved:
+            return "it could not be saved"
+        if (record.processes, record.replicas, record.batch_size, record.accumulate_steps) == (
+            processes,
+            context.replicas,
+            context.batch_size,
+            context.accumulate_steps,
+        ):
+            return None
+        why = f"it was saved with {record.replicas} replica{'s' * (record.replicas > 1)}"
+        if record.processes != processes:
+            why += f" in {record.processes} process{'es' * (record.processes > 1)}"
+        why += f", batch_size {record.batch_size}"
+        if record.accumulate_steps > 1 or context.accumulate_steps > 1:
+            why += f", accumulate_steps {record.accumulate_steps}"
+        return why

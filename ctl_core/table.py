@@ -1,0 +1,188 @@
+"""The table of hooks: each one's name, the arguments it may name, what it returns.
+
+It is the source of the validation, of ``ctl_core hooks`` and of the documentation. What a hook does
+that callbacks.py leaves out is in defaults.py; what the values of the arguments are is decided
+where a hook is called: step.py, trainer.py, evaluate.py, build.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One row of the table: a hook's name, the arguments it may name, what it returns."""
+
+    name: str
+    arguments: tuple[str, ...]
+    returns: str
+    doc: str
+    default: str = "–"
+    required: bool = False
+    in_graph: bool = False
+    scheduled: bool = False
+    optional: bool = False
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
+
+
+# What a host hook can name only at the price of an observed step: these come out of the graph.
+OBSERVED = _names("update_gradients loss output batch display_gradients gradients")
+_HOST = _names(
+    "dev step update_gradients loss output batch train_model train_loss lr optimizer "
+    "display_gradients gradients ckpt manager chief state"
+)
+# What a hook that the graph is not left for may name.
+DEFERRED = _names("dev step chief")
+
+TABLE: tuple[Spec, ...] = (
+    Spec(
+        "create_dataset",
+        _names("per_replica_batch_size global_batch_size input_context"),
+        "tf.data.Dataset of batches of either size",
+        "The training data, one pass; the engine repeats it, and shares it out over the processes "
+        "of a cluster unless the hook names input_context and shards for itself.",
+        required=True,
+    ),
+    Spec(
+        "make_batches",
+        _names("dataset per_replica_batch_size global_batch_size input_context"),
+        "dataset, one element = one replica's batch, or the global one",
+        "Last change to the repeated dataset, before it is dealt out to the replicas.",
+        "the dataset unchanged",
+    ),
+    Spec(
+        "count_examples",
+        _names("batch"),
+        "how many examples a batch holds",
+        "Which dimension counts, where not all tensors have one row per example, as in graphs.",
+        "the first dimension, which all tensors have to share",
+        in_graph=True,
+    ),
+    Spec(
+        "create_model",
+        (),
+        "train_model, callable: output = train_model(inputs)",
+        "The model; built under the strategy's scope.",
+        required=True,
+    ),
+    Spec(
+        "create_loss",
+        (),
+        "train_loss, callable: loss = train_loss(loss_input)",
+        "The loss: one number per example, or their sum.",
+        required=True,
+    ),
+    Spec(
+        "create_opt",
+        _names("lr"),
+        "optimizer, or a dict of optimizers by objective",
+        "The optimizer.",
+        "Nadam(learning_rate=lr, epsilon=0.001)",
+    ),
+    Spec(
+        "create_ckpt",
+        _names("ckpt_path step lr optimizer train_model train_loss"),
+        "ckpt, manager",
+        "What a checkpoint holds and how many are kept.",
+        "all five, the newest 50",
+    ),
+    Spec(
+        "input_pre",
+        _names("batch lr"),
+        "model input",
+        "The model's input, made from a batch.",
+        "first element of an (inputs, targets) or (inputs, targets, weights) batch",
+        in_graph=True,
+    ),
+    Spec(
+        "loss_pre",
+        _names("output batch train_model lr"),
+        "loss_input, one argument",
+        "What train_loss is called with.",
+        "(output, second element of the batch)",
+        in_graph=True,
+    ),
+    Spec(
+        "batch_weight",
+        _names("batch output"),
+        "how much a batch weighs, one number from 0 up",
+        "What the summed loss is divided by, in training and evaluation: the weights of all "
+        "replicas and micro-batches added up, such as the number of tokens that are not padding.",
+        "the number of examples",
+        in_graph=True,
+        optional=True,
+    ),
+    Spec(
+        "grad_pre",
+        _names("loss output batch train_model train_loss lr"),
+        "loss_per_batch, extra_loss, trainable_vars; or a dict of such by objective",
+        "What is differentiated (the loss summed over the batch, plus terms that do not depend "
+        "on the batch), and by which variables.",
+        "weighted(loss, batch), regularization(train_model), trainable_variables(train_model)",
+        in_graph=True,
+    ),
+    Spec(
+        "update_pre",
+        _names("gradients loss output batch train_model train_loss lr optimizer"),
+        "update_gradients, display_gradients",
+        "From the gradients, summed over the replicas, to those that the optimizer applies.",
+        "NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display",
+        in_graph=True,
+    ),
+    Spec(
+        "every_steps",
+        _HOST,
+        "–",
+        "{N: function or list of functions}, run on the host after every N-th step, in every "
+        "process of a cluster: what writes a file or calls a service asks chief first, a bool. "
+        "state is a dict that checkpoints keep.",
+        "{1: print_step, 10: print_loss}",
+        scheduled=True,
+    ),
+    Spec(
+        "at_step",
+        _HOST,
+        "–",
+        "{N: function or list of functions}, run once after step N, never again.",
+        "{}",
+        scheduled=True,
+    ),
+    Spec(
+        "create_eval_dataset",
+        _names("per_replica_batch_size"),
+        "tf.data.Dataset of batches, the last one may be smaller",
+        "The evaluation data, one pass; each example is used exactly once.",
+        "none: no evaluation",
+        optional=True,
+    ),
+    Spec(
+        "create_metrics",
+        (),
+        "dict of Keras metrics by name",
+        "What the evaluation measures beside the loss.",
+        "{}",
+    ),
+    Spec(
+        "metric_pre",
+        _names("output batch train_model"),
+        "arguments of update_state, or a dict of such by metric",
+        "What the metrics are updated with.",
+        "(second element of the batch, output), and the third if there are sample weights",
+        in_graph=True,
+    ),
+    Spec(
+        "eval_pre",
+        _names("loss output batch train_model train_loss lr"),
+        "loss_per_batch, extra_loss",
+        "The loss that the evaluation reports.",
+        "weighted(loss, batch), regularization(train_model)",
+        in_graph=True,
+    ),
+)
+SPECS = {spec.name: spec for spec in TABLE}
+COMMON = ("config", "hparams")
+DATA_HOOKS = ("create_dataset", "make_batches", "create_eval_dataset")
