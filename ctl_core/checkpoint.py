@@ -11,6 +11,7 @@ A checkpoint of step 300 is, in runs/NAME/ckpt:
                                         their mean, which is in the user's part
     engine/vocabularies-<hash>.json     what preprocessing layers have learnt, if there are any
     engine/ckpt-300.json                the record, written last: without it, nothing counts
+    best/                               the same files of the checkpoint that ``keep_best`` keeps
 
 so that a process killed at any moment leaves either a whole checkpoint or none. In a cluster, the
 folder has to be one that all processes share. How the chief writes while training goes on is in
@@ -23,7 +24,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -33,7 +34,7 @@ from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, op_message, reason
 from ctl_core.numerics.randomness import generator_states
 from ctl_core.run_state.fitting import KEY_END, differing_variables, unfitting
-from ctl_core.run_state.folder import clean
+from ctl_core.run_state.folder import clean, keep_best
 from ctl_core.run_state.hook_state import check_state
 from ctl_core.run_state.input_position import InputPosition
 from ctl_core.run_state.record import (
@@ -48,6 +49,7 @@ from ctl_core.run_state.record import (
 from ctl_core.run_state.remainder import Remainder
 from ctl_core.run_state.vocabularies import Vocabularies
 from ctl_core.run_state.writing import CheckpointWriter
+from ctl_core.selection import best_step
 from ctl_core.state import Progress, State
 
 
@@ -73,6 +75,7 @@ class Checkpoints:
         self._cluster = state.cluster
         self._folder = Path(state.manager.directory)
         self._engine = self._folder / "engine"
+        self._best = self._folder / "best"
         self._vocabularies = Vocabularies(state.found, state.hooks)
         self._divergence = Divergence(state.strategy, state.cluster, state.found.variables.values())
         self._position = InputPosition(state, console)
@@ -99,11 +102,12 @@ class Checkpoints:
         status = restore(path, *args, **options)
         self._state.step_variable.assign(step)
         match = NUMBER.search(Path(path).name) if path else None
-        if match and Path(path).parent.resolve() == self._folder.resolve():
+        folder = Path(path or ".").parent.resolve()
+        if match and folder in (self._folder.resolve(), self._best.resolve()):
             with contextlib.suppress(Damaged):  # no checkpoint of a run: what the hook wrote there
-                names = read_record(self._engine, int(match[1])).remainder or []
+                names = read_record(folder / "engine", int(match[1])).remainder or []
                 part = tf.train.Checkpoint(remainder=self.remainder.saved(names))
-                part.read(str(self._engine / f"ckpt-{match[1]}")).expect_partial()
+                part.read(str(folder / "engine" / f"ckpt-{match[1]}")).expect_partial()
                 self.remainder.put_back(names)
         return status
 
@@ -243,11 +247,13 @@ class Checkpoints:
             "checkpoints are kept."
         )
 
-    def restore(self, step: int | None = None, with_input: bool = True) -> Record | None:
+    def restore(
+        self, step: int | Literal["best"] | None = None, with_input: bool = True
+    ) -> Record | None:
         """Restores the newest whole checkpoint, or that of ``step``.
 
         Args:
-            step: the checkpoint to take; default: the newest
+            step: the checkpoint to take, or the one that ``keep_best`` keeps; default: the newest
             with_input: whether training goes on from here, so that the data must, too
 
         Returns:
@@ -259,8 +265,15 @@ class Checkpoints:
         """
         if with_input and self._cluster.task.chief:
             clean(self._folder, self._console)  # not while another process may be training
-        steps = self._synced_steps()
-        if step is not None:
+        steps, folder = self._synced_steps(), self._folder
+        if step == "best":
+            folder, steps = self._best, saved_steps(self._best / "engine")
+            if not steps:
+                raise SetupError(
+                    f"checkpoint: {self._folder} has no best one; train with keep_best, such as "
+                    "--keep-best loss."
+                )
+        elif step is not None:
             if step not in steps:
                 there = ", ".join(map(str, steps[:10])) or "none"
                 raise SetupError(
@@ -268,8 +281,10 @@ class Checkpoints:
                 )
             steps = [step]
         for number in steps:
-            record = self._restore_one(number, with_input)
+            record = self._restore_one(folder, number, with_input)
             if record is not None:
+                if with_input and self._cluster.task.chief:
+                    self._keep_best_again(record)
                 return record
         # A single user's part beside a folder of the engine's without any record is what is left of
         # a first checkpoint that was never finished: the run begins anew.
@@ -280,6 +295,14 @@ class Checkpoints:
                 "choose another run_name or remove the folder."
             )
         return None
+
+    def _keep_best_again(self, record: Record) -> None:
+        """Keeps the best checkpoint if the process that was to do so was killed before."""
+        step = best_step(record.best)
+        kept = saved_steps(self._best / "engine")
+        if step in saved_steps(self._engine) and step not in kept:
+            with contextlib.suppress(Damaged):
+                keep_best(self._folder, read_record(self._engine, step))
 
     def _synced_steps(self) -> list[int]:
         """Returns the steps of the checkpoints there are, newest first, as the chief sees them.
@@ -299,11 +322,11 @@ class Checkpoints:
             )
         return steps
 
-    def _restore_one(self, step: int, with_input: bool) -> Record | None:
+    def _restore_one(self, folder: Path, step: int, with_input: bool) -> Record | None:
         """Restores one checkpoint; if it is damaged, warns and returns None."""
         record, why = None, "another process cannot read it"
         try:
-            record = self._read_parts(step)
+            record = self._read_parts(folder, step)
         except Damaged as error:
             why = str(error)
         if not self._cluster.all(record is not None) or record is None:
@@ -323,19 +346,20 @@ class Checkpoints:
         self.saved_step = record.step
         return record
 
-    def _read_parts(self, step: int) -> Record:
+    def _read_parts(self, folder: Path, step: int) -> Record:
         """Reads the record and all variables.
 
         Raises:
             Damaged: a file is cut short, altered or gone.
             SetupError: the checkpoint does not fit the model.
         """
-        record = read_record(self._engine, step)
-        user_part = regular(str(self._folder / record.path))
-        engine_part = regular(str(self._engine / f"ckpt-{step}"))
+        engine = folder / "engine"
+        record = read_record(engine, step)
+        user_part = regular(str(folder / record.path))
+        engine_part = regular(str(engine / f"ckpt-{step}"))
         self._relearnt = []
         if record.vocabularies is not None:
-            file = self._engine / record.vocabularies
+            file = engine / record.vocabularies
             try:
                 self._relearnt = self._vocabularies.put_back(file, self._console)
             except (OSError, ValueError) as error:

@@ -6,6 +6,7 @@ Which there are, and what each may name, is in table.py; their defaults are in d
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import traceback
 import types
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from ctl_core import defaults
 from ctl_core.autograph import code_of, frames_in, original_lines, traceable, where
-from ctl_core.checks.hooks import arguments_of, check_required, misspelt, scheduled
+from ctl_core.checks.hooks import arguments_of, check_required, in_order, misspelt, scheduled
 from ctl_core.errors import CtlError, HookFailed, SetupError, brief
 from ctl_core.settings import Config
 from ctl_core.table import DATA_HOOKS, TABLE, Spec
@@ -120,7 +121,7 @@ def describe(element: Any) -> str:
     return type(element).__name__
 
 
-Schedule = dict[int, tuple[Hook, ...]]
+HooksByStep = dict[int, tuple[Hook, ...]]
 # In the message of an op that failed: it was one of the data's, since reading had to stop for it.
 READING = re.compile(r"\[\[[^\[\]]*IteratorGetNext(\w*)(?:\}\})?\]\]")
 
@@ -141,12 +142,14 @@ class Hooks:
     batch_weight: Hook | None
     grad_pre: Hook
     update_pre: Hook
-    every_steps: Schedule
-    at_step: Schedule
+    every_steps: HooksByStep
+    at_step: HooksByStep
     create_eval_dataset: Hook | None
     create_metrics: Hook
     metric_pre: Hook
     eval_pre: Hook
+    after_eval: tuple[Hook, ...]
+    at_end: tuple[Hook, ...]
 
     def data_functions(self) -> dict[str, Any]:
         """The functions of the hooks that make data, by name."""
@@ -158,9 +161,9 @@ class Hooks:
         found: dict[str, Any] = {}
         for spec in TABLE:
             hooks = getattr(self, spec.name)
-            if spec.scheduled:
-                several = [hook.function for some in hooks.values() for hook in some]
-                for index, function in enumerate(several):
+            if spec.scheduled or spec.several:
+                several = itertools.chain(*hooks.values()) if spec.scheduled else hooks
+                for index, function in enumerate(hook.function for hook in several):
                     name = f"{spec.name}/{getattr(function, '__name__', '')}"
                     found[f"{name}-{index}" if name in found else name] = function
             elif hooks is not None and spec.name not in DATA_HOOKS:
@@ -215,6 +218,8 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
         value = getattr(callbacks, spec.name, getattr(defaults, spec.name, None))
         if value is None and spec.optional:
             found[spec.name] = None
+        elif spec.several:
+            found[spec.name] = tuple(hook(*one) for one in in_order(spec, value))
         elif spec.scheduled:
             found[spec.name] = {
                 key: tuple(hook(f"{spec.name}[{key}]", function) for function in several)

@@ -20,7 +20,7 @@ def opening(state: State, start: int, last: int, resumed: bool) -> str:
         where += f", in {' and '.join(state.computed_in)}"
     if state.ended:
         return (
-            f"{state.run_dir}: a hook ended it at step {start} of {last}, nothing left to train; "
+            f"{state.run_dir}: ended early, at step {start} of {last}; nothing left to train; "
             "more steps, or --continue, let it go on."
         )
     if start >= last:
@@ -40,7 +40,7 @@ def closing(state: State, start: int, seconds: float) -> str:
         again = f"--run-name {Path(state.run_dir).name}"
         head = f"stopped by {name}, saved; goes on from here with {again}"
     else:
-        head = "ended by a hook" if state.ended else "done"
+        head = "ended early" if state.ended else "done"
     return f"{head}: {'; '.join(parts)}. Everything is in {Path(state.run_dir).resolve()}"
 
 

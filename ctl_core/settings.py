@@ -90,6 +90,8 @@ Length = Annotated[int | None, Field(ge=0, lt=2**63)]
 Folder = Annotated[str, AfterValidator(check_path)]
 _Name = Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 _Profile = Annotated[str | None, AfterValidator(_check_profile)]
+_KeepBest = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?$")]
+_EarlyStop = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?:[1-9][0-9]{0,8}$")]
 _Hparams = Annotated[dict[str, Any], BeforeValidator(_check_hparams)]
 STRICT = ConfigDict(strict=True, extra="forbid")
 
@@ -146,6 +148,16 @@ class Config:
     )
     ckpt_every: _Count = declare(1000, "save a checkpoint every so many steps (0: only at the end)")
     eval_every: _Count = declare(1000, "evaluate every so many steps (0: only at the end)")
+    keep_best: _KeepBest = declare(
+        None,
+        "keep the checkpoint with the best value of a metric, apart from the newest ones",
+        title="a metric of the evaluation, as METRIC, METRIC:max or METRIC:min",
+    )
+    early_stop: _EarlyStop = declare(
+        None,
+        "end training when a metric has not become better for so many evaluations",
+        title="METRIC:PATIENCE, METRIC:max:PATIENCE or METRIC:min:PATIENCE, such as loss:3",
+    )
     strategy: Literal["auto", "one_device", "mirrored", "multi_worker"] = declare(
         "auto", "auto joins the cluster of TF_CONFIG; else it takes all GPUs, or the one device"
     )

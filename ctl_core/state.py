@@ -34,8 +34,9 @@ class Progress:
         done: the keys of ``at_step`` that have run
         evaluated: the step of the last evaluation, or -1
         metrics: values of the last evaluation by name, or {}
-        ended: the step to which the run was to go when a hook ended it, or None
+        ended: the step to which the run was to go when it was ended early, or None
         noted: of which steps the loss was not finite
+        best: what ``keep_best`` and ``early_stop`` know, see ``Selection.judge``
         hook_state: what host hooks keep, their argument ``state``
     """
 
@@ -45,6 +46,7 @@ class Progress:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     ended: int | None = None
     noted: Noted = dataclasses.field(default_factory=Noted)
+    best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def fields_of_record(self) -> dict[str, Any]:
@@ -56,6 +58,7 @@ class Progress:
             "metrics": dict(self.metrics),
             "ended": self.ended,
             "noted": dataclasses.asdict(self.noted),
+            "best": copy.deepcopy(self.best),
             "state": copy.deepcopy(self.hook_state),
         }
 
@@ -69,6 +72,7 @@ class Progress:
             record.metrics,
             record.ended,
             Noted(**record.noted),
+            record.best,
             record.state,
         )
 

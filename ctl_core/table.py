@@ -12,7 +12,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One row of the table: a hook's name, the arguments it may name, what it returns."""
+    """One row of the table: a hook's name, the arguments it may name, what it returns.
+
+    ``scheduled``: a dict of functions by step; ``several``: a function or a list of them;
+    ``optional``: None means that the engine does without; ``in_stub``: callbacks.py shows it.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -22,7 +26,9 @@ class Spec:
     required: bool = False
     in_graph: bool = False
     scheduled: bool = False
+    several: bool = False
     optional: bool = False
+    in_stub: bool = True
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -35,6 +41,8 @@ _HOST = _names(
     "dev step update_gradients loss output batch train_model train_loss lr optimizer "
     "display_gradients gradients ckpt manager chief state"
 )
+# A host hook that belongs to no step of its own may name the rest.
+_AROUND = tuple(name for name in _HOST if name not in OBSERVED)
 # What a hook that the graph is not left for may name.
 DEFERRED = _names("dev step chief")
 
@@ -181,6 +189,26 @@ TABLE: tuple[Spec, ...] = (
         "The loss that the evaluation reports.",
         "weighted(loss, batch), regularization(train_model)",
         in_graph=True,
+    ),
+    Spec(
+        "after_eval",
+        ("metrics", *_AROUND),
+        "–",
+        "A function or a list of functions, run on the host after each evaluation: metrics has its "
+        "values by name. It may do what every_steps may, such as lr.assign, manager.save or raise "
+        "StopTraining; a checkpoint of the step holds what it has done.",
+        several=True,
+        in_stub=False,
+    ),
+    Spec(
+        "at_end",
+        ("reason", "metrics", *_AROUND),
+        "–",
+        "A function or a list of functions, run on the host once training has ended and everything "
+        "is saved: reason is done, ended (by StopTraining or early_stop), stopped (by a signal) or "
+        "failed.",
+        several=True,
+        in_stub=False,
     ),
 )
 SPECS = {spec.name: spec for spec in TABLE}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,7 @@ from ctl_core.profile import Clock, Profile
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.hook_state import check_state
 from ctl_core.schedule import Schedule
+from ctl_core.selection import Selection, best_step
 from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.table import OBSERVED
@@ -115,6 +116,13 @@ class Trainer:
             run.path / "tb" / "train",
         )
         self._resumed = False
+        evaluation = state.evaluation
+        names = None if evaluation is None else ["loss", *evaluation.metrics]
+        self._selection = Selection(state.config, names)
+        if state.hooks.after_eval and evaluation is None:
+            raise state.hooks.after_eval[0].reject(
+                "there is no evaluation that it could run after; write create_eval_dataset."
+            )
         signals.settle = self.checkpoints.settle
         state.functions = self.functions
 
@@ -134,6 +142,7 @@ class Trainer:
             state.ended = self.start < self.last <= progress.ended and not go_on
             if not state.ended and self.start < self.last:
                 progress.ended = None
+                self._selection.go_on(progress.best)
         if record and record.learning_rate != config.learning_rate:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.lr.assign(config.learning_rate)
@@ -175,6 +184,11 @@ class Trainer:
         seconds = time.monotonic()
         try:
             self._loop()
+            if going_on:
+                self._at_end("stopped" if state.stopped_by else "ended" if state.ended else "done")
+        except Exception:
+            self._at_end("failed")
+            raise
         finally:
             self.checkpoints.close()
             note = self._profile.end()
@@ -194,7 +208,8 @@ class Trainer:
         schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks)
         step, ended = state.step, False
         self._sync_status(step, ended)
-        self._evaluate_and_save(step, schedule)
+        self._evaluate(step, schedule)
+        self._save(step, schedule)
         self._profile_at(step)
         while step < self.last and not self._sync.signal:
             before, stop = step, schedule.next_stop(step)
@@ -205,16 +220,15 @@ class Trainer:
                 self._run_deferred(before, step, stop, schedule)
                 if step == stop:
                     ended = self._run_hooks(step, schedule.due(step), values)
+                    state.progress.done.update(n for n in state.hooks.at_step if n == step)
             state.data.say_left_out(self._console)
             self.checkpoints.raise_if_failed()
             if self._sync_status(step, ended).end:
-                if step < self.last:
-                    state.ended, state.progress.ended = True, self.last
-                schedule.end_at(step)
-                self.last = step
+                self._end(step, schedule)
             if step == stop:
                 self._profile_at(step)
-                self._evaluate_and_save(step, schedule)
+                self._evaluate(step, schedule)
+                self._save(step, schedule)
         self._run.flush()
         with clock.time("checkpoints"):
             self.checkpoints.save_if_due(True)
@@ -224,6 +238,13 @@ class Trainer:
         with state.cluster.peers():
             state.statistics.average()
         state.stopped_by = self._sync.signal if step < self.last else None
+
+    def _end(self, step: int, schedule: Schedule) -> None:
+        """Makes this step the last one."""
+        if step < self.last:
+            self.state.ended, self.state.progress.ended = True, self.last
+        schedule.end_at(step)
+        self.last = step
 
     def _advance(self, step: int, stop: int, schedule: Schedule) -> tuple[int, dict[str, Any]]:
         """Makes one graph call, up to ``stop`` at most.
@@ -247,8 +268,8 @@ class Trainer:
             for hook in schedule.deferred(passed):
                 hook(step=passed, dev=self.functions.devices, chief=chief)
 
-    def _run_hooks(self, step: int, due: list[Hook], values: dict[str, Any]) -> bool:
-        """Runs the host hooks that are due after a step; returns whether one ends training."""
+    def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
+        """Runs host hooks after a step; returns whether one ends training."""
         state, ended = self.state, False
         with self._run.writer("train").as_default(step=step):
             try:
@@ -261,7 +282,6 @@ class Trainer:
             except StopTraining as asked:
                 self._console.say(f"step {step}: a hook ends training. {asked}".rstrip())
                 ended = True
-        state.progress.done.update(n for n in state.hooks.at_step if n == step)
         self.functions.refresh()
         self.checkpoints.remainder.after_hooks(due, step)
         return ended
@@ -325,25 +345,52 @@ class Trainer:
                 "often is said at the end."
             )
 
-    def _evaluate_and_save(self, step: int, schedule: Schedule) -> None:
-        """Evaluates if that is due and not done, then saves: the checkpoint holds its values."""
+    def _evaluate(self, step: int, schedule: Schedule) -> None:
+        """Evaluates, if that is due and not done; what its values decide is decided here."""
         state, progress = self.state, self.state.progress
-        if state.evaluation and schedule.evaluation_due(step) and progress.evaluated != step:
-            with (
-                _attributed(state, step),
-                state.clock.time("evaluation"),
-                state.statistics.averaged(),
-            ):
-                values = evaluate(state.evaluation, self._sync)
-            if values is not None:
-                progress.metrics, progress.evaluated = values, step
-                self._console.values(step, "eval", values)
-        due = schedule.save_due(step)
+        due = schedule.evaluation_due(step) and progress.evaluated != step
+        if state.evaluation is None or not due:
+            return
+        with (
+            _attributed(state, step),
+            state.clock.time("evaluation"),
+            state.statistics.averaged(),
+        ):
+            values = evaluate(state.evaluation, self._sync)
+        if values is None:
+            return
+        progress.metrics, progress.evaluated = values, step
+        self._console.values(step, "eval", values)
+        why = self._selection.judge(step, values, progress.best)
+        if why and step < self.last:
+            self._console.say(f"step {step}: training ends. {why}")
+        ended = why is not None
+        if state.hooks.after_eval:
+            with state.clock.time("hooks"):
+                said = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
+            ended = self._sync_status(step, ended or said).end
+        if ended:
+            self._end(step, schedule)
+
+    def _save(self, step: int, schedule: Schedule) -> None:
+        """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
+        best = best_step(self.state.progress.best) == step
+        due = schedule.save_due(step) or best
         saving = due or self.checkpoints.save_requested
         self._run.flush(0.0 if saving else FLUSH_INTERVAL)
         if saving:
-            with state.clock.time("checkpoints"):
+            with self.state.clock.time("checkpoints"):
                 self.checkpoints.save_if_due(due)
+
+    def _at_end(self, reason: str) -> None:
+        """Runs the hooks ``at_end``; where training has failed, what they raise is a warning."""
+        state, values = self.state, {"reason": reason, "metrics": dict(self.state.metrics)}
+        try:
+            self._run_hooks(state.step, state.hooks.at_end, values)
+        except Exception as error:
+            if reason != "failed":
+                raise
+            self._console.warn(f"after a failure: {error}")
 
     def _profile_at(self, step: int) -> None:
         if note := self._profile.at(step):

@@ -50,6 +50,15 @@ def scheduled(spec: Spec, value: Any, origin: str) -> dict[int, list[Callable[..
     return schedule
 
 
+def in_order(spec: Spec, value: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """Returns the functions of a hook that may be several, each with what to call it."""
+    if value is None:
+        return []
+    if isinstance(value, list | tuple):
+        return [(f"{spec.name}[{index}]", function) for index, function in enumerate(value)]
+    return [(spec.name, value)]
+
+
 def arguments_of(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
     """Returns the arguments that a hook's function names, if it may name all of them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
-from ctl_core.run_state.record import NAME, PART, Damaged, read_record, saved_steps
+from ctl_core.run_state.record import NAME, PART, Damaged, Record, read_record, saved_steps
 
 
 def repair_list(folder: Path) -> None:
@@ -72,3 +73,29 @@ def remove_orphans(folder: Path) -> None:
         if match and not (engine / f"ckpt-{match[1]}.json").exists():
             for part in engine.glob(f"{path.stem}.*"):
                 part.unlink()
+
+
+def keep_best(folder: Path, record: Record) -> None:
+    """Keeps a checkpoint in the folder ``best`` as well, instead of the one that is there.
+
+    Its files are shared, not copied, where the file system can do that; the record comes last, and
+    before the other one goes.
+    """
+    best, step = folder / "best", record.step
+    (best / "engine").mkdir(parents=True, exist_ok=True)
+    parts = [*folder.glob(f"{record.path}.*"), *folder.glob(f"engine/ckpt-{step}.[id]*")]
+    if record.vocabularies is not None:
+        parts.append(folder / "engine" / record.vocabularies)
+    parts.append(folder / "engine" / f"ckpt-{step}.json")
+    kept = [best / path.relative_to(folder) for path in parts]
+    for path, to in zip(parts, kept, strict=True):
+        beside = to.with_name(f"{to.name}.tmp")
+        beside.unlink(missing_ok=True)
+        try:
+            os.link(path, beside)
+        except OSError:
+            shutil.copy2(path, beside)
+        beside.replace(to)
+    stale = [path for path in best.rglob("*") if path.is_file() and path not in kept]
+    for path in sorted(stale, key=lambda path: path.suffix != ".json"):
+        path.unlink()

@@ -52,8 +52,9 @@ class Record:
         remainder: what the engine's part holds of what the user's leaves out; None of an engine
             that did not look for it
         vocabularies: the file with what preprocessing layers have learnt, or None
-        ended: the step to which the run was to go when a hook ended it at this one, or None
+        ended: the step to which the run was to go when it was ended early at this one, or None
         noted: of which steps the loss was not finite, as ``Noted`` has it
+        best: the best values of the metrics that decide something, as ``Progress`` has them
         format: what ``FORMAT`` was when it was written; 0 of an engine that did not say
         engine: the version of the engine that wrote it, or ""
     """
@@ -76,6 +77,7 @@ class Record:
     vocabularies: str | None = None
     ended: int | None = None
     noted: dict[str, int] = dataclasses.field(default_factory=dict)
+    best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     format: int = 0
     engine: str = ""
 

@@ -6,6 +6,7 @@ TensorFlow's own tracking follows from the objects that it was given. The rest i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -114,7 +115,7 @@ class Remainder:
                     differences.append(f"{path} has shape {list(shape)}, in the checkpoint {there}")
         return differences, "; ".join(changes[:5])
 
-    def after_hooks(self, hooks: list[Hook], step: int) -> None:
+    def after_hooks(self, hooks: Sequence[Hook], step: int) -> None:
         """Looks after the first run of each hook whether it has made variables.
 
         Raises:

@@ -17,9 +17,10 @@ import tensorflow as tf
 from ctl_core.compat import holding
 from ctl_core.errors import RunError
 from ctl_core.numerics.staging import Background, StagingCopy, entries
-from ctl_core.run_state.folder import remove_orphans
+from ctl_core.run_state.folder import keep_best, remove_orphans
 from ctl_core.run_state.record import Record, write_record
 from ctl_core.run_state.remainder import is_summed
+from ctl_core.selection import best_step
 from ctl_core.state import State
 
 
@@ -80,6 +81,8 @@ class CheckpointWriter:
             return False
         record = dataclasses.replace(record, path=Path(saved).name)
         write_record(self._folder / "engine", record)
+        if best_step(record.best) == record.step:
+            keep_best(self._folder, record)
         remove_orphans(self._folder)
         return True
 

@@ -14,7 +14,7 @@ LAYERS = """
     errors table
     chunks console data precision not_finite reduction staging signals
     helpers compat joining profile settings batch_norm hook_state record gpus hook_table
-    layers tracking learning_rate strategy supervisor fitting folder
+    layers selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder sync randomness freezing micro_batches defaults
     autograph divergence __main__
     checks.hooks

@@ -42,7 +42,7 @@ def test_the_same_again_says_so_and_trains_nothing(
         assert (state.step, state.ended) == (at, True) and state.metrics == metrics
         last = settings["steps"] or 4 * 6
         said = capsys.readouterr().out
-        assert f"a hook ended it at step {at} of {last}, nothing left to train" in said
+        assert f"ended early, at step {at} of {last}; nothing left to train" in said
         for weight, other in zip(state.train_model.get_weights(), weights, strict=True):
             np.testing.assert_array_equal(weight, other)
 
@@ -139,7 +139,7 @@ def test_the_command_line(
     (tmp_path / "config.yaml").write_text("steps: 4\nbatch_size: 16\nrun_name: run\n")
     monkeypatch.chdir(tmp_path)
     assert main(["train"]) == 0
-    assert "ended by a hook: step 2" in capsys.readouterr().out
+    assert "ended early: step 2" in capsys.readouterr().out
     assert main(["train"]) == 0
     assert "ended it at step 2 of 4, nothing left to train" in capsys.readouterr().out
     assert main(["train", "--continue"]) == 0

@@ -1,0 +1,294 @@
+"""What an evaluation decides: hooks after it, the checkpoint that is kept, the end of training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.checkpoint import Checkpoints
+from tests.engine.conftest import Train, make_hooks, regression_data, sliced, small_model
+
+EVERY = {"eval_every": 5, "ckpt_every": 10, "learning_rate": 0.3}
+
+
+def hooks(**more: Any) -> Any:
+    inputs, target = regression_data()
+    own = {
+        "create_opt": lambda lr: keras.optimizers.SGD(lr),
+        "create_eval_dataset": sliced((inputs[:64], -target[:64])),  # gets worse as it learns
+        "create_metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()},
+        "update_pre": lambda gradients: (gradients, gradients),
+    }
+    return make_hooks(**{**own, **more})
+
+
+def plateau(seen: list[Any]) -> Any:
+    """``keras.callbacks.ReduceLROnPlateau`` with patience 2, as a hook with a state."""
+
+    def after_eval(metrics: dict[str, float], step: int, lr: Any, state: dict[str, Any]) -> None:
+        seen.append((step, metrics["loss"], float(lr)))
+        state.setdefault("best", float("inf"))
+        if metrics["loss"] < state["best"] - 1e-4:
+            state["best"], state["wait"] = metrics["loss"], 0
+            return
+        state["wait"] += 1
+        if state["wait"] >= 2:
+            lr.assign(lr * 0.5)
+            state["wait"] = 0
+
+    return after_eval
+
+
+def fit_with_plateau(epochs: int) -> tuple[keras.Model, list[float]]:
+    """The same with ``fit``, whose epoch is the five batches between two evaluations."""
+    inputs, target = (part[:80] for part in regression_data())
+    model = small_model()
+    model.compile(keras.optimizers.SGD(0.3), "mse")
+    callback = keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=2)
+    rates = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: found.append(float(model.optimizer.learning_rate))
+    )
+    found: list[float] = []
+    held = (regression_data()[0][:64], -regression_data()[1][:64])
+    model.fit(
+        tf.data.Dataset.from_tensor_slices((inputs, target)).batch(16),
+        epochs=epochs,
+        validation_data=held,
+        validation_batch_size=16,
+        callbacks=[callback, rates],
+        verbose=0,
+    )
+    return model, found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_plateau_hook_trains_as_the_callback_of_keras_does(train: Train, replicas: int) -> None:
+    inputs, target = (part[:80] for part in regression_data())
+    seen: list[Any] = []
+    own = hooks(after_eval=plateau(seen), create_dataset=sliced((inputs, target)))
+    state = train(own, steps=40, virtual_devices=replicas, **EVERY)
+    model, rates = fit_with_plateau(8)
+    assert len(set(rates)) > 2
+    assert [rate for _, _, rate in seen[1:]] == pytest.approx(rates[:-1])
+    for ours, theirs in zip(state.train_model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-6)
+
+
+def test_a_resumed_run_decides_as_a_whole_one_does(train: Train) -> None:
+    whole: list[Any] = []
+    settings = {**EVERY, "keep_best": "loss", "early_stop": "error:min:9"}
+    state = train(hooks(after_eval=plateau(whole)), steps=40, run_name="whole", **settings)
+    parts: list[Any] = []
+    for steps in (10, 25, 40):
+        resumed = train(hooks(after_eval=plateau(parts)), steps=steps, run_name="parts", **settings)
+    assert parts == whole
+    assert resumed.progress == state.progress
+    for ours, theirs in zip(
+        resumed.train_model.get_weights(), state.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_hooks_may_be_several_save_and_end_training(train: Train, tmp_path: Path) -> None:
+    order: list[Any] = []
+
+    def end(metrics: dict[str, float], step: int, manager: Any) -> None:
+        order.append(("end", step, sorted(metrics)))
+        manager.save()
+        if step == 10:
+            raise ctl_core.StopTraining("Enough.")
+
+    own = hooks(after_eval=[lambda step: order.append(step), end])
+    state = train(own, steps=40, eval_every=5, ckpt_every=0)
+    assert order == [5, ("end", 5, ["error", "loss"]), 10, ("end", 10, ["error", "loss"])]
+    assert state.ended and state.step == 10
+    saved = sorted(path.stem for path in (tmp_path / "runs/run/ckpt/engine").glob("*.json"))
+    assert saved == ["ckpt-10", "ckpt-5"]
+
+
+def early(name: str, patience: int) -> int:
+    """At which epoch ``keras.callbacks.EarlyStopping`` stops what the hooks above train."""
+    inputs, target = (part[:80] for part in regression_data())
+    held = (regression_data()[0][:64], -regression_data()[1][:64])
+    model = small_model()
+    model.compile(
+        keras.optimizers.SGD(0.3), "mse", metrics=[keras.metrics.MeanAbsoluteError("error")]
+    )
+    history = model.fit(
+        tf.data.Dataset.from_tensor_slices((inputs, target)).batch(16),
+        epochs=40,
+        validation_data=held,
+        callbacks=[keras.callbacks.EarlyStopping(name, patience=patience)],
+        verbose=0,
+    )
+    return len(history.epoch)
+
+
+@pytest.mark.parametrize(("metric", "patience"), [("loss", 1), ("loss", 3), ("error", 2)])
+def test_early_stop_stops_where_that_of_keras_does(
+    train: Train, capsys: pytest.CaptureFixture[str], metric: str, patience: int
+) -> None:
+    inputs, target = (part[:80] for part in regression_data())
+    own = hooks(create_dataset=sliced((inputs, target)))
+    settings = {**EVERY, "early_stop": f"{metric}:{patience}"}
+    state = train(own, steps=200, **settings)
+    assert state.ended and state.step == 5 * early(f"val_{metric}", patience)
+    said = capsys.readouterr().out
+    assert f"early_stop: {metric} was not better than" in said and "ended early: step" in said
+    assert train(own, steps=200, **settings).step == state.step  # it stays stopped
+    more = ctl_core.train(own, ctl_core.Config(**settings_of(state), **settings, steps=400))
+    assert more.step == state.step + 5 * patience  # and goes on where it is told to
+
+
+def settings_of(state: Any) -> dict[str, Any]:
+    return {
+        "batch_size": 16,
+        "run_name": state.run_dir.name,
+        "runs_dir": str(state.run_dir.parent),
+    }
+
+
+def test_the_best_checkpoint_is_kept_apart(train: Train, tmp_path: Path) -> None:
+    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
+        ckpt = tf.train.Checkpoint(train_model=train_model)
+        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=2)
+
+    weights: dict[int, Any] = {}
+
+    def remember(step: int, train_model: Any) -> None:
+        weights[step] = train_model.get_weights()
+
+    own = hooks(after_eval=remember, create_ckpt=create_ckpt)
+    settings = {"eval_every": 5, "ckpt_every": 5, "keep_best": "error:max"}
+    state = train(own, steps=60, **settings)
+    folder = tmp_path / "runs/run"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    values = {line["step"]: line["error"] for line in lines if line["split"] == "eval"}
+    best = max(values, key=lambda step: values[step])
+    own = hooks(create_ckpt=create_ckpt)
+    rolling = {path.stem for path in (folder / "ckpt/engine").glob("*.json")}
+    assert rolling == {"ckpt-55", "ckpt-60"}
+    kept = sorted(path.name for path in (folder / "ckpt/best").rglob("*") if path.is_file())
+    assert kept == sorted(
+        [f"ckpt-{best}.json"]
+        + [f"ckpt-{best}.{end}" for end in ("index", "data-00000-of-00001")] * 2
+    )
+    record = Checkpoints(state, ctl_core.console.Console()).restore("best", with_input=False)
+    assert record is not None and record.step == best and record.metrics["error"] == values[best]
+    for ours, theirs in zip(state.train_model.get_weights(), weights[best], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_best_checkpoint_that_a_kill_prevented_is_kept_at_the_next_start(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"eval_every": 5, "ckpt_every": 0, "keep_best": "loss:max"}
+    with monkeypatch.context() as patch:
+        patch.setattr("ctl_core.run_state.writing.keep_best", lambda folder, record: None)
+        train(hooks(), steps=20, **settings)
+    best = tmp_path / "runs/run/ckpt/best"
+    assert not best.exists()
+    state = train(hooks(), steps=20, **settings)
+    assert [path.name for path in best.glob("engine/*.json")] == [
+        f"ckpt-{ctl_core.selection.best_step(state.progress.best)}.json"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [({}, "done"), ({"at_step": {7: "stop"}}, "ended"), ({"at_step": {7: "fail"}}, "failed")],
+)
+def test_at_end_is_told_how_training_ended(train: Train, how: Any, reason: str) -> None:
+    def act(step: int) -> None:
+        raise ctl_core.StopTraining if how["at_step"][7] == "stop" else ValueError("no")
+
+    ends: list[Any] = []
+
+    def at_end(reason: str, step: int, metrics: dict[str, float], state: dict[str, Any]) -> None:
+        ends.append((reason, step, sorted(metrics)))
+
+    own = hooks(at_end=at_end, **{name: {7: act} for name in how})
+    if reason == "failed":
+        with pytest.raises(ctl_core.RunError, match=r"at_step\[7\]"):
+            train(own, steps=10)
+        assert ends == [("failed", 7, [])]
+        return
+    train(own, steps=10)
+    train(own, steps=10)  # nothing is left to train
+    assert ends == [(reason, 10 if reason == "done" else 7, ["error", "loss"])]
+
+
+def test_at_end_after_a_failure_may_fail_too(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(reason: str) -> None:
+        raise ValueError(f"at the end: {reason}")
+
+    own = hooks(at_end=fail, at_step={3: lambda: 1 / 0})
+    with pytest.raises(ctl_core.RunError, match="ZeroDivisionError"):
+        train(own, steps=10)
+    assert "warning: after a failure: at_end (test_after_eval.py" in capsys.readouterr().out
+    with pytest.raises(ctl_core.RunError, match="at the end: done"):
+        train(hooks(at_end=fail), steps=10, run_name="other")
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "said"),
+    [
+        (
+            {"keep_best": "eror"},
+            {},
+            "keep_best: no metric is called 'eror'; did you mean 'error'? (there: loss, error)",
+        ),
+        (
+            {"early_stop": "accuracy:max:3"},
+            {},
+            "early_stop: no metric is called 'accuracy' (there: loss, error)",
+        ),
+        (
+            {"keep_best": "size"},
+            {"create_metrics": lambda: {"size": keras.metrics.MeanAbsoluteError()}},
+            "keep_best: say whether size is better when it is higher or lower: size:max or "
+            "size:min.",
+        ),
+        (
+            {"keep_best": "loss"},
+            {"create_eval_dataset": None},
+            "keep_best: needs an evaluation; write create_eval_dataset.",
+        ),
+        ({}, {"create_eval_dataset": None, "after_eval": print}, "there is no evaluation that it"),
+        ({}, {"after_eval": lambda loss: None}, "after_eval asks for 'loss'"),
+        ({}, {"after_eval": 3}, "after_eval must be a function, got 3."),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    train: Train, settings: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    if more.get("after_eval") is print:
+        more = {**more, "after_eval": lambda step: None}
+    with pytest.raises(ctl_core.SetupError) as error:
+        train(hooks(**more), **settings)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"keep_best": "loss:most"},
+        {"keep_best": ""},
+        {"early_stop": "loss"},
+        {"early_stop": "loss:0"},
+        {"early_stop": "loss:max"},
+        {"early_stop": 3},
+    ],
+)
+def test_settings_of_another_form_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ctl_core.SetupError, match=f"{next(iter(settings))}: expected "):
+        ctl_core.Config(**settings)
