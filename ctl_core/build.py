@@ -32,6 +32,7 @@ from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluate import create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
+from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.batch_norm import MovingStatistics
 from ctl_core.numerics.freezing import Freezing, unfrozen
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
@@ -46,6 +47,7 @@ from ctl_core.step import (
     apply_update,
     forward_backward,
     loss_of,
+    model_input,
     objectives,
     run_model,
     train_step,
@@ -91,7 +93,9 @@ def _create(
     step = _step_variable()
     tf.summary.experimental.set_step(step)  # for hooks that ask; steps that are taken set theirs
     with strategy.scope():
-        train_model = create_callable(hooks.create_model, "train_model")
+        train_model = create_callable(
+            hooks.create_model, "train_model", per_replica_batch_size=per_replica
+        )
         train_loss = create_callable(hooks.create_loss, "train_loss")
         check_keras_loss(hooks.create_loss, train_loss)
         lr = LearningRate(config.learning_rate)
@@ -110,6 +114,7 @@ def _create(
             optimizers,
             config.batch_size,
             replicas,
+            step,
             config.accumulate_steps,
             config.jit_compile,
             notes_losses=config.on_nan != "ignore",
@@ -125,6 +130,10 @@ def _create(
         computed = {*lower_dtypes(find(roots).layers), config.precision} - {"float32"}
         if "float16" in computed:
             context.loss_scale = LossScale()
+        if config.ema is not None:
+            with unfrozen(train_model):
+                weights = trainable_variables(train_model)
+            roots["ema"] = context.average = WeightAverage(config.ema, weights, strategy)
         _build_late(roots, context, data, cluster.task, variables)
         evaluation = create_evaluation(context, strategy, cluster.task, per_replica)
         if cluster.task.chief:
@@ -253,11 +262,11 @@ def _build_variables(
     """
     with _scratch(data, task) as graph:
         batch = _placeholders(data.element_spec)
-        inputs = context.hooks.input_pre.in_graph(batch=batch, lr=context.lr)
+        inputs = model_input(context, batch, training=True)
         input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
         output = run_model(context, batch, training=True)
         with pairs_refused(context, data.element_spec, _placeholders):
-            loss = loss_of(context, batch, output)
+            loss = loss_of(context, batch, output, training=True)
             weight = weight_of(context, batch, output)
             named = [objectives(context, batch, output, loss, weight)]
         with unfrozen(context.train_model, context.train_loss) as some_were_frozen:

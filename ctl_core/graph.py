@@ -102,7 +102,7 @@ class StepFunctions:
 
             def body(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
                 step = before + done + 1
-                with self._summaries.as_default(step):
+                with self._summaries.as_default(step), state.context.taking_step(step):
                     found = train_step(state.context, state.data, frozenset(), step=step)
                 if "noted" in found:
                     arrays = notes.write(arrays, done, self._by_replica(found["noted"]))
@@ -123,8 +123,9 @@ class StepFunctions:
         def one_step() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
             before = state.step_variable.read_value()
             notes = Notes(1)
-            with self._summaries.as_default(before + 1):
-                values = train_step(state.context, state.data, fetches, True, before + 1)
+            step = before + 1
+            with self._summaries.as_default(step), state.context.taking_step(step):
+                values = train_step(state.context, state.data, fetches, True, step)
             state.step_variable.assign(before + 1)
             arrays = notes.arrays
             if "noted" in values:

@@ -142,6 +142,7 @@ class Hooks:
     batch_weight: Hook | None
     grad_pre: Hook
     update_pre: Hook
+    update_post: Hook | None
     every_steps: HooksByStep
     at_step: HooksByStep
     create_eval_dataset: Hook | None
@@ -150,6 +151,11 @@ class Hooks:
     eval_pre: Hook
     after_eval: tuple[Hook, ...]
     at_end: tuple[Hook, ...]
+
+    def graph_names(self, argument: str) -> bool:
+        """Whether a hook of the graph names an argument."""
+        hooks = (getattr(self, spec.name) for spec in TABLE if spec.in_graph)
+        return any(argument in hook.arguments for hook in hooks if hook is not None)
 
     def data_functions(self) -> dict[str, Any]:
         """The functions of the hooks that make data, by name."""

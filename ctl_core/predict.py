@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ctl_core.errors import SetupError
 from ctl_core.numerics.joining import on_host, padded
-from ctl_core.step import StepContext, call_model
+from ctl_core.step import StepContext, call_model, model_input
 
 
 def predict(context: StepContext, batches: Any, from_hooks: bool) -> dict[str, np.ndarray]:
@@ -31,9 +31,7 @@ def predict(context: StepContext, batches: Any, from_hooks: bool) -> dict[str, n
 
     @tf.function(autograph=False, reduce_retracing=True)
     def outputs(batch: Any) -> Any:
-        inputs = (
-            context.hooks.input_pre.in_graph(batch=batch, lr=context.lr) if from_hooks else batch
-        )
+        inputs = model_input(context, batch, training=False) if from_hooks else batch
         return call_model(context.train_model, inputs, training=False)
 
     collected: dict[str, list[tuple[np.ndarray, dict[int, np.ndarray]]]] = {}

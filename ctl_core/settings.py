@@ -136,6 +136,11 @@ class Config:
     learning_rate: Annotated[float, Field(gt=0, lt=1e30, allow_inf_nan=False)] = declare(
         0.001, "initial value of lr; on resume, a changed value replaces the current one"
     )
+    ema: Annotated[float | None, Field(gt=0, lt=1)] = declare(
+        None,
+        "keep a moving average of the weights that forgets at this rate, such as 0.999; what is "
+        "evaluated, predicted and exported is the average",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = declare(
         0, "seeds Python, NumPy, TensorFlow and Keras"
     )

@@ -7,9 +7,10 @@ is refused in checks/returned.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -33,12 +34,13 @@ from ctl_core.compat import (
 from ctl_core.errors import CtlError, HookFailed
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.inputs import Input
+from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.micro_batches import accumulate
 from ctl_core.numerics.not_finite import found_nans, seen
 from ctl_core.numerics.precision import LossScale, all_finite, to_float32
 from ctl_core.numerics.reduction import divide, sum_over_replicas
-from ctl_core.run_state.tracking import variable_name
+from ctl_core.run_state.tracking import plain_variable, variable_name
 
 
 @dataclasses.dataclass
@@ -52,13 +54,16 @@ class StepContext:
         optimizers: the optimizer by objective; a single one under ""
         batch_size: global batch size B
         replicas: N, over all processes
+        step_variable: how many steps were taken
         accumulate_steps: A, micro-batches in an update
         jit_compile: whether forward and backward pass are compiled with XLA
         loss_scale: what objectives are multiplied by; only in float16
+        average: the moving average of the weights, or None
         notes_losses: whether losses that are not finite are noted
         without_gradient: names of variables that the loss does not depend on, found in tracing
         scalar_losses: the objectives whose loss is one number, found in tracing
         trained: by objective, the variables that it does depend on, found in tracing
+        taking: the number of the step that is being traced, an int64 scalar, or None
     """
 
     hooks: Hooks
@@ -69,13 +74,16 @@ class StepContext:
     optimizers: dict[str, Any]
     batch_size: int
     replicas: int
+    step_variable: tf.Variable
     accumulate_steps: int = 1
     jit_compile: bool = False
     loss_scale: LossScale | None = None
+    average: WeightAverage | None = None
     notes_losses: bool = False
     without_gradient: list[str] = dataclasses.field(default_factory=list)
     scalar_losses: set[str] = dataclasses.field(default_factory=set)
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    taking: tf.Tensor | None = None
 
     @property
     def micro_batch_size(self) -> int:
@@ -83,39 +91,71 @@ class StepContext:
         return self.batch_size // (self.replicas * self.accumulate_steps)
 
     def hook_arguments(self) -> dict[str, Any]:
-        """The objects that every hook of the step may name."""
-        return {"train_model": self.train_model, "train_loss": self.train_loss, "lr": self.lr}
+        """What every hook of the step may name: the objects, and the number of the step.
+
+        That is the step that is being taken; outside of one, how many were taken.
+        """
+        values = {"train_model": self.train_model, "train_loss": self.train_loss, "lr": self.lr}
+        if self.hooks.graph_names("step"):  # reading it is an op, which others need not pay for
+            taken = self.taking
+            values["step"] = self.step_variable.read_value() if taken is None else taken
+        return values
+
+    @contextlib.contextmanager
+    def taking_step(self, step: tf.Tensor) -> Iterator[None]:
+        """Within, the step of this number is traced."""
+        self.taking = step
+        try:
+            yield
+        finally:
+            self.taking = None
 
 
 def forward(context: StepContext, batch: Any, training: bool) -> tuple[Any, Any]:
     """Runs the model and the loss on one replica's batch; returns what both give."""
     output = run_model(context, batch, training)
-    return output, loss_of(context, batch, output)
+    return output, loss_of(context, batch, output, training)
+
+
+def model_input(context: StepContext, batch: Any, training: bool) -> Any:
+    """Returns what the model is called with."""
+    values = context.hook_arguments()
+    return context.hooks.input_pre.in_graph(batch=batch, training=training, **values)
 
 
 def run_model(context: StepContext, batch: Any, training: bool) -> Any:
     """Returns the model's output, in float32 where precision is lower."""
     hooks = context.hooks
-    inputs = hooks.input_pre.in_graph(batch=batch, lr=context.lr)
+    inputs = model_input(context, batch, training)
     output = _attributed(
         hooks.create_model, "train_model", call_model, context.train_model, inputs, training
     )
     return to_float32(output)
 
 
-def loss_of(context: StepContext, batch: Any, output: Any) -> Any:
+def loss_of(context: StepContext, batch: Any, output: Any, training: bool) -> Any:
     """Returns what ``train_loss`` makes of the model's output, in float32 where that is lower."""
     hooks = context.hooks
-    loss_input = hooks.loss_pre.in_graph(output=output, batch=batch, **context.hook_arguments())
-    loss = _attributed(hooks.create_loss, "train_loss", context.train_loss, loss_input)
+    values = {"batch": batch, "training": training, **context.hook_arguments()}
+    loss_input = hooks.loss_pre.in_graph(output=output, **values)
+    loss = _attributed(
+        hooks.create_loss, "train_loss", call_model, context.train_loss, loss_input, training
+    )
     return to_float32(loss)
 
 
 def call_model(model: Any, inputs: Any, training: bool) -> Any:
-    """Calls the model, with ``training`` where it takes that argument."""
-    if isinstance(model, keras.Layer) or "training" in inspect.signature(model).parameters:
+    """Calls the model, or the loss, with ``training`` where it takes that argument."""
+    if isinstance(model, keras.Layer) or "training" in _parameters(model):
         return model(inputs, training=training)
     return model(inputs)
+
+
+def _parameters(function: Any) -> Any:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin has none to read
+        return ()
 
 
 def _attributed(hook: Hook, what: str, function: Any, *args: Any) -> Any:
@@ -393,16 +433,39 @@ def train_step(
         )
         found = on_replicas(update, contributed)
         found |= {name: values for name, values in pieces.items() if name in fetches}
-    if scale is not None:
-        updates, finite = found.pop("updates"), found.pop("finite")
-        finite = data.strategy.experimental_local_results(finite)[0]
-        tf.cond(
-            finite,
-            lambda: on_replicas(lambda one: apply_gradients(context, one), updates),
-            lambda: None,
-        )
-        scale.adjust(finite)
+    if scale is None:
+        after_update(context, data.strategy)
+        return found
+    updates, finite = found.pop("updates"), found.pop("finite")
+    finite = data.strategy.experimental_local_results(finite)[0]
+
+    def if_finite() -> None:
+        on_replicas(lambda one: apply_gradients(context, one), updates)
+        after_update(context, data.strategy)
+
+    tf.cond(finite, if_finite, lambda: None)
+    scale.adjust(finite)
     return found
+
+
+def after_update(context: StepContext, strategy: tf.distribute.Strategy) -> None:
+    """Calls ``update_post`` and averages the weights, for each local replica with its own values.
+
+    No value passes between replicas: all compute the same from the same variables.
+    """
+    hook, average = context.hooks.update_post, context.average
+    if hook is None and average is None:
+        return
+
+    def on_device(_: Any) -> None:
+        if hook is not None:
+            hook.in_graph(optimizer=context.optimizer, **context.hook_arguments())
+        if average is not None:
+            average.update()
+
+    some = next(v for several in context.trained.values() for v in several)
+    with tf.name_scope("update_post"):
+        strategy.extended.update(plain_variable(some), on_device, group=False)
 
 
 _IN_MICRO_BATCH = (

@@ -72,7 +72,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "create_model",
-        (),
+        _names("per_replica_batch_size"),
         "train_model, callable: output = train_model(inputs)",
         "The model; built under the strategy's scope.",
         required=True,
@@ -100,7 +100,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "input_pre",
-        _names("batch lr"),
+        _names("batch lr step training"),
         "model input",
         "The model's input, made from a batch.",
         "first element of an (inputs, targets) or (inputs, targets, weights) batch",
@@ -108,7 +108,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "loss_pre",
-        _names("output batch train_model lr"),
+        _names("output batch train_model lr step training"),
         "loss_input, one argument",
         "What train_loss is called with.",
         "(output, second element of the batch)",
@@ -126,7 +126,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "grad_pre",
-        _names("loss output batch train_model train_loss lr"),
+        _names("loss output batch train_model train_loss lr step"),
         "loss_per_batch, extra_loss, trainable_vars; or a dict of such by objective",
         "What is differentiated (the loss summed over the batch, plus terms that do not depend "
         "on the batch), and by which variables.",
@@ -135,11 +135,21 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "update_pre",
-        _names("gradients loss output batch train_model train_loss lr optimizer"),
+        _names("gradients loss output batch train_model train_loss lr optimizer step"),
         "update_gradients, display_gradients",
         "From the gradients, summed over the replicas, to those that the optimizer applies.",
         "NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display",
         in_graph=True,
+    ),
+    Spec(
+        "update_post",
+        _names("train_model train_loss optimizer lr step"),
+        "–",
+        "What is done after each update, in the graph, on each replica with its own variables: "
+        "averages and target networks, weights clipped or projected.",
+        in_graph=True,
+        optional=True,
+        in_stub=False,
     ),
     Spec(
         "every_steps",
@@ -184,7 +194,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "eval_pre",
-        _names("loss output batch train_model train_loss lr"),
+        _names("loss output batch train_model train_loss lr step"),
         "loss_per_batch, extra_loss",
         "The loss that the evaluation reports.",
         "weighted(loss, batch), regularization(train_model)",

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -143,6 +143,8 @@ class Trainer:
             if not state.ended and self.start < self.last:
                 progress.ended = None
                 self._selection.go_on(progress.best)
+        if state.context.average and record and not record.holds("ema"):
+            state.context.average.begin()
         if record and record.learning_rate != config.learning_rate:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.lr.assign(config.learning_rate)
@@ -291,13 +293,13 @@ class Trainer:
         state = self.state
         return {
             "dev": self.functions.devices,
-            "step": step,
             "optimizer": state.optimizer,
             "ckpt": state.ckpt,
             "manager": state.manager,
             "chief": state.cluster.task.chief,
             "state": state.hook_state,
             **state.context.hook_arguments(),
+            "step": step,
         }
 
     def _sync_status(self, step: int, ended: bool) -> LoopStatus:
@@ -347,7 +349,7 @@ class Trainer:
 
     def _evaluate(self, step: int, schedule: Schedule) -> None:
         """Evaluates, if that is due and not done; what its values decide is decided here."""
-        state, progress = self.state, self.state.progress
+        state, progress, average = self.state, self.state.progress, self.state.context.average
         due = schedule.evaluation_due(step) and progress.evaluated != step
         if state.evaluation is None or not due:
             return
@@ -355,6 +357,7 @@ class Trainer:
             _attributed(state, step),
             state.clock.time("evaluation"),
             state.statistics.averaged(),
+            average.in_place_of_weights() if average else nullcontext(),
         ):
             values = evaluate(state.evaluation, self._sync)
         if values is None:

@@ -15,8 +15,8 @@ from ctl_core.hooks import Hook, Hooks
 from ctl_core.run_state.tracking import find, variable_name
 
 
-def create_callable(hook: Hook, what: str) -> Any:
-    made = hook()
+def create_callable(hook: Hook, what: str, **values: Any) -> Any:
+    made = hook(**values)
     if not callable(made) or isinstance(made, type):
         raise hook.reject(f"returned {kind_of(made)}, expected {what}, a callable.")
     return made

@@ -71,7 +71,7 @@ def _rebuilt(context: StepContext, batch: Any) -> list[Any]:
     with contextlib.suppress(Exception):  # a model or a loss for one size of batches only
         output = run_model(context, batch, training=True)
         first = len(graph.get_operations())
-        loss = loss_of(context, batch, output)
+        loss = loss_of(context, batch, output, training=True)
         hooks.grad_pre.in_graph(loss=loss, output=output, batch=batch, **context.hook_arguments())
     return [] if first is None else graph.get_operations()[first:]
 

@@ -81,6 +81,10 @@ class Record:
     format: int = 0
     engine: str = ""
 
+    def holds(self, root: str) -> bool:
+        """Whether the engine's part has variables of something, such as ``ema``."""
+        return any(name.startswith(f"{root}/") for name in self.remainder or ())
+
 
 def saved_steps(folder: Path) -> list[int]:
     """Returns the steps of which a folder has records, newest first; other names are not ours."""

@@ -101,5 +101,7 @@ def _restored(
         record = Checkpoints(state, console).restore(options["checkpoint"], with_input=False)
         if record is None:
             raise SetupError(f"{run.ckpt}: no checkpoint there yet; train the run first.")
+        if state.context.average and record.holds("ema"):
+            state.context.average.put_in()
         console.say(f"{run.path}: checkpoint of step {record.step}.")
         yield state, console

@@ -143,16 +143,8 @@ def test_early_stop_stops_where_that_of_keras_does(
     said = capsys.readouterr().out
     assert f"early_stop: {metric} was not better than" in said and "ended early: step" in said
     assert train(own, steps=200, **settings).step == state.step  # it stays stopped
-    more = ctl_core.train(own, ctl_core.Config(**settings_of(state), **settings, steps=400))
+    more = train(own, steps=400, **settings)
     assert more.step == state.step + 5 * patience  # and goes on where it is told to
-
-
-def settings_of(state: Any) -> dict[str, Any]:
-    return {
-        "batch_size": 16,
-        "run_name": state.run_dir.name,
-        "runs_dir": str(state.run_dir.parent),
-    }
 
 
 def test_the_best_checkpoint_is_kept_apart(train: Train, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ LAYERS = """
     chunks console data precision not_finite reduction staging signals
     helpers compat joining profile settings batch_norm hook_state record gpus hook_table
     layers selection tracking learning_rate strategy supervisor fitting folder
-    cli run_folder sync randomness freezing micro_batches defaults
+    cli run_folder sync randomness freezing averaging micro_batches defaults
     autograph divergence __main__
     checks.hooks
     hooks

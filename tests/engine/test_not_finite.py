@@ -201,10 +201,10 @@ def test_processes_agree_on_the_first_and_the_last(monkeypatch: pytest.MonkeyPat
     cluster = Cluster(tf.distribute.get_strategy(), Task(processes=2))
     mine = LoopStatus(steps_per_call=8, step=9, first=7, latest=7, bad=1)
     theirs = [8, 0, 0, 0, 0, 9, 0, 4, 6, 2]
-    monkeypatch.setattr(cluster, "exchange", lambda values: np.array([values, theirs], np.int64))
+    monkeypatch.setattr(cluster, "gather", lambda values: np.array([values, theirs], np.int64))
     agreed = cluster.sync(mine)
     assert (agreed.first, agreed.latest, agreed.bad) == (4, 7, 2)
-    monkeypatch.setattr(cluster, "exchange", lambda values: np.array([values] * 2, np.int64))
+    monkeypatch.setattr(cluster, "gather", lambda values: np.array([values] * 2, np.int64))
     assert cluster.sync(LoopStatus(steps_per_call=8)).first == NEVER
 
 

@@ -1,0 +1,277 @@
+"""What is done after each update, and the number of the step in hooks of the graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.__main__ import main
+from tests.engine.conftest import Train, make_hooks, regression_data, sliced, small_model
+
+STEPS, BATCH, RATE = 12, 16, 0.1
+
+
+class Student(keras.Model):
+    """A network, and a target network that follows it, as in reinforcement learning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = small_model(), small_model()
+        self.target.trainable = False
+
+    def call(self, inputs: Any) -> Any:
+        return self.online(inputs) + 0.1 * tf.stop_gradient(self.target(inputs))
+
+
+def follow(train_model: Any, step: Any) -> None:
+    """A soft update at each step; and a hard one at each fifth."""
+    decay = tf.where(step % 5 == 0, 0.0, 0.9)
+    for target, online in zip(
+        train_model.target.variables, train_model.online.variables, strict=True
+    ):
+        target.assign(decay * target + (1 - decay) * online)
+        online.assign(tf.clip_by_value(online, -0.4, 0.4))
+
+
+def loop(steps: int = STEPS) -> Student:
+    """The same as a plain loop."""
+    model = Student()
+    optimizer = keras.optimizers.SGD(RATE)
+    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
+    for step, (inputs, target) in enumerate(data.repeat().take(steps), 1):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        follow(model, tf.constant(step))
+    return model
+
+
+def hooks(**more: Any) -> Any:
+    own = {
+        "create_opt": lambda lr: keras.optimizers.SGD(lr),
+        "update_pre": lambda gradients: (gradients, gradients),
+    }
+    return make_hooks(**{**own, **more})
+
+
+def assert_equal(weights: Any, others: Any) -> None:
+    for ours, theirs in zip(weights, others, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"virtual_devices": 2},
+        {"virtual_devices": 4},
+        {"accumulate_steps": 2, "virtual_devices": 2},
+        {"jit_compile": True},
+    ],
+)
+def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any) -> None:
+    own = hooks(create_model=Student, update_post=follow, every_steps={4: lambda loss: None})
+    state = train(own, steps=STEPS, learning_rate=RATE, **settings)
+    assert_equal(state.train_model.get_weights(), loop().get_weights())
+    assert state.functions.trace_counts() == [1, 1]
+
+
+def test_a_resumed_run_follows_as_a_whole_one_does(train: Train) -> None:
+    own = hooks(create_model=Student, update_post=follow)
+    for steps in (3, 8, STEPS):
+        state = train(own, steps=steps, learning_rate=RATE, ckpt_every=2)
+    assert_equal(state.train_model.get_weights(), loop().get_weights())
+
+
+def test_an_update_that_is_skipped_has_nothing_after_it(train: Train) -> None:
+    """With a loss scale, an update that is not finite is skipped."""
+
+    def count(train_model: Any, step: Any) -> None:
+        train_model.count.assign_add(1.0)
+
+    def model() -> Any:
+        made = small_model()
+        made.count = made.add_weight(shape=(), initializer="zeros", trainable=False)
+        return made
+
+    def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
+        return tf.where(step == 3, np.inf, 1.0) * loss, 0.0, train_model.trainable_variables
+
+    own = hooks(create_model=model, update_post=count, grad_pre=grad_pre)
+    state = train(own, steps=6, precision="float16", on_nan="ignore")
+    assert float(state.train_model.count) == int(state.optimizer.iterations) < 6
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_number_of_the_step_in_the_graph(train: Train, replicas: int) -> None:
+    """An annealed term and a warm-up, with steps of their own and many in one call."""
+
+    def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
+        kernel = train_model.layers[0].kernel
+        strength = 0.1 / tf.cast(step, tf.float32)
+        return loss, strength * tf.reduce_sum(kernel**2), train_model.trainable_variables
+
+    def update_pre(gradients: Any, step: Any) -> Any:
+        share = tf.minimum(tf.cast(step, tf.float32) / 6.0, 1.0)
+        return [gradient * share for gradient in gradients], gradients
+
+    seen: list[int] = []
+    own = hooks(
+        grad_pre=grad_pre,
+        update_pre=update_pre,
+        every_steps={3: lambda loss: None, 5: lambda step: seen.append(step)},
+    )
+    state = train(own, steps=STEPS, learning_rate=RATE, virtual_devices=replicas)
+    assert seen == [5, 10] and all(type(step) is int for step in seen)
+    model = small_model()
+    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
+    for step, (inputs, target) in enumerate(data.repeat().take(STEPS), 1):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
+            loss += 0.1 / step * tf.reduce_sum(model.layers[0].kernel ** 2)
+        for variable, gradient in zip(
+            model.trainable_variables,
+            tape.gradient(loss, model.trainable_variables),
+            strict=True,
+        ):
+            variable.assign_sub(RATE * min(step / 6, 1) * gradient)
+    assert_equal(state.train_model.get_weights(), model.get_weights())
+
+
+def test_training_may_be_named(train: Train) -> None:
+    """Noise in training only; the loss of the evaluation is that of the clean inputs."""
+
+    def input_pre(batch: Any, training: bool) -> Any:
+        return batch[0] * 2.0 if training else batch[0]
+
+    def loss_pre(output: Any, batch: Any, training: bool) -> Any:
+        return output, batch[1] + (3.0 if training else 0.0)
+
+    def loss(pair: Any, training: bool) -> Any:
+        return tf.reduce_sum((pair[0] - pair[1]) ** 2, 1) * (0.5 if training else 1.0)
+
+    own = hooks(
+        input_pre=input_pre,
+        loss_pre=loss_pre,
+        create_loss=lambda: loss,
+        create_eval_dataset=sliced(regression_data()),
+    )
+    state = train(own, steps=1, learning_rate=RATE)
+    model = small_model()
+    inputs, target = (part[:BATCH] for part in regression_data())
+    with tf.GradientTape() as tape:
+        value = 0.5 * tf.reduce_sum((model(inputs * 2.0) - target - 3.0) ** 2) / BATCH
+    for variable, gradient in zip(
+        model.trainable_variables, tape.gradient(value, model.trainable_variables), strict=True
+    ):
+        variable.assign_sub(RATE * gradient)
+    assert_equal(state.train_model.get_weights(), model.get_weights())
+    inputs, target = (part[:96] for part in regression_data())
+    error = float(tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, 1)))
+    assert state.metrics["loss"] == pytest.approx(error, rel=1e-5)
+
+
+def averaged(steps: int, decay: float) -> tuple[list[Any], list[Any]]:
+    """Weights and their average, of a plain loop."""
+    model = small_model()
+    averages = [variable.numpy() for variable in model.trainable_variables]
+    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
+    for inputs, target in data.repeat().take(steps):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(RATE * gradient)
+        averages = [
+            decay * average + (1 - decay) * variable.numpy()
+            for average, variable in zip(averages, model.trainable_variables, strict=True)
+        ]
+    return model.get_weights(), averages
+
+
+def loss_of(weights: Any, examples: int = 96) -> float:
+    model = small_model()
+    model.set_weights(weights)
+    inputs, target = (part[:examples] for part in regression_data())
+    return float(tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, 1)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"virtual_devices": 2, "accumulate_steps": 2}])
+def test_ema_evaluates_the_average_and_trains_on(train: Train, settings: Any) -> None:
+    own = hooks(create_eval_dataset=sliced(tuple(part[:96] for part in regression_data())))
+    more = {"learning_rate": RATE, "ema": 0.9, "eval_every": 4, "ckpt_every": 2, **settings}
+    for steps in (5, STEPS):
+        state = train(own, steps=steps, **more)
+    weights, averages = averaged(STEPS, 0.9)
+    assert_equal(state.train_model.get_weights(), weights)
+    assert state.context.average is not None
+    assert_equal([part.numpy() for part in state.context.average.averages], averages)
+    assert state.metrics["loss"] == pytest.approx(loss_of(averages), rel=1e-5)
+    assert abs(loss_of(averages) - loss_of(weights)) > 1e-3
+
+
+def test_ema_begins_where_it_is_asked_for(train: Train) -> None:
+    state = train(hooks(), steps=5, learning_rate=RATE)
+    before = state.train_model.get_weights()
+    state = train(hooks(), steps=6, learning_rate=RATE, ema=0.75)
+    after = state.train_model.get_weights()
+    expected = [0.75 * one + 0.25 * other for one, other in zip(before, after, strict=True)]
+    assert state.context.average is not None
+    assert_equal([part.numpy() for part in state.context.average.averages], expected)
+
+
+CALLBACKS = """
+import keras
+from tests.engine.test_update_post import hooks, regression_data, sliced
+vars().update(vars(hooks(create_eval_dataset=sliced(regression_data()))))
+"""
+
+
+def test_commands_use_the_average(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--run-name", "a", "--steps", str(STEPS), "--batch-size", str(BATCH)]
+    arguments += ["--learning-rate", str(RATE), "--ema", "0.9"]
+    assert main(["train", *arguments]) == 0
+    _, averages = averaged(STEPS, 0.9)
+    capsys.readouterr()
+    assert main(["evaluate", "--run-name", "a"]) == 0
+    assert f"loss {loss_of(averages):.4g}" in capsys.readouterr().out
+    np.save("inputs.npy", regression_data()[0])
+    assert main(["predict", "--run-name", "a", "--input", "inputs.npy", "--output", "o.npz"]) == 0
+    assert main(["export", "--run-name", "a"]) == 0
+    model = small_model()
+    model.set_weights(averages)
+    expected = model(regression_data()[0]).numpy()
+    np.testing.assert_allclose(np.load("o.npz")["output"], expected, rtol=1e-4, atol=1e-5)
+    served = tf.saved_model.load("runs/a/export").signatures["serving_default"]
+    (found,) = served(tf.constant(regression_data()[0])).values()
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_create_model_may_name_the_size_of_a_replicas_batch(train: Train) -> None:
+    def create_model(per_replica_batch_size: int) -> Any:
+        sizes.append(per_replica_batch_size)
+        return small_model()
+
+    sizes: list[int] = []
+    train(hooks(create_model=create_model), steps=1, virtual_devices=2, accumulate_steps=2)
+    assert sizes == [4]
+
+
+def test_what_update_post_raises_is_said_before_training(train: Train) -> None:
+    def update_post(train_model: Any) -> None:
+        train_model.layers[0].kernel.assign(tf.zeros([2, 2]))
+
+    with pytest.raises(ctl_core.SetupError, match=r"update_post \(test_update_post\.py:"):
+        train(hooks(update_post=update_post), steps=3)
+    with pytest.raises(ctl_core.SetupError, match="asks for 'gradients'"):
+        train(hooks(update_post=lambda gradients: None), steps=3)
