@@ -28,6 +28,7 @@ from ctl_core.cluster.strategy import Task, create_strategy, distribute, local_r
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import global_seed_generator
 from ctl_core.console import Console
+from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluate import create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
@@ -43,7 +44,6 @@ from ctl_core.run_state.tracking import find, trainable_variables
 from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.step import (
-    StepContext,
     apply_update,
     forward_backward,
     loss_of,

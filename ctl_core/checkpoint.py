@@ -26,17 +26,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import keras
 import tensorflow as tf
 
 from ctl_core.cluster.divergence import Divergence
 from ctl_core.console import Console
-from ctl_core.errors import RunError, SetupError, op_message, reason
+from ctl_core.errors import RunError, SetupError, reason
 from ctl_core.numerics.randomness import generator_states
-from ctl_core.run_state.fitting import KEY_END, differing_variables, unfitting
 from ctl_core.run_state.folder import clean, keep_best
 from ctl_core.run_state.hook_state import check_state
 from ctl_core.run_state.input_position import InputPosition
+from ctl_core.run_state.reading import CheckpointReader
 from ctl_core.run_state.record import (
     NUMBER,
     UNREADABLE,
@@ -79,10 +78,11 @@ class Checkpoints:
         self._vocabularies = Vocabularies(state.found, state.hooks)
         self._divergence = Divergence(state.strategy, state.cluster, state.found.variables.values())
         self._position = InputPosition(state, console)
+        self._reader = CheckpointReader(
+            state, console, self.remainder, self._vocabularies, self._engine_part
+        )
         self._writer = CheckpointWriter(state, lambda: self._engine_part(self.remainder.names))
-        self._relearnt: list[str] = []  # what the last restore has put back into layers
         self._begun: int | None = None
-        self._restore = state.ckpt.restore
         state.manager.save = self._request  # type: ignore[method-assign]
         for name in ("restore", "read"):
             rewind = functools.partial(self._rewind, getattr(state.ckpt, name))
@@ -326,7 +326,7 @@ class Checkpoints:
         """Restores one checkpoint; if it is damaged, warns and returns None."""
         record, why = None, "another process cannot read it"
         try:
-            record = self._read_parts(folder, step)
+            record = self._reader.read(folder, step)
         except Damaged as error:
             why = str(error)
         if not self._cluster.all(record is not None) or record is None:
@@ -345,76 +345,6 @@ class Checkpoints:
         self._state.progress = Progress.of_record(record)
         self.saved_step = record.step
         return record
-
-    def _read_parts(self, folder: Path, step: int) -> Record:
-        """Reads the record and all variables.
-
-        Raises:
-            Damaged: a file is cut short, altered or gone.
-            SetupError: the checkpoint does not fit the model.
-        """
-        engine = folder / "engine"
-        record = read_record(engine, step)
-        user_part = regular(str(folder / record.path))
-        engine_part = regular(str(engine / f"ckpt-{step}"))
-        self._relearnt = []
-        if record.vocabularies is not None:
-            file = engine / record.vocabularies
-            try:
-                self._relearnt = self._vocabularies.put_back(file, self._console)
-            except (OSError, ValueError) as error:
-                raise Damaged(f"{file.name} cannot be read") from error
-        try:
-            remainder = self._fitting_remainder(record.remainder, engine_part)
-            self._restore_user_part(user_part)
-            self._engine_part(remainder).read(engine_part).expect_partial()
-            self.remainder.put_back(remainder)
-        except UNREADABLE as error:
-            raise Damaged(op_message(error, 160)) from error
-        if self._state.step != step:
-            raise Damaged(f"its files are of step {self._state.step}")
-        for layer in self._state.found.adapted.values():
-            if isinstance(layer, keras.layers.Normalization):
-                layer.finalize_state()  # it computes with constants made of its variables
-        return record
-
-    def _restore_user_part(self, path: str) -> None:
-        status = None
-        try:
-            status = self._restore(path)
-            status.assert_consumed()
-        except (ValueError, AssertionError) as error:
-            if status is not None:
-                status.expect_partial()
-            differences = differing_variables(self._state.ckpt, path)
-            if not differences:  # unequal in a way that no variable shows
-                differences = [op_message(error, 200)]
-            raise unfitting(path, [*differences, *self._relearnt]) from error
-
-    def _fitting_remainder(self, names: list[str] | None, engine_part: str) -> list[str]:
-        """Compares what the engine's part holds for the user's with what there is.
-
-        Returns:
-            The paths to be read.
-
-        Raises:
-            SetupError: it does not fit the model any more.
-        """
-        if names is None:
-            if self.remainder.names:
-                self._console.warn(
-                    f"the checkpoint is of an earlier engine, which did not keep "
-                    f"{', '.join(self.remainder.names[:5])}: as created."
-                )
-            return []
-        shapes = tf.train.load_checkpoint(engine_part).get_variable_to_shape_map()
-        keys = [f"remainder/{i}{KEY_END}VARIABLE_VALUE" for i in range(len(names))]
-        differences, changes = self.remainder.compare(names, [shapes.get(key) for key in keys])
-        if differences:
-            raise unfitting(engine_part, [*differences, *self._relearnt])
-        if changes:
-            self._console.warn(f"of what hooks hold, compared with the checkpoint: {changes}.")
-        return names
 
     def _restore_statistics(self, record: Record) -> None:
         """Gives the replicas their own statistics again; others than before go on with the mean."""

@@ -16,12 +16,13 @@ from ctl_core.checks.returned import checked_extra, expect, kind_of
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.strategy import Task, distribute, local_replicas
 from ctl_core.cluster.sync import LoopStatus
+from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
 from ctl_core.eval_data import EvaluationData, create_eval_dataset
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.tracking import plain_variable, written_variables
-from ctl_core.step import StepContext, batch_sum, forward, weight_of
+from ctl_core.step import batch_sum, forward, weight_of
 
 
 @dataclasses.dataclass(frozen=True)

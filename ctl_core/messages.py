@@ -1,11 +1,37 @@
-"""What a run says of itself: where it begins, what its losses are, how it ends."""
+"""What a run says of itself: where it begins, how far it goes, what has failed, how it ends."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import tensorflow as tf
+
+from ctl_core.checks.data import EMPTY
+from ctl_core.console import Console
+from ctl_core.errors import RunError, SetupError, not_compiled
 from ctl_core.state import State
+
+
+def last_step(state: State, console: Console) -> int:
+    """Returns the step at which training ends; says how long an epoch is.
+
+    Raises:
+        SetupError: epochs are asked for, but the data has no end.
+    """
+    config, steps = state.config, state.data.steps_per_epoch
+    if config.epochs is None:
+        assert config.steps is not None
+        return config.steps
+    if steps is None:
+        raise SetupError(
+            "epochs: create_dataset or make_batches gives an endless dataset, which has no "
+            "epochs; use steps."
+        )
+    console.say(f"an epoch has {steps} steps.")
+    return steps * config.epochs
 
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:
@@ -58,3 +84,24 @@ def not_finite(state: State) -> str | None:
             f"update_pre turned NaN in gradients into 0 in {noted.zeroed} of {state.step} steps"
         )
     return f"{'; '.join(parts)}." if parts else None
+
+
+@contextlib.contextmanager
+def attributed(state: State, step: int) -> Iterator[None]:
+    """Turns a failure of TensorFlow's inside a graph call into one line that names the hook."""
+    hooks = state.hooks
+    try:
+        yield
+    except tf.errors.OutOfRangeError as error:
+        if step == 0:
+            raise hooks.create_dataset.reject(EMPTY) from error
+        raise RunError(
+            f"{hooks.create_dataset}: the training data ended after step {step}."
+        ) from error
+    except tf.errors.OpError as error:
+        with state.cluster.peers():
+            if state.cluster.lost(error):
+                raise
+        if state.config.jit_compile and (why := not_compiled(error)):
+            raise SetupError(f"jit_compile: {why}; leave it out.") from error
+        raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error

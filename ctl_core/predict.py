@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.context import StepContext
 from ctl_core.errors import SetupError
 from ctl_core.numerics.joining import on_host, padded
-from ctl_core.step import StepContext, call_model, model_input
+from ctl_core.step import call_model, model_input
 
 
 def predict(context: StepContext, batches: Any, from_hooks: bool) -> dict[str, np.ndarray]:

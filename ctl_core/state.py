@@ -11,6 +11,7 @@ import tensorflow as tf
 from ctl_core.checks.writes import Write
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import global_seed_generator_kept
+from ctl_core.context import StepContext
 from ctl_core.evaluate import Evaluation
 from ctl_core.hooks import Hooks
 from ctl_core.inputs import Input, create_input
@@ -22,7 +23,6 @@ from ctl_core.profile import Clock
 from ctl_core.run_state.record import Record
 from ctl_core.run_state.tracking import Found
 from ctl_core.settings import Config
-from ctl_core.step import StepContext
 
 
 @dataclasses.dataclass

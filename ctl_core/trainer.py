@@ -9,15 +9,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
-
-import tensorflow as tf
 
 from ctl_core.build import create_state
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.checks.data import EMPTY
 from ctl_core.checks.sums import check_sums, divided_twice
 from ctl_core.checks.traced import check_step
 from ctl_core.chunks import ChunkLength
@@ -26,11 +23,11 @@ from ctl_core.cluster.strategy import read_task
 from ctl_core.cluster.supervisor import TICK, supervised
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.console import Console
-from ctl_core.errors import RunError, SetupError, StopTraining, not_compiled
+from ctl_core.errors import RunError, SetupError, StopTraining
 from ctl_core.evaluate import evaluate
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
-from ctl_core.messages import closing, not_finite, opening
+from ctl_core.messages import attributed, closing, last_step, not_finite, opening
 from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.numerics.precision import policy
@@ -136,7 +133,7 @@ class Trainer:
         record = self.checkpoints.restore()
         progress, self._resumed = state.progress, record is not None
         fold_in_replica_id(state.found.generators, state.strategy, state.cluster.task)
-        self.start, self.last = state.step, self._last_step()
+        self.start, self.last = state.step, last_step(state, self._console)
         if progress.ended is not None:
             go_on = bool(state.cluster.gather([go_on]).any())
             state.ended = self.start < self.last <= progress.ended and not go_on
@@ -149,24 +146,6 @@ class Trainer:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.lr.assign(config.learning_rate)
         self.functions.refresh()
-
-    def _last_step(self) -> int:
-        """Returns the step at which training ends.
-
-        Raises:
-            SetupError: epochs are asked for, but the data has no end.
-        """
-        config, steps = self.state.config, self.state.data.steps_per_epoch
-        if config.epochs is None:
-            assert config.steps is not None
-            return config.steps
-        if steps is None:
-            raise SetupError(
-                "epochs: create_dataset or make_batches gives an endless dataset, which has no "
-                "epochs; use steps."
-            )
-        self._console.say(f"an epoch has {steps} steps.")
-        return steps * config.epochs
 
     def train(self) -> None:
         """Trains from ``start`` to ``last``, and says how it went."""
@@ -215,7 +194,7 @@ class Trainer:
         self._profile_at(step)
         while step < self.last and not self._sync.signal:
             before, stop = step, schedule.next_stop(step)
-            with _attributed(state, step), clock.time("steps"):
+            with attributed(state, step), clock.time("steps"):
                 step, values = self._advance(step, stop, schedule)
             state.progress.examples += (step - before) * state.config.batch_size
             with clock.time("hooks"):
@@ -354,7 +333,7 @@ class Trainer:
         if state.evaluation is None or not due:
             return
         with (
-            _attributed(state, step),
+            attributed(state, step),
             state.clock.time("evaluation"),
             state.statistics.averaged(),
             average.in_place_of_weights() if average else nullcontext(),
@@ -398,24 +377,3 @@ class Trainer:
     def _profile_at(self, step: int) -> None:
         if note := self._profile.at(step):
             self._console.say(note)
-
-
-@contextmanager
-def _attributed(state: State, step: int) -> Iterator[None]:
-    """Turns a failure of TensorFlow's inside a graph call into one line that names the hook."""
-    hooks = state.hooks
-    try:
-        yield
-    except tf.errors.OutOfRangeError as error:
-        if step == 0:
-            raise hooks.create_dataset.reject(EMPTY) from error
-        raise RunError(
-            f"{hooks.create_dataset}: the training data ended after step {step}."
-        ) from error
-    except tf.errors.OpError as error:
-        with state.cluster.peers():
-            if state.cluster.lost(error):
-                raise
-        if state.config.jit_compile and (why := not_compiled(error)):
-            raise SetupError(f"jit_compile: {why}; leave it out.") from error
-        raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error

@@ -13,8 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.compat import graphs_called
+from ctl_core.context import StepContext
 from ctl_core.errors import SetupError
-from ctl_core.step import StepContext, loss_of, run_model
+from ctl_core.step import loss_of, run_model
 
 # Element-wise arithmetic of two; comparisons, masks and products of matrices are meant for pairs.
 _ARITHMETIC = frozenset({"Add", "AddV2", "Sub", "Mul", "MulNoNan", "Div", "RealDiv", "DivNoNan"})

@@ -16,11 +16,11 @@ import keras
 import tensorflow as tf
 
 from ctl_core.compat import written_resources
+from ctl_core.context import StepContext
 from ctl_core.errors import SetupError
 from ctl_core.numerics.batch_norm import moving_statistics
 from ctl_core.numerics.randomness import draws
 from ctl_core.run_state.tracking import ENGINE, Found, is_own_file, plain_variable, tf_variable
-from ctl_core.step import StepContext
 
 # What a tensor is worked out from, in bits: something that differs between replicas, something
 # that is the same on all but no constant, and further on the variables. A handle is negative.

@@ -21,12 +21,12 @@ LAYERS = """
     hooks
     checks.data returned vocabularies schedule
     position passes eval_data created
-    inputs
+    inputs context
     step
     pairs writes evaluate predict export
     state
     build graph messages remainder input_position
-    sums traced writing
+    sums traced writing reading
     checkpoint
     trainer
     commands
