@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctl_core import data as data
+    from ctl_core.collectives import all_gather as all_gather
+    from ctl_core.collectives import all_reduce as all_reduce
+    from ctl_core.collectives import num_replicas as num_replicas
+    from ctl_core.collectives import replica_id as replica_id
     from ctl_core.console import report as report
     from ctl_core.console import show_step as show_step
     from ctl_core.errors import CtlError as CtlError
@@ -38,11 +42,15 @@ _HOME = {
     "SetupError": "errors",
     "State": "state",
     "StopTraining": "errors",
+    "all_gather": "collectives",
+    "all_reduce": "collectives",
     "deferred": "helpers",
     "leading_dimension": "helpers",
     "load_config": "layers",
     "nan_to_zero": "helpers",
+    "num_replicas": "collectives",
     "regularization": "run_state.tracking",
+    "replica_id": "collectives",
     "report": "console",
     "show_step": "console",
     "trackable": "helpers",

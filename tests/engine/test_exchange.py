@@ -35,8 +35,11 @@ def assert_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
         ("merge", 1, 1),
         ("sum", 2, 1),
         ("gather", 2, 1),
+        ("name", 1, 1),
+        ("name", 2, 1),
         ("merge", 2, 1),
         ("gather", 2, 2),
+        ("name", 2, 2),
     ],
 )
 def test_weights_are_those_of_the_plain_loop(
@@ -74,6 +77,7 @@ def half_by_half() -> keras.Model:
     ("size", "replicas", "kind"),
     [
         (25, 1, "gather"),
+        (25, 2, "name"),
         (1, 2, "gather"),
         (7, 2, "sum"),
         (24, 2, "gather"),
@@ -210,3 +214,10 @@ def test_synchronized_batch_normalisation_is_that_of_one_device(
     own = train(hooks, virtual_devices=replicas, run_name="own", **settings)
     differ = np.abs(own.train_model.get_weights()[0] - expected.get_weights()[0]).max() > 1e-4
     assert differ == (replicas > 1)
+
+
+def test_where_replicas_cannot_meet_the_names_say_so(train: Train) -> None:
+    own = make_hooks(at_step={1: lambda train_model: ctl_core.all_gather(tf.zeros([2]))})
+    assert train(own, steps=1).step == 1  # alone, nothing is exchanged
+    with pytest.raises(ValueError, match="'sum' or 'mean', got 'max'"):
+        ctl_core.all_reduce(tf.zeros([]), "max")
