@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
+from ctl_core.callbacks_file import DEFAULT, in_project
 from ctl_core.errors import SetupError, one_line
 from ctl_core.layers import (
     ENV_PREFIX,
@@ -55,18 +56,22 @@ class Command:
         config: the settings
         options: what only this command has
         notes: lines for the user on what was read
+        run: the folder of the run that is there already, if one is
+        trained_with: the setting ``callbacks`` in that run's own config.yaml
     """
 
     name: str
     config: Config
     options: Mapping[str, Any]
     notes: Sequence[str] = ()
+    run: Path | None = None
+    trained_with: str = DEFAULT
 
 
 _File = Annotated[
     str | None,
-    AfterValidator(lambda path: path and os.path.abspath(check_path(path))),
-    Field(title="the name of a file"),
+    AfterValidator(lambda path: path if path is None else os.path.abspath(check_path(path))),
+    Field(title="the name of a file or folder"),
 ]
 _Files = Annotated[list[Folder] | None, Field(title="the name of a file")]
 # Options that belong to one command and are no settings of a run: name -> (type, default and help).
@@ -131,8 +136,12 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         run: Path | None = find_run(Path(near.runs_dir), near.run_name)
     else:
         run = Path(near.runs_dir, near.run_name) if near.run_name else None
-    if run is not None and os.path.isfile(run / "config.yaml"):
+    trained_with = DEFAULT
+    if run is not None and not os.path.isfile(run / "config.yaml"):
+        run = None
+    if run is not None:
         own = read_file(run / "config.yaml")
+        trained_with = str(own.get("callbacks", ("", DEFAULT))[1])
         if environ.get("TF_CONFIG"):
             own.pop("workers", None)
         own |= {"debug": files[-1].get("debug", ("debug", False))}
@@ -146,7 +155,9 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     if command != "train":  # a trained run is used in one process
         for layer in (*files, env, flags):
             layer.pop("workers", None)
-    return Command(command, merge(files, [env, flags], notes), values, notes)
+    config = merge(files, [env, flags], notes)
+    config = dataclasses.replace(config, callbacks=in_project(config.callbacks))
+    return Command(command, config, values, notes, run, trained_with)
 
 
 def _differ(own: Layer, project: Layer, above: Layer) -> str:
@@ -154,6 +165,9 @@ def _differ(own: Layer, project: Layer, above: Layer) -> str:
     if "steps" in above or "epochs" in above:
         above = above | dict.fromkeys(("steps", "epochs"), ("", None))
     before, after, known = (_flat(layer) for layer in (own, project, above))
+    before = dataclasses.asdict(Config()) | before  # an earlier engine did not have them all
+    if "callbacks" in after:
+        after["callbacks"] = in_project(str(after["callbacks"]))
     found = [
         f"{name}: {shown(before.get(name), 30)} -> {shown(value, 30)}"
         for name, value in after.items()

@@ -1,4 +1,4 @@
-"""The run folder: runs/NAME/ with config.yaml, train.log, metrics.jsonl, ckpt/, tb/, export/."""
+"""The run folder: runs/NAME/ with config.yaml, callbacks.py, train.log, metrics.jsonl, ckpt/, …"""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from ctl_core.callbacks_file import COPY
 from ctl_core.cluster.strategy import Task
 from ctl_core.compat import GraphWriter
 from ctl_core.errors import RunError, SetupError, reason
+from ctl_core.files import refuse_links, written_whole
 from ctl_core.layers import write_config
 from ctl_core.run_state.record import saved_steps
 from ctl_core.settings import Config, free_name
@@ -46,32 +48,36 @@ class Run:
     Attributes:
         path: runs/NAME
         task: this process's place in the cluster
+        reading: whether the run is only used, and nothing is written to its folder
     """
 
-    def __init__(self, config: Config, task: Task) -> None:
-        """Creates the folder and its log, nothing else.
+    def __init__(self, config: Config, task: Task, reading: bool = False) -> None:
+        """Creates the folder and its log, nothing else; only to read, not even these.
 
         Raises:
-            SetupError: the folder cannot be written.
+            SetupError: the folder cannot be written, or links of it lead elsewhere.
         """
         name = config.run_name or free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
-        self.task = task
+        self.task, self.reading = task, reading
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
         self._writers: dict[str, Any] = {}
         self._flushes: list[Any] = []
         self._flushed_at = 0.0
+        logger = logging.getLogger("ctl_core")
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        if reading:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.path, [log, self.ckpt, self.path / "tb"])
             self._log = _Log(log, encoding="utf-8")
             self._held = log.open("a")
         except OSError as error:
             raise self._unwritable(error) from error
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logger = logging.getLogger("ctl_core")
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
         logger.addHandler(self._log)
 
     def lock(self) -> None:
@@ -107,22 +113,33 @@ class Run:
         """One JSON object a line: step, split and values."""
         return self.path / "metrics.jsonl"
 
-    def open(self, config: Config, step: int, new: bool = True) -> None:
+    def open(
+        self, config: Config, step: int, new: bool = True, source: bytes | None = None
+    ) -> None:
         """Writes config.yaml and opens metrics.jsonl, which ends at ``step`` afterwards.
 
         What an interrupted process had written beyond its last checkpoint is taken out, since
         the steps are about to run again.
 
+        Args:
+            config: the settings
+            step: how many steps were taken
+            new: whether more are about to be: settings and hooks are those of steps that were
+            source: what is in the file with the hooks, if there is one
+
         Raises:
             SetupError: one of the files cannot be written.
         """
         try:
-            if new:  # the settings are those of the steps that were trained
+            if new and source is not None:
+                with written_whole(self.path / COPY) as beside:
+                    beside.write_bytes(source)
+            if new:
                 write_config(config, self.config_file)
             kept = [line for line in self.read_metrics() if line["step"] <= step]
-            beside = self.metrics_file.with_name("metrics.jsonl.tmp")
-            beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            beside.replace(self.metrics_file)
+            with written_whole(self.metrics_file) as beside:
+                lines = "".join(json.dumps(line) + "\n" for line in kept)
+                beside.write_text(lines, encoding="utf-8")
             self._metrics = self.metrics_file.open("a", encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
@@ -217,17 +234,22 @@ class Run:
                 flush()
                 writer.close()
         self._writers, self._flushes = {}, []
+        if self.reading:
+            return
         logging.getLogger("ctl_core").removeHandler(self._log)
         with contextlib.suppress(OSError):
             self._log.close()
         self._held.close()
 
 
-def repair_list(folder: Path) -> None:
+def repair_list(folder: Path, reading: bool = False) -> None:
     """Makes the manager's own list of checkpoints anew if it is damaged or gone.
 
-    A CheckpointManager refuses to start with a damaged list, and would never delete what a
-    missing one does not name.
+    A CheckpointManager refuses to start with a damaged list, also where the run is only read, and
+    would never delete what a missing one does not name.
+
+    Raises:
+        SetupError: it cannot be written.
     """
     file = folder / "checkpoint"
     try:
@@ -239,9 +261,15 @@ def repair_list(folder: Path) -> None:
     except ValueError:  # empty, or no text any more
         listed = False
     steps = sorted(saved_steps(folder / "engine"))
-    if listed or not (steps or file.exists()):
+    if listed or (not file.exists() and (reading or not steps)):
         return
-    file.unlink(missing_ok=True)
-    if steps:
-        paths = [str(folder / f"ckpt-{step}") for step in steps]
-        tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
+    try:
+        file.unlink(missing_ok=True)
+        if steps:
+            paths = [str(folder / f"ckpt-{step}") for step in steps]
+            tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
+    except (OSError, tf.errors.OpError) as error:
+        raise SetupError(
+            f"{file}: is damaged and cannot be written anew: {reason(error)}; copy the run to "
+            "where you may write."
+        ) from error

@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.build import State, create_state
+from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.checks.data import EMPTY
 from ctl_core.checks.sums import check_sums, divided_twice
@@ -67,7 +68,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
     if config.steps is None and config.epochs is None:
         raise SetupError("steps: say how long to train, with steps or epochs.")
-    task = read_task(config)
+    task, source = read_task(config), source_of(callbacks)
     run, console = Run(config, task), Console(shown=task.chief)
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
@@ -102,7 +103,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         if start < last:
             checkpoints.remainder.check_step(state.functions.check())
         if task.chief:
-            run.open(config, start, new=start < last)
+            run.open(config, start, new=start < last, source=source)
             console.listeners.append(run.write)
         console.say(_opening(state, start, target, resumed=record is not None))
         console.start(start, last)

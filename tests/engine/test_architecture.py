@@ -14,6 +14,7 @@ LAYERS = """
     errors
     chunks console data precision not_finite staging signals
     compat joining profile settings batch_norm hook_state record gpus
+    files callbacks_file
     layers tracking learning_rate strategy supervisor
     cli run_folder sync randomness freezing defaults returned
     hooks divergence
