@@ -197,7 +197,7 @@ def _create(
         _build_late(roots, parts, data, cluster.task, variables)
         evaluation = create_evaluation(parts, strategy, cluster.task, per_replica)
         if cluster.task.chief:
-            repair_list(run.ckpt)
+            repair_list(run.ckpt, run.reading)
         hook = hooks.create_ckpt
         ckpt, manager = expect(
             hook(

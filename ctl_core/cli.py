@@ -85,11 +85,12 @@ _INPUT = declare(
     "the data of create_eval_dataset",
 )
 _OUTPUT = declare(None, "the .npz file to write; default: predictions.npz in the run folder")
+_EXPORT = declare(None, "the folder to write; default: export in the run folder")
 OPTIONS: dict[str, dict[str, Any]] = {
     "train": {"continue": (bool, _CONTINUE)},
     "evaluate": _CHECKPOINT,
     "predict": {**_CHECKPOINT, "input": (_File, _INPUT), "output": (_File, _OUTPUT)},
-    "export": _CHECKPOINT,
+    "export": {**_CHECKPOINT, "output": (_File, _EXPORT)},
 }
 _CONFIG = declare(
     None,
