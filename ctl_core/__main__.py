@@ -159,6 +159,8 @@ def _run(command: Command, argv: list[str]) -> int:
         start = Path.cwd()
         callbacks = load_callbacks(source)
     config = command.config
+    if source.path != source.stands_for:
+        config = dataclasses.replace(config, callbacks=command.trained_with)
     if Path.cwd() != start:  # callbacks.py has gone elsewhere; the run stays where it was to be
         config = dataclasses.replace(config, runs_dir=start / config.runs_dir)  # type: ignore[arg-type]
     if command.name == "train":
