@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ctl_core.errors import SetupError, brief
+from ctl_core.files import from_here
 from ctl_core.settings import Config, label, nearest, shown
 
 # Its name in the project, unless a setting says otherwise, and that of each run's copy.
@@ -43,18 +44,6 @@ class Source:
     note: str = ""
 
 
-def in_project(name: str) -> str:
-    """Returns a path relative to the current folder where it is inside it, absolute otherwise."""
-    for path, here in (
-        (os.path.abspath(name), os.getcwd()),
-        (os.path.realpath(name), os.path.realpath(os.getcwd())),
-    ):
-        inside = os.path.relpath(path, here)
-        if inside.split(os.sep)[0] != os.pardir:
-            return inside
-    return os.path.abspath(name)
-
-
 def find_callbacks(name: str, run: Path | None, trained_with: str, training: bool) -> Source:
     """Finds the file with the hooks; the run's copy of it, if it is gone.
 
@@ -69,19 +58,20 @@ def find_callbacks(name: str, run: Path | None, trained_with: str, training: boo
     """
     path = Path(name).absolute()
     copy = (run / COPY).absolute() if run else None
+    kept = label(from_here(copy)) if copy else ""
     if copy and os.path.realpath(path) == os.path.realpath(copy):
         return Source(path, Path(trained_with).absolute())
     text = _read(copy) if copy and name == trained_with else None
     if not path.is_file():
         if copy is None or text is None:
             raise _missing(name, path)
-        note = f"{label(name)} is not there; the run's copy of it is used, {label(run)}/{COPY}."
+        note = f"{label(name)} is not there; the run's copy of it is used, {kept}."
         return Source(copy, path, note)
     note = ""
     if text is not None and not training and text != _read(path):
         note = (
-            f"{label(run)}: {label(name)} is not as it was when the run was trained; "
-            f"--callbacks {label(run)}/{COPY} takes what it was."
+            f"{label(name)} is not as it was when the run was trained; --callbacks {kept} takes "
+            "what it was."
         )
     return Source(path, path, note)
 
@@ -102,7 +92,7 @@ def _candidates(path: Path) -> Iterator[str]:
     here = Path.cwd()
     for folder, pattern in ((path.parent, "*.py"), (here, "*.py"), (here, "*/*.py")):
         for each in folder.glob(pattern):
-            inside = in_project(str(each))
+            inside = from_here(str(each))
             if not inside.startswith((".", "ctl_core" + os.sep)):
                 yield inside
 
@@ -164,7 +154,7 @@ def _hides(name: str) -> bool:
 
 
 def _why(error: BaseException, source: Source) -> str:
-    path = source.path
+    path, original = source.path, source.stands_for
     if isinstance(error, SyntaxError):
         where = Path(error.filename or path.name).name + (f":{error.lineno}" * bool(error.lineno))
         words = f"{where}: {type(error).__name__}: {error.msg}"
@@ -176,8 +166,11 @@ def _why(error: BaseException, source: Source) -> str:
         ]
         where = f"{path.name}:{lines[-1]}" if lines else path.name
         words = f"{where}: {brief(error)}"
-    if path != source.stands_for:
-        words += f" ({path} is a copy of {source.stands_for}, without the modules that it imports)"
+    if path != original:
+        words += (
+            f" ({from_here(path)} is a copy of {from_here(original)}, without the modules that it "
+            "imports)"
+        )
     return words
 
 

@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
-from ctl_core.callbacks_file import DEFAULT, in_project
+from ctl_core.callbacks_file import DEFAULT
 from ctl_core.errors import SetupError, one_line
+from ctl_core.files import from_here
 from ctl_core.layers import (
     ENV_PREFIX,
     Layer,
@@ -148,8 +149,8 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         own |= {"debug": files[-1].get("debug", ("debug", False))}
         if command == "train" and not named and (differ := _differ(own, files[0], env | flags)):
             notes.append(
-                f"{label(run)}: trained on with its own settings; config.yaml differs: {differ}; "
-                "--config config.yaml takes those."
+                f"{label(from_here(run))}: trained on with its own settings; config.yaml differs: "
+                f"{differ}; --config config.yaml takes those."
             )
         files = [own, *(files if named else ())]
         flags |= {"run_name": ("run_name", run.name), "runs_dir": ("runs_dir", str(run.parent))}
@@ -157,7 +158,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         for layer in (*files, env, flags):
             layer.pop("workers", None)
     config = merge(files, [env, flags], notes)
-    config = dataclasses.replace(config, callbacks=in_project(config.callbacks))
+    config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
     return Command(command, config, values, notes, run, trained_with)
 
 
@@ -168,7 +169,7 @@ def _differ(own: Layer, project: Layer, above: Layer) -> str:
     before, after, known = (_flat(layer) for layer in (own, project, above))
     before = dataclasses.asdict(Config()) | before  # an earlier engine did not have them all
     if "callbacks" in after:
-        after["callbacks"] = in_project(str(after["callbacks"]))
+        after["callbacks"] = from_here(str(after["callbacks"]))
     found = [
         f"{name}: {shown(before.get(name), 30)} -> {shown(value, 30)}"
         for name, value in after.items()
@@ -198,15 +199,16 @@ def find_run(runs_dir: Path, run_name: str | None) -> Path:
     """
     runs = [path.parent for path in runs_dir.glob("*/config.yaml")]
     if not runs:
-        raise SetupError(f"{label(runs_dir)}: no run there yet; train one first.")
+        raise SetupError(f"{label(from_here(runs_dir))}: no run there yet; train one first.")
     if run_name is None:
         return max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime)
     for run in runs:
         if run.name == run_name:
             return run
     names = sorted(run.name for run in runs)
+    where = label(from_here(runs_dir))
     raise SetupError(
-        f"run_name: no run {shown(run_name)} in {label(runs_dir)}{nearest(run_name, names)} "
+        f"run_name: no run {shown(run_name)} in {where}{nearest(run_name, names)} "
         f"(there: {one_line(', '.join(names), 100)})"
     )
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and never through somebody else's symbolic links."""
+"""Files that are written whole or not at all, links that lead elsewhere, and paths in messages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ctl_core.errors import SetupError, one_line
+
+
+def from_here(path: str | Path) -> str:
+    """Returns a path relative to the current folder where it is inside it, absolute otherwise."""
+    with contextlib.suppress(OSError):  # the current folder is gone
+        for place, here in (
+            (os.path.abspath(path), os.getcwd()),
+            (os.path.realpath(path), os.path.realpath(os.getcwd())),
+        ):
+            inside = os.path.relpath(place, here)
+            if inside.split(os.sep)[0] != os.pardir:
+                return inside
+        return os.path.abspath(path)
+    return str(path)
 
 
 @contextlib.contextmanager
@@ -66,7 +80,7 @@ def refuse_links(folder: Path, paths: Iterable[Path]) -> None:
             target = os.path.realpath(each)
             if os.path.commonpath([home, target]) != home:
                 raise SetupError(
-                    f"{one_line(each)}: a symbolic link that leads out of the run folder, to "
-                    f"{one_line(target)}, where nothing is to be written; remove it, or put a copy "
-                    "there (the run folder as a whole may be a link)."
+                    f"{one_line(from_here(each))}: a symbolic link that leads out of the run "
+                    f"folder, to {one_line(target)}, where nothing is to be written; remove it, "
+                    "or put a copy there (the run folder as a whole may be a link)."
                 )

@@ -23,7 +23,7 @@ from ctl_core.callbacks_file import COPY
 from ctl_core.cluster.strategy import Task
 from ctl_core.compat import GraphWriter
 from ctl_core.errors import RunError, SetupError, reason
-from ctl_core.files import refuse_links, written_whole
+from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.layers import write_config
 from ctl_core.run_state.record import saved_steps
 from ctl_core.settings import Config, free_name
@@ -35,7 +35,10 @@ class _Log(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._told:
             self._told = True
-            print(f"warning: {self.baseFilename} cannot be written any more.", file=sys.stderr)
+            print(
+                f"warning: {from_here(self.baseFilename)} cannot be written any more.",
+                file=sys.stderr,
+            )
 
     _told = False
 
@@ -92,11 +95,16 @@ class Run:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SetupError(
-                f"{self.path}: another process is training this run; stop it, or choose another "
+                f"{self.shown}: another process is training this run; stop it, or choose another "
                 "run_name."
             ) from None
         except OSError as error:  # a file system without locks
-            logging.getLogger("ctl_core").warning("%s cannot be locked: %s", self.path, error)
+            logging.getLogger("ctl_core").warning("%s cannot be locked: %s", self.shown, error)
+
+    @property
+    def shown(self) -> str:
+        """The folder as messages show it: runs/NAME where it lies below the current folder."""
+        return from_here(self.path)
 
     @property
     def ckpt(self) -> Path:
@@ -145,9 +153,10 @@ class Run:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> SetupError:
+        file = f"{from_here(error.filename)}: " if error.filename else ""
         return SetupError(
-            f"{self.path}: the run folder cannot be written ({error.filename}: {error.strerror}); "
-            "choose another runs_dir or run_name."
+            f"{self.shown}: the run folder cannot be written ({file}{error.strerror}); choose "
+            "another runs_dir or run_name."
         )
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -219,7 +228,7 @@ class Run:
             yield
         except (OSError, tf.errors.OpError) as error:
             raise RunError(
-                f"{self.path}: the run folder cannot be written: {reason(error)}; the checkpoints "
+                f"{self.shown}: the run folder cannot be written: {reason(error)}; the checkpoints "
                 "so far are kept."
             ) from error
 
@@ -257,7 +266,7 @@ def repair_list(folder: Path, reading: bool = False) -> None:
             file.unlink()
         listed = tf.train.get_checkpoint_state(str(folder)) is not None
     except OSError as error:
-        raise SetupError(f"{file}: expected a file, not a folder; remove it.") from error
+        raise SetupError(f"{from_here(file)}: expected a file, not a folder; remove it.") from error
     except ValueError:  # empty, or no text any more
         listed = False
     steps = sorted(saved_steps(folder / "engine"))
@@ -270,6 +279,6 @@ def repair_list(folder: Path, reading: bool = False) -> None:
             tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
     except (OSError, tf.errors.OpError) as error:
         raise SetupError(
-            f"{file}: is damaged and cannot be written anew: {reason(error)}; copy the run to "
-            "where you may write."
+            f"{from_here(file)}: is damaged and cannot be written anew: {reason(error)}; copy the "
+            "run to where you may write."
         ) from error

@@ -30,6 +30,7 @@ from ctl_core.cluster.sync import Word, peers
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, not_compiled
 from ctl_core.evaluate import evaluate
+from ctl_core.files import from_here
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import OBSERVED
 from ctl_core.numerics.learning_rate import why_ignored
@@ -356,7 +357,7 @@ def _last_step(state: State, console: Console) -> int:
 
 
 def _opening(state: State, start: int, last: int, resumed: bool) -> str:
-    config, replicas = state.config, state.parts.replicas
+    config, replicas, run = state.config, state.parts.replicas, from_here(state.run_dir)
     batch = f"batch size {config.batch_size}"
     if config.accumulate_steps > 1:
         batch += f" in {config.accumulate_steps} micro-batches"
@@ -365,13 +366,13 @@ def _opening(state: State, start: int, last: int, resumed: bool) -> str:
         where += f", in {' and '.join(state.computed_in)}"
     if state.ended:
         return (
-            f"{state.run_dir}: a hook ended it at step {start} of {last}, nothing left to train; "
+            f"{run}: a hook ended it at step {start} of {last}, nothing left to train; "
             "more steps, or --continue, let it go on."
         )
     if start >= last:
-        return f"{state.run_dir}: at step {start} of {last} already, nothing left to train."
+        return f"{run}: at step {start} of {last} already, nothing left to train."
     doing = f"resuming at step {start}" if resumed else "training"
-    return f"{state.run_dir}: {doing}, to step {last}, {batch}, {where}."
+    return f"{run}: {doing}, to step {last}, {batch}, {where}."
 
 
 def _devices(state: State) -> str:
@@ -391,4 +392,4 @@ def _closing(state: State, start: int, last: int, seconds: float) -> str:
         head = f"stopped by {name}, saved; goes on from here with {again}"
     else:
         head = "ended by a hook" if state.ended else "done"
-    return f"{head}: {'; '.join(parts)}. Everything is in {Path(state.run_dir).resolve()}"
+    return f"{head}: {'; '.join(parts)}. Everything is in {from_here(state.run_dir)}"

@@ -18,7 +18,7 @@ from ctl_core.cluster.strategy import Task
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
 from ctl_core.evaluate import evaluate as run_evaluation
-from ctl_core.files import written_whole
+from ctl_core.files import from_here, written_whole
 from ctl_core.numerics.precision import policy
 from ctl_core.predict import predict as run_prediction
 from ctl_core.predict import read_inputs
@@ -66,7 +66,7 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
         with _said(path), written_whole(path) as beside, beside.open("wb") as file:
             np.savez_compressed(file, **outputs)  # type: ignore[arg-type]
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in outputs.items())
-        console.say(f"step {state.step}: wrote {shapes} to {path}")
+        console.say(f"step {state.step}: wrote {shapes} to {from_here(path)}")
     return path
 
 
@@ -85,7 +85,7 @@ def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
         reached = [*found.variables.values(), *found.tables]
         with _said(path):
             export_model(state.train_model, reached, state.input_spec, path)
-        console.say(f"step {state.step}: wrote a SavedModel to {path}")
+        console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")
     return path
 
 
@@ -106,7 +106,8 @@ def _said(path: Path) -> Iterator[None]:
         yield
     except (OSError, tf.errors.PermissionDeniedError, tf.errors.ResourceExhaustedError) as error:
         raise SetupError(
-            f"output: {path} cannot be written: {reason(error)}; name another place by --output."
+            f"output: {from_here(path)} cannot be written: {reason(error)}; name another place by "
+            "--output."
         ) from error
 
 
@@ -122,6 +123,8 @@ def _restored(
         state = create_state(callbacks, config, run, console)
         record = Checkpoints(state, console).restore(options["checkpoint"], with_input=False)
         if record is None:
-            raise SetupError(f"{run.ckpt}: no checkpoint there yet; train the run first.")
-        console.say(f"{run.path}: checkpoint of step {record.step}.")
+            raise SetupError(
+                f"{from_here(run.ckpt)}: no checkpoint there yet; train the run first."
+            )
+        console.say(f"{run.shown}: checkpoint of step {record.step}.")
         yield state, console

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.errors import SetupError
-from ctl_core.files import written_whole
+from ctl_core.files import from_here, written_whole
 from ctl_core.settings import shown
 from ctl_core.step import call_model
 
@@ -69,8 +69,8 @@ def check_replaceable(folder: Path) -> None:
     others = sorted(names - _PARTS)
     if others:
         raise SetupError(
-            f"output: {folder} holds what is no export ({shown(others[0])}) and would be lost; "
-            "name another folder by --output."
+            f"output: {from_here(folder)} holds what is no export ({shown(others[0])}) and would "
+            "be lost; name another folder by --output."
         )
 
 

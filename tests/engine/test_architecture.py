@@ -12,9 +12,9 @@ ENGINE = Path(ctl_core.__file__).parent
 # it may import from below; the command line does, to be quick.
 LAYERS = """
     errors
-    chunks console data precision not_finite staging signals
+    chunks console data files precision not_finite staging signals
     compat joining profile settings batch_norm hook_state record gpus
-    files callbacks_file
+    callbacks_file
     layers tracking learning_rate strategy supervisor
     cli run_folder sync randomness freezing defaults returned
     hooks divergence
