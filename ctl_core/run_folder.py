@@ -139,11 +139,11 @@ class Run:
             SetupError: one of the files cannot be written.
         """
         try:
+            if new:
+                write_config(config, self.config_file)
             if new and source is not None:
                 with written_whole(self.path / COPY) as beside:
                     beside.write_bytes(source)
-            if new:
-                write_config(config, self.config_file)
             kept = [line for line in self.read_metrics() if line["step"] <= step]
             with written_whole(self.metrics_file) as beside:
                 lines = "".join(json.dumps(line) + "\n" for line in kept)
