@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib.util
+import importlib
 import logging
 import os
 import re
@@ -25,6 +25,7 @@ from ctl_core.errors import CtlError, PeerLost, SetupError, brief
 
 _MISSING = "{} is not installed in {}; in the project's folder: {} -m pip install --editable ."
 try:
+    from ctl_core.callbacks_file import find_callbacks, load_callbacks
     from ctl_core.cli import COMMANDS, Command, parse_command
     from ctl_core.cluster import supervisor
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
@@ -134,9 +135,11 @@ def _run(command: Command, argv: list[str]) -> int:
     in_cluster = command.config.workers > 1 or os.environ.get("TF_CONFIG")
     level = "3" if command.name == "train" and in_cluster else "2"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else level)
-    path = Path("callbacks.py")
-    if not path.is_file():
-        raise SetupError(f"no file {path.name} in {Path.cwd()}; run this in the project's folder.")
+    source = find_callbacks(
+        command.config.callbacks, command.run, command.trained_with, command.name == "train"
+    )
+    if source.note and not supervisor.supervised():
+        print(source.note, flush=True)
     if command.name == "train":
         if command.config.workers > 1 and not supervisor.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))
@@ -154,8 +157,10 @@ def _run(command: Command, argv: list[str]) -> int:
 
         quiet_libraries(not command.config.debug)
         start = Path.cwd()
-        callbacks = load_callbacks(path)
+        callbacks = load_callbacks(source)
     config = command.config
+    if source.path != source.stands_for:
+        config = dataclasses.replace(config, callbacks=command.trained_with)
     if Path.cwd() != start:  # callbacks.py has gone elsewhere; the run stays where it was to be
         config = dataclasses.replace(config, runs_dir=start / config.runs_dir)  # type: ignore[arg-type]
     if command.name == "train":
@@ -220,36 +225,6 @@ def _use_run(command: Command, callbacks: ModuleType) -> int:
     run = getattr(commands, command.name)
     run(callbacks, command.config, command.options)
     return 0
-
-
-def load_callbacks(path: Path) -> ModuleType:
-    """Imports callbacks.py from the current folder.
-
-    Raises:
-        SetupError: it cannot be imported; with its own line and message.
-    """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    folder = str(path.parent.resolve())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        where = Path(error.filename or path.name).name + (f":{error.lineno}" * bool(error.lineno))
-        raise SetupError(f"{where}: {type(error).__name__}: {error.msg}") from error
-    except (Exception, SystemExit) as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path.resolve())
-        ]
-        where = f"{path.name}:{lines[-1]}" if lines else path.name
-        raise SetupError(f"{where}: {brief(error)}") from error
-    return module
 
 
 if __name__ == "__main__":

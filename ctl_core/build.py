@@ -137,7 +137,7 @@ def _create(
         _build_late(roots, context, data, cluster.task, variables)
         evaluation = create_evaluation(context, strategy, cluster.task, per_replica)
         if cluster.task.chief:
-            repair_list(run.ckpt)
+            repair_list(run.ckpt, run.reading)
         hook = hooks.create_ckpt
         ckpt, manager = expect(
             hook(

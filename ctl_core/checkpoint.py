@@ -31,6 +31,7 @@ import tensorflow as tf
 from ctl_core.cluster.divergence import Divergence
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, reason
+from ctl_core.files import from_here
 from ctl_core.numerics.randomness import generator_states
 from ctl_core.run_state.folder import clean, keep_best
 from ctl_core.run_state.hook_state import check_state
@@ -87,6 +88,11 @@ class Checkpoints:
         for name in ("restore", "read"):
             rewind = functools.partial(self._rewind, getattr(state.ckpt, name))
             setattr(state.ckpt, name, rewind)
+
+    @property
+    def _shown(self) -> str:
+        """The folder, as messages name it."""
+        return from_here(self._folder)
 
     def _request(self, *_: Any, **__: Any) -> str:
         self.save_requested = True
@@ -243,7 +249,7 @@ class Checkpoints:
     def _unwritten(self, step: int | None, failure: Exception | None) -> RunError:
         why = " by another process" if failure is None else f": {reason(failure)}"
         return RunError(
-            f"the checkpoint of step {step} cannot be written to {self._folder}{why}; earlier "
+            f"the checkpoint of step {step} cannot be written to {self._shown}{why}; earlier "
             "checkpoints are kept."
         )
 
@@ -270,14 +276,14 @@ class Checkpoints:
             folder, steps = self._best, saved_steps(self._best / "engine")
             if not steps:
                 raise SetupError(
-                    f"checkpoint: {self._folder} has no best one; train with keep_best, such as "
+                    f"checkpoint: {self._shown} has no best one; train with keep_best, such as "
                     "--keep-best loss."
                 )
         elif step is not None:
             if step not in steps:
                 there = ", ".join(map(str, steps[:10])) or "none"
                 raise SetupError(
-                    f"checkpoint: {self._folder} has none of step {step} (there: {there})."
+                    f"checkpoint: {self._shown} has none of step {step} (there: {there})."
                 )
             steps = [step]
         for number in steps:
@@ -291,7 +297,7 @@ class Checkpoints:
         parts = list(self._folder.glob("*.index"))
         if steps or len(parts) > 1 or (parts and not self._engine.exists()):
             raise SetupError(
-                f"{self._folder}: there are checkpoints, but none of them is whole; to start over, "
+                f"{self._shown}: there are checkpoints, but none of them is whole; to start over, "
                 "choose another run_name or remove the folder."
             )
         return None
@@ -318,7 +324,7 @@ class Checkpoints:
             seen = ", ".join(f"process {i}: {n or 'none'}" for i, n in enumerate(table[:, 0]))
             raise SetupError(
                 f"runs_dir: the processes of the cluster do not see the same checkpoints in "
-                f"{self._folder} ({seen}); it must be on a file system that all of them share."
+                f"{self._shown} ({seen}); it must be on a file system that all of them share."
             )
         return steps
 

@@ -17,7 +17,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
+from ctl_core.callbacks_file import DEFAULT
 from ctl_core.errors import SetupError, one_line
+from ctl_core.files import from_here
 from ctl_core.layers import (
     ENV_PREFIX,
     Layer,
@@ -55,18 +57,22 @@ class Command:
         config: the settings
         options: what only this command has
         notes: lines for the user on what was read
+        run: the folder of the run that is there already, if one is
+        trained_with: the setting ``callbacks`` in that run's own config.yaml
     """
 
     name: str
     config: Config
     options: Mapping[str, Any]
     notes: Sequence[str] = ()
+    run: Path | None = None
+    trained_with: str = DEFAULT
 
 
 _File = Annotated[
     str | None,
-    AfterValidator(lambda path: path and os.path.abspath(check_path(path))),
-    Field(title="the name of a file"),
+    AfterValidator(lambda path: path if path is None else os.path.abspath(check_path(path))),
+    Field(title="the name of a file or folder"),
 ]
 _Files = Annotated[list[Folder] | None, Field(title="the name of a file")]
 # Options that belong to one command and are no settings of a run: name -> (type, default and help).
@@ -80,11 +86,12 @@ _INPUT = declare(
     "the data of create_eval_dataset",
 )
 _OUTPUT = declare(None, "the .npz file to write; default: predictions.npz in the run folder")
+_EXPORT = declare(None, "the folder to write; default: export in the run folder")
 OPTIONS: dict[str, dict[str, Any]] = {
     "train": {"continue": (bool, _CONTINUE)},
     "evaluate": _CHECKPOINT,
     "predict": {**_CHECKPOINT, "input": (_File, _INPUT), "output": (_File, _OUTPUT)},
-    "export": _CHECKPOINT,
+    "export": {**_CHECKPOINT, "output": (_File, _EXPORT)},
 }
 _CONFIG = declare(
     None,
@@ -131,22 +138,28 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         run: Path | None = find_run(Path(near.runs_dir), near.run_name)
     else:
         run = Path(near.runs_dir, near.run_name) if near.run_name else None
-    if run is not None and os.path.isfile(run / "config.yaml"):
+    trained_with = DEFAULT
+    if run is not None and not os.path.isfile(run / "config.yaml"):
+        run = None
+    if run is not None:
         own = read_file(run / "config.yaml")
+        trained_with = str(own.get("callbacks", ("", DEFAULT))[1])
         if environ.get("TF_CONFIG"):
             own.pop("workers", None)
         own |= {"debug": files[-1].get("debug", ("debug", False))}
         if command == "train" and not named and (differ := _differ(own, files[0], env | flags)):
             notes.append(
-                f"{label(run)}: trained on with its own settings; config.yaml differs: {differ}; "
-                "--config config.yaml takes those."
+                f"{label(from_here(run))}: trained on with its own settings; config.yaml differs: "
+                f"{differ}; --config config.yaml takes those."
             )
         files = [own, *(files if named else ())]
         flags |= {"run_name": ("run_name", run.name), "runs_dir": ("runs_dir", str(run.parent))}
     if command != "train":  # a trained run is used in one process
         for layer in (*files, env, flags):
             layer.pop("workers", None)
-    return Command(command, merge(files, [env, flags], notes), values, notes)
+    config = merge(files, [env, flags], notes)
+    config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
+    return Command(command, config, values, notes, run, trained_with)
 
 
 def _differ(own: Layer, project: Layer, above: Layer) -> str:
@@ -154,6 +167,9 @@ def _differ(own: Layer, project: Layer, above: Layer) -> str:
     if "steps" in above or "epochs" in above:
         above = above | dict.fromkeys(("steps", "epochs"), ("", None))
     before, after, known = (_flat(layer) for layer in (own, project, above))
+    before = dataclasses.asdict(Config()) | before  # an earlier engine did not have them all
+    if "callbacks" in after:
+        after["callbacks"] = from_here(str(after["callbacks"]))
     found = [
         f"{name}: {shown(before.get(name), 30)} -> {shown(value, 30)}"
         for name, value in after.items()
@@ -183,15 +199,16 @@ def find_run(runs_dir: Path, run_name: str | None) -> Path:
     """
     runs = [path.parent for path in runs_dir.glob("*/config.yaml")]
     if not runs:
-        raise SetupError(f"{label(runs_dir)}: no run there yet; train one first.")
+        raise SetupError(f"{label(from_here(runs_dir))}: no run there yet; train one first.")
     if run_name is None:
         return max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime)
     for run in runs:
         if run.name == run_name:
             return run
     names = sorted(run.name for run in runs)
+    where = label(from_here(runs_dir))
     raise SetupError(
-        f"run_name: no run {shown(run_name)} in {label(runs_dir)}{nearest(run_name, names)} "
+        f"run_name: no run {shown(run_name)} in {where}{nearest(run_name, names)} "
         f"(there: {one_line(', '.join(names), 100)})"
     )
 

@@ -18,6 +18,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from ctl_core.errors import SetupError, one_line, reason
+from ctl_core.files import written_whole
 from ctl_core.settings import SETTINGS, WORDS, Config, kind_of, label, nearest, shown
 
 ENV_PREFIX = "CTL_"
@@ -261,10 +262,5 @@ def write_config(config: Config, path: Path) -> None:
     text = yaml.dump(
         dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True
     )
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    try:
-        beside.replace(path)
-    except OSError:
-        beside.unlink()
-        raise
+    with written_whole(path) as beside:
+        beside.write_text(text, encoding="utf-8")

@@ -12,6 +12,7 @@ import tensorflow as tf
 from ctl_core.checks.data import EMPTY
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, not_compiled
+from ctl_core.files import from_here
 from ctl_core.state import State
 
 
@@ -36,7 +37,7 @@ def last_step(state: State, console: Console) -> int:
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:
     """Says where training begins, how far it goes, and on what."""
-    config, replicas = state.config, state.context.replicas
+    config, replicas, run = state.config, state.context.replicas, from_here(state.run_dir)
     batch = f"batch size {config.batch_size}"
     if config.accumulate_steps > 1:
         batch += f" in {config.accumulate_steps} micro-batches"
@@ -46,13 +47,13 @@ def opening(state: State, start: int, last: int, resumed: bool) -> str:
         where += f", in {' and '.join(state.computed_in)}"
     if state.ended:
         return (
-            f"{state.run_dir}: ended early, at step {start} of {last}; nothing left to train; "
+            f"{run}: ended early, at step {start} of {last}; nothing left to train; "
             "more steps, or --continue, let it go on."
         )
     if start >= last:
-        return f"{state.run_dir}: at step {start} of {last} already, nothing left to train."
+        return f"{run}: at step {start} of {last} already, nothing left to train."
     doing = f"resuming at step {start}" if resumed else "training"
-    return f"{state.run_dir}: {doing}, to step {last}, {batch}, {where}."
+    return f"{run}: {doing}, to step {last}, {batch}, {where}."
 
 
 def closing(state: State, start: int, seconds: float) -> str:
@@ -67,7 +68,7 @@ def closing(state: State, start: int, seconds: float) -> str:
         head = f"stopped by {name}, saved; goes on from here with {again}"
     else:
         head = "ended early" if state.ended else "done"
-    return f"{head}: {'; '.join(parts)}. Everything is in {Path(state.run_dir).resolve()}"
+    return f"{head}: {'; '.join(parts)}. Everything is in {from_here(state.run_dir)}"
 
 
 def not_finite(state: State) -> str | None:

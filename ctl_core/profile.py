@@ -10,6 +10,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from ctl_core.errors import RunError, op_message
+from ctl_core.files import from_here
 
 PARTS = ("steps", "hooks", "evaluation", "checkpoints")
 
@@ -91,4 +92,4 @@ class Profile:
         self._running = False
         tf.profiler.experimental.stop()
         start, stop = self._steps
-        return f"the profile of steps {start} to {stop} is in {self._folder}"
+        return f"the profile of steps {start} to {stop} is in {from_here(self._folder)}"

@@ -1,4 +1,4 @@
-"""The run folder: runs/NAME/ with config.yaml, train.log, metrics.jsonl, ckpt/, tb/, export/."""
+"""The run folder: runs/NAME/ with config.yaml, callbacks.py, train.log, metrics.jsonl, ckpt/, …"""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from ctl_core.callbacks_file import COPY
 from ctl_core.cluster.strategy import Task
 from ctl_core.compat import GraphWriter
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, reason
+from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.layers import write_config
 from ctl_core.settings import Config, free_name
 
@@ -33,7 +35,10 @@ class _Log(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._told:
             self._told = True
-            print(f"warning: {self.baseFilename} cannot be written any more.", file=sys.stderr)
+            print(
+                f"warning: {from_here(self.baseFilename)} cannot be written any more.",
+                file=sys.stderr,
+            )
 
     _told = False
 
@@ -46,32 +51,36 @@ class Run:
     Attributes:
         path: runs/NAME
         task: this process's place in the cluster
+        reading: whether the run is only used, and nothing is written to its folder
     """
 
-    def __init__(self, config: Config, task: Task) -> None:
-        """Creates the folder and its log, nothing else.
+    def __init__(self, config: Config, task: Task, reading: bool = False) -> None:
+        """Creates the folder and its log, nothing else; only to read, not even these.
 
         Raises:
-            SetupError: the folder cannot be written.
+            SetupError: the folder cannot be written, or links of it lead elsewhere.
         """
         name = config.run_name or free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
-        self.task = task
+        self.task, self.reading = task, reading
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
         self._writers: dict[str, Any] = {}
         self._flushes: list[Any] = []
         self._flushed_at = 0.0
+        logger = logging.getLogger("ctl_core")
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        if reading:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.path, [log, self.ckpt, self.path / "tb"])
             self._log = _Log(log, encoding="utf-8")
             self._held = log.open("a")
         except OSError as error:
             raise self._unwritable(error) from error
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logger = logging.getLogger("ctl_core")
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
         logger.addHandler(self._log)
 
     def lock(self) -> None:
@@ -86,11 +95,16 @@ class Run:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SetupError(
-                f"{self.path}: another process is training this run; stop it, or choose another "
+                f"{self.shown}: another process is training this run; stop it, or choose another "
                 "run_name."
             ) from None
         except OSError as error:  # a file system without locks
-            logging.getLogger("ctl_core").warning("%s cannot be locked: %s", self.path, error)
+            logging.getLogger("ctl_core").warning("%s cannot be locked: %s", self.shown, error)
+
+    @property
+    def shown(self) -> str:
+        """The folder as messages show it: runs/NAME where it lies below the current folder."""
+        return from_here(self.path)
 
     @property
     def ckpt(self) -> Path:
@@ -107,30 +121,42 @@ class Run:
         """One JSON object a line: step, split and values."""
         return self.path / "metrics.jsonl"
 
-    def open(self, config: Config, step: int, new: bool = True) -> None:
+    def open(
+        self, config: Config, step: int, new: bool = True, source: bytes | None = None
+    ) -> None:
         """Writes config.yaml and opens metrics.jsonl, which ends at ``step`` afterwards.
 
         What an interrupted process had written beyond its last checkpoint is taken out, since
         the steps are about to run again.
 
+        Args:
+            config: the settings
+            step: how many steps were taken
+            new: whether more are about to be: settings and hooks are those of steps that were
+            source: what is in the file with the hooks, if there is one
+
         Raises:
             SetupError: one of the files cannot be written.
         """
         try:
-            if new:  # the settings are those of the steps that were trained
+            if new:
                 write_config(config, self.config_file)
+            if new and source is not None:
+                with written_whole(self.path / COPY) as beside:
+                    beside.write_bytes(source)
             kept = [line for line in self.read_metrics() if line["step"] <= step]
-            beside = self.metrics_file.with_name("metrics.jsonl.tmp")
-            beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            beside.replace(self.metrics_file)
+            with written_whole(self.metrics_file) as beside:
+                lines = "".join(json.dumps(line) + "\n" for line in kept)
+                beside.write_text(lines, encoding="utf-8")
             self._metrics = self.metrics_file.open("a", encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> SetupError:
+        file = f"{from_here(error.filename)}: " if error.filename else ""
         return SetupError(
-            f"{self.path}: the run folder cannot be written ({error.filename}: {error.strerror}); "
-            "choose another runs_dir or run_name."
+            f"{self.shown}: the run folder cannot be written ({file}{error.strerror}); choose "
+            "another runs_dir or run_name."
         )
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -202,7 +228,7 @@ class Run:
             yield
         except (OSError, tf.errors.OpError) as error:
             raise RunError(
-                f"{self.path}: the run folder cannot be written: {reason(error)}; the checkpoints "
+                f"{self.shown}: the run folder cannot be written: {reason(error)}; the checkpoints "
                 "so far are kept."
             ) from error
 
@@ -217,6 +243,8 @@ class Run:
                 flush()
                 writer.close()
         self._writers, self._flushes = {}, []
+        if self.reading:
+            return
         logging.getLogger("ctl_core").removeHandler(self._log)
         with contextlib.suppress(OSError):
             self._log.close()

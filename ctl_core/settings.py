@@ -185,6 +185,11 @@ class Config:
         title="START:STOP, two step numbers of which the first is lower, such as 50:60",
     )
     runs_dir: Folder = declare("runs", "folder that holds the runs", title="the name of a folder")
+    callbacks: Folder = declare(
+        "callbacks.py",
+        "the Python file with the hooks, such as experiments/gan.py; each run keeps a copy",
+        title="the name of a Python file",
+    )
     debug: bool = declare(False, "show tracebacks and TensorFlow's own messages on the console")
     hparams: _Hparams = Field(
         default_factory=dict,

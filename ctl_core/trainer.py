@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from ctl_core.build import create_state
+from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.checks.sums import check_sums, divided_twice
 from ctl_core.checks.traced import check_step
@@ -67,7 +68,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
     if config.steps is None and config.epochs is None:
         raise SetupError("steps: say how long to train, with steps or epochs.")
-    task = read_task(config)
+    task, source = read_task(config), source_of(callbacks)
     run, console = Run(config, task), Console(shown=task.chief)
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
@@ -84,7 +85,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
             console.warn(said)
         trainer = Trainer(state, run, console, signals)
         trainer.restore(go_on)
-        trainer.train()
+        trainer.train(source)
     return state
 
 
@@ -147,8 +148,12 @@ class Trainer:
             state.lr.assign(config.learning_rate)
         self.functions.refresh()
 
-    def train(self) -> None:
-        """Trains from ``start`` to ``last``, and says how it went."""
+    def train(self, source: bytes | None = None) -> None:
+        """Trains from ``start`` to ``last``, and says how it went.
+
+        Args:
+            source: the file of the hooks, of which the run keeps a copy
+        """
         state, run, console = self.state, self._run, self._console
         target = self.last
         if state.ended:
@@ -157,7 +162,7 @@ class Trainer:
         if going_on:
             check_step(state, self.functions, console)
         if state.cluster.task.chief:
-            run.open(state.config, self.start, new=going_on)
+            run.open(state.config, self.start, new=going_on, source=source)
             console.listeners.append(run.write)
         console.say(opening(state, self.start, target, self._resumed))
         console.start(self.start, self.last)

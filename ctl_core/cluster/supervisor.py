@@ -35,6 +35,7 @@ except ImportError:  # Windows, where ``start_cluster`` refuses
 from ctl_core.cluster.gpus import share_gpus, visible_gpus
 from ctl_core.cluster.signals import INTERRUPTED, Counted
 from ctl_core.errors import PeerLost, SetupError, one_line
+from ctl_core.files import refuse_links
 
 if TYPE_CHECKING:
     from ctl_core.settings import Config
@@ -203,7 +204,7 @@ def supervise(
             is training the run.
     """
     _open_standard_streams()
-    with _hold(folder), _CountedSignals() as signals, _life_line() as pipe:
+    with _hold(folder, workers), _CountedSignals() as signals, _life_line() as pipe:
         for restarts in range(max_restarts + 1):
             if signals.numbers:  # between two starts
                 return 128 + signals.numbers[0]
@@ -428,7 +429,7 @@ def _life_line() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _hold(folder: Path) -> Iterator[None]:
+def _hold(folder: Path, workers: int) -> Iterator[None]:
     """Makes the run folder and holds it against other supervisors, by worker 1's log.
 
     Whether the run is being trained without one is seen by its train.log (see ``Run.lock``),
@@ -436,6 +437,7 @@ def _hold(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        refuse_links(folder, [_log(folder, index) for index in range(workers)])
         log = _log(folder, 1).open("ab")
     except OSError as error:
         raise SetupError(

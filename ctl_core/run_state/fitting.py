@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from ctl_core.compat import checkpointed_names
 from ctl_core.errors import SetupError
+from ctl_core.files import from_here
 
 KEY_END = "/.ATTRIBUTES/"
 
@@ -17,7 +18,7 @@ def unfitting(path: str, differences: list[str]) -> SetupError:
     """Returns the error for a checkpoint of which these parts differ."""
     more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
     return SetupError(
-        f"the checkpoint {path} does not fit the model any more: "
+        f"the checkpoint {from_here(path)} does not fit the model any more: "
         f"{'; '.join(differences[:5])}{more}. Undo the change, or choose another run_name."
     )
 

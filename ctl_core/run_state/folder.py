@@ -10,15 +10,19 @@ from pathlib import Path
 import tensorflow as tf
 
 from ctl_core.console import Console
-from ctl_core.errors import SetupError
+from ctl_core.errors import SetupError, reason
+from ctl_core.files import from_here, written_whole
 from ctl_core.run_state.record import NAME, PART, Damaged, Record, read_record, saved_steps
 
 
-def repair_list(folder: Path) -> None:
+def repair_list(folder: Path, reading: bool = False) -> None:
     """Makes the manager's own list of checkpoints anew if it is damaged or gone.
 
-    A CheckpointManager refuses to start with a damaged list, and would never delete what a
-    missing one does not name.
+    A CheckpointManager refuses to start with a damaged list, also where the run is only read, and
+    would never delete what a missing one does not name.
+
+    Raises:
+        SetupError: it cannot be written.
     """
     file = folder / "checkpoint"
     try:
@@ -26,16 +30,22 @@ def repair_list(folder: Path) -> None:
             file.unlink()
         listed = tf.train.get_checkpoint_state(str(folder)) is not None
     except OSError as error:
-        raise SetupError(f"{file}: expected a file, not a folder; remove it.") from error
+        raise SetupError(f"{from_here(file)}: expected a file, not a folder; remove it.") from error
     except ValueError:  # empty, or no text any more
         listed = False
     steps = sorted(saved_steps(folder / "engine"))
-    if listed or not (steps or file.exists()):
+    if listed or (not file.exists() and (reading or not steps)):
         return
-    file.unlink(missing_ok=True)
-    if steps:
-        paths = [str(folder / f"ckpt-{step}") for step in steps]
-        tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
+    try:
+        file.unlink(missing_ok=True)
+        if steps:
+            paths = [str(folder / f"ckpt-{step}") for step in steps]
+            tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
+    except (OSError, tf.errors.OpError) as error:
+        raise SetupError(
+            f"{from_here(file)}: is damaged and cannot be written anew: {reason(error)}; copy the "
+            "run to where you may write."
+        ) from error
 
 
 def clean(folder: Path, console: Console) -> None:
@@ -89,13 +99,11 @@ def keep_best(folder: Path, record: Record) -> None:
     parts.append(folder / "engine" / f"ckpt-{step}.json")
     kept = [best / path.relative_to(folder) for path in parts]
     for path, to in zip(parts, kept, strict=True):
-        beside = to.with_name(f"{to.name}.tmp")
-        beside.unlink(missing_ok=True)
-        try:
-            os.link(path, beside)
-        except OSError:
-            shutil.copy2(path, beside)
-        beside.replace(to)
+        with written_whole(to) as beside:
+            try:
+                os.link(path, beside)
+            except OSError:
+                shutil.copy2(path, beside)
     stale = [path for path in best.rglob("*") if path.is_file() and path not in kept]
     for path in sorted(stale, key=lambda path: path.suffix != ".json"):
         path.unlink()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import types
 from pathlib import Path
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 from ctl_core import __version__
 from ctl_core.errors import SetupError
+from ctl_core.files import from_here, written_whole
 
 # Raised when an engine could misread a record of this one; fields that it does not know count too.
 FORMAT = 1
@@ -98,11 +98,9 @@ def write_record(folder: Path, record: Record) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path = folder / f"ckpt-{record.step}.json"
-    beside = path.with_suffix(".tmp")
     said = {**dataclasses.asdict(record), "format": FORMAT, "engine": __version__}
-    beside.write_text(json.dumps(said), encoding="utf-8")
-    os.replace(beside, path)
+    with written_whole(folder / f"ckpt-{record.step}.json") as beside:
+        beside.write_text(json.dumps(said), encoding="utf-8")
 
 
 def read_record(folder: Path, step: int) -> Record:
@@ -136,8 +134,8 @@ def _refuse_newer(path: Path, content: dict[str, Any]) -> None:
     if unknown or (isinstance(number, int) and number > FORMAT):
         why = f"has {', '.join(unknown)}" if unknown else f"is of format {number}"
         raise SetupError(
-            f"{path}: was written by ctl_core {engine or '(of unknown version)'} and {why}, which "
-            f"ctl_core {__version__} (format {FORMAT}) does not know; take the newer engine for "
+            f"{from_here(path)}: was written by ctl_core {engine or '(of unknown version)'} and "
+            f"{why}, which ctl_core {__version__} (format {FORMAT}) does not know; take the newer engine for "
             "this run, by cruft update say. The checkpoint is whole."
         )
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, brief
+from ctl_core.files import written_whole
 from ctl_core.hooks import Hooks
 from ctl_core.run_state.tracking import Found, find
 
@@ -48,9 +49,8 @@ class Vocabularies:
             self._text = json.dumps(_learnt({**self._layers, **self._of_data}))
         name = f"vocabularies-{hashlib.sha256(self._text.encode()).hexdigest()[:16]}.json"
         if not (folder / name).exists():
-            beside = folder / f"{name}.tmp"
-            beside.write_text(self._text, encoding="utf-8")
-            beside.replace(folder / name)
+            with written_whole(folder / name) as beside:
+                beside.write_text(self._text, encoding="utf-8")
         return name
 
     def put_back(self, file: Path, console: Console) -> list[str]:

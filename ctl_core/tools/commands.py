@@ -1,8 +1,9 @@
-"""``evaluate``, ``predict`` and ``export``: using the checkpoint of a run."""
+"""``evaluate``, ``predict`` and ``export``: using the checkpoint of a run, which they only read."""
 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,9 @@ from ctl_core.build import create_state
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.cluster.strategy import Task
 from ctl_core.console import Console
-from ctl_core.errors import SetupError
+from ctl_core.errors import SetupError, reason
 from ctl_core.evaluate import evaluate as run_evaluation
+from ctl_core.files import from_here, written_whole
 from ctl_core.numerics.precision import policy
 from ctl_core.predict import predict as run_prediction
 from ctl_core.predict import read_inputs
@@ -24,7 +26,7 @@ from ctl_core.run_folder import Run, session
 from ctl_core.run_state.tracking import find
 from ctl_core.settings import Config
 from ctl_core.state import State
-from ctl_core.tools.export import export_model
+from ctl_core.tools.export import check_replaceable, export_model
 
 
 def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict[str, float]:
@@ -49,6 +51,10 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
         SetupError: the file does not fit the model, or there is no data or no checkpoint.
     """
     with _restored(callbacks, config, options) as (state, console):
+        path = Path(options["output"] or state.run_dir / "predictions.npz")
+        if path.suffix != ".npz":
+            raise SetupError(f"output: expected the name of a .npz file, got {path}.")
+        _try(path)
         if options["input"]:
             source = Path(options["input"])
             batches = read_inputs(source, state.input_spec, state.context.micro_batch_size)
@@ -57,35 +63,52 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
         outputs = run_prediction(state.context, batches, from_hooks=not options["input"])
-        path = Path(options["output"] or state.run_dir / "predictions.npz")
-        if path.suffix != ".npz":
-            raise SetupError(f"output: expected the name of a .npz file, got {path}.")
-        beside = path.with_name(path.name + ".tmp")
-        try:
-            with beside.open("wb") as file:
-                np.savez_compressed(file, **outputs)  # type: ignore[arg-type]
-        except OSError as error:
-            raise SetupError(f"output: {path} cannot be written: {error.strerror}.") from error
-        beside.replace(path)
+        with _said(path), written_whole(path) as beside, beside.open("wb") as file:
+            np.savez_compressed(file, **outputs)  # type: ignore[arg-type]
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in outputs.items())
-        console.say(f"step {state.step}: wrote {shapes} to {path}")
+        console.say(f"step {state.step}: wrote {shapes} to {from_here(path)}")
     return path
 
 
 def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
-    """Writes the model of a checkpoint as a SavedModel to runs/NAME/export.
+    """Writes the model of a checkpoint as a SavedModel, to runs/NAME/export unless told otherwise.
 
     Raises:
-        SetupError: there is no checkpoint.
+        SetupError: there is no checkpoint, or the folder cannot be written or holds other things.
     """
     with _restored(callbacks, config, options) as (state, console):
-        path = Path(state.run_dir) / "export"
+        path = Path(options["output"] or state.run_dir / "export")
+        check_replaceable(path)
+        _try(path)
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
         found = find({"train_model": state.train_model})
         reached = [*found.variables.values(), *found.tables]
-        export_model(state.train_model, reached, state.input_spec, path)
-        console.say(f"step {state.step}: wrote a SavedModel to {path}")
+        with _said(path):
+            export_model(state.train_model, reached, state.input_spec, path)
+        console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")
     return path
+
+
+def _try(path: Path) -> None:
+    """Refuses a place where nothing can be written, before anything is computed for it."""
+    with _said(path), tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """Says in one line what cannot be written, and what to do.
+
+    Raises:
+        SetupError: instead of the error within.
+    """
+    try:
+        yield
+    except (OSError, tf.errors.PermissionDeniedError, tf.errors.ResourceExhaustedError) as error:
+        raise SetupError(
+            f"output: {from_here(path)} cannot be written: {reason(error)}; name another place by "
+            "--output."
+        ) from error
 
 
 @contextmanager
@@ -95,13 +118,15 @@ def _restored(
     """Builds the state on one device and restores the checkpoint that is asked for."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
     config = dataclasses.replace(config, epochs=None)  # nobody need count the training data
-    run, console = Run(config, Task()), Console()
+    run, console = Run(config, Task(), reading=True), Console()
     with session(run, console), policy(config.precision):
         state = create_state(callbacks, config, run, console)
         record = Checkpoints(state, console).restore(options["checkpoint"], with_input=False)
         if record is None:
-            raise SetupError(f"{run.ckpt}: no checkpoint there yet; train the run first.")
+            raise SetupError(
+                f"{from_here(run.ckpt)}: no checkpoint there yet; train the run first."
+            )
         if state.context.average and record.holds("ema"):
             state.context.average.put_in()
-        console.say(f"{run.path}: checkpoint of step {record.step}.")
+        console.say(f"{run.shown}: checkpoint of step {record.step}.")
         yield state, console

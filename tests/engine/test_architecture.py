@@ -12,8 +12,9 @@ ENGINE = Path(ctl_core.__file__).parent
 # it may import from below; the command line does, to be quick.
 LAYERS = """
     errors table
-    chunks collectives console data precision not_finite reduction staging signals
+    chunks collectives console data files precision not_finite reduction staging signals
     helpers compat joining profile settings batch_norm hook_state record gpus hook_table
+    callbacks_file
     layers selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder sync randomness freezing averaging micro_batches defaults
     autograph divergence __main__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,27 @@ def test_a_hook_that_changes_the_folder_leaves_the_run_where_it_is(
     assert not list((project / "elsewhere").iterdir()) and (project / "here.npz").exists()
     assert (project / "runs/second/ckpt/ckpt-6.index").exists()
     assert (project / "runs/second/tb").exists()
+
+
+def test_messages_name_a_run_from_where_the_user_is(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative below the current folder; absolute elsewhere."""
+    commands = (["train", "--steps", "9"], ["train"], ["evaluate"], ["predict"], ["export"])
+    for runs, shown in (("runs", "runs"), (str(project / "runs"), "runs")):
+        capsys.readouterr()
+        for command in commands:
+            assert main([*command, "--run-name", "first", "--runs-dir", runs]) == 0
+        out = capsys.readouterr().out
+        assert f"\n{shown}/first: " in f"\n{out}" and str(project) not in out
+        for words in ("is in {}/first\n", "to {}/first/predictions.npz\n", "to {}/first/export\n"):
+            assert words.format(shown) in out
+    (project / "below").mkdir()
+    shutil.copy(project / "callbacks.py", project / "below")
+    monkeypatch.chdir(project / "below")
+    capsys.readouterr()
+    assert main(["evaluate", "--runs-dir", "../runs"]) == 0
+    assert f"{project}/runs/first: checkpoint of step 9." in capsys.readouterr().out
 
 
 def test_without_docstrings_and_assertions(project: Path) -> None:

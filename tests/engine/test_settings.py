@@ -52,6 +52,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "deterministic": [("true", True), ("1", True), ("", True)],
     "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
+    "callbacks": [("experiments/gan.py", "experiments/gan.py"), ("b c.py", "b c.py"), ("d", "d")],
     "debug": [("yes", True), ("true", True), ("", True)],
 }
 
@@ -574,6 +575,35 @@ def test_what_config_yaml_says_otherwise_than_the_run_is_told() -> None:
     assert "seed: 0 -> 7, hparams.deep.x: [1] -> [1, 2], hparams.new: None -> 'a';" in told
     assert notes(config=changed, command="evaluate") == ""
     assert notes("--config", "config.yaml", config=changed) == ""
+
+
+def test_what_an_earlier_engine_did_not_write_is_the_default() -> None:
+    (make_run("a", 10) / "config.yaml").write_text("steps: 6\n")
+    same = "steps: 6\ncallbacks: ./callbacks.py\non_nan: warn\nseed: 0\n"
+    Path("config.yaml").write_text(same)
+    assert parse_command(["train", "--run-name", "a"], {}).notes == []
+    Path("config.yaml").write_text(same + "max_chunk: 5\n")
+    (told,) = parse_command(["train", "--run-name", "a"], {}).notes
+    assert "differs: max_chunk: 1000 -> 5;" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("./gan.py", "gan.py"),
+        ("a/../b/x.py", "b/x.py"),
+        ("..x/y.py", "..x/y.py"),
+        ("{here}/b/x.py", "b/x.py"),
+        ("../x.py", "{above}/x.py"),
+        ("/x.py", "/x.py"),
+    ],
+)
+def test_callbacks_inside_of_the_project_are_kept_relative_to_it(
+    folder: Path, given: str, kept: str
+) -> None:
+    places = {"here": folder, "above": folder.parent}
+    config = resolve("--callbacks", given.format(**places))
+    assert config.callbacks == kept.format(**places)
 
 
 def test_several_config_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,311 @@
+"""Several experiments in one project: ``--callbacks FILE``, and the copy that each run keeps."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.__main__ import main
+from ctl_core.layers import load_config
+from tests.engine.cases import regression_data, small_model, squared_error
+
+BASE = """
+import keras
+import tensorflow as tf
+from tests.engine.cases import regression_data, sliced, small_model, squared_error
+
+create_model = small_model
+create_dataset = sliced(regression_data())
+create_eval_dataset = create_dataset
+every_steps = {}
+
+
+def create_loss():
+    return squared_error
+
+
+def create_opt(lr):
+    return keras.optimizers.SGD(lr)
+"""
+# Half the loss, by a module beside the file and one of the project's.
+HALF = """
+from callbacks import *
+import beside
+from pathlib import Path
+from shared import HALF
+
+assert (Path(__file__).parent / "beside.py").exists()
+
+
+def create_loss():
+    return lambda pair: HALF * beside.loss(pair)
+"""
+FLAGS = ("--steps", "4", "--batch-size", "16", "--learning-rate", "0.1")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with callbacks.py and experiments/gan.py, which needs modules of both folders."""
+    project = tmp_path / "project"
+    (project / "experiments").mkdir(parents=True)
+    (project / "callbacks.py").write_text(BASE)
+    (project / "shared.py").write_text("HALF = 0.5\n")
+    (project / "experiments/gan.py").write_text(HALF)
+    beside = "from tests.engine.cases import squared_error as loss\n"
+    (project / "experiments/beside.py").write_text(beside)
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("callbacks", "ctl_callbacks", "beside", "shared"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [name for name in os.environ if name.startswith("CTL_")]:
+        monkeypatch.delenv(name)
+    return project
+
+
+def fresh() -> None:
+    """What another process would not have imported."""
+    for name in ("callbacks", "ctl_callbacks", "beside", "shared"):
+        sys.modules.pop(name, None)
+
+
+def ctl(*argv: str) -> int:
+    fresh()
+    return main([*argv])
+
+
+def weights(run: str, step: int = 4) -> list[np.ndarray]:
+    model = small_model()
+    ckpt = tf.train.Checkpoint(train_model=model)
+    ckpt.read(f"runs/{run}/ckpt/ckpt-{step}").expect_partial()
+    return model.get_weights()  # type: ignore[no-any-return]
+
+
+def by_hand(factor: float, steps: int = 4) -> list[np.ndarray]:
+    """The weights of the same training as a plain loop."""
+    model = small_model()
+    inputs, target = regression_data()
+    for step in range(steps):
+        rows = slice(step * 16, step * 16 + 16)
+        with tf.GradientTape() as tape:
+            loss = factor * tf.reduce_mean(squared_error((model(inputs[rows]), target[rows])))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 10.0)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.1 * gradient)
+    return model.get_weights()  # type: ignore[no-any-return]
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> None:
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_another_file_is_trained_evaluated_and_resumed_without_renaming(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ctl("train", "--run-name", "base", *FLAGS) == 0
+    assert ctl("train", "--run-name", "gan", "--callbacks", "experiments/gan.py", *FLAGS) == 0
+    same(weights("base"), by_hand(1.0))
+    same(weights("gan"), by_hand(0.5))
+    assert load_config("runs/gan/config.yaml").callbacks == "experiments/gan.py"
+    assert Path("runs/gan/callbacks.py").read_text() == HALF
+    assert Path("runs/base/callbacks.py").read_text() == BASE
+    capsys.readouterr()
+    for command in ("evaluate", "predict", "export"):
+        assert ctl(command, "--run-name", "gan") == 0
+    assert ctl("train", "--run-name", "gan", "--steps", "5") == 0
+    out = capsys.readouterr().out
+    assert "not as it was" not in out and "differs" not in out
+    same(weights("gan", 5), by_hand(0.5, 5))
+    Path("config.yaml").write_text("callbacks: ./experiments/gan.py\nsteps: 5\n")
+    assert ctl("train", "--run-name", "gan") == 0
+    assert "differs" not in capsys.readouterr().out
+    assert ctl("train", "--run-name", "base") == 0
+    told = "callbacks: 'callbacks.py' -> 'experiments/gan.py'"
+    assert told in capsys.readouterr().out
+    assert ctl("train", "--run-name", "file", *FLAGS) == 0
+    Path("config.yaml").unlink()
+    monkeypatch.setenv("CTL_CALLBACKS", str(project / "experiments" / "gan.py"))
+    assert ctl("train", "--run-name", "variable", *FLAGS) == 0
+    for run in ("file", "variable"):
+        same(weights(run), by_hand(0.5))
+        assert load_config(f"runs/{run}/config.yaml").callbacks == "experiments/gan.py"
+
+
+def test_a_file_that_has_changed_or_gone_is_said_and_its_copy_is_there(
+    project: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gan = project / "experiments/gan.py"
+    assert ctl("train", "--run-name", "gan", "--callbacks", str(gan), *FLAGS) == 0
+    capsys.readouterr()
+    assert ctl("evaluate") == 0
+    value = re.search(r"loss \S+", capsys.readouterr().out)
+    assert value
+    gan.write_text(HALF.replace("HALF *", "3 *"))
+    for command in ("evaluate", "predict", "export"):
+        assert ctl(command) == 0
+        out = capsys.readouterr().out
+        (line,) = [line for line in out.splitlines() if "not as it was" in line]
+        assert line == (
+            "experiments/gan.py is not as it was when the run was trained; --callbacks "
+            "runs/gan/callbacks.py takes what it was."
+        )
+        assert value.group() not in out
+    assert ctl("evaluate", "--callbacks", "runs/gan/callbacks.py") == 0
+    out = capsys.readouterr().out
+    assert value.group() in out and "not as it was" not in out
+    assert ctl("evaluate", "--callbacks", "callbacks.py") == 0
+    assert "not as it was" not in capsys.readouterr().out
+    gan.unlink()
+    monkeypatch.chdir(tmp_path)  # and the project has moved
+    project = project.rename(tmp_path / "moved")
+    monkeypatch.chdir(project)
+    sys.path[:] = [path for path in sys.path if "/project" not in path]
+    for argv in (("evaluate",), ("train", "--run-name", "gan")):
+        assert ctl(*argv) == 0
+        out = capsys.readouterr().out
+        (line,) = [line for line in out.splitlines() if "copy" in line]
+        assert line == (
+            "experiments/gan.py is not there; the run's copy of it is used, runs/gan/callbacks.py."
+        )
+        assert value.group() in out or argv[0] == "train"
+    assert ctl("train", "--run-name", "gan", "--steps", "5") == 0
+    same(weights("gan", 5), by_hand(0.5, 5))
+    copy = ("--callbacks", "runs/gan/callbacks.py")
+    assert ctl("train", "--run-name", "gan", "--steps", "6", *copy) == 0
+    same(weights("gan", 6), by_hand(0.5, 6))
+    assert load_config("runs/gan/config.yaml").callbacks == "experiments/gan.py"
+    assert Path("runs/gan/callbacks.py").read_text() == HALF
+    assert not (project / "runs/gan/__pycache__").exists()
+    capsys.readouterr()
+    (project / "experiments/beside.py").unlink()
+    assert ctl("evaluate") == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "error: callbacks.py:3: ModuleNotFoundError: No module named 'beside' (runs/gan/"
+        "callbacks.py is a copy of experiments/gan.py, without the modules that it imports)\n"
+    )
+
+
+def test_a_file_that_is_not_there_is_one_line_with_the_nearest_name(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ctl("train", "--run-name", "gan", "--callbacks", "experiments/gan.py", *FLAGS) == 0
+    (project / "empty").mkdir()
+    (project / "experiments/notes.txt").write_text("")
+    capsys.readouterr()
+    for name, words in (
+        ("experiments/gna.py", "no file experiments/gna.py; did you mean 'experiments/gan.py'?"),
+        ("experiment/gan.py", "did you mean 'experiments/gan.py'?"),
+        ("experiments/gan", "did you mean 'experiments/gan.py'?"),
+        (str(project / "experiments/gn.py"), "did you mean 'experiments/gan.py'?"),
+        ("/else/where/x.py", f"no file /else/where/x.py in {project}; name a Python file."),
+        ("experiments", "experiments is a folder; name a file in it, such as "),
+        ("empty", "empty is a folder; name a file"),
+        ("experiments/notes.txt", "expected a Python file, whose name ends in .py, got "),
+        ("", "expected the name of a Python file, got ''"),
+        ("gs://bucket/x.py", "got the URL"),
+    ):
+        for command in (["train", "--steps", "4"], ["evaluate"], ["train", "--run-name", "gan"]):
+            assert ctl(*command, "--callbacks", name) == 2
+            error = capsys.readouterr().err
+            assert error.startswith("error: callbacks: ") and words in error, error
+            assert error.count("\n") == 1
+    assert os.listdir("runs") == ["gan"]
+
+
+@pytest.mark.parametrize(
+    "name", ["my-gan 2.py", "keras.py", "random.py", "numpy.py", "callbacks.py", "ünï.py"]
+)
+def test_a_file_may_have_any_name(project: Path, name: str) -> None:
+    """Also that of a module which it imports; and it may be outside of the project."""
+    folder = project.parent / "else where"
+    shutil.copytree(project / "experiments", folder)
+    (folder / "gan.py").rename(folder / name)
+    (folder / name).write_text(HALF + "import keras, random, numpy\nassert random.random\n")
+    place = folder / name
+    assert ctl("train", "--run-name", "a", "--callbacks", f"../else where/{name}", *FLAGS) == 0
+    same(weights("a"), by_hand(0.5))
+    assert load_config("runs/a/config.yaml").callbacks == str(place)
+    assert ctl("evaluate") == 0
+    assert sys.modules["keras"].__name__ == "keras" and not hasattr(sys.modules["keras"], "HALF")
+
+
+def test_errors_name_the_file_that_was_given(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, words in (
+        ("x = 1\ndef f(:\n", "gan.py:2: SyntaxError: "),
+        ("\n1 / 0\n", "gan.py:2: ZeroDivisionError: division by zero"),
+        ("", "gan.py: create_dataset, create_model, create_loss still to be written"),
+    ):
+        (project / "experiments/gan.py").write_text(text)
+        assert ctl("train", "--callbacks", "experiments/gan.py", *FLAGS) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {words}") and error.count("\n") == 1
+
+
+def test_variables_of_the_file_come_back_when_it_is_renamed_or_its_copy_is_used(
+    project: Path,
+) -> None:
+    """What a checkpoint calls them does not depend on the file's name."""
+    table = "table = tf.Variable(0.0)\nevery_steps = {1: lambda: table.assign_add(1.0)}\n"
+    gan = project / "experiments/gan.py"
+    gan.write_text(HALF + table)
+    assert ctl("train", "--run-name", "a", "--callbacks", "experiments/gan.py", *FLAGS) == 0
+    gan.rename(project / "experiments/gan2.py")
+    assert ctl("train", "--run-name", "a", "--steps", "6") == 0
+    assert sys.modules["ctl_callbacks"].table == 6
+    assert (
+        ctl("train", "--run-name", "a", "--steps", "7", "--callbacks", "experiments/gan2.py") == 0
+    )
+    assert sys.modules["ctl_callbacks"].table == 7
+
+
+def test_from_python_the_copy_is_of_the_modules_file(project: Path) -> None:
+    settings: dict[str, Any] = {"steps": 2, "batch_size": 16, "run_name": "a"}
+    sys.path.insert(0, str(project))
+    import callbacks  # type: ignore[import-not-found]
+
+    hooks = {name: value for name, value in vars(callbacks).items() if name[0] != "_"}
+    ctl_core.train(types.SimpleNamespace(**hooks), ctl_core.Config(**settings))
+    assert not Path("runs/a/callbacks.py").exists()
+    assert ctl("evaluate") == 0
+    ctl_core.train(callbacks, ctl_core.Config(**{**settings, "run_name": "b"}))
+    assert Path("runs/b/callbacks.py").read_text() == BASE
+
+
+def test_a_run_that_is_done_keeps_its_copy(project: Path) -> None:
+    """What was trained is what the copy shows."""
+    assert ctl("train", "--run-name", "a", *FLAGS) == 0
+    (project / "callbacks.py").write_text(BASE + "# another\n")
+    assert ctl("train", "--run-name", "a") == 0
+    assert Path("runs/a/callbacks.py").read_text() == BASE
+    assert ctl("train", "--run-name", "a", "--steps", "5") == 0
+    assert Path("runs/a/callbacks.py").read_text() == BASE + "# another\n"
+
+
+def test_a_cluster_trains_the_file_that_was_given(project: Path) -> None:
+    command = [sys.executable, "-m", "ctl_core", "train", "--workers", "2", "--run-name", "gan"]
+    root = str(Path(ctl_core.__file__).parents[1])
+    environ = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "-1"}
+    for last, named in ("4", ["--callbacks", "experiments/gan.py"]), ("5", []):
+        flags = [*FLAGS[2:], *named, "--steps", last]
+        done = subprocess.run([*command, *flags], env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    same(weights("gan", 5), by_hand(0.5, 5))
+    assert Path("runs/gan/callbacks.py").read_text() == HALF

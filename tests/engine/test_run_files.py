@@ -1,0 +1,236 @@
+"""Run folders that somebody else has made: links that lead elsewhere, and folders to read only."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core.__main__ import main
+from ctl_core.cluster.supervisor import supervise
+from ctl_core.errors import SetupError
+from ctl_core.files import written_whole
+from tests.engine.conftest import regression_data, small_model
+from tests.engine.test_callbacks_file import BASE, FLAGS, by_hand, weights
+
+NOBODY = 65534
+KEPT = b"somebody's own"
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Every file and folder, with inode, size and times: what a write or a rename changes."""
+    paths = [folder, *folder.rglob("*")]
+    stats = {str(path): path.lstat() for path in paths}
+    return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
+
+
+WHOLE = ["config.yaml", "config.yaml.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "callbacks.py",
+         "callbacks.py.tmp"]  # fmt: skip
+
+
+@pytest.fixture
+def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A project with a trained run, below a folder that everybody may enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        Path("callbacks.py").write_text(BASE)
+        assert main(["train", "--run-name", "a", *FLAGS]) == 0
+        yield Path(folder)
+
+
+@pytest.fixture
+def outside(project: Path) -> Path:
+    """A file of somebody's and a folder of somebody's, outside of the run."""
+    folder = project / "outside"
+    folder.mkdir()
+    (folder / "file").write_bytes(KEPT)
+    return folder
+
+
+def link(path: Path, target: Path) -> None:
+    """Puts a link in the place of what is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def test_what_is_written_whole_replaces_a_link(project: Path, outside: Path) -> None:
+    run = project / "runs/a"
+    names = [name for name in WHOLE if name != "config.yaml"]
+    for name in names:
+        link(run / name, outside / "file")
+    shutil.move(run / "config.yaml", outside / "config.yaml")
+    before = (outside / "config.yaml").read_bytes()
+    link(run / "config.yaml", outside / "config.yaml")
+    assert main(["train", "--run-name", "a", "--steps", "6"]) == 0
+    assert (outside / "file").read_bytes() == KEPT
+    assert (outside / "config.yaml").read_bytes() == before
+    for name in WHOLE:
+        assert not (run / name).is_symlink()
+        assert (run / name).exists() == (not name.endswith(".tmp"))
+    for name in ("predictions.npz", "predictions.npz.tmp"):
+        link(run / name, outside / "file")
+        assert main(["predict"]) == 0
+    for name in ("export", "export.tmp"):
+        for target in (outside, outside / "file"):
+            link(run / name, target)
+            assert main(["export"]) == 0
+    assert tf.saved_model.load(str(run / "export"))
+    assert (outside / "file").read_bytes() == KEPT
+    assert sorted(os.listdir(outside)) == ["config.yaml", "file"]
+    assert not list(run.glob("*.tmp"))
+
+
+LINKS = {
+    "train.log": "file",
+    "ckpt": "",
+    "ckpt/engine": "",
+    "ckpt/ckpt-6_temp": "",
+    "ckpt/ckpt-6.index": "file",
+    "ckpt/engine/ckpt-6.tmp": "file",
+    "tb": "nowhere",
+    "tb/train": "",
+}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_that_leads_out_of_the_run_is_refused(
+    project: Path, outside: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link(project / "runs/a" / name, outside / LINKS[name])
+    before = tree(project)
+    capsys.readouterr()
+    assert main(["train", "--run-name", "a", "--steps", "6"]) == 2
+    error = capsys.readouterr().err
+    assert f"runs/a/{name}: a symbolic link that leads out of the run folder, to " in error
+    assert str((outside / LINKS[name]).resolve()) in error and "remove it, or" in error
+    assert error.count("\n") == 1 and tree(project) == before
+
+
+@pytest.mark.parametrize("name", ["train.log", "worker-1.log", "worker-2.log"])
+def test_a_workers_log_that_leads_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_bytes(KEPT)
+    link(tmp_path / "a" / name, tmp_path / "file")
+    with pytest.raises(SetupError, match=rf"a/{name}: a symbolic link that leads out"):
+        supervise([sys.executable, "-c", "print(1)"], tmp_path / "a", 3)
+    assert (tmp_path / "file").read_bytes() == KEPT
+
+
+@pytest.mark.parametrize("place", ["runs", "runs/a"])
+def test_the_runs_folder_the_run_and_links_inside_of_it_may_be_links(
+    project: Path, place: str
+) -> None:
+    (project / "runs/a/tb").rename(project / "runs/a/logs")
+    (project / "runs/a/tb").symlink_to("logs")
+    disk = project / "disk"
+    (project / place).rename(disk)
+    (project / place).symlink_to(disk)
+    assert main(["train", "--run-name", "a", "--steps", "6"]) == 0
+    assert main(["evaluate"]) == 0
+    run = disk if place == "runs/a" else disk / "a"
+    assert (run / "ckpt/ckpt-6.index").exists()
+    assert len(list((run / "logs/eval").iterdir())) == 2
+    for one, other in zip(weights("a", 6), by_hand(1.0, 6), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_of_somebody_elses_is_used_and_left_as_it_is(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = project / "runs/a"
+    (run / "ckpt/checkpoint").unlink()  # TensorFlow's list of checkpoints is not needed to read
+    commands = ("evaluate", "predict", "export")
+    for command in commands:  # imports what they need as who may read all of Python
+        assert main([command]) == 0
+    shutil.rmtree(run / "export")
+    (run / "predictions.npz").unlink()
+    mine = project / "mine"
+    mine.mkdir(mode=0o777)
+    mine.chmod(0o777)
+    for path in (run, *run.rglob("*")):
+        path.chmod(path.stat().st_mode & ~0o222)
+    before = tree(project / "runs")
+    np.save(mine / "new.npy", regression_data()[0][:7])
+    capsys.readouterr()
+    gc.collect()  # what only root may clean up
+    root = os.geteuid() == 0
+    if root:  # who may write everything
+        os.seteuid(NOBODY)
+    try:
+        assert main(["evaluate"]) == 0
+        assert "step 4  eval: loss" in capsys.readouterr().out
+        for command, name in (("predict", "predictions.npz"), ("export", "export")):
+            assert main([command]) == 2
+            error = capsys.readouterr().err
+            assert f"runs/a/{name} cannot be written: Permission denied; name another" in error
+            assert error.startswith("error: output: ") and error.count("\n") == 1
+        flags = ["--input", "mine/new.npy", "--output", "mine/out.npz"]
+        assert main(["predict", *flags]) == 0
+        assert main(["export", "--output", "mine/model"]) == 0
+        assert main(["train", "--run-name", "a", "--steps", "9"]) == 2
+        error = capsys.readouterr().err
+        assert "the run folder cannot be written" in error and error.count("\n") == 1
+    finally:
+        if root:
+            os.seteuid(0)
+    assert tree(project / "runs") == before
+    model = small_model()
+    ckpt = tf.train.Checkpoint(train_model=model)
+    ckpt.read("runs/a/ckpt/ckpt-4").expect_partial()
+    inputs = regression_data()[0][:7]
+    served = tf.saved_model.load("mine/model")
+    for value in (served.serve(inputs), np.load("mine/out.npz")["output"]):
+        np.testing.assert_allclose(value, model(inputs), rtol=1e-5, atol=1e-6)
+    for path in (run, *run.rglob("*")):
+        path.chmod(path.stat().st_mode | 0o200)
+
+
+def test_export_replaces_an_export_and_nothing_else(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "empty").mkdir()
+    for _ in range(2):
+        assert main(["export", "--output", "empty"]) == 0
+    assert tf.saved_model.load("empty")
+    (project / "runs/a/export").mkdir()
+    (project / "runs/a/export/notes.txt").write_text("mine")
+    before = tree(project)
+    capsys.readouterr()
+    for flags, words in (
+        (["--output", "."], "holds what is no export ('callbacks.py') and would be lost"),
+        (["--output", "runs"], "holds what is no export ('a')"),
+        (["--output", "callbacks.py"], "holds what is no export"),
+        ([], "runs/a/export holds what is no export ('notes.txt') and would be lost; name another"),
+        (["--output", "not/there"], "cannot be written: No such file or directory; name another"),
+        (["--output", ""], "output: expected the name of a file or folder, got ''"),
+    ):
+        assert main(["export", *flags]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.startswith("error: output: ") and error.count("\n") == 1
+    assert tree(project) == before
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    for folder in (False, True):
+        path = tmp_path / "x"
+        with written_whole(path, folder) as beside:
+            (beside.mkdir() if folder else beside.write_text("first"))
+        before = tree(tmp_path)
+        with pytest.raises(ZeroDivisionError), written_whole(path, folder) as beside:
+            (beside.mkdir() if folder else beside.write_text("second"))
+            raise ZeroDivisionError
+        after = tree(tmp_path)
+        assert after.keys() == before.keys() and after[str(path)] == before[str(path)]
+        path.rmdir() if folder else path.unlink()
