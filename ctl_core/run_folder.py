@@ -242,6 +242,6 @@ def repair_list(folder: Path) -> None:
     if listed or not (steps or file.exists()):
         return
     file.unlink(missing_ok=True)
-    if steps:
-        paths = [str(folder / f"ckpt-{step}") for step in steps]
-        tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
+    if steps:  # TensorFlow's function for it is deprecated, and says so
+        lines = [f'all_model_checkpoint_paths: "ckpt-{step}"\n' for step in steps]
+        file.write_text(f'model_checkpoint_path: "ckpt-{steps[-1]}"\n' + "".join(lines))
