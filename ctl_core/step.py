@@ -22,6 +22,7 @@ from ctl_core.hooks import Hook, Hooks, describe
 from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.precision import LossScale, all_finite, to_float32
 from ctl_core.run_state.tracking import find, variable_name
+from ctl_core.types import Loss, Model, Optimizer
 
 
 @dataclasses.dataclass
@@ -45,11 +46,11 @@ class Parts:
     """
 
     hooks: Hooks
-    train_model: Any
-    train_loss: Any
+    train_model: Model
+    train_loss: Loss
     lr: Rate
     optimizer: Any
-    optimizers: dict[str, Any]
+    optimizers: dict[str, Optimizer]
     batch_size: int
     replicas: int
     accumulate_steps: int = 1

@@ -12,6 +12,7 @@ from ctl_core.checks.returned import kind_of
 from ctl_core.errors import SetupError
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.run_state.tracking import find, variable_name
+from ctl_core.types import Loss
 
 
 def create_callable(hook: Hook, what: str) -> Any:
@@ -23,7 +24,7 @@ def create_callable(hook: Hook, what: str) -> Any:
     return made
 
 
-def check_keras_loss(hook: Hook, loss: Any) -> None:
+def check_keras_loss(hook: Hook, loss: Loss) -> None:
     """Refuses a Keras loss that averages, or that is to be called with two arguments."""
     if not isinstance(loss, keras.losses.Loss):
         return

@@ -12,9 +12,10 @@ import keras
 import tensorflow as tf
 
 from ctl_core.step import call_model
+from ctl_core.types import Model
 
 
-def export_model(model: Any, reached: list[Any], input_spec: Any, folder: Path) -> None:
+def export_model(model: Model, reached: list[Any], input_spec: Any, folder: Path) -> None:
     """Writes the model as a SavedModel, whole or not at all.
 
     The signature ``serve`` (and ``serving_default``) takes what ``train_model`` takes, any number
