@@ -228,7 +228,7 @@ def _without_greeting(debug: bool) -> Iterator[None]:
                 stdin=subprocess.PIPE,
                 stdout=2,
                 env={**os.environ, "LC_ALL": "C"},
-                process_group=0,  # Ctrl-C is not meant for it
+                start_new_session=True,  # Ctrl-C is not meant for it
             )
     if reader is None:
         yield
