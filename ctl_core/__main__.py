@@ -13,9 +13,8 @@ import gc
 import importlib
 import logging
 import os
-import re
+import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,12 +114,12 @@ def _read(argv: list[str]) -> Command | int:
 
 def _print_hooks(rest: list[str]) -> int:
     if rest and rest[0] in ("-h", "--help"):
-        print("usage: python -m ctl_core hooks\n\nPrints the table of hooks.")
-    elif rest:
-        raise SetupError(f"unexpected word {rest[0]!r}: hooks takes no settings.")
+        print("usage: python -m ctl_core hooks [--debug]\n\nPrints the table of hooks.")
+    elif others := [word for word in rest if word != "--debug"]:
+        raise SetupError(f"unexpected word {others[0]!r}: hooks takes no settings but --debug.")
     else:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        _import_libraries(debug=False)
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if rest else "2")
+        _import_libraries(debug=bool(rest))
         from ctl_core.tools.hook_table import print_table
 
         print_table()
@@ -150,6 +149,8 @@ def _run(command: Command, argv: list[str]) -> int:
             _import_libraries(command.config.debug)
         from ctl_core.cluster.strategy import prepare
 
+        if command.config.virtual_devices > 1:
+            _find_devices(command.config.debug)
         prepare(command.config)
     with interruptible():
         _import_libraries(command.config.debug)
@@ -158,6 +159,7 @@ def _run(command: Command, argv: list[str]) -> int:
         quiet_libraries(not command.config.debug)
         start = Path.cwd()
         callbacks = load_callbacks(source)
+        _find_devices(command.config.debug)  # now: callbacks.py may say which are visible
     config = command.config
     if source.path != source.stands_for:
         config = dataclasses.replace(config, callbacks=command.trained_with)
@@ -183,38 +185,70 @@ def _import_libraries(debug: bool) -> None:
         return
     gc.disable()
     try:
-        with contextlib.nullcontext() if debug else _without_greeting():
+        with _without_greeting(debug):
             importlib.import_module("keras")
             importlib.import_module("tensorflow")
     except ModuleNotFoundError as error:
         raise SetupError(_MISSING.format(error.name, sys.prefix, sys.executable)) from error
+    except Exception as error:
+        # TensorFlow's own is the whole traceback of the one that it followed.
+        first = error.__context__ if "Traceback (" in str(error) else None
+        raise SetupError(
+            f"TensorFlow cannot be imported: {brief(first or error)}; if this Python and machine "
+            f"are right for it, install it anew: {sys.executable} -m pip install --force-reinstall "
+            "--editable ."
+        ) from error
     finally:
         gc.enable()
     gc.freeze()
 
 
-# What TensorFlow 2.21 says of oneDNN and of the processor, and of saying it so early.
-_GREETING = re.compile(rb"I\d{4} |WARNING: All log messages before absl|To enable the following in")
+def _find_devices(debug: bool) -> None:
+    """Lets TensorFlow look for GPUs, which it does once, without a word where there are none."""
+    with _without_greeting(debug):
+        sys.modules["tensorflow"].config.list_physical_devices()
+
+
+# What TensorFlow 2.21 says of oneDNN, the processor and missing GPUs, and of saying it so early: a
+# driver or library that is there and fails is none of it.
+_GREETING = (
+    "^I[0-9]{4} |^WARNING: All log messages before absl|^To enable the following in|"
+    r"cuInit: (UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
+)
 
 
 @contextlib.contextmanager
-def _without_greeting() -> Iterator[None]:
-    """Holds back what TensorFlow's C++ prints while it is imported, whatever its log level is.
+def _without_greeting(debug: bool) -> Iterator[None]:
+    """Leaves out what TensorFlow's C++ prints within, whatever its log level is; not in debugging.
 
-    It goes to the file descriptor itself; what else is written there comes afterwards.
+    It goes to the file descriptor itself. Another process reads it and passes on the rest, also
+    what TensorFlow says when it ends this one, as on a processor that it was not built for.
     """
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
-        stderr = os.dup(2)
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            held.seek(0)
-            os.write(2, b"".join(line for line in held if not _GREETING.match(line)))
+    reader = None
+    if not debug:
+        with contextlib.suppress(OSError):  # Windows has no sed
+            reader = subprocess.Popen(
+                ["sed", "-E", f"/{_GREETING}/d"],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                env={**os.environ, "LC_ALL": "C"},
+                start_new_session=True,  # Ctrl-C is not meant for it
+            )
+    if reader is None:
+        yield
+        return
+    assert reader.stdin
+    stderr = os.dup(2)
+    os.dup2(reader.stdin.fileno(), 2)
+    reader.stdin.close()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        reader.wait()
 
 
 def _use_run(command: Command, callbacks: ModuleType) -> int:

@@ -218,8 +218,9 @@ def _build_late(
     """
     own = {n: o for n, o in context.optimizers.items() if not isinstance(o, keras.Optimizer)}
     for name, optimizer in own.items():
-        if callable(getattr(optimizer, "build", None)) and not getattr(optimizer, "built", False):
-            optimizer.build(variables[name])
+        build = getattr(optimizer, "build", None)
+        if callable(build) and not getattr(optimizer, "built", False):
+            build(variables[name])
     late = [o for o in own.values() if not getattr(o, "built", False)]
     if not late and all(optimizer.built for optimizer in find(roots).optimizers):
         return

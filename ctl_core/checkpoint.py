@@ -33,13 +33,13 @@ from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, reason
 from ctl_core.files import from_here
 from ctl_core.numerics.randomness import generator_states
+from ctl_core.run_state.fitting import UNREADABLE
 from ctl_core.run_state.folder import clean, keep_best
 from ctl_core.run_state.hook_state import check_state
 from ctl_core.run_state.input_position import InputPosition
 from ctl_core.run_state.reading import CheckpointReader
 from ctl_core.run_state.record import (
     NUMBER,
-    UNREADABLE,
     Damaged,
     Record,
     read_record,

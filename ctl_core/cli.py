@@ -33,11 +33,11 @@ from ctl_core.layers import (
     read_value,
 )
 from ctl_core.settings import (
+    RENAMED,
     SETTINGS,
     STRICT,
     Config,
     Folder,
-    Length,
     check_path,
     declare,
     explain,
@@ -75,9 +75,25 @@ _File = Annotated[
     Field(title="the name of a file or folder"),
 ]
 _Files = Annotated[list[Folder] | None, Field(title="the name of a file")]
+
+
+def _check_step(step: Any) -> Any:
+    if isinstance(step, int) and not 0 <= step < 2**63:
+        raise ValueError
+    return step
+
+
+_Checkpoint = Annotated[int | Literal["best"] | None, AfterValidator(_check_step)]
 # Options that belong to one command and are no settings of a run: name -> (type, default and help).
 _CHECKPOINT: dict[str, Any] = {
-    "checkpoint": (Length, declare(None, "step of the checkpoint to take; default: the newest"))
+    "checkpoint": (
+        _Checkpoint,
+        declare(
+            None,
+            "step of the checkpoint to take, or best for the one of keep_best; default: the newest",
+            title="a step, a whole number from 0 up, or best",
+        ),
+    )
 }
 _CONTINUE = declare(False, "train on in a run that a hook has ended (StopTraining)")
 _INPUT = declare(
@@ -133,7 +149,12 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     for layer in (*files, env, flags):
         place |= {key: layer[key] for key in ("run_name", "runs_dir") if key in layer}
     near = checked(place)
-    notes: list[str] = []
+    notes = [
+        f"{where} is called {name} now."
+        for layer in (*files, env, flags)
+        for name, (where, _) in layer.items()
+        if name in RENAMED.values() and name not in where.lower().replace("-", "_")
+    ]
     if command != "train":
         run: Path | None = find_run(Path(near.runs_dir), near.run_name)
     else:
@@ -254,6 +275,11 @@ def _flags(command: str, argv: Sequence[str]) -> Layer:
         SetupError: one is unknown, or lacks its value.
     """
     words, hparams = _split_hparams(argv)
+    old = {f"--{name.replace('_', '-')}": new for name, new in RENAMED.items()}
+    renamed = [word for word in words if word.partition("=")[0] in old]
+    for word in renamed:
+        flag, equals, text = word.partition("=")
+        words[words.index(word)] = f"--{old[flag].replace('_', '-')}{equals}{text}"
     settings = _options(command).model_fields | dict(SETTINGS)
     try:
         found, others = _parser(command).parse_known_args(words)
@@ -269,6 +295,9 @@ def _flags(command: str, argv: Sequence[str]) -> Layer:
         near = nearest(flag.strip("-").replace("_", "-"), names, "--")
         raise SetupError(f"unknown setting {flag}{near}")
     layer = {name: (name, read_text(settings[name], text)) for name, text in vars(found).items()}
+    for word in renamed:
+        flag = word.partition("=")[0]
+        layer[old[flag]] = (flag, layer[old[flag]][1])
     return layer | ({"hparams": ("--hparams", hparams)} if hparams else {})
 
 

@@ -13,6 +13,7 @@ from ctl_core.hooks import Hooks
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.precision import LossScale
+from ctl_core.types import Loss, Model, Optimizer
 
 
 @dataclasses.dataclass
@@ -39,11 +40,11 @@ class StepContext:
     """
 
     hooks: Hooks
-    train_model: Any
-    train_loss: Any
+    train_model: Model
+    train_loss: Loss
     lr: Rate
     optimizer: Any
-    optimizers: dict[str, Any]
+    optimizers: dict[str, Optimizer]
     batch_size: int
     replicas: int
     step_variable: tf.Variable

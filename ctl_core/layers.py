@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from ctl_core.errors import SetupError, one_line, reason
 from ctl_core.files import written_whole
-from ctl_core.settings import SETTINGS, WORDS, Config, kind_of, label, nearest, shown
+from ctl_core.settings import RENAMED, SETTINGS, WORDS, Config, kind_of, label, nearest, shown
 
 ENV_PREFIX = "CTL_"
 
@@ -142,10 +142,14 @@ def read_file(path: Path, required: bool = True) -> Layer:
             f"{where}: expected lines of the form 'name: value', got {shown(content)}."
         )
     for key in content:
-        if key not in SETTINGS:
+        if key not in SETTINGS and key not in RENAMED:
             raise SetupError(f"{where}: unknown setting {shown(key)}{nearest(str(key), SETTINGS)}")
     return _with_hparams(
-        {k: (f"{where}: {k}", value) for k, value in content.items() if value is not None}
+        {
+            RENAMED.get(str(name), str(name)): (f"{where}: {name}", value)
+            for name, value in content.items()
+            if value is not None
+        }
     )
 
 
@@ -161,6 +165,7 @@ def environment(environ: Mapping[str, str]) -> tuple[Layer, list[str] | None]:
         if not name.startswith(ENV_PREFIX) or not text:
             continue
         key = name[len(ENV_PREFIX) :].lower()
+        key = RENAMED.get(key, key)
         if key == "config":
             url = re.match(r"[A-Za-z][\w+.-]*://", text)
             files = [text] if url else [path for path in text.split(os.pathsep) if path]

@@ -175,7 +175,7 @@ class Config:
     max_restarts: _Count = declare(
         3, "how often a cluster is started again after a crash of one of its workers"
     )
-    max_chunk: _Number = declare(1000, "most steps inside one graph call")
+    steps_per_call: _Number = declare(1000, "most steps inside one graph call")
     deterministic: bool = declare(
         False, "bit-identical results from run to run (op determinism), slower"
     )
@@ -246,6 +246,8 @@ class Config:
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
+# What settings were called in earlier versions; files, variables and flags may still do so.
+RENAMED = {"max_chunk": "steps_per_call"}
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -316,6 +318,8 @@ def nearest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5
 
     ``mark`` is put before it, and is no part of what is compared.
     """
+    if name in RENAMED:
+        return f"; it is called {RENAMED[name]} now."
     close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=cutoff)
     return f"; did you mean '{mark}{close[0]}'?" if close else ""
 

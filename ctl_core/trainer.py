@@ -108,7 +108,7 @@ class Trainer:
         self._run = run
         self._console = console
         self._sync = SyncedSignal(state.cluster, signals)
-        self._steps_per_call = ChunkLength(state.config.max_chunk)
+        self._steps_per_call = ChunkLength(state.config.steps_per_call)
         self._profile = Profile(
             state.config.profile_steps if state.cluster.task.chief else None,
             run.path / "tb" / "train",

@@ -13,6 +13,7 @@ from ctl_core.errors import SetupError
 from ctl_core.helpers import sample_weight
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.run_state.tracking import find, variable_name
+from ctl_core.types import Loss
 
 
 def create_callable(hook: Hook, what: str, **values: Any) -> Any:
@@ -22,7 +23,7 @@ def create_callable(hook: Hook, what: str, **values: Any) -> Any:
     return made
 
 
-def check_keras_loss(hook: Hook, loss: Any) -> None:
+def check_keras_loss(hook: Hook, loss: Loss) -> None:
     """Refuses a Keras loss that averages, or that is to be called with two arguments."""
     if not isinstance(loss, keras.losses.Loss):
         return

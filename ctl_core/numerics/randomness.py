@@ -13,12 +13,13 @@ import keras
 import tensorflow as tf
 
 from ctl_core.cluster.strategy import Task
+from ctl_core.types import Model
 
 # What the seeds of two neighbouring replicas differ by; any number that seeds rarely differ by.
 _STRIDE = 1_000_003
 
 
-def generator_states(model: Any) -> list[Any]:
+def generator_states(model: Model) -> list[Any]:
     """Returns the states of a Keras model's seed generators: int64 vectors [seed, counter].
 
     ``variables`` holds what ``weights`` does, and seed generators and metrics besides.

@@ -11,6 +11,8 @@ from ctl_core.compat import checkpointed_names
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 
+# What reading a file that is cut short, altered or gone raises.
+UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 KEY_END = "/.ATTRIBUTES/"
 
 

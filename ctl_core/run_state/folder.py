@@ -38,10 +38,11 @@ def repair_list(folder: Path, reading: bool = False) -> None:
         return
     try:
         file.unlink(missing_ok=True)
-        if steps:
-            paths = [str(folder / f"ckpt-{step}") for step in steps]
-            tf.compat.v1.train.update_checkpoint_state(str(folder), paths[-1], paths)
-    except (OSError, tf.errors.OpError) as error:
+        if steps:  # TensorFlow's function for it is deprecated, and says so
+            lines = [f'all_model_checkpoint_paths: "ckpt-{step}"\n' for step in steps]
+            with written_whole(file) as beside:
+                beside.write_text(f'model_checkpoint_path: "ckpt-{steps[-1]}"\n' + "".join(lines))
+    except OSError as error:
         raise SetupError(
             f"{from_here(file)}: is damaged and cannot be written anew: {reason(error)}; copy the "
             "run to where you may write."

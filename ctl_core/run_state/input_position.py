@@ -11,7 +11,8 @@ from ctl_core.checks.position import holds_shuffles
 from ctl_core.console import Console
 from ctl_core.errors import op_message
 from ctl_core.numerics.staging import GraphCheckpoint
-from ctl_core.run_state.record import UNREADABLE, Damaged, Record, regular
+from ctl_core.run_state.fitting import UNREADABLE
+from ctl_core.run_state.record import Damaged, Record, regular
 from ctl_core.state import State
 
 _LARGE = 64 * 2**20

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.errors import op_message
-from ctl_core.run_state.fitting import KEY_END, differing_variables, unfitting
-from ctl_core.run_state.record import UNREADABLE, Damaged, Record, read_record, regular
+from ctl_core.run_state.fitting import KEY_END, UNREADABLE, differing_variables, unfitting
+from ctl_core.run_state.record import Damaged, Record, read_record, regular
 from ctl_core.run_state.remainder import Remainder
 from ctl_core.run_state.vocabularies import Vocabularies
 from ctl_core.state import State

@@ -12,8 +12,6 @@ import types
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import tensorflow as tf
-
 from ctl_core import __version__
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here, written_whole
@@ -24,8 +22,6 @@ RECORD = re.compile(r"ckpt-(\d+)\.json")
 PART = re.compile(r"(?:ckpt|input|statistics)-(\d+)(?:-\d+)?")
 NAME = re.compile(r".*-\d+\.(json|index|data-\d+-of-\d+)")
 NUMBER = re.compile(r"-(\d+)$")
-# What reading a file that is cut short, altered or gone raises.
-UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 
 
 class Damaged(Exception):
@@ -135,8 +131,8 @@ def _refuse_newer(path: Path, content: dict[str, Any]) -> None:
         why = f"has {', '.join(unknown)}" if unknown else f"is of format {number}"
         raise SetupError(
             f"{from_here(path)}: was written by ctl_core {engine or '(of unknown version)'} and "
-            f"{why}, which ctl_core {__version__} (format {FORMAT}) does not know; take the newer engine for "
-            "this run, by cruft update say. The checkpoint is whole."
+            f"{why}, which ctl_core {__version__} (format {FORMAT}) does not know; take the newer "
+            "engine for this run, by cruft update say. The checkpoint is whole."
         )
 
 

@@ -26,6 +26,7 @@ import tensorflow as tf
 from ctl_core.compat import flatten_layers, written_resources
 from ctl_core.errors import SetupError
 from ctl_core.numerics.precision import to_float32
+from ctl_core.types import Model
 
 # Of TensorFlow's and Keras' own classes, those that may hold what belongs to a run; the rest is
 # bookkeeping: graphs, datasets, strategies, nodes of functional models.
@@ -169,7 +170,7 @@ def written_variables(
 
 
 @tf.autograph.experimental.do_not_convert  # which would take a third of a second
-def trainable_variables(model: Any) -> list[Any]:
+def trainable_variables(model: Model) -> list[Any]:
     """Returns what of a model is trainable and not frozen, whatever it is made of.
 
     Of a Keras model that is its ``trainable_variables``. Of a ``tf.Module`` or any other object,
@@ -188,7 +189,7 @@ def trainable_variables(model: Any) -> list[Any]:
 
 
 @tf.autograph.experimental.do_not_convert
-def regularization(model: Any) -> Any:
+def regularization(model: Model) -> Any:
     """Returns the sum of a model's regularisation and ``add_loss`` terms, a scalar.
 
     Of a Keras model that is the sum of its ``losses``; of a ``tf.Module`` or any other object, of

@@ -14,12 +14,13 @@ from ctl_core.errors import SetupError
 from ctl_core.files import from_here, written_whole
 from ctl_core.settings import shown
 from ctl_core.step import call_model
+from ctl_core.types import Model
 
 # What a SavedModel is made of.
 _PARTS = {"saved_model.pb", "fingerprint.pb", "variables", "assets", "assets.extra"}
 
 
-def export_model(model: Any, reached: list[Any], input_spec: Any, folder: Path) -> None:
+def export_model(model: Model, reached: list[Any], input_spec: Any, folder: Path) -> None:
     """Writes the model as a SavedModel, whole or not at all.
 
     The signature ``serve`` (and ``serving_default``) takes what ``train_model`` takes, any number

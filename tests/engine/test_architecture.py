@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import ctl_core
@@ -11,7 +12,7 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    errors table
+    errors table types
     chunks collectives console data files precision not_finite reduction staging signals
     helpers compat joining profile settings batch_norm hook_state record gpus hook_table
     callbacks_file
@@ -94,3 +95,21 @@ def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
 def test_the_reading_path_is_short() -> None:
     lines = sum(len(modules()[name].read_text().splitlines()) for name in READING_PATH.split())
     assert lines <= 2000
+
+
+def test_what_imports_no_tensorflow_is_typed_strictly() -> None:
+    """Not even in a function; the list stands in pyproject.toml."""
+    free = set()
+    for path in ENGINE.rglob("*.py"):
+        imported = {"ctl_core"}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add((node.module or "").split(".")[0])
+        if not imported & {"tensorflow", "keras"}:
+            name = path.relative_to(ENGINE.parent).with_suffix("").parts
+            free.add(".".join(name).removesuffix(".__init__"))
+    settings = tomllib.loads((ENGINE.parent / "pyproject.toml").read_text())["tool"]["mypy"]
+    (strict,) = (each for each in settings["overrides"] if each.get("warn_return_any"))
+    assert set(strict["module"]) == free

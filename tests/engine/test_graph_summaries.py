@@ -89,7 +89,7 @@ def test_each_step_is_written_once_with_its_number_and_a_resumed_run_goes_on(
     for step, name, value in found:
         assert name not in ("input", "loss", "grad") or value == step
     norms = [value for _, name, value in found if name == "norm"]
-    by_steps = train(hooks, steps=7, virtual_devices=replicas, run_name="whole", max_chunk=1)
+    by_steps = train(hooks, steps=7, virtual_devices=replicas, run_name="whole", steps_per_call=1)
     assert by_steps.step == 7
     whole = [v for _, name, v in seen(tmp_path / "runs/whole/tb/train") if name == "norm"]
     np.testing.assert_allclose(norms, whole, rtol=1e-6)

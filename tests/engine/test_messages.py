@@ -12,6 +12,8 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import brief, op_message, reason
+from ctl_core.run_state.folder import repair_list
+from tests.engine.conftest import Train, make_hooks
 from tests.engine.test_errors import Cli, cli, failed, line_of, refused, source_of
 
 __all__ = ["cli"]
@@ -64,6 +66,21 @@ def test_what_tensorflow_warns_of_is_in_the_log(cli: Cli, shown: list[str]) -> N
     assert cli(source_of(), "--debug", "--run-name=b").code == 0
     logger.handle(record)
     assert shown == ["of its own"]
+
+
+def test_a_missing_list_of_checkpoints_is_made_anew_without_a_word(
+    train: Train, shown: list[str]
+) -> None:
+    """From Python, where TensorFlow's logger is left as it is."""
+    folder = train(make_hooks(), steps=4, ckpt_every=2).run_dir / "ckpt"
+    before = tf.train.get_checkpoint_state(folder)
+    (folder / "checkpoint").unlink()
+    repair_list(folder)
+    after = tf.train.get_checkpoint_state(folder)
+    assert after.model_checkpoint_path == before.model_checkpoint_path
+    assert list(after.all_model_checkpoint_paths) == list(before.all_model_checkpoint_paths)
+    assert len(after.all_model_checkpoint_paths) == 2
+    assert shown == []
 
 
 def test_what_a_hook_logs_by_tensorflows_logger_is_shown(cli: Cli, shown: list[str]) -> None:

@@ -149,7 +149,7 @@ def test_deferred_hooks_see_every_step_once_and_in_order(train: Train) -> None:
     assert order == expected
 
 
-def test_max_chunk_limits_a_graph_call_and_changes_nothing(
+def test_steps_per_call_limits_a_graph_call_and_changes_nothing(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ctl_core.graph import StepFunctions
@@ -162,7 +162,7 @@ def test_max_chunk_limits_a_graph_call_and_changes_nothing(
         original(self, steps)
 
     monkeypatch.setattr(StepFunctions, "train_steps", run)
-    short = train(make_hooks(), steps=50, max_chunk=3, run_name="short")
+    short = train(make_hooks(), steps=50, steps_per_call=3, run_name="short")
     assert max(lengths) <= 3 and sum(lengths) == 50
     long = train(make_hooks(), steps=50, run_name="long")
     for one, other in zip(

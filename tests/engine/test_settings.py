@@ -37,18 +37,18 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "jit_compile": [("true", True), ("1", True), ("", True)],
     "on_nan": [("stop", "stop"), ("ignore", "ignore"), ("stop", "stop")],
     "learning_rate": [("1e-1", 0.1), ("2", 2.0), (".25", 0.25)],
+    "ema": [("0.9", 0.9), ("0.99", 0.99), ("0.5", 0.5)],
     "seed": [("7", 7), ("8", 8), ("4294967295", 2**32 - 1)],
     "run_name": [("'3'", "3"), ("4", "4"), ("2024-01-05", "2024-01-05")],
     "ckpt_every": [("0", 0), ("5", 5), ("6", 6)],
     "eval_every": [("0", 0), ("5", 5), ("6", 6)],
-    "ema": [("0.9", 0.9), ("0.99", 0.99), ("0.5", 0.5)],
     "keep_best": [("loss", "loss"), ("loss:min", "loss:min"), ("a:max", "a:max")],
     "early_stop": [("loss:3", "loss:3"), ("a:max:1", "a:max:1"), ("b:min:20", "b:min:20")],
     "strategy": [("mirrored", "mirrored"), ("one_device", "one_device"), ("mirrored", "mirrored")],
     "virtual_devices": [("2", 2), ("3", 3), ("4", 4)],
     "workers": [("2", 2), ("3", 3), ("4", 4)],
     "max_restarts": [("0", 0), ("1", 1), ("2", 2)],
-    "max_chunk": [("10", 10), ("20", 20), ("30", 30)],
+    "steps_per_call": [("10", 10), ("20", 20), ("30", 30)],
     "deterministic": [("true", True), ("1", True), ("", True)],
     "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
@@ -222,7 +222,7 @@ def test_the_resolved_config_comes_back_equal(folder: Path) -> None:
         eval_every=7,
         strategy="mirrored",
         virtual_devices=2,
-        max_chunk=3,
+        steps_per_call=3,
         deterministic=True,
         runs_dir="some where: else",
         debug=True,
@@ -265,7 +265,7 @@ def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
         ({"profile": "5"}, "profile: expected START:STOP, two step numbers"),
         ({"hparams": {"d": np.inf, "s": {3}}}, "hparams: 's' has the value {3}"),
         ({"accumulate_steps": 0}, "accumulate_steps: expected a whole number from 1 up, got 0"),
-        ({"max_chunk": 0}, "max_chunk: expected a whole number from 1 up, got 0"),
+        ({"steps_per_call": 0}, "steps_per_call: expected a whole number from 1 up, got 0"),
         ({"steps": 2**63}, "below 2**63"),
         ({"learning_rate": "fast"}, "learning_rate: expected a number above 0, got 'fast'"),
         ({"learning_rate": float("inf")}, "learning_rate: expected a number above 0, got inf"),
@@ -499,7 +499,7 @@ def test_a_trained_run_is_used_with_its_own_config(command: str) -> None:
         used("--runs-dir", "elsewhere")
     with pytest.raises(SetupError, match=r"unknown setting --chekpoint; did you mean '--checkpo"):
         used("--chekpoint", "3")
-    with pytest.raises(SetupError, match=r"checkpoint: expected a whole number.* got 'last'"):
+    with pytest.raises(SetupError, match=r"checkpoint: expected a step, a whole.* got 'last'"):
         used("--checkpoint", "last")
 
 
@@ -582,9 +582,9 @@ def test_what_an_earlier_engine_did_not_write_is_the_default() -> None:
     same = "steps: 6\ncallbacks: ./callbacks.py\non_nan: warn\nseed: 0\n"
     Path("config.yaml").write_text(same)
     assert parse_command(["train", "--run-name", "a"], {}).notes == []
-    Path("config.yaml").write_text(same + "max_chunk: 5\n")
+    Path("config.yaml").write_text(same + "steps_per_call: 5\n")
     (told,) = parse_command(["train", "--run-name", "a"], {}).notes
-    assert "differs: max_chunk: 1000 -> 5;" in told
+    assert "differs: steps_per_call: 1000 -> 5;" in told
 
 
 @pytest.mark.parametrize(
@@ -770,7 +770,7 @@ def test_whatever_is_given_there_is_a_config_or_one_line_that_names_the_cause() 
         ("workers", "0x_", "'0x_'"),
         ("steps", "!!int x", "'"),
         ("batch_size", "9" * 5000, "'999"),
-        ("max_chunk", "[" * 40 + "]" * 40, "[[[[[["),
+        ("steps_per_call", "[" * 40 + "]" * 40, "[[[[[["),
         ("runs_dir", "x" * 300, "'xxxx"),
         ("run_name", "x" * 3_000_000, "'xxxx"),
         ("seed", "'a\n\n  b'", "'a\\n"),
@@ -804,3 +804,20 @@ def test_nearest() -> None:
     assert nearest("bach", ["batch", "lr"]) == "; did you mean 'batch'?"
     assert nearest("seeed", ["seed"], "--") == "; did you mean '--seed'?"
     assert nearest("zzz", ["batch", "lr"]) == ""
+
+
+@pytest.mark.parametrize("way", ["file", "variable", "flag", "flag="])
+def test_a_setting_that_has_a_new_name_works_by_its_old_one(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("max_chunk: 5\n" if way == "file" else "steps: 3\n")
+    environ = {"CTL_MAX_CHUNK": "5"} if way == "variable" else {}
+    flags = {"flag": ["--max-chunk", "5"], "flag=": ["--max-chunk=5"]}.get(way, [])
+    command = parse_command(["train", *flags], environ)
+    assert command.config.steps_per_call == 5
+    old = {"file": "config.yaml: max_chunk", "variable": "CTL_MAX_CHUNK"}.get(way, "--max-chunk")
+    assert list(command.notes) == [f"{old} is called steps_per_call now."]
+    assert list(parse_command(["train", "--steps-per-call", "5"], {}).notes)[1:] == []
+    with pytest.raises(SetupError, match="it is called steps_per_call now"):
+        load_config("config.yaml", max_chunk=5)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ctl_core import evaluate as evaluating
 from ctl_core import trainer
 from ctl_core.cluster import signals
 from ctl_core.console import Console
@@ -56,7 +57,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
     def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(regression_data()).batch(per_replica_batch_size)
 
-    evaluate, write = trainer.evaluate, writing.write_record
+    evaluate, write = evaluating.evaluate, writing.write_record
 
     def evaluate_and_kill(*args: Any) -> Any:
         if during == "evaluation":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -70,40 +74,69 @@ def test_refused(
     instead: str,
     render: Render,
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The line names the answer and its value, says why, and what to answer instead."""
-    folder = tmp_path / "out" / "in"
-    folder.mkdir(parents=True)
     answers = {"project_slug": "fine", answer: value}
-    with pytest.raises(FailedHookException):
-        render(folder, **answers)
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(answer)]
-    assert len(lines) == 1
+    with pytest.raises(FailedHookException) as caught:
+        render(tmp_path, **answers)
+    line = str(caught.value)
+    assert line.startswith(f"{answer}: ") and line.isprintable()
     shown = value.replace(TWO_BRACES, "{{").removeprefix("{{ '").removesuffix("' }}")
-    assert repr(shown)[:60] in lines[0]
-    assert why in lines[0]
-    assert instead in lines[0]
-    assert sorted(tmp_path.rglob("*")) == [tmp_path / "out", folder]
+    assert repr(shown)[:60] in line
+    assert why in line
+    assert instead in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_private_answers_switch_no_check_off(render: Render, tmp_path: Path) -> None:
     for slug in ("Shouting", "keras"):
-        with pytest.raises(FailedHookException):
-            render(tmp_path, project_slug=slug, __slug_answer="fine", __safe_folder="")
+        with pytest.raises(FailedHookException, match=slug):
+            render(tmp_path, project_slug=slug, __checked="")
     assert not list(tmp_path.iterdir())
 
 
+LINE = (
+    r"project_slug: '../keras' is no lower-case Python name \(.*\); answer for example 'my_keras'\."
+)
+
+
 def test_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
-    """The same through the command: it fails, and our line is there once."""
+    """The line is all there is."""
     done = run(
         *["cookiecutter", ROOT, "--no-input", "project_slug=../keras"], cwd=tmp_path, check=False
     )
     assert done.returncode == 1
-    ours = [
-        line for line in done.stderr.splitlines() if line.startswith("project_slug: '../keras'")
-    ]
-    assert len(ours) == 1
+    assert re.fullmatch(rf"{LINE}\n", done.stdout) and done.stderr == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_refused_after_the_free_answers(environment: dict[str, str], tmp_path: Path) -> None:
+    """Of a person who answers one question after the other; the choices are not asked."""
+    done = subprocess.run(
+        ["cookiecutter", str(ROOT)],
+        cwd=tmp_path,
+        env=environment,
+        input="My Training\n../keras\n\n\n",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert re.search(rf"Who writes it\? \(Your Name\): {LINE}\n\Z", done.stdout) and not done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_refused_by_cruft(run: Run, template_repository: Path, tmp_path: Path) -> None:
+    """Its last words, after a traceback that is its own."""
+    answers = json.dumps({"project_slug": "../keras"})
+    done = run(
+        *[sys.executable, "-m", "cruft", "create", template_repository, "--no-input"],
+        *["--extra-context", answers],
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 1
+    words = " ".join(done.stderr.split())
+    assert re.search(rf"{LINE}\Z", words)
     assert not list(tmp_path.iterdir())
 
 

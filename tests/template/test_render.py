@@ -8,11 +8,14 @@ import re
 import shutil
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from .conftest import CHOICES, COMBINATIONS, ROOT, Render, Run, files
 
@@ -114,13 +117,63 @@ def test_yaml_files_parse(projects: Projects, choices: dict[str, str]) -> None:
 
 
 def test_same_tool_settings_as_this_repository(digits: Path) -> None:
-    """The engine is checked alike here and in a project, and needs the same packages."""
+    """callbacks.py is checked there as the examples are here, and the engine needs the same."""
     here = tomllib.loads((ROOT / "pyproject.toml").read_text())
     there = tomllib.loads((digits / "pyproject.toml").read_text())
     assert here["project"]["dependencies"] == there["project"]["dependencies"]
     assert here["project"]["requires-python"] == there["project"]["requires-python"]
     for table in ("line-length", "lint"):
         assert here["tool"]["ruff"][table] == there["tool"]["ruff"][table]
+    tools = [
+        {
+            requirement.name: str(requirement.specifier)
+            for requirement in map(Requirement, project["project"]["optional-dependencies"][extra])
+            if requirement.name in ("mypy", "ruff")
+        }
+        for project, extra in ((here, "test"), (there, "dev"))
+    ]
+    assert tools[0] == tools[1] and len(tools[0]) == 2
+    for name, versions in tools[0].items():  # a newer minor version may find more
+        now = Version(version(name))
+        assert SpecifierSet(versions).contains(now)
+        assert not SpecifierSet(versions).contains(f"{now.major}.{now.minor + 1}")
+
+
+# As CI, a person, an editor and pre-commit call them.
+LINTERS = (
+    ("ruff", "check", "--no-cache", "."),
+    ("ruff", "format", "--check", "--no-cache", "."),
+    ("mypy",),
+    ("mypy", "."),
+    ("ruff", "check", "--no-cache", "callbacks.py", "ctl_core/planted.py"),
+    ("ruff", "format", "--check", "--no-cache", "callbacks.py", "ctl_core/planted.py"),
+    ("mypy", "callbacks.py", "ctl_core/planted.py"),
+)
+
+USE = """
+
+def use():
+    from ctl_core import planted
+
+    return planted.planted(1)
+"""
+
+
+def test_linters_leave_the_engine_alone(digits: Path, run: Run, tmp_path: Path) -> None:
+    """A copy of the engine that was changed, or is of another style, is not theirs to judge."""
+    project = tmp_path / "project"
+    shutil.copytree(digits, project)
+    planted = "import sys, os\ndef planted( a:int )->str :\n  return a+undefined\n"
+    (project / "ctl_core" / "planted.py").write_text(planted)
+    callbacks = project / "callbacks.py"
+    callbacks.write_text(callbacks.read_text() + USE)
+    cache = {"MYPY_CACHE_DIR": str(tmp_path / "cache")}
+    for command in LINTERS:
+        run(*command, cwd=project, **cache)
+    callbacks.write_text(callbacks.read_text() + planted)
+    for command in LINTERS:
+        done = run(*command, cwd=project, check=False, **cache)
+        assert done.returncode == 1 and "planted.py" not in done.stdout, command
 
 
 def test_ruff(projects: Projects, run: Run) -> None:

@@ -1,0 +1,141 @@
+"""Standard error of every command, all of it: nothing where all is well, the reason where not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ctl_core import __main__ as command_line
+
+ROOT = Path(__file__).parents[2]
+CALLBACKS = """
+import keras
+import tensorflow as tf
+
+
+def create_dataset(per_replica_batch_size):
+    data = tf.data.Dataset.from_tensor_slices((tf.random.stateless_normal([32, 3], [1, 2]),) * 2)
+    return data.batch(per_replica_batch_size)
+
+
+def create_model():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+
+
+def create_loss():
+    return lambda pair: tf.reduce_sum(tf.square(pair[0] - pair[1]), axis=-1)
+
+
+def create_eval_dataset(per_replica_batch_size):
+    return create_dataset(per_replica_batch_size)
+"""
+GREETING = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795398856.817761   30981 port.cc:153] oneDNN custom operations are on.
+I0000 00:00:1795398856.818389   30981 cudart_stub.cc:31] Could not find cuda drivers on your machine
+To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow.
+"""
+# A TensorFlow that greets, and then does what follows.
+FAKE = f"import os\nos.write(2, {GREETING.encode()!r})\n"
+
+
+def ctl(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a process without the settings of the tests for TensorFlow's log."""
+    names = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "default::DeprecationWarning:__main__",
+            "-m",
+            "ctl_core",
+            *arguments,
+        ],
+        cwd=folder,
+        env={**kept, "PYTHONPATH": str(ROOT), **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_command_that_goes_well_says_nothing_there(tmp_path: Path) -> None:
+    """The second training, of a cluster, finds the list of checkpoints gone."""
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    train = ("train", "--batch-size=8", "--run-name=a")
+    for arguments in (
+        (*train, "--steps=2", "--virtual-devices=2"),
+        (*train, "--steps=4", "--virtual-devices=1", "--workers=2"),
+        ("evaluate",),
+        ("predict",),
+        ("export",),
+        ("hooks",),
+    ):
+        done = ctl(tmp_path, *arguments)
+        assert (done.returncode, done.stderr) == (0, ""), arguments
+        (tmp_path / "runs/a/ckpt/checkpoint").unlink(missing_ok=True)
+    assert "oneDNN" in ctl(tmp_path, "hooks", "--debug").stderr
+
+
+def fake(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command with a TensorFlow that does this when it is imported."""
+    (folder / "tensorflow.py").write_text(FAKE + body)
+    (folder / "keras.py").write_text("import tensorflow\n")
+    return ctl(folder, "hooks", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+
+
+def test_an_import_that_ends_the_process_shows_why(tmp_path: Path) -> None:
+    why = "F0000 cpu_feature_guard.cc:36] The TensorFlow library was compiled to use AVX512.\n"
+    done = fake(tmp_path, f"os.write(2, {why.encode()!r})\nos.abort()\n")
+    assert done.returncode < 0 and done.stderr == why
+
+
+def test_an_import_that_fails_shows_why_in_one_line(tmp_path: Path) -> None:
+    """TensorFlow raises an ImportError of which the message is a traceback."""
+    body = (
+        "import traceback\n"
+        "try:\n"
+        "    raise ImportError('libcudart.so.12: cannot open shared object file')\n"
+        "except ImportError:\n"
+        "    raise ImportError(f'{traceback.format_exc()}\\n\\nFailed to load TensorFlow')\n"
+    )
+    done = fake(tmp_path, body)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"error: TensorFlow cannot be imported: ImportError: libcudart\.so\.12: cannot open shared "
+        r"object file; .* -m pip install --force-reinstall --editable \.\n",
+        done.stderr,
+    ), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("UNKNOWN ERROR (303)", False),  # no driver
+        ("CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected", False),
+        ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: system has unsupported display driver", True),
+    ],
+)
+def test_a_missing_gpu_is_no_error_and_a_failing_one_is(
+    words: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = (
+        "E0000 00:00:1 1 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
+        f"Failed call to cuInit: {words}"
+    )
+    config = SimpleNamespace(
+        list_physical_devices=lambda: os.write(2, f"{GREETING}{line}\n".encode())
+    )
+    monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(config=config))  # type: ignore[arg-type]
+    command_line._find_devices(debug=False)
+    assert capfd.readouterr().err == (f"{line}\n" if shown else "")
+    command_line._find_devices(debug=True)
+    assert capfd.readouterr().err == f"{GREETING}{line}\n"
