@@ -33,6 +33,7 @@ from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluate import create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
+from ctl_core.metrics import create_metrics, update_train_metrics
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.batch_norm import MovingStatistics
 from ctl_core.numerics.freezing import Freezing, unfrozen
@@ -45,6 +46,7 @@ from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.step import (
     apply_update,
+    forward,
     forward_backward,
     loss_of,
     model_input,
@@ -130,6 +132,13 @@ def _create(
         computed = {*lower_dtypes(find(roots).layers), config.precision} - {"float32"}
         if "float16" in computed:
             context.loss_scale = LossScale()
+        context.train_metrics = create_metrics(hooks.create_train_metrics)
+        if context.train_metrics:
+            roots["train_metrics"] = context.train_metrics
+            with _scratch(data, cluster.task):  # some make their variables when they are first used
+                batch = _placeholders(data.element_spec)
+                output, loss = forward(context, batch, training=True)
+                update_train_metrics(context, batch, output, loss)
         if config.ema is not None:
             with unfrozen(train_model):
                 weights = trainable_variables(train_model)

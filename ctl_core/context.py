@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ctl_core.hooks import Hooks
@@ -31,6 +32,7 @@ class StepContext:
         accumulate_steps: A, micro-batches in an update
         jit_compile: whether forward and backward pass are compiled with XLA
         loss_scale: what objectives are multiplied by; only in float16
+        train_metrics: by name
         average: the moving average of the weights, or None
         notes_losses: whether losses that are not finite are noted
         without_gradient: names of variables that the loss does not depend on, found in tracing
@@ -51,6 +53,7 @@ class StepContext:
     accumulate_steps: int = 1
     jit_compile: bool = False
     loss_scale: LossScale | None = None
+    train_metrics: dict[str, keras.Metric] = dataclasses.field(default_factory=dict)
     average: WeightAverage | None = None
     notes_losses: bool = False
     without_gradient: list[str] = dataclasses.field(default_factory=list)

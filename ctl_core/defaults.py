@@ -77,6 +77,15 @@ every_steps = {1: print_step, 10: print_loss}
 at_step: dict[int, Any] = {}
 
 
+def create_train_metrics():
+    return {}
+
+
+def train_metric_pre(output, batch):
+    _, target, weight = unpack(batch)
+    return (target, output) if weight is None else (target, output, weight)
+
+
 def create_metrics():
     return {}
 

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from ctl_core.checks.returned import checked_extra, expect, kind_of
+from ctl_core.checks.returned import checked_extra, expect
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.strategy import Task, distribute, local_replicas
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.context import StepContext
-from ctl_core.errors import HookFailed, RunError, SetupError, brief
+from ctl_core.errors import RunError
 from ctl_core.eval_data import EvaluationData, create_eval_dataset
-from ctl_core.hooks import Hook, Hooks
+from ctl_core.hooks import Hooks
+from ctl_core.metrics import create_metrics, results, update_metrics
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.tracking import plain_variable, written_variables
 from ctl_core.step import batch_sum, forward, weight_of
@@ -92,19 +92,7 @@ def create_evaluation(
     if hooks.create_eval_dataset is None:
         return None
     data = create_eval_dataset(hooks, per_replica)
-    metrics = hooks.create_metrics()
-    where = str(hooks.create_metrics)
-    if not isinstance(metrics, dict):
-        raise SetupError(f"{where}: returned a {type(metrics).__name__}, expected a dict by name.")
-    for name, metric in metrics.items():
-        if not isinstance(name, str):
-            raise SetupError(f"{where}: the name {name!r} is {kind_of(name)}, expected a text.")
-        if not isinstance(metric, keras.Metric):
-            raise SetupError(
-                f"{where}: '{name}' is a {type(metric).__name__}, expected a Keras metric."
-            )
-        if name == "loss":
-            raise SetupError(f"{where}: 'loss' is the engine's own; choose another name.")
+    metrics = create_metrics(hooks.create_metrics)
     sums = Sums(*(_replica_sum(name) for name in ("loss", "extra_loss", "examples")))
     exchanges: list[str] = []
     run_steps = _run_steps(context, strategy, task, metrics, sums, exchanges)
@@ -245,32 +233,13 @@ def _update(
         output=output, batch=batch, train_model=context.train_model
     )
 
-    def update_metrics() -> None:
-        for name, metric in metrics.items():
-            _update_metric(hooks.metric_pre, name, metric, arguments)
+    def update() -> None:
+        update_metrics(metrics, hooks.create_metrics, hooks.metric_pre, arguments)
 
     if there is None:
-        update_metrics()
+        update()
     else:
-        tf.cond(there, update_metrics, lambda: None)
-
-
-def _update_metric(metric_pre: Hook, name: str, metric: keras.Metric, arguments: Any) -> None:
-    where = str(metric_pre)
-    own = arguments
-    if isinstance(arguments, dict):
-        if name not in arguments:
-            raise SetupError(
-                f"{where}: returned nothing for the metric '{name}' of create_metrics, only for "
-                f"{', '.join(map(repr, arguments))}."
-            )
-        own = arguments[name]
-    try:
-        metric.update_state(*(own if isinstance(own, tuple | list) else (own,)))
-    except Exception as error:
-        raise HookFailed(
-            f"{where}: update_state of the metric '{name}' refuses what it returned: {brief(error)}"
-        ) from error
+        tf.cond(there, update, lambda: None)
 
 
 def trace_evaluation(
@@ -382,12 +351,5 @@ def _evaluate(
     examples = float(sums.examples.read_value())
     loss = float(sums.loss.read_value()) + float(sums.extra_loss.read_value())
     values = {"loss": loss / examples if examples else math.nan}
-    for name, metric in evaluation.metrics.items():
-        result = np.asarray(metric.result())
-        if result.size != 1:
-            raise RunError(
-                f"create_metrics: the result of '{name}' has shape {list(result.shape)}, expected "
-                "a single number."
-            )
-        values[name] = float(result.reshape(()))
+    values |= results(evaluation.metrics, evaluation.hooks.create_metrics)
     return values

@@ -143,6 +143,8 @@ class Hooks:
     grad_pre: Hook
     update_pre: Hook
     update_post: Hook | None
+    create_train_metrics: Hook
+    train_metric_pre: Hook
     every_steps: HooksByStep
     at_step: HooksByStep
     create_eval_dataset: Hook | None

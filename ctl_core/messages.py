@@ -13,6 +13,7 @@ from ctl_core.checks.data import EMPTY
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, not_compiled
 from ctl_core.files import from_here
+from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.state import State
 
 
@@ -69,6 +70,34 @@ def closing(state: State, start: int, seconds: float) -> str:
     else:
         head = "ended early" if state.ended else "done"
     return f"{head}: {'; '.join(parts)}. Everything is in {from_here(state.run_dir)}"
+
+
+def note_losses(state: State, found: Noted, saved: int, console: Console) -> None:
+    """Notes what a graph call has found, and says so at the first loss that is not finite.
+
+    Args:
+        state: of the run
+        found: what the graph call has found
+        saved: the step of the last checkpoint, or -1
+        console: where to say so
+
+    Raises:
+        RunError: ``on_nan`` is stop, and a loss is not finite.
+    """
+    progress = state.progress
+    before, progress.noted = progress.noted, progress.noted.then(found)
+    if found.steps and state.config.on_nan == "stop":
+        last = f"the last checkpoint is of step {saved}" if saved >= 0 else "nothing was saved"
+        raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop); {last}.")
+    if found.steps and before.first == NEVER:
+        console.warn(
+            f"the loss of step {found.first} is not finite; on_nan: stop would end training there."
+        )
+    if found.zeroed and not before.zeroed and progress.noted.first == NEVER:
+        console.warn(
+            f"by step {state.step}, update_pre has turned NaN in gradients into 0; how "
+            "often is said at the end."
+        )
 
 
 def not_finite(state: State) -> str | None:

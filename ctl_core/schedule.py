@@ -14,19 +14,34 @@ class Schedule:
     """
 
     def __init__(
-        self, hooks: Hooks, config: Config, last: int, marks: tuple[int, ...] = ()
+        self,
+        hooks: Hooks,
+        config: Config,
+        last: int,
+        marks: tuple[int, ...] = (),
+        train_metrics: bool = False,
     ) -> None:
-        """Plans a run to step ``last``; after the steps in ``marks`` the graph is left, too."""
+        """Plans a run to step ``last``.
+
+        Args:
+            hooks: whose schedules count
+            config: whose periods count
+            last: the last step
+            marks: steps after which the graph is left, too
+            train_metrics: whether there are any
+        """
         self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
         self._at = hooks.at_step
         self._last = last
         self._marks = marks
         self._ckpt_every, self._eval_every = config.ckpt_every, config.eval_every
+        self._log_every = config.log_every if train_metrics else 0
         # Whether a step runs in a chunk or on its own must not depend on where a process began,
         # or a resumed run would compute some steps by another graph.
         self.every_step = any(n == 1 and not hook.deferred for n, hook in self._every)
         self._periods = {n for n, hook in self._every if not hook.deferred}
-        self._periods |= {n for n in (config.ckpt_every, config.eval_every) if n}
+        periods = (config.ckpt_every, config.eval_every, self._log_every)
+        self._periods |= {n for n in periods if n}
 
     def end_at(self, step: int) -> None:
         """Makes this step the last one."""
@@ -51,6 +66,11 @@ class Schedule:
         return step == self._last or bool(
             step and self._eval_every and step % self._eval_every == 0
         )
+
+    def log_due(self, step: int) -> tuple[bool, bool]:
+        """Returns whether train metrics are to be written after a step, and to begin anew."""
+        whole = bool(self._log_every and step and step % self._log_every == 0)
+        return whole or bool(self._log_every and step == self._last), whole
 
     def save_due(self, step: int) -> bool:
         """Whether a checkpoint belongs after this step."""

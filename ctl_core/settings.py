@@ -153,6 +153,9 @@ class Config:
     )
     ckpt_every: _Count = declare(1000, "save a checkpoint every so many steps (0: only at the end)")
     eval_every: _Count = declare(1000, "evaluate every so many steps (0: only at the end)")
+    log_every: _Number = declare(
+        100, "write the train metrics, if there are any, every so many steps, and begin anew"
+    )
     keep_best: _KeepBest = declare(
         None,
         "keep the checkpoint with the best value of a metric, apart from the newest ones",

@@ -33,6 +33,7 @@ from ctl_core.context import StepContext
 from ctl_core.errors import CtlError, HookFailed
 from ctl_core.hooks import Hook
 from ctl_core.inputs import Input
+from ctl_core.metrics import update_train_metrics
 from ctl_core.numerics.micro_batches import accumulate
 from ctl_core.numerics.not_finite import found_nans, seen
 from ctl_core.numerics.precision import all_finite, to_float32
@@ -177,6 +178,7 @@ def forward_backward(context: StepContext, batch: Any, kept: frozenset[str]) -> 
     for name, (_, variables) in named.items():
         found = tape.gradient(scaled[name], variables)
         gradients[name], context.trained[name] = _existing(context, found, variables)
+    update_train_metrics(context, batch, output, loss)
     losses = {name: objective for name, (objective, _) in named.items()}
     values = {"loss": losses, "gradients": gradients, "output": output, "batch": batch}
     returned = {name: values[name] for name in ("loss", "gradients", *sorted(kept))}

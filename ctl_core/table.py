@@ -152,6 +152,24 @@ TABLE: tuple[Spec, ...] = (
         in_stub=False,
     ),
     Spec(
+        "create_train_metrics",
+        (),
+        "dict of Keras metrics by name",
+        "What is measured while training, without leaving the graph for it: over all examples "
+        "since the last line, which comes every log_every steps.",
+        "{}",
+        in_stub=False,
+    ),
+    Spec(
+        "train_metric_pre",
+        _names("loss output batch train_model step"),
+        "arguments of update_state, or a dict of such by metric",
+        "What the train metrics are updated with; loss is what train_loss returned.",
+        "as metric_pre's",
+        in_graph=True,
+        in_stub=False,
+    ),
+    Spec(
         "every_steps",
         _HOST,
         "–",

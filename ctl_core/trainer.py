@@ -28,9 +28,10 @@ from ctl_core.errors import RunError, SetupError, StopTraining
 from ctl_core.evaluate import evaluate
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
-from ctl_core.messages import attributed, closing, last_step, not_finite, opening
+from ctl_core.messages import attributed, closing, last_step, not_finite, note_losses, opening
+from ctl_core.metrics import results
 from ctl_core.numerics.learning_rate import why_ignored
-from ctl_core.numerics.not_finite import NEVER, Noted
+from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.precision import policy
 from ctl_core.numerics.randomness import fold_in_replica_id
 from ctl_core.profile import Clock, Profile
@@ -191,7 +192,8 @@ class Trainer:
 
     def _loop(self) -> None:
         state, clock = self.state, self.state.clock
-        schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks)
+        metered = bool(state.context.train_metrics)
+        schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, metered)
         step, ended = state.step, False
         self._sync_status(step, ended)
         self._evaluate(step, schedule)
@@ -213,6 +215,7 @@ class Trainer:
                 self._end(step, schedule)
             if step == stop:
                 self._profile_at(step)
+                self._log_train_metrics(step, schedule)
                 self._evaluate(step, schedule)
                 self._save(step, schedule)
         self._run.flush()
@@ -309,27 +312,22 @@ class Trainer:
         self._steps_per_call.limit = status.steps_per_call
         self.checkpoints.save_requested = status.save
         if noted:
-            self._look_at_losses(Noted(status.first, status.latest, status.bad, noted.zeroed))
+            found = Noted(status.first, status.latest, status.bad, noted.zeroed)
+            note_losses(self.state, found, self.checkpoints.saved_step, self._console)
         return status
 
-    def _look_at_losses(self, found: Noted) -> None:
-        """Notes what a graph call has found, and says so at the first loss that is not finite."""
-        progress = self.state.progress
-        before, progress.noted = progress.noted, progress.noted.then(found)
-        if found.steps and self.state.config.on_nan == "stop":
-            saved = self.checkpoints.saved_step
-            last = f"the last checkpoint is of step {saved}" if saved >= 0 else "nothing was saved"
-            raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop); {last}.")
-        if found.steps and before.first == NEVER:
-            self._console.warn(
-                f"the loss of step {found.first} is not finite; on_nan: stop would end training "
-                "there."
-            )
-        if found.zeroed and not before.zeroed and progress.noted.first == NEVER:
-            self._console.warn(
-                f"by step {self.state.step}, update_pre has turned NaN in gradients into 0; how "
-                "often is said at the end."
-            )
+    def _log_train_metrics(self, step: int, schedule: Schedule) -> None:
+        """Writes the train metrics, if that is due; at the end of a period they begin anew.
+
+        A run that ends within one keeps what it has, for when it goes on.
+        """
+        (due, anew), context = schedule.log_due(step), self.state.context
+        if due:
+            with self.state.cluster.peers():
+                values = results(context.train_metrics, context.hooks.create_train_metrics)
+            self._console.values(step, "train", values)
+        for metric in context.train_metrics.values() if anew else ():
+            metric.reset_state()
 
     def _evaluate(self, step: int, schedule: Schedule) -> None:
         """Evaluates, if that is due and not done; what its values decide is decided here."""

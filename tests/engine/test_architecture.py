@@ -24,6 +24,7 @@ LAYERS = """
     checks.data returned vocabularies schedule
     position passes eval_data created
     inputs context
+    metrics
     step
     pairs writes evaluate predict export
     state

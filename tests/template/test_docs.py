@@ -97,7 +97,7 @@ def test_commands_are_understood(
     """Each line that starts as a command of a project, and each in a sentence."""
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text((digits / "config.yaml").read_text())
-    for run in ("a", "b"):
+    for run in ("a", "b", "gan"):
         Path("runs", run).mkdir(parents=True)
         Path("runs", run, "config.yaml").write_text("steps: 300\n")
     seen = 0

@@ -1,0 +1,174 @@
+"""Metrics of training: over all examples since the last line, without leaving the graph."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.engine.conftest import Train, make_hooks, regression_data, set_weights
+
+STEPS, BATCH, EVERY = 14, 16, 4
+
+
+def classes() -> tuple[np.ndarray, np.ndarray]:
+    """Labels of three classes."""
+    inputs, target = regression_data()
+    return inputs, np.digitize(target[:, 0], [-0.5, 1.5]).astype("int64")
+
+
+def classifier() -> keras.Model:
+    return set_weights(
+        keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)])
+    )
+
+
+def entropy(pair: Any) -> Any:
+    output, target = pair
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(target, output)
+
+
+def metrics() -> dict[str, keras.Metric]:
+    return {
+        "accuracy": keras.metrics.SparseCategoricalAccuracy(),
+        "recall": keras.metrics.F1Score(average="macro"),  # makes its variables when first used
+        "entropy": keras.metrics.Mean(),
+    }
+
+
+def arguments(loss: Any, output: Any, batch: Any) -> Any:
+    return {
+        "accuracy": (batch[1], output),
+        "recall": (tf.one_hot(batch[1], 3), tf.nn.softmax(output)),
+        "entropy": loss,
+    }
+
+
+def data(size: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(classes()).batch(size, drop_remainder=True)
+
+
+def hooks(**more: Any) -> Any:
+    own = {
+        "create_dataset": lambda per_replica_batch_size: data(per_replica_batch_size),
+        "create_model": classifier,
+        "create_loss": lambda: entropy,
+        "create_opt": lambda lr: keras.optimizers.SGD(lr),
+        "create_train_metrics": metrics,
+        "train_metric_pre": arguments,
+    }
+    return make_hooks(**{**own, **more})
+
+
+def by_hand(every: int = EVERY) -> list[dict[str, float]]:
+    """A plain loop, with its metrics as it logs them."""
+    model, found, lines = classifier(), metrics(), []
+    for step, batch in enumerate(data(BATCH).repeat().take(STEPS), 1):
+        with tf.GradientTape() as tape:
+            output = model(batch[0])
+            loss = entropy((output, batch[1]))
+            total = tf.reduce_mean(loss)
+        for variable, gradient in zip(
+            model.trainable_variables, tape.gradient(total, model.trainable_variables), strict=True
+        ):
+            variable.assign_sub(0.1 * gradient)
+        for name, values in arguments(loss, output, batch).items():
+            found[name].update_state(*(values if isinstance(values, tuple) else (values,)))
+        if step % every == 0 or step == STEPS:
+            lines.append({"step": step, **{n: float(m.result()) for n, m in found.items()}})
+        if step % every == 0:
+            for metric in found.values():
+                metric.reset_state()
+    return lines
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if name != "split"}
+        for line in lines
+        if line["split"] == "train" and "accuracy" in line
+    ]
+
+
+def assert_lines(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-5)
+
+
+SETTINGS: dict[str, Any] = {"learning_rate": 0.1, "log_every": EVERY, "batch_size": BATCH}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"virtual_devices": 2},
+        {"virtual_devices": 2, "accumulate_steps": 2},
+        {"jit_compile": True},
+    ],
+)
+def test_they_are_those_of_a_plain_loop(train: Train, settings: dict[str, Any]) -> None:
+    state = train(hooks(), steps=STEPS, **SETTINGS, **settings)
+    assert_lines(logged(state.run_dir), by_hand())
+    assert state.functions.trace_counts() == [1]  # no step was observed for them
+
+
+def test_a_resumed_run_writes_what_a_whole_one_does(train: Train) -> None:
+    for steps in (3, 6, 9):
+        train(hooks(), steps=steps, **SETTINGS, virtual_devices=2)
+    state = train(hooks(), steps=STEPS, **SETTINGS, virtual_devices=2)
+    expected = {line["step"]: line for line in by_hand()}
+    found = {line["step"]: line for line in logged(state.run_dir)}
+    assert {3, 6, 9} < {*found}  # the ends of the shorter runs
+    assert_lines([found[step] for step in expected], [*expected.values()])
+
+
+def test_the_default_takes_the_target_and_the_output(train: Train) -> None:
+    own = hooks(
+        create_train_metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
+    )
+    del own.train_metric_pre
+    state = train(own, steps=STEPS, **SETTINGS)
+    assert [line["accuracy"] for line in logged(state.run_dir)] == pytest.approx(
+        [line["accuracy"] for line in by_hand()]
+    )
+
+
+def test_without_metrics_nothing_is_logged_and_no_graph_call_added(train: Train) -> None:
+    own = hooks()
+    del own.create_train_metrics
+    state = train(own, steps=STEPS, **SETTINGS)
+    assert logged(state.run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            {"create_train_metrics": lambda: [1]},
+            "create_train_metrics .*returned a list, expected",
+        ),
+        ({"create_train_metrics": lambda: {"a": 1}}, "'a' is a int, expected a Keras metric"),
+        (
+            {"train_metric_pre": lambda output: {"accuracy": output}},
+            "train_metric_pre .*update_state",
+        ),
+        (
+            {"train_metric_pre": lambda loss: {"entropy": loss}},
+            "nothing for the metric 'accuracy' of",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(
+    train: Train, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ctl_core.SetupError, match=said):
+        train(hooks(**more), steps=3)
