@@ -39,6 +39,7 @@ from ctl_core.numerics.batch_norm import MovingStatistics
 from ctl_core.numerics.freezing import Freezing, unfrozen
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes
+from ctl_core.numerics.rate_schedule import schedule_of, wanted
 from ctl_core.run_folder import Run
 from ctl_core.run_state.folder import repair_list
 from ctl_core.run_state.tracking import find, trainable_variables
@@ -132,6 +133,8 @@ def _create(
         computed = {*lower_dtypes(find(roots).layers), config.precision} - {"float32"}
         if "float16" in computed:
             context.loss_scale = LossScale()
+        if wanted(config):
+            context.rate_schedule = schedule_of(config, lr, context.lr, console)
         context.train_metrics = create_metrics(hooks.create_train_metrics)
         if context.train_metrics:
             roots["train_metrics"] = context.train_metrics

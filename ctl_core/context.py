@@ -14,6 +14,7 @@ from ctl_core.hooks import Hooks
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.precision import LossScale
+from ctl_core.numerics.rate_schedule import RateSchedule
 from ctl_core.types import Loss, Model, Optimizer
 
 
@@ -32,6 +33,7 @@ class StepContext:
         accumulate_steps: A, micro-batches in an update
         jit_compile: whether forward and backward pass are compiled with XLA
         loss_scale: what objectives are multiplied by; only in float16
+        rate_schedule: what assigns lr at each step, or None
         train_metrics: by name
         average: the moving average of the weights, or None
         notes_losses: whether losses that are not finite are noted
@@ -53,6 +55,7 @@ class StepContext:
     accumulate_steps: int = 1
     jit_compile: bool = False
     loss_scale: LossScale | None = None
+    rate_schedule: RateSchedule | None = None
     train_metrics: dict[str, keras.Metric] = dataclasses.field(default_factory=dict)
     average: WeightAverage | None = None
     notes_losses: bool = False

@@ -90,6 +90,10 @@ def create_evaluation(
     """
     hooks = context.hooks
     if hooks.create_eval_dataset is None:
+        if hooks.after_eval:
+            raise hooks.after_eval[0].reject(
+                "there is no evaluation that it could run after; write create_eval_dataset."
+            )
         return None
     data = create_eval_dataset(hooks, per_replica)
     metrics = create_metrics(hooks.create_metrics)

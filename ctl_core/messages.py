@@ -100,6 +100,14 @@ def note_losses(state: State, found: Noted, saved: int, console: Console) -> Non
         )
 
 
+def look_at_rate(state: State, step: int, console: Console) -> None:
+    """Ends the schedule of the learning rate if a hook has assigned it, and says so."""
+    schedule, progress = state.context.rate_schedule, state.progress
+    if schedule is not None and schedule.ended(progress.scheduled):
+        progress.scheduled = False
+        console.say(f"step {step}: a hook assigns lr, which ends lr_schedule and warmup.")
+
+
 def not_finite(state: State) -> str | None:
     """Says, at the end, in how many steps losses or gradients were not finite."""
     noted, parts = state.progress.noted, []

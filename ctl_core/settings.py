@@ -136,6 +136,12 @@ class Config:
     learning_rate: Annotated[float, Field(gt=0, lt=1e30, allow_inf_nan=False)] = declare(
         0.001, "initial value of lr; on resume, a changed value replaces the current one"
     )
+    lr_schedule: Literal["constant", "cosine", "linear", "step", "exponential"] = declare(
+        "constant",
+        "how lr falls from learning_rate until the last step: cosine and linear to 0, exponential "
+        "to a hundredth, step to a tenth at half and a hundredth at three quarters",
+    )
+    warmup: _Count = declare(0, "steps in which lr first rises to learning_rate")
     ema: Annotated[float | None, Field(gt=0, lt=1)] = declare(
         None,
         "keep a moving average of the weights that forgets at this rate, such as 0.999; what is "

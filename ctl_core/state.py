@@ -37,6 +37,7 @@ class Progress:
         ended: the step to which the run was to go when it was ended early, or None
         noted: of which steps the loss was not finite
         best: what ``keep_best`` and ``early_stop`` know, see ``Selection.judge``
+        scheduled: whether no hook has assigned lr, which ends ``lr_schedule``
         hook_state: what host hooks keep, their argument ``state``
     """
 
@@ -47,6 +48,7 @@ class Progress:
     ended: int | None = None
     noted: Noted = dataclasses.field(default_factory=Noted)
     best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    scheduled: bool = True
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def fields_of_record(self) -> dict[str, Any]:
@@ -58,6 +60,7 @@ class Progress:
             "metrics": dict(self.metrics),
             "ended": self.ended,
             "noted": dataclasses.asdict(self.noted),
+            "scheduled": self.scheduled,
             "best": copy.deepcopy(self.best),
             "state": copy.deepcopy(self.hook_state),
         }
@@ -73,6 +76,7 @@ class Progress:
             record.ended,
             Noted(**record.noted),
             record.best,
+            record.scheduled,
             record.state,
         )
 

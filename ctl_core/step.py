@@ -328,6 +328,8 @@ def train_step(
     """
     update_pre, scale = context.hooks.update_pre, context.loss_scale
     kept = frozenset({"output", "batch"} & {*fetches, *update_pre.arguments})
+    if context.rate_schedule is not None and step is not None:
+        context.rate_schedule.apply(step)
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
         def on_replica(*args: Any) -> Any:

@@ -28,7 +28,15 @@ from ctl_core.errors import RunError, SetupError, StopTraining
 from ctl_core.evaluate import evaluate
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
-from ctl_core.messages import attributed, closing, last_step, not_finite, note_losses, opening
+from ctl_core.messages import (
+    attributed,
+    closing,
+    last_step,
+    look_at_rate,
+    not_finite,
+    note_losses,
+    opening,
+)
 from ctl_core.metrics import results
 from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import Noted
@@ -115,13 +123,8 @@ class Trainer:
             run.path / "tb" / "train",
         )
         self._resumed = False
-        evaluation = state.evaluation
-        names = None if evaluation is None else ["loss", *evaluation.metrics]
+        names = state.evaluation and ["loss", *state.evaluation.metrics]
         self._selection = Selection(state.config, names)
-        if state.hooks.after_eval and evaluation is None:
-            raise state.hooks.after_eval[0].reject(
-                "there is no evaluation that it could run after; write create_eval_dataset."
-            )
         signals.settle = self.checkpoints.settle
         state.functions = self.functions
 
@@ -146,7 +149,9 @@ class Trainer:
             state.context.average.begin()
         if record and record.learning_rate != config.learning_rate:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
-            state.lr.assign(config.learning_rate)
+            state.lr.variable.assign(config.learning_rate)
+        if state.context.rate_schedule is not None:
+            state.context.rate_schedule.end_at(self.last)
         self.functions.refresh()
 
     def train(self, source: bytes | None = None) -> None:
@@ -195,6 +200,7 @@ class Trainer:
         metered = bool(state.context.train_metrics)
         schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, metered)
         step, ended = state.step, False
+        look_at_rate(state, step, self._console)
         self._sync_status(step, ended)
         self._evaluate(step, schedule)
         self._save(step, schedule)
@@ -271,6 +277,7 @@ class Trainer:
             except StopTraining as asked:
                 self._console.say(f"step {step}: a hook ends training. {asked}".rstrip())
                 ended = True
+        look_at_rate(state, step, self._console)
         self.functions.refresh()
         self.checkpoints.remainder.after_hooks(due, step)
         return ended

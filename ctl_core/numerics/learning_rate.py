@@ -145,11 +145,13 @@ class LearningRate(Rate, tf.Module):
 
     Attributes:
         variable: holds it, a float32 scalar
+        assigned: whether anyone has assigned to it, a hook or a callback
         follows: whether arithmetic gives what goes on following it; while ``create_opt`` runs
     """
 
     def __init__(self, value: float) -> None:
         tf.Module.__init__(self, name="lr")
+        self.assigned = False
         self.value = tf.Variable(
             value,
             dtype=tf.float32,
@@ -178,14 +180,17 @@ class LearningRate(Rate, tf.Module):
 
     def assign(self, value: Any) -> None:
         """Sets the value; the next step uses it."""
+        self.assigned = True
         self.variable.assign(value)
 
     def assign_add(self, delta: Any) -> None:
         """Adds to the value."""
+        self.assigned = True
         self.variable.assign_add(delta)
 
     def assign_sub(self, delta: Any) -> None:
         """Subtracts from the value."""
+        self.assigned = True
         self.variable.assign_sub(delta)
 
 

@@ -51,6 +51,7 @@ class Record:
         ended: the step to which the run was to go when it was ended early at this one, or None
         noted: of which steps the loss was not finite, as ``Noted`` has it
         best: the best values of the metrics that decide something, as ``Progress`` has them
+        scheduled: whether no hook had assigned lr
         format: what ``FORMAT`` was when it was written; 0 of an engine that did not say
         engine: the version of the engine that wrote it, or ""
     """
@@ -74,6 +75,7 @@ class Record:
     ended: int | None = None
     noted: dict[str, int] = dataclasses.field(default_factory=dict)
     best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    scheduled: bool = True
     format: int = 0
     engine: str = ""
 

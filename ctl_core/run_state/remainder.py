@@ -195,6 +195,8 @@ def _shared(state: State) -> list[Any]:
 def own_variables(state: State) -> list[Any]:
     """The engine's own variables, which it saves by itself or need not save."""
     own = [state.step_variable, state.lr.variable, state.data.waited, state.data.tally]
+    if state.context.rate_schedule is not None:
+        own += state.context.rate_schedule.variables
     if state.context.loss_scale is not None:
         own += state.context.loss_scale.variables
     return [v for v in (*own, *generator_states(state.train_model)) if v is not None]

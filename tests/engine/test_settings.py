@@ -37,6 +37,8 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "jit_compile": [("true", True), ("1", True), ("", True)],
     "on_nan": [("stop", "stop"), ("ignore", "ignore"), ("stop", "stop")],
     "learning_rate": [("1e-1", 0.1), ("2", 2.0), (".25", 0.25)],
+    "lr_schedule": [("cosine", "cosine"), ("linear", "linear"), ("step", "step")],
+    "warmup": [("5", 5), ("6", 6), ("7", 7)],
     "ema": [("0.9", 0.9), ("0.99", 0.99), ("0.5", 0.5)],
     "seed": [("7", 7), ("8", 8), ("4294967295", 2**32 - 1)],
     "run_name": [("'3'", "3"), ("4", "4"), ("2024-01-05", "2024-01-05")],

@@ -1,0 +1,131 @@
+"""The learning rate as settings say: warm-up, a curve, and a hook that ends them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.engine.conftest import Train, make_hooks, regression_data, small_model
+
+STEPS, BATCH, RATE, WARMUP = 12, 16, 0.2, 4
+
+
+def by_keras(kind: str, warmup: int) -> Any:
+    """The rate of a step, counted from 0, as Keras' schedules have it."""
+    rest = STEPS - warmup
+    schedules = keras.optimizers.schedules
+    after: Any = {
+        "constant": lambda step: RATE,
+        "cosine": schedules.CosineDecay(RATE, rest),
+        "linear": schedules.PolynomialDecay(RATE, rest, end_learning_rate=0.0),
+        "exponential": schedules.ExponentialDecay(RATE, rest, 0.01),
+        "step": schedules.PiecewiseConstantDecay(
+            [math.ceil(0.5 * rest) - 1, math.ceil(0.75 * rest) - 1],
+            [RATE, RATE / 10, RATE / 100],
+        ),
+    }[kind]
+    return lambda step: RATE * (step + 1) / warmup if step < warmup else float(after(step - warmup))
+
+
+def by_hand(kind: str, warmup: int, steps: int = STEPS) -> tuple[keras.Model, list[float]]:
+    model, rates, rate = small_model(), [], by_keras(kind, warmup)
+    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
+    for step, (inputs, target) in enumerate(data.repeat().take(steps)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
+        gradients = tape.gradient(loss, model.trainable_variables)
+        rates.append(rate(step))
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(rates[-1] * gradient)
+    return model, rates
+
+
+def hooks(**more: Any) -> Any:
+    own = {
+        "create_opt": lambda lr: keras.optimizers.SGD(lr),
+        "update_pre": lambda gradients: (gradients, gradients),
+    }
+    return make_hooks(**{**own, **more})
+
+
+def assert_equal(state: ctl_core.State, model: keras.Model) -> None:
+    for ours, theirs in zip(state.train_model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, WARMUP])
+@pytest.mark.parametrize("kind", ["constant", "cosine", "linear", "exponential", "step"])
+def test_the_rates_are_those_of_keras(train: Train, kind: str, warmup: int) -> None:
+    seen: list[float] = []
+    own = hooks(every_steps={1: lambda lr: seen.append(float(lr))})
+    more: dict[str, Any] = {"lr_schedule": kind, "warmup": warmup, "learning_rate": RATE}
+    state = train(own, steps=STEPS, virtual_devices=2, **more)
+    model, rates = by_hand(kind, warmup)
+    assert seen == pytest.approx(rates, rel=1e-5)
+    assert_equal(state, model)
+
+
+@pytest.mark.parametrize("settings", [{}, {"jit_compile": True}, {"accumulate_steps": 4}])
+def test_many_steps_in_one_graph_call_and_a_resume(train: Train, settings: dict[str, Any]) -> None:
+    """A run that is stopped and goes on, as one that is not."""
+
+    def stop(step: int) -> None:
+        if step == 5 and not stopped:
+            stopped.append(step)
+            raise ctl_core.StopTraining
+
+    stopped: list[int] = []
+    own = hooks(at_step={5: stop})
+    more = {"lr_schedule": "cosine", "warmup": WARMUP, "learning_rate": RATE, **settings}
+    assert train(own, steps=STEPS, **more).step == 5
+    state = ctl_core.train(own, ctl_core.Config(**{**vars(last(train, own, more))}), go_on=True)
+    assert state.step == STEPS and state.functions.trace_counts() == [1]
+    assert_equal(state, by_hand("cosine", WARMUP)[0])
+
+
+def last(train: Train, own: Any, more: dict[str, Any]) -> ctl_core.Config:
+    """The settings of the run, which is ended."""
+    return train(own, steps=STEPS, **more).config
+
+
+def test_a_hook_that_assigns_lr_ends_the_schedule(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[float] = []
+    own = hooks(
+        at_step={6: lambda lr: lr.assign(0.05)},
+        every_steps={1: lambda lr: seen.append(round(float(lr), 6))},
+    )
+    more: dict[str, Any] = {"lr_schedule": "linear", "learning_rate": RATE, "ckpt_every": 4}
+    for steps in (9, STEPS):  # it stays ended
+        train(own, steps=steps, **more)
+    said = capsys.readouterr().out
+    assert said.count("step 6: a hook assigns lr, which ends lr_schedule and warmup.") == 1
+    assert seen[:6] == pytest.approx([RATE * (1 - step / 9) for step in range(6)], abs=1e-6)
+    assert seen[6:] == [0.05] * 6
+
+
+def test_a_schedule_of_create_opt_goes_before(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = hooks(
+        create_opt=lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(RATE, STEPS))
+    )
+    state = train(own, steps=STEPS, lr_schedule="linear", warmup=3, learning_rate=0.5)
+    assert "lr_schedule and warmup change nothing: create_opt gives" in capsys.readouterr().out
+    assert_equal(state, by_hand("cosine", 0)[0])
+
+
+def test_a_changed_learning_rate_scales_the_rest(train: Train) -> None:
+    more: dict[str, Any] = {"lr_schedule": "linear", "ckpt_every": 2}
+    seen: list[float] = []
+    own = hooks(every_steps={1: lambda lr: seen.append(float(lr))})
+    train(own, steps=4, learning_rate=RATE, **more)
+    train(own, steps=8, learning_rate=2 * RATE, **more)
+    assert seen[4:] == pytest.approx([2 * RATE * (1 - step / 8) for step in range(4, 8)])
