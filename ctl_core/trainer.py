@@ -123,7 +123,7 @@ class Trainer:
             run.path / "tb" / "train",
         )
         self._resumed = False
-        names = state.evaluation and ["loss", *state.evaluation.metrics]
+        names = ["loss", *state.evaluation.metrics] if state.evaluation else None
         self._selection = Selection(state.config, names)
         signals.settle = self.checkpoints.settle
         state.functions = self.functions
@@ -330,8 +330,7 @@ class Trainer:
         """
         (due, anew), context = schedule.log_due(step), self.state.context
         if due:
-            with self.state.cluster.peers():
-                values = results(context.train_metrics, context.hooks.create_train_metrics)
+            values = results(context.train_metrics, context.hooks.create_train_metrics)
             self._console.values(step, "train", values)
         for metric in context.train_metrics.values() if anew else ():
             metric.reset_state()

@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import config
 
 from ctl_core import data
 from scripts.kill_test import ROOT
@@ -221,6 +222,14 @@ every_steps = {1: [follow, die]}
 """
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Takes op determinism back, of which TensorFlow has no public way, for the tests after this."""
+    yield
+    config.disable_op_determinism()
+
+
+@pytest.mark.usefixtures("deterministic")
 def test_a_killed_and_resumed_run_is_the_whole_run(train: Train, tmp_path: Path) -> None:
     """A process of its own is killed between two checkpoints; the run goes on in this one."""
     (tmp_path / "callbacks.py").write_text(KILLED)
