@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.hooks import Hook
-from ctl_core.numerics.joining import for_host, unlike
+from ctl_core.numerics.joining import UNLIKE, for_host, unlike
 from ctl_core.numerics.not_finite import Noted, Notes
 from ctl_core.state import State
 from ctl_core.step import train_step
@@ -62,12 +62,8 @@ class StepFunctions:
             found[name] = tf.nest.map_structure(lambda *parts: for_host(parts), *several)
             if name not in self._told and (shapes := unlike(several)):
                 self._told.add(name)
-                hooks = [str(hook) for hook in due if name in hook.arguments]
-                self._console.say(
-                    f"{', '.join(hooks)}: {name} has shapes {shapes} on the replicas or "
-                    "micro-batches of this step, so that it is a tf.RaggedTensor (a list where "
-                    "even the rank differs); where all fit, it is a tensor."
-                )
+                hooks = ", ".join(str(hook) for hook in due if name in hook.arguments)
+                self._console.say(f"{hooks}: {name} {UNLIKE.format(shapes=shapes)}")
         return found  # type: ignore[no-any-return]
 
     def trace_counts(self) -> list[int]:

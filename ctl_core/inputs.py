@@ -35,7 +35,7 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
-from ctl_core.passes import cut, tallied, whole_groups
+from ctl_core.passes import cut, said_left_out, tallied, whole_groups
 from ctl_core.settings import Config
 
 
@@ -132,16 +132,9 @@ class Input:
         if passes < 2 and not ended:
             return
         self._told = True
-        odd, odd_examples, tail = left_out
-        start = f"{self.pipeline.name}: a pass{'' if passes > 1 else ', so far,'} leaves out"
-        end = f"which fill no global batch of {self.sizes.batch}."
-        if odd > 1 or odd_examples > self.found.size:
-            console.warn(
-                f"{start} {odd_examples} examples in {odd} elements that do not hold "
-                f"{self.found.size} each" + (f", and {tail} examples, {end}" if tail else ".")
-            )
-        elif odd_examples + tail:
-            console.say(f"{start} {odd_examples + tail} examples, {end}")
+        number, line = said_left_out(self.pipeline.name, self.found, self.sizes, passes, left_out)
+        if number:
+            (console.warn if number > 1 else console.say)(line)
 
 
 def _variable(name: str, value: Any) -> tf.Variable:
@@ -205,7 +198,7 @@ def create_input(
         found = known(pipeline, sizes)
         compared = task.processes > 1 and not pipeline.sharded
         if found is None or compared or uneven(pipeline, found.together):
-            counting = config.epochs is not None and not pipeline.endless
+            counting = config.counts_epochs and not pipeline.endless
             found = look(pipeline, sizes, cluster if compared else None, counting, console)
             looked_at, pipeline = pipeline, create()
             check_made_anew(looked_at, pipeline)

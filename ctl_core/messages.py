@@ -66,6 +66,7 @@ def closing(state: State, start: int, seconds: float) -> str:
     if state.stopped_by is not None:
         name = signal.Signals(state.stopped_by).name
         again = f"--run-name {Path(state.run_dir).name}"
+        name = "max_time" if state.timed_out else name
         head = f"stopped by {name}, saved; goes on from here with {again}"
     else:
         head = "ended early" if state.ended else "done"

@@ -114,3 +114,30 @@ def cut(dataset: tf.data.Dataset, sizes: Sizes, with_tally: bool, name: str) -> 
         )
 
     return dataset.flat_map(pieces)
+
+
+def said_left_out(
+    name: str, found: Found, sizes: Sizes, passes: int, left_out: tuple[int, int, int]
+) -> tuple[int, str]:
+    """Says what a pass leaves out.
+
+    Args:
+        name: of the hook that makes the data
+        found: what was found out about them
+        sizes: how a global batch is shared out
+        passes: how many have begun
+        left_out: see ``Found.left_out``
+
+    Returns:
+        0 for nothing, 1 for what is to be expected, 2 for what is worth a warning; and the line.
+    """
+    odd, odd_examples, tail = left_out
+    start = f"{name}: a pass{'' if passes > 1 else ', so far,'} leaves out"
+    end = f"which fill no global batch of {sizes.batch}."
+    if odd > 1 or odd_examples > found.size:
+        more = f", and {tail} examples, {end}" if tail else "."
+        return 2, (
+            f"{start} {odd_examples} examples in {odd} elements that do not hold {found.size} "
+            f"each{more}"
+        )
+    return min(odd_examples + tail, 1), f"{start} {odd_examples + tail} examples, {end}"

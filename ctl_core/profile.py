@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from ctl_core.console import Console
 from ctl_core.errors import RunError, op_message
 from ctl_core.files import from_here
 
@@ -56,9 +57,10 @@ class Profile:
     TensorFlow's profiler slows down the steps that it looks at.
     """
 
-    def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
+    def __init__(self, steps: tuple[int, int] | None, folder: Path, console: Console) -> None:
         self._steps = steps
         self._folder = folder
+        self._console = console
         self._running = False
 
     @property
@@ -66,30 +68,30 @@ class Profile:
         """The steps after which the graph has to be left for this."""
         return self._steps or ()
 
-    def at(self, step: int) -> str | None:
-        """Starts or ends after a step, if it is time; returns what to tell the user.
+    def at(self, step: int) -> None:
+        """Starts or ends after a step, if it is time.
 
         Raises:
             RunError: the profiler cannot be started, such as when another one is running.
         """
         if self._steps is None:
-            return None
+            return
         start, stop = self._steps
         if self._running and step >= stop:
-            return self.end()
+            self.end()
         if not self._running and start <= step < stop:
             try:
                 tf.profiler.experimental.start(str(self._folder))
             except tf.errors.OpError as error:
                 raise RunError(f"profile: cannot be started: {op_message(error, 400)}") from error
             self._running = True
-        return None
 
-    def end(self) -> str | None:
-        """Ends the profile, if it is running; returns what to tell the user."""
+    def end(self) -> None:
+        """Ends the profile, if it is running, and says where it is."""
         if not self._running or self._steps is None:
-            return None
+            return
         self._running = False
         tf.profiler.experimental.stop()
         start, stop = self._steps
-        return f"the profile of steps {start} to {stop} is in {from_here(self._folder)}"
+        place = from_here(self._folder)
+        self._console.say(f"the profile of steps {start} to {stop} is in {place}")

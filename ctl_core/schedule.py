@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctl_core.hooks import Hook, Hooks
+from ctl_core.rhythm import in_steps
 from ctl_core.settings import Config
 
 
@@ -20,6 +21,7 @@ class Schedule:
         last: int,
         marks: tuple[int, ...] = (),
         train_metrics: bool = False,
+        steps_per_epoch: int | None = None,
     ) -> None:
         """Plans a run to step ``last``.
 
@@ -29,18 +31,20 @@ class Schedule:
             last: the last step
             marks: steps after which the graph is left, too
             train_metrics: whether there are any
+            steps_per_epoch: None if the data have no end
         """
         self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
         self._at = hooks.at_step
         self._last = last
         self._marks = marks
-        self._ckpt_every, self._eval_every = config.ckpt_every, config.eval_every
+        self._ckpt_every = in_steps("ckpt_every", config.ckpt_every, steps_per_epoch)
+        self._eval_every = in_steps("eval_every", config.eval_every, steps_per_epoch)
         self._log_every = config.log_every if train_metrics else 0
         # Whether a step runs in a chunk or on its own must not depend on where a process began,
         # or a resumed run would compute some steps by another graph.
         self.every_step = any(n == 1 and not hook.deferred for n, hook in self._every)
         self._periods = {n for n, hook in self._every if not hook.deferred}
-        periods = (config.ckpt_every, config.eval_every, self._log_every)
+        periods = (self._ckpt_every, self._eval_every, self._log_every)
         self._periods |= {n for n in periods if n}
 
     def end_at(self, step: int) -> None:

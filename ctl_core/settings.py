@@ -84,6 +84,39 @@ def _is_plain(value: Any) -> bool:
     return not level
 
 
+EPOCHS = r"([1-9][0-9]{0,8}) ?epochs?"
+_TIME = r"(?:([0-9]{1,6})h)?(?:([0-9]{1,6})(?:m|min))?(?:([0-9]{1,8})s)?"
+
+
+def seconds_in(text: int | str | None) -> float | None:
+    """Returns the seconds of a text such as 7h30m, 10min or 90s; None for anything else."""
+    found = re.fullmatch(_TIME, text) if isinstance(text, str) and text else None
+    if found is None:
+        return None
+    hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(3600 * hours + 60 * minutes + seconds) or None
+
+
+def _check_period(value: Any, clock: bool = True) -> Any:
+    if isinstance(value, str):
+        known = re.fullmatch(EPOCHS, value) or (clock and seconds_in(value))
+    else:
+        known = 0 <= value < 2**63
+    if not known:
+        raise ValueError
+    return value
+
+
+def _check_eval_period(value: Any) -> Any:
+    return _check_period(value, clock=False)
+
+
+def _check_time(text: Any) -> Any:
+    if text is not None and not seconds_in(text):
+        raise ValueError
+    return text
+
+
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Number = Annotated[int, Field(ge=1, lt=2**63)]
 Length = Annotated[int | None, Field(ge=0, lt=2**63)]
@@ -157,8 +190,21 @@ class Config:
         title="a folder name of letters, digits, '.', '_' and '-' that starts with a letter or "
         "digit, at most 200 of them",
     )
-    ckpt_every: _Count = declare(1000, "save a checkpoint every so many steps (0: only at the end)")
-    eval_every: _Count = declare(1000, "evaluate every so many steps (0: only at the end)")
+    ckpt_every: Annotated[int | str, AfterValidator(_check_period)] = declare(
+        1000,
+        "save a checkpoint every so many steps (0: only at the end), every 1epoch, or every 10min",
+        title="a number of steps, a number of epochs such as 1epoch, or a time such as 10min",
+    )
+    eval_every: Annotated[int | str, AfterValidator(_check_eval_period)] = declare(
+        1000,
+        "evaluate every so many steps (0: only at the end), or every 1epoch",
+        title="a number of steps, or a number of epochs such as 1epoch",
+    )
+    max_time: Annotated[str | None, AfterValidator(_check_time)] = declare(
+        None,
+        "stop and save after this time, as at a SIGTERM; started again, the run goes on",
+        title="a time such as 7h30m, 45min or 90s",
+    )
     log_every: _Number = declare(
         100, "write the train metrics, if there are any, every so many steps, and begin anew"
     )
@@ -244,6 +290,12 @@ class Config:
             return validate(values)
         except ValidationError as error:
             raise SetupError(explain(error, SETTINGS)) from error
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether a setting is in epochs, so that the steps of one have to be known."""
+        periods = (self.ckpt_every, self.eval_every)
+        return self.epochs is not None or any("epoch" in str(period) for period in periods)
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:

@@ -104,6 +104,7 @@ class State:
         found: the variables, layers and generators that they reach
         freezing: what of it is frozen
         computed_in: the dtypes lower than float32 in which layers compute
+        timed_out: whether that was because of ``max_time``
         ended: whether a hook has ended training (StopTraining), now or earlier
         writes: what the forward pass writes to, with several replicas or micro-batches
     """
@@ -133,6 +134,7 @@ class State:
     progress: Progress = dataclasses.field(default_factory=Progress)
     ended: bool = False
     stopped_by: int | None = None
+    timed_out: bool = False
     functions: Any = None
     clock: Clock = dataclasses.field(default_factory=Clock)
 

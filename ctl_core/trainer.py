@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -43,6 +44,7 @@ from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.precision import policy
 from ctl_core.numerics.randomness import fold_in_replica_id
 from ctl_core.profile import Clock, Profile
+from ctl_core.rhythm import Deadlines
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.hook_state import check_state
 from ctl_core.schedule import Schedule
@@ -121,9 +123,11 @@ class Trainer:
         self._profile = Profile(
             state.config.profile_steps if state.cluster.task.chief else None,
             run.path / "tb" / "train",
+            console,
         )
         self._resumed = False
         names = ["loss", *state.evaluation.metrics] if state.evaluation else None
+        self._deadlines = Deadlines(state.config)
         self._selection = Selection(state.config, names)
         signals.settle = self.checkpoints.settle
         state.functions = self.functions
@@ -134,7 +138,7 @@ class Trainer:
         Raises:
             SetupError: what is there does not fit, or the number of steps is not known.
         """
-        state, config, progress = self.state, self.state.config, self.state.progress
+        state, config = self.state, self.state.config
         record = self.checkpoints.restore()
         progress, self._resumed = state.progress, record is not None
         fold_in_replica_id(state.found.generators, state.strategy, state.cluster.task)
@@ -183,12 +187,10 @@ class Trainer:
             raise
         finally:
             self.checkpoints.close()
-            note = self._profile.end()
+            self._profile.end()
             state.clock.waited = state.data.seconds_waited(state.step - self.start)
         run.flush()
         console.stop()
-        if note:
-            console.say(note)
         if going_on:
             console.say(state.clock.summary())
         if complaint := not_finite(state):
@@ -197,14 +199,14 @@ class Trainer:
 
     def _loop(self) -> None:
         state, clock = self.state, self.state.clock
-        metered = bool(state.context.train_metrics)
-        schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, metered)
+        extras = bool(state.context.train_metrics), state.data.steps_per_epoch
+        schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, *extras)
         step, ended = state.step, False
         look_at_rate(state, step, self._console)
         self._sync_status(step, ended)
         self._evaluate(step, schedule)
         self._save(step, schedule)
-        self._profile_at(step)
+        self._profile.at(step)
         while step < self.last and not self._sync.signal:
             before, stop = step, schedule.next_stop(step)
             with attributed(state, step), clock.time("steps"):
@@ -220,9 +222,10 @@ class Trainer:
             if self._sync_status(step, ended).end:
                 self._end(step, schedule)
             if step == stop:
-                self._profile_at(step)
+                self._profile.at(step)
                 self._log_train_metrics(step, schedule)
                 self._evaluate(step, schedule)
+            if step == stop or self.checkpoints.save_requested:
                 self._save(step, schedule)
         self._run.flush()
         with clock.time("checkpoints"):
@@ -306,7 +309,7 @@ class Trainer:
         noted = self.functions.noted
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
-            save=self.checkpoints.save_requested,
+            save=self.checkpoints.save_requested or self._deadlines.save_due(),
             end=ended,
             step=step,
             frozen=self.functions.frozen,
@@ -315,6 +318,9 @@ class Trainer:
             status = dataclasses.replace(
                 status, first=noted.first, latest=noted.latest, bad=noted.steps
             )
+        if self.state.cluster.task.chief and self._deadlines.over():
+            self._sync.signal = signal.SIGTERM
+            self.state.timed_out = True
         status = self._sync(status)
         self._steps_per_call.limit = status.steps_per_call
         self.checkpoints.save_requested = status.save
@@ -372,6 +378,7 @@ class Trainer:
         if saving:
             with self.state.clock.time("checkpoints"):
                 self.checkpoints.save_if_due(due)
+            self._deadlines.saved()
 
     def _at_end(self, reason: str) -> None:
         """Runs the hooks ``at_end``; where training has failed, what they raise is a warning."""
@@ -382,7 +389,3 @@ class Trainer:
             if reason != "failed":
                 raise
             self._console.warn(f"after a failure: {error}")
-
-    def _profile_at(self, step: int) -> None:
-        if note := self._profile.at(step):
-            self._console.say(note)

@@ -61,6 +61,12 @@ def for_host(values: Sequence[Any]) -> Any:
     return tf.concat([tf.RaggedTensor.from_tensor(value, ragged_rank=last) for value in values], 0)
 
 
+UNLIKE = (
+    "has shapes {shapes} on the replicas or micro-batches of this step, so that it is a "
+    "tf.RaggedTensor (a list where even the rank differs); where all fit, it is a tensor."
+)
+
+
 def unlike(structures: Sequence[Any]) -> str | None:
     """Says which shapes the first tensors have that do not fit, if any, of several structures."""
     for values in zip(*map(tf.nest.flatten, structures), strict=True):

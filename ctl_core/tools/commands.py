@@ -117,7 +117,8 @@ def _restored(
 ) -> Iterator[tuple[State, Console]]:
     """Builds the state on one device and restores the checkpoint that is asked for."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
-    config = dataclasses.replace(config, epochs=None)  # nobody need count the training data
+    # Nobody need count the training data.
+    config = dataclasses.replace(config, epochs=None, ckpt_every=0, eval_every=0)
     run, console = Run(config, Task(), reading=True), Console()
     with session(run, console), policy(config.precision):
         state = create_state(callbacks, config, run, console)

@@ -44,6 +44,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "run_name": [("'3'", "3"), ("4", "4"), ("2024-01-05", "2024-01-05")],
     "ckpt_every": [("0", 0), ("5", 5), ("6", 6)],
     "eval_every": [("0", 0), ("5", 5), ("6", 6)],
+    "max_time": [("7h30m", "7h30m"), ("45min", "45min"), ("90s", "90s")],
     "log_every": [("5", 5), ("6", 6), ("7", 7)],
     "keep_best": [("loss", "loss"), ("loss:min", "loss:min"), ("a:max", "a:max")],
     "early_stop": [("loss:3", "loss:3"), ("a:max:1", "a:max:1"), ("b:min:20", "b:min:20")],

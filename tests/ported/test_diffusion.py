@@ -167,7 +167,7 @@ def hooks(create_opt: Callable[[Any], keras.Optimizer] = sgd) -> SimpleNamespace
         input_pre=input_pre,
         loss_pre=loss_pre,
         grad_pre=grad_pre,
-        every_steps={1: follow},
+        update_post=follow,
         create_metrics=create_metrics,
         metric_pre=metric_pre,
     )
@@ -218,13 +218,14 @@ def die(step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 create_opt = sgd
-every_steps = {1: [follow, die]}
+update_post = follow
+every_steps = {1: die}
 """
 
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Takes op determinism back, of which TensorFlow has no public way, for the tests after this."""
+    """Takes op determinism back after a test, for which TensorFlow has no public way."""
     yield
     config.disable_op_determinism()
 

@@ -1,0 +1,124 @@
+"""Checkpoints and evaluations by the epoch or the clock, and a run that has so much time."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core import rhythm
+from ctl_core.settings import seconds_in
+from tests.engine.conftest import Train, make_hooks, regression_data, sliced
+
+
+def hooks(**more: Any) -> Any:
+    return make_hooks(**{"create_eval_dataset": sliced(regression_data()), **more})
+
+
+def evaluated(folder: Path) -> list[int]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line["split"] == "eval"]
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.stem[5:]) for path in (folder / "ckpt/engine").glob("*.json"))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_epoch_is_a_pass_over_the_data(train: Train, replicas: int) -> None:
+    """100 examples in batches of 16: six steps, the rest is left out."""
+    more = {"eval_every": "1epoch", "ckpt_every": "2epochs", "virtual_devices": replicas}
+    state = train(hooks(), steps=26, **more)
+    assert evaluated(state.run_dir) == [6, 12, 18, 24, 26]
+    assert saved(state.run_dir) == [12, 24, 26]
+    again = train(hooks(), epochs=5, steps=None, **more)
+    assert evaluated(again.run_dir)[-1] == 30 and saved(again.run_dir)[-1] == 30
+
+
+def test_endless_data_have_no_epochs(train: Train) -> None:
+    def endless(per_replica_batch_size: int) -> tf.data.Dataset:
+        return sliced(regression_data())(per_replica_batch_size).repeat()
+
+    for setting in ("eval_every", "ckpt_every"):
+        with pytest.raises(
+            ctl_core.SetupError, match=f"{setting}: .*endless dataset, which has no"
+        ):
+            train(hooks(create_dataset=endless), steps=3, **{setting: "1epoch"})
+
+
+class Clock:
+    """A clock that goes on by so many seconds each time that it is read."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def monotonic(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def test_checkpoints_by_the_clock(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between two stops; the run is the one without them, however it goes on."""
+    plain = train(hooks(), steps=40, run_name="plain", ckpt_every=0, steps_per_call=4)
+    monkeypatch.setattr(rhythm, "time", Clock(25.0))
+    for steps in (17, 40):
+        state = train(hooks(), steps=steps, ckpt_every="1min", steps_per_call=4)
+    found = saved(state.run_dir)
+    assert len(found) > 4 and any(step not in (17, 40) for step in found)
+    for ours, theirs in zip(
+        state.train_model.get_weights(), plain.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_a_run_with_so_much_time_stops_and_goes_on(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"steps_per_call": 2, "max_time": "1m30s", "eval_every": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(rhythm, "time", Clock(20.0))
+        state = train(hooks(), steps=40, **more)
+    assert state.stopped_by == signal.SIGTERM and 0 < state.step < 40
+    assert saved(state.run_dir) == [state.step]
+    said = capsys.readouterr().out
+    assert "stopped by max_time, saved; goes on from here with --run-name run" in said
+    whole = train(hooks(), steps=40, run_name="whole", eval_every=0)
+    rest = train(hooks(), steps=40, **{**more, "max_time": "1h"})
+    assert rest.step == 40 and rest.stopped_by is None
+    for ours, theirs in zip(
+        rest.train_model.get_weights(), whole.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("7h30m", 27000.0), ("10min", 600.0), ("90s", 90.0), ("1h5s", 3605.0)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert seconds_in(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("ckpt_every", "10"),
+        ("ckpt_every", "0epochs"),
+        ("ckpt_every", "0s"),
+        ("ckpt_every", "10 apples"),
+        ("ckpt_every", -1),
+        ("eval_every", "10min"),
+        ("eval_every", "epoch"),
+        ("max_time", "soon"),
+        ("max_time", ""),
+        ("max_time", 90),
+    ],
+)
+def test_what_is_no_period_is_refused(setting: str, value: Any) -> None:
+    with pytest.raises(ctl_core.SetupError, match=f"^{setting}: expected a .* such as "):
+        ctl_core.Config(**{setting: value})
