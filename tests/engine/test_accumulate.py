@@ -11,23 +11,20 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import SetupError
-from tests.engine.conftest import FEATURES, Train, make_hooks, regression_data, sliced
-from tests.engine.test_numbers import (
-    BATCH,
-    CASES,
+from tests.helpers.cases import (
     CLIP,
-    STEPS,
-    by_hand,
+    FEATURES,
+    assert_weights,
     clipped,
+    make_hooks,
     nadam,
+    regression_data,
     sgd,
+    sliced,
     unclipped,
 )
-
-
-def assert_weights(state: Any, expected: list[np.ndarray]) -> None:
-    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(weight, reference, rtol=1e-6, atol=1e-6)
+from tests.helpers.fixtures import Train
+from tests.helpers.plain_loop import BATCH, CASES, STEPS, by_hand
 
 
 @pytest.mark.parametrize(

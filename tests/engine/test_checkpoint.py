@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights, small_model
+from tests.helpers.cases import FEATURES, make_hooks, set_weights, sgd, small_model
+from tests.helpers.fixtures import Train
 
 
 def numbers(folder: Path, pattern: str) -> list[int]:
@@ -38,7 +39,7 @@ def test_a_create_ckpt_of_ones_own_loses_nothing_of_the_engines(train: Train) ->
 
     hooks = make_hooks(
         create_ckpt=create_ckpt,
-        create_opt=lambda lr: keras.optimizers.SGD(lr),  # has no state that could be lost
+        create_opt=sgd,  # has no state that could be lost
         at_step={3: lambda lr: lr.assign(0.005)},
     )
     whole = train(hooks, steps=12, run_name="whole")
@@ -219,7 +220,7 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
     with pytest.raises(ctl_core.SetupError, match=r"dense[^ ]*/kernel is new"):
         train(make_hooks(create_model=deeper), steps=4)
     with pytest.raises(ctl_core.SetupError, match="is gone"):
-        train(make_hooks(create_opt=lambda lr: keras.optimizers.SGD(lr)), steps=4)
+        train(make_hooks(create_opt=sgd), steps=4)
 
 
 def test_a_large_input_position_is_pointed_out_once(

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 
 import ctl_core
 from ctl_core.__main__ import main
-from tests.engine.conftest import Train, make_hooks, regression_data, sliced
+from tests.helpers.cases import make_hooks, regression_data, sgd, sliced
+from tests.helpers.fixtures import Train
+from tests.helpers.project import REGRESSION
 
 
 def stop(step: int) -> None:
@@ -20,7 +21,7 @@ def stop(step: int) -> None:
 
 
 def hooks(**more: Any) -> Any:
-    return make_hooks(create_opt=lambda lr: keras.optimizers.SGD(lr), **more)
+    return make_hooks(create_opt=sgd, **more)
 
 
 @pytest.mark.parametrize(
@@ -111,25 +112,16 @@ def test_a_record_of_an_earlier_engine_goes_on(train: Train, tmp_path: Path) -> 
     assert train(hooks(at_step={7: stop})).step == 20
 
 
-CALLBACKS = """
-import ctl_core
-from tests.engine.conftest import regression_data, sliced, small_model, squared_error
-
-create_model = small_model
-create_dataset = sliced(regression_data())
-every_steps = {}
-
-
-def create_loss():
-    return squared_error
-
-
+CALLBACKS = (
+    REGRESSION
+    + """
 def enough():
     raise ctl_core.StopTraining
 
 
 at_step = {2: enough}
 """
+)
 
 
 def test_the_command_line(

@@ -7,12 +7,10 @@ line number that it finds itself in the text it wrote.
 from __future__ import annotations
 
 import functools
-import linecache
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,119 +18,10 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.__main__ import main
 from ctl_core.errors import brief
-from tests.engine.conftest import Train, make_hooks, sliced, small_model
-
-# A project that trains: 40 examples of 2 features, global batches of 8.
-PIECES = {
-    "imports": """\
-import keras
-import numpy as np
-import tensorflow as tf
-
-import ctl_core
-
-x = np.arange(80, dtype="float32").reshape(40, 2) / 80
-y = x.sum(1, keepdims=True)
-data = tf.data.Dataset.from_tensor_slices((x, y))
-""",
-    "create_dataset": """\
-def create_dataset(per_replica_batch_size):
-    return data.batch(per_replica_batch_size, drop_remainder=True)
-""",
-    "create_model": """\
-def create_model():
-    kernel = keras.initializers.Constant(0.5)
-    return keras.Sequential(
-        [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer=kernel, name="dense")]
-    )
-""",
-    "create_loss": """\
-def create_loss():
-    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2)
-""",
-    "every_steps": "every_steps = {}\n",
-}
-FLAGS = ("--steps", "10", "--batch-size", "8", "--run-name", "a")
-
-
-def source_of(**pieces: str | None) -> str:
-    """Returns a callbacks.py: the pieces above, some replaced, left out or added."""
-    return "\n\n".join(piece for piece in {**PIECES, **pieces}.values() if piece is not None)
-
-
-def line_of(source: str, fragment: str) -> int:
-    """Returns the number of the one line that holds the fragment."""
-    (number,) = [n for n, line in enumerate(source.splitlines(), 1) if fragment in line]
-    return number
-
-
-class Outcome(NamedTuple):
-    """What a command left behind: exit code, both outputs, files that it wrote."""
-
-    code: int
-    out: str
-    err: str
-    written: set[str]
-
-
-Cli = Callable[..., Outcome]
-
-
-@pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
-    """Returns ``cli(source, *flags)``, which runs a command in a project with that callbacks.py."""
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("CTL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    # The many runs of one test process look to TensorFlow like one function traced again and again.
-    monkeypatch.setattr(tf.get_logger(), "level", 40)
-
-    def run(
-        source: str | bytes | None,
-        *flags: str,
-        config: str = "",
-        command: tuple[str, ...] = ("train", *FLAGS),
-    ) -> Outcome:
-        if source is not None:
-            text = source if isinstance(source, bytes) else source.encode()
-            (tmp_path / "callbacks.py").write_bytes(text)
-        if config:
-            (tmp_path / "config.yaml").write_text(config)
-        linecache.clearcache()
-        sys.modules.pop("callbacks", None)
-        before = files(tmp_path)
-        code = main([*command, *flags])
-        captured = capfd.readouterr()
-        return Outcome(code, captured.out, captured.err, files(tmp_path) - before)
-
-    return run
-
-
-def files(folder: Path) -> set[str]:
-    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-
-
-def refused(outcome: Outcome, *words: str) -> None:
-    """Checks that a command was refused in one line with these words, and only logged."""
-    lines = outcome.err.splitlines()
-    assert (outcome.code, len(lines)) == (2, 1), outcome
-    assert lines[0].startswith("error: ") and "Traceback" not in outcome.out
-    for word in words:
-        assert word in lines[0]
-    assert outcome.written <= {"runs/a/train.log"}
-
-
-def failed(outcome: Outcome, *words: str) -> None:
-    """Checks that a run failed, with one line that has these words."""
-    lines = outcome.err.splitlines()
-    assert (outcome.code, len(lines)) == (1, 1), outcome
-    assert lines[0].startswith("error: ") and "Traceback" not in outcome.out
-    for word in words:
-        assert word in lines[0]
+from tests.helpers.cases import make_hooks, sliced, small_model
+from tests.helpers.fixtures import Train
+from tests.helpers.project import PIECES, Cli, failed, files, line_of, refused, source_of
 
 
 def test_the_project_trains(cli: Cli) -> None:

@@ -12,14 +12,8 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.numerics.freezing import Freezing, unfrozen
 from ctl_core.run_state.tracking import find
-from tests.engine.conftest import (
-    FEATURES,
-    Train,
-    make_hooks,
-    regression_data,
-    set_weights,
-    squared_error,
-)
+from tests.helpers.cases import FEATURES, make_hooks, regression_data, set_weights, squared_error
+from tests.helpers.fixtures import Train
 
 
 def normed_model() -> keras.Model:

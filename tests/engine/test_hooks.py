@@ -15,22 +15,20 @@ import tensorflow as tf
 import ctl_core
 from ctl_core import defaults as engine_defaults
 from ctl_core import hooks as engine_hooks
-from tests.engine.conftest import (
+from tests.helpers.cases import (
     EXAMPLES,
     FEATURES,
-    Train,
+    assert_weights,
     make_hooks,
     regression_data,
+    sgd,
     sliced,
     small_model,
     squared_error,
 )
+from tests.helpers.fixtures import Train
 
 BATCH = 16
-
-
-def sgd(lr: Any) -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(lr)
 
 
 def one_step(
@@ -52,11 +50,6 @@ def one_step(
     for variable, gradient in zip(chosen, gradients, strict=True):
         variable.assign_sub(rate * gradient)
     return model.get_weights()
-
-
-def assert_weights(state: ctl_core.State, expected: list[np.ndarray]) -> None:
-    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(weight, reference, rtol=1e-6, atol=1e-6)
 
 
 @pytest.fixture(params=[1, 2])

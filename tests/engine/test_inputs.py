@@ -13,7 +13,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.checks.position import holds_shuffles, unsavable
-from tests.engine.conftest import Train, make_hooks, regression_data
+from tests.helpers.cases import make_hooks, regression_data
+from tests.helpers.fixtures import Train
 
 
 def examples() -> tf.data.Dataset:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kill_test import Moment, Project, moments, train_and_kill, train_whole
+from scripts.kill_test import Moment, moments, train_and_kill, train_whole
+from scripts.killed_project import Project
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 

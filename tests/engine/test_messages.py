@@ -12,9 +12,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import brief, op_message, reason
-from tests.engine.test_errors import Cli, cli, failed, line_of, refused, source_of
-
-__all__ = ["cli"]
+from tests.helpers.project import Cli, failed, line_of, refused, source_of
 
 INTERNAL = ("{{", "[Op:", "WARNING:tensorflow", "function_node", "Traceback", "T=DT_")
 WIDER = """\

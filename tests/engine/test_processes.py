@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kill_test import Project
+from scripts.killed_project import Project
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 

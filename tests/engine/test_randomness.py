@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights
+from tests.helpers.cases import FEATURES, make_hooks, set_weights
+from tests.helpers.fixtures import Train
 
 
 class Masked(keras.Model):

@@ -18,7 +18,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.errors import RunError, SetupError
-from tests.engine.conftest import Train, make_hooks, regression_data
+from tests.helpers.cases import make_hooks, regression_data, sgd
+from tests.helpers.fixtures import Train
 
 EXAMPLES, BATCH = 50, 8
 Make = Callable[..., tf.data.Dataset]
@@ -89,7 +90,7 @@ def trained_on(seen: list[Any], make: Make, **hooks: Any) -> SimpleNamespace:
     return make_hooks(
         **{
             "create_dataset": create_dataset,
-            "create_opt": lambda lr: keras.optimizers.SGD(lr),
+            "create_opt": sgd,
             "input_pre": lambda batch: batch[0],
             "loss_pre": lambda output, batch: (output, batch[1]),
             "every_steps": {1: lambda batch: seen.append(batch[2].numpy().tolist())},
@@ -335,7 +336,7 @@ def graph_hooks(sizes: list[int], **hooks: Any) -> SimpleNamespace:
         **{
             "create_dataset": graphs(sizes),
             "create_model": SumOfAtoms,
-            "create_opt": lambda lr: keras.optimizers.SGD(lr),
+            "create_opt": sgd,
             "input_pre": lambda batch: batch[0],
             "loss_pre": lambda output, batch: (output, batch[1]),
             **hooks,

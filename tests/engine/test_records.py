@@ -16,8 +16,9 @@ import pytest
 
 import ctl_core
 from ctl_core.run_state.record import FORMAT
-from tests.engine.conftest import Train, make_hooks, small_model
-from tests.engine.test_state import Blocks, seeded, values
+from tests.helpers.cases import make_hooks, small_model
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import Blocks, seeded, values
 
 
 def alter(folder: Path, **values: Any) -> None:

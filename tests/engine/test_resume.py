@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from scripts.kill_test import Project
-from tests.engine.cases import norm_model
-from tests.engine.conftest import Train, make_hooks, regression_data
+from scripts.killed_project import Project
+from tests.helpers.cases import make_hooks, norm_model, regression_data
+from tests.helpers.fixtures import Train
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import (
-    Train,
-    make_hooks,
-    regression_data,
-    small_model,
-    squared_error,
-)
+from tests.helpers.cases import make_hooks, regression_data, sgd, small_model, squared_error
+from tests.helpers.fixtures import Train
 
 BATCH = 16
 
@@ -72,7 +66,7 @@ class Recorder:
 
 def recording_hooks(recorder: Recorder) -> Any:
     return make_hooks(
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         every_steps={
             3: recorder.hook("third"),
             7: [recorder.hook("seventh"), recorder.hook("too")],
@@ -173,7 +167,7 @@ def test_max_chunk_limits_a_graph_call_and_changes_nothing(
 
 def test_lr_assigned_in_a_hook_counts_from_the_next_step(train: Train) -> None:
     hooks = make_hooks(
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         at_step={5: lambda lr: lr.assign(lr * 0.0)},
     )
     five = train(hooks, steps=5, run_name="five")

@@ -21,7 +21,8 @@ import tensorflow as tf
 from ctl_core import checkpoint, trainer
 from ctl_core.cluster import signals
 from ctl_core.console import Console
-from tests.engine.conftest import Train, make_hooks, regression_data, small_model
+from tests.helpers.cases import make_hooks, regression_data, small_model
+from tests.helpers.fixtures import Train
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,7 +185,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import tensorflow as tf
-from tests.engine.cases import *
+from tests.helpers.cases import *
 
 def wait(inputs):
     if Path("block").exists() and {blocked}:

@@ -15,8 +15,9 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import FEATURES, Train, make_hooks, regression_data, squared_error
-from tests.engine.test_state import StatefulRnn, dense, seeded
+from tests.helpers.cases import FEATURES, make_hooks, regression_data, sgd, squared_error
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import StatefulRnn, dense, seeded
 
 STEPS, BATCH, RATE = 6, 16, 0.05
 
@@ -145,7 +146,7 @@ def test_what_replicas_would_write_differently_is_refused_before_training(
 def test_a_refusal_names_the_layer_and_a_cure_that_is_exact(train: Train) -> None:
     hooks = make_hooks(
         create_model=lambda: running_model(),
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         update_pre=lambda gradients: (gradients, gradients),
     )
     settings: dict[str, Any] = {"steps": STEPS, "learning_rate": RATE}
@@ -281,7 +282,7 @@ def test_micro_batches_that_each_write_are_warned_of_with_a_cure_that_is_exact(
     assert "assign in update_pre, which gets the output of all micro-batches" in said
     hooks = make_hooks(
         create_model=Told,
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         loss_pre=lambda output, batch: (output[0], batch[1]),
         update_pre=assign_mean,
     )

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from .conftest import CHOICES, COMBINATIONS, ROOT, Render, Run, files
+from tests.helpers.rendering import CHOICES, COMBINATIONS, ROOT, Render, Run, files
 
 Projects = dict[tuple[str, ...], Path]
 JINJA = re.compile(r"\{\{|\{%|\{#")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Render, Run
+from tests.helpers.rendering import Render, Run
 
 # Everything that train.sh calls, so that PATH can lack uv and hold a stand-in for python3.
 TOOLS = "bash sh cat cksum dirname mkdir readlink rmdir sed sleep"

@@ -1,7 +1,7 @@
 """What each process of a test's cluster runs: cases, whose results it writes down for the test.
 
 One start of a process costs seconds, so a cluster runs several cases one after the other.
-``python -m tests.engine.cluster_program FOLDER CASE...``; each case is a function below.
+``python -m tests.helpers.cluster_program FOLDER CASE...``; each case is a function below.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.numerics import precision
-from tests.engine import cases
-from tests.engine.cases import make_hooks
+from tests.helpers import cases
+from tests.helpers.cases import make_hooks
 from tests.ported import codebook as vq
 from tests.ported import compare, mixed_precision, multi_task, transformer, wgan_gp
 

@@ -1,0 +1,42 @@
+"""What is shared lives where it belongs: seen from the imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def imports(folder: str) -> Iterator[tuple[str, str]]:
+    """Each file below a folder with each module that it imports, at any place in it."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                module = f"{'tests.' * bool(node.level)}{node.module or ''}"
+                names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                yield path.relative_to(ROOT).as_posix(), name
+
+
+def test_only_tests_import_from_tests() -> None:
+    folders = ("benchmarks", "ctl_core", "hooks", "scripts", "templates")
+    found = [pair for folder in folders for pair in imports(folder)]
+    assert len(found) > 200
+    assert [pair for pair in found if pair[1].split(".")[0] == "tests"] == []
+
+
+def test_tests_share_by_tests_helpers() -> None:
+    """No test file imports another, nor a conftest: such a test could not be moved or deleted."""
+    found = [
+        (file, name)
+        for file, name in imports("tests")
+        if name.startswith("tests.") and name.split(".")[-1].startswith(("test_", "conftest"))
+    ]
+    assert found == []
+    shared = [file for file, name in imports("tests") if name.startswith("tests.helpers")]
+    assert len(shared) > 50
