@@ -1,8 +1,9 @@
-"""What is shared lives where it belongs: seen from the imports."""
+"""What tests share lives where it belongs, and the quick ones are quick: seen from their text."""
 
 from __future__ import annotations
 
 import ast
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,3 +41,11 @@ def test_tests_share_by_tests_helpers() -> None:
     assert found == []
     shared = [file for file, name in imports("tests") if name.startswith("tests.helpers")]
     assert len(shared) > 50
+
+
+def test_quick_files_start_no_process_and_hold_no_slow_test() -> None:
+    paths = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+    for name in runpy.run_path(str(ROOT / "tests" / "conftest.py"))["QUICK"]:
+        text = "" if paths[name] == Path(__file__) else paths[name].read_text()
+        for word in ("subprocess", "Popen", "mark.slow", "mark.cluster"):
+            assert word not in text, f"{name}: {word}"

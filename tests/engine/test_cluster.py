@@ -32,6 +32,8 @@ from tests.ported import (
     wgan_gp,
 )
 
+pytestmark = pytest.mark.cluster
+
 ROOT = Path(__file__).parents[2]
 
 

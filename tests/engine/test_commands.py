@@ -142,6 +142,7 @@ def test_a_hook_that_changes_the_folder_leaves_the_run_where_it_is(
     assert (project / "runs/second/tb").exists()
 
 
+@pytest.mark.slow
 def test_without_docstrings_and_assertions(project: Path) -> None:
     """Every command does under ``python -OO`` what it does otherwise."""
     commands = [["train", "--run-name", "again"], ["evaluate"], ["predict"], ["export"], ["hooks"]]

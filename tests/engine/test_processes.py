@@ -11,7 +11,10 @@ import pytest
 
 from scripts.killed_project import Project
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+]
 
 
 def fail(folder: Path, where: str) -> tuple[Project, subprocess.CompletedProcess[str]]:

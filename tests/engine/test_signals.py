@@ -265,6 +265,7 @@ def end_blocked(run: subprocess.Popen[str]) -> None:
     assert err.splitlines()[-1:] == ["error: interrupted"]
 
 
+@pytest.mark.slow
 def test_a_second_sigint_ends_a_blocked_graph_call_and_the_run_goes_on(
     train: Train, tmp_path: Path
 ) -> None:
@@ -279,12 +280,14 @@ def test_a_second_sigint_ends_a_blocked_graph_call_and_the_run_goes_on(
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.cluster
 def test_a_cluster_of_which_one_process_is_blocked_ends_by_a_second_sigint(tmp_path: Path) -> None:
     one = '\'"index": 1\' in __import__("os").environ["TF_CONFIG"]'
     end_blocked(start_blocked(tmp_path, one, "--workers=2"))
     assert (tmp_path / "runs/a/ckpt/engine/ckpt-6.json").exists()
 
 
+@pytest.mark.slow
 def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
     program = (
         "import signal, time; from ctl_core.cluster.signals import interruptible\n"
@@ -304,6 +307,7 @@ def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
     assert run.returncode == 130
 
 
+@pytest.mark.cluster
 def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_path: Path) -> None:
     from ctl_core.cluster.supervisor import free_ports
 

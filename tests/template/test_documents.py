@@ -113,6 +113,7 @@ def test_targets_of_make_exist() -> None:
     assert {"demo", "test", "lint"} <= targets <= rules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [DOCUMENTS, [TEMPLATES_README]], ids=["docs", "project"])
 def test_commands_in_a_project(
     documents: list[str],

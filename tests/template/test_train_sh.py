@@ -392,6 +392,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, render: Render, run: Run) 
     return project, done
 
 
+@pytest.mark.slow
 def test_training(trained: Trained) -> None:
     """The run folder is filled, and nothing was installed."""
     project, done = trained
@@ -404,17 +405,20 @@ def test_training(trained: Trained) -> None:
     assert max(record["step"] for record in records) == 20
 
 
+@pytest.mark.slow
 def test_nothing_written_outside_ignored_folders(trained: Trained, run: Run) -> None:
     """.gitignore covers what a training writes."""
     assert run("git", "status", "--porcelain", cwd=trained[0]).stdout == ""
 
 
+@pytest.mark.slow
 def test_help_shows_the_settings(digits: Path, run: Run) -> None:
     done = run(digits / "train.sh", "--help", cwd=digits.parent, VENV=sys.prefix)
     for setting in ("--steps", "--batch-size", "--virtual-devices", "--deterministic"):
         assert setting in done.stdout
 
 
+@pytest.mark.slow
 def test_exit_code_of_a_wrong_setting(digits: Path, run: Run) -> None:
     done = run(
         *[digits / "train.sh", "--no-such-setting"], cwd=digits, check=False, VENV=sys.prefix
@@ -422,11 +426,13 @@ def test_exit_code_of_a_wrong_setting(digits: Path, run: Run) -> None:
     assert done.returncode == 2
 
 
+@pytest.mark.slow
 def test_smoke_test_of_the_digits_project(digits: Path, run: Run) -> None:
     """The generated project's own tests pass as they are."""
     run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=digits)
 
 
+@pytest.mark.slow
 def test_smoke_test_of_a_blank_project(projects: dict[tuple[str, ...], Path], run: Run) -> None:
     """It fails with one line that names a hook that is still to be written."""
     project = projects["blank", "cpu", "MIT"]
