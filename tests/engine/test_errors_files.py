@@ -95,8 +95,3 @@ def test_debug_may_stand_in_the_config_file(cli: Cli) -> None:
 def test_a_config_file_that_is_a_folder(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").mkdir()
     refused(cli(source_of()), "config.yaml: cannot be read", "Is a directory")
-
-
-def test_a_config_file_in_another_encoding(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_bytes(b"run_name: \xe4\n")
-    refused(cli(source_of()), "config.yaml: cannot be read", "utf-8")

@@ -117,10 +117,6 @@ def test_epochs_of_a_higher_layer_replace_steps_of_a_lower_one() -> None:
     assert resolve("--steps", "3", config="epochs: 600") == Config(steps=3)
     assert resolve(config="steps: 600", environ={"CTL_EPOCHS": "2"}) == Config(epochs=2)
     assert resolve("--steps", "5", environ={"CTL_EPOCHS": "2"}) == Config(steps=5)
-    with pytest.raises(SetupError, match="steps=600 and epochs=3"):
-        resolve(config="steps: 600\nepochs: 3")
-    with pytest.raises(SetupError, match="steps=5 and epochs=2"):
-        resolve("--steps", "5", "--epochs", "2")
 
 
 HPARAMS = "hparams: {width: 32, name: base, layers: {first: 1, second: 2}, rates: [1, 2]}"

@@ -174,3 +174,8 @@ def test_commands_in_a_shell(name: str, render: Render, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     runs = (tmp_path / "projects" if name == "README.md" else tmp_path) / "my_training" / "runs"
     assert [path for path in runs.iterdir() if (path / "worker-1.log").exists()]
+    for run in runs.iterdir():
+        assert {"config.yaml", "train.log", "metrics.jsonl", "ckpt", "tb"} <= set(os.listdir(run))
+    assert "train.sh:" not in done.stderr.replace("./train.sh", ""), "nothing was installed"
+    git = ["git", "status", "--porcelain"]
+    assert subprocess.check_output(git, cwd=runs.parent) == b"", ".gitignore covers what runs write"
