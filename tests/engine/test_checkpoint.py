@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.cases import FEATURES, make_hooks, set_weights, sgd, small_model
+from tests.helpers.cases import FEATURES, assert_weights, make_hooks, set_weights, sgd, small_model
 from tests.helpers.fixtures import Train
 
 
@@ -46,10 +46,7 @@ def test_a_create_ckpt_of_ones_own_loses_nothing_of_the_engines(train: Train) ->
     train(hooks, steps=5, run_name="parts")
     parts = train(hooks, steps=12, run_name="parts")
     assert parts.step == 12 and float(parts.lr) == pytest.approx(0.005)
-    for one, other in zip(
-        whole.train_model.get_weights(), parts.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_weights(whole, parts, rtol=0)
 
 
 def test_manager_save_in_a_hook_holds_what_later_hooks_of_the_step_do(train: Train) -> None:
@@ -142,10 +139,7 @@ def test_a_damaged_input_position_is_reached_by_skipping(
     state = train(make_hooks(), steps=15)
     assert "reading and dropping 160 examples" in capsys.readouterr().out
     whole = train(make_hooks(), steps=15, run_name="whole")
-    for one, other in zip(
-        whole.train_model.get_weights(), state.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_weights(whole, state, rtol=0)
 
 
 @pytest.mark.parametrize("damage", [cut_short, empty, flip, Path.unlink])

@@ -16,7 +16,7 @@ import pytest
 
 import ctl_core
 from ctl_core.run_state.record import FORMAT
-from tests.helpers.cases import make_hooks, small_model
+from tests.helpers.cases import assert_weights, make_hooks, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import Blocks, seeded, values
 
@@ -114,8 +114,7 @@ def test_a_checkpoint_that_is_not_what_it_seems_is_passed_over(
     change(engine)
     capsys.readouterr()
     state = train(make_hooks(), steps=12, learning_rate=0.001, ckpt_every=3)
-    for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_array_equal(weight, other)
+    assert_weights(state, expected, rtol=0)
     output = capsys.readouterr().out
     assert message in output
     assert ("resuming at step 6" in output) == (damage != "a pipe for the position")
@@ -134,8 +133,7 @@ def test_files_that_are_no_checkpoints_are_left_alone(
     os.mkfifo(engine.parent / "checkpoint.pipe")
     replace_by_pipe(engine.parent / "checkpoint")
     state = train(make_hooks(), steps=12, learning_rate=0.001)
-    for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_array_equal(weight, other)
+    assert_weights(state, expected, rtol=0)
     assert all(stray.exists() for stray in strays)
 
 

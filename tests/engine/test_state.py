@@ -368,6 +368,7 @@ def test_a_variable_that_nothing_leads_to_is_refused(train: Train) -> None:
 
 
 RANDOM: dict[str, Callable[[Any], Any]] = {
+    "RandomStandardNormal": lambda x: x + tf.random.normal(tf.shape(x)),
     "RandomGamma": lambda x: tf.random.gamma([], 1.0) * x,
     "LogUniformCandidateSampler": lambda x: (
         x
