@@ -1,7 +1,7 @@
 # make demo   generate a project with defaults and train it on the CPU
 # make check  lint and the quick tests: two minutes on two cores
 # make test   lint and all tests but the slow ones: eight minutes
-# make test-slow      the slow ones: kills, whole environments, projects in a shell
+# make test-slow      the slow ones: kills, ported programs, whole environments
 # make test-clusters  clusters of processes that train
 # make test-all       make test, test-slow and test-clusters at once: lint, and each test once
 # make lint   ruff, mypy, shellcheck

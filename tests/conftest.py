@@ -23,15 +23,23 @@ LONGEST = (
     "test_render.py",
     "test_accumulate.py",
 )
-# Less than some ten seconds each, imports aside, and no process of their own.
+# They start no process, and take less than half a minute of one core each.
 QUICK = (
     "test_architecture.py",
     "test_compat.py",
     "test_console.py",
     "test_digits_data.py",
+    "test_errors.py",
     "test_golden.py",
+    "test_hook_state.py",
     "test_jit.py",
+    "test_numbers.py",
+    "test_pairs.py",
+    "test_profile.py",
     "test_pythons.py",
+    "test_randomness.py",
+    "test_rate.py",
+    "test_reduction.py",
     "test_settings.py",
     "test_settings_of_runs.py",
     "test_settings_refused.py",
@@ -41,11 +49,11 @@ QUICK = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts by file; the rest stays in its order. Marks the quick, and clusters as slow."""
+    """Sorts by file; the rest stays in its order. Marks what is quick or slow as a whole."""
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
-        if item.get_closest_marker("cluster"):
+        if item.get_closest_marker("cluster") or item.path.parent.name == "ported":
             item.add_marker("slow")
         elif item.path.name in QUICK:
             item.add_marker("quick")

@@ -107,7 +107,13 @@ def plain_loop(make: Make, steps: int) -> list[list[int]]:
     return [next(batches) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+FIRST = ("a filter after a shuffle", "records", "a generator")  # the others are slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in PIPELINES if n not in FIRST)],
+)
 def test_the_order_of_a_plain_loop(train: Train, tmp_path: Path, name: str) -> None:
     """In steps, in epochs, and in parts, of which one ends at a pass's last batch but one."""
 

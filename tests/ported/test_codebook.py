@@ -24,7 +24,6 @@ def test_weights_and_codes_are_those_of_the_plain_loop(train: Train, devices: in
     np.testing.assert_allclose(state.metrics["loss"], loss, rtol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_resumed_run_is_the_whole_run(train: Train, devices: int) -> None:
     found = assert_resumes(train, hooks, replicas=devices, batch_size=BATCH)

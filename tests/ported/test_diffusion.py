@@ -221,7 +221,6 @@ every_steps = {1: [follow, die]}
 """
 
 
-@pytest.mark.slow
 def test_a_killed_and_resumed_run_is_the_whole_run(train: Train, tmp_path: Path) -> None:
     """A process of its own is killed between two checkpoints; the run goes on in this one."""
     (tmp_path / "callbacks.py").write_text(KILLED)

@@ -164,7 +164,6 @@ def test_the_student_is_that_of_the_plain_loop_and_the_teacher_stays(
         np.testing.assert_array_equal(one, other, err_msg=name)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_run_and_goes_on_with_the_teacher_it_began_with(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

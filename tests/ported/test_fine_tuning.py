@@ -158,7 +158,6 @@ def test_weights_are_those_of_the_plain_loop(
     assert_close(state.train_model.weights, expected.weights)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("at", [5, 8])
 def test_a_run_resumed_after_step_5_is_the_whole_run(train: Train, at: int) -> None:
     """The base is unfrozen with the last step before the resume, or after it."""

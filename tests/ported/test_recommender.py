@@ -232,7 +232,6 @@ def test_retrieval_among_the_items_of_the_whole_batch(train: Train, devices: int
     assert_close(state.train_model.weights, model.weights)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
     assert_resumes(train, lambda: hooks(Module, adagrad), batch_size=BATCH)
 

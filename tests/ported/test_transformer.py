@@ -48,6 +48,5 @@ def test_weights_and_metrics_are_those_of_the_plain_loop(
     )
 
 
-@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
     assert_resumes(train, transformer.hooks, replicas=2, batch_size=BATCH, learning_rate=RATE)
