@@ -43,7 +43,7 @@ QUICK = (
     "test_settings.py",
     "test_settings_of_runs.py",
     "test_settings_refused.py",
-    "test_sharing.py",
+    "test_layout.py",
     "test_strategy.py",
 )
 

@@ -1,8 +1,9 @@
-"""What tests share lives where it belongs, and the quick ones are quick: seen from their text."""
+"""How the tests are laid out: what they share, which are quick, and that each is run once."""
 
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,3 +50,14 @@ def test_quick_files_start_no_process_and_hold_no_slow_test() -> None:
         text = "" if paths[name] == Path(__file__) else paths[name].read_text()
         for word in ("subprocess", "Popen", "mark.slow", "mark.cluster"):
             assert word not in text, f"{name}: {word}"
+
+
+def test_continuous_integration_runs_each_test_once() -> None:
+    """By the markers of the targets that .ci/run makes; a test of a cluster is a slow one."""
+    makefile = (ROOT / "Makefile").read_text()
+    chosen = dict(re.findall(r'^([\w-]+):.*\n\t\$\(PYTEST\) -m "?([^"\n]+)', makefile, re.M))
+    targets = re.findall(r"make (\S+)", (ROOT / ".ci" / "run").read_text())
+    for slow, cluster in ((False, False), (True, False), (True, True)):
+        marks = {"slow": slow, "cluster": cluster}
+        runs = [name for name in targets if name in chosen and eval(chosen[name], {}, marks)]
+        assert len(runs) == 1, (marks, runs)
