@@ -120,49 +120,45 @@ def variables(run: Path) -> dict[str, np.ndarray]:
     return {name: reader.get_tensor(name) for name in names if "save_counter" not in name}
 
 
-FACTORS = "FACTORS = np.arange(8, dtype='float32')[:, None]\n"
-
-
-# What takes full batches only, the line to be named, and what is said of it.
-FULL_ONLY: dict[str, tuple[dict[str, str], str, str]] = {
-    "the loss": (
-        {
-            "create_loss": "def create_loss():\n"
-            "    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) * FACTORS, 1)\n"
-        },
-        "return lambda",
-        "which do not fit: the model or the loss (callbacks.py:",
-    ),
-    "a hook": (
-        {"own": "def eval_pre(loss):\n    return loss * FACTORS[:, 0], 0.0\n"},
-        "return loss * FACTORS",
-        "which do not fit: eval_pre (callbacks.py:",
-    ),
-}
+# Where only full batches fit; the loss is one number per example.
+FACTORS = """
+FACTORS = np.arange(8, dtype="float32")[:, None]
+def create_loss():
+    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)
+def create_eval_dataset():
+    return data.take(19).batch(8)
+"""
+FULL_ONLY = mistakes(
+    """
+== the loss
+def create_loss():
+    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) * FACTORS, 1)  # here
+-> the model or the loss (callbacks.py:
+== a hook
+def eval_pre(loss):
+    return loss * FACTORS[:, 0], 0.0  # here
+-> eval_pre (callbacks.py:
+"""
+)
 
 
 @pytest.mark.parametrize("devices", ["1", "2"])
 @pytest.mark.parametrize("name", FULL_ONLY)
 def test_a_small_last_evaluation_batch_that_does_not_fit(cli: Cli, name: str, devices: str) -> None:
-    pieces, fragment, words = FULL_ONLY[name]
-    evaluation = "def create_eval_dataset():\n    return data.take(19).batch(8)\n"
-    loss = "def create_loss():\n    return lambda pair: tf.reduce_sum((pair[0] - pair[1])**2, 1)\n"
-    source = source_of(
-        **{"factors": FACTORS, "create_loss": loss, "evaluation": evaluation, **pieces}
-    )
+    code, (words,) = FULL_ONLY[name]
+    source = source_of(own=FACTORS + code)
     flags = ("--virtual-devices", devices, "--batch-size", str(8 * int(devices)))
     outcome = cli(source, *flags)
-    where = f"create_eval_dataset (callbacks.py:{line_of(source, 'def create_eval_dataset')})"
-    few = f"{where}: the last evaluation batch has 3 examples, not 8, {words}"
+    data = f"create_eval_dataset (callbacks.py:{line_of(source, 'def create_eval_dataset')})"
+    few = f"{data}: the last evaluation batch has 3 examples, not 8, which do not fit: {words}"
     failed(outcome, few, "write tf.shape(batch[0])[0]")
     if devices == "1":  # TensorFlow tells the line of one device's ops only
-        assert f"callbacks.py:{line_of(source, fragment)}" in outcome.err
+        assert where(source) in outcome.err
 
 
 def test_an_evaluation_that_fails_on_full_batches_does_not_blame_the_last_one(cli: Cli) -> None:
-    loss = "def create_loss():\n    return lambda p: tf.reduce_sum(p[0] * FACTORS, 1)\n"
-    evaluation = "def create_eval_dataset():\n    return data.take(19).batch(7)\n"
-    outcome = cli(source_of(factors=FACTORS, create_loss=loss, evaluation=evaluation))
+    code = FULL_ONLY["the loss"][0].replace("(pair[0] - pair[1])", "pair[0]")
+    outcome = cli(source_of(own=FACTORS.replace("batch(8)", "batch(7)") + code))
     failed(outcome, "Incompatible shapes: ", "[7,1]")
     assert "last evaluation batch" not in outcome.err
 
