@@ -64,6 +64,7 @@ AHEAD: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AHEAD)
 def test_stages_that_read_ahead_of_the_end_of_a_pass(train: Train, name: str) -> None:
     """Wherever the run is stopped in two passes, it goes on with the right examples."""

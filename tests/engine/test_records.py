@@ -140,6 +140,7 @@ def test_files_that_are_no_checkpoints_are_left_alone(
 # ---- Hooks ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_hook_goes_back_to_a_checkpoint_and_training_goes_on(train: Train, replicas: int) -> None:
     """Model and optimizer are those of step 4; step and data go on, until the last step."""

@@ -78,6 +78,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("during", "stops_at", "number"),
     [

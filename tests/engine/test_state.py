@@ -86,6 +86,7 @@ def test_a_model_resumes_whatever_it_is_made_of(train: Train, model: str) -> Non
         assert [v for path, v in numbers.items() if path.endswith("seen/total")] == [12 * 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["layers in lists and dicts", "a tf.Module with Keras layers"])
 def test_a_model_resumes_on_two_devices(train: Train, model: str) -> None:
     assert_resumes(train, lambda: make_hooks(create_model=seeded(MODELS[model])), replicas=2)
