@@ -1,5 +1,9 @@
 # make demo   generate a project with defaults and train it on the CPU
-# make test   lint, then all tests
+# make check  lint and the quick tests: two minutes on two cores
+# make test   lint and all tests but the slow ones: eight minutes
+# make test-slow      the slow ones: kills, ported programs, whole environments
+# make test-clusters  clusters of processes that train
+# make test-all       make test, test-slow and test-clusters at once: lint, and each test once
 # make lint   ruff, mypy, shellcheck
 # make bench  time the engine beside Keras fit and custom loops on the CPU
 # make test-pythons  train a project on each Python that pyproject.toml allows, with an environment
@@ -10,7 +14,9 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 
-.PHONY: demo test test-pythons lint bench
+PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo check test test-slow test-clusters test-all test-pythons lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -19,8 +25,20 @@ demo: $(DEMO_VENV)/.made
 	VENV="$(DEMO_VENV)" demo/my_training/train.sh --run-name demo
 	@"$(DEMO_VENV)/bin/python" scripts/demo_result.py demo/my_training/runs/demo
 
+check: lint
+	$(PYTEST) -m quick
+
 test: lint
-	"$(VENV)/bin/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.made
+	$(PYTEST) -m "slow and not cluster"
+
+test-clusters: $(VENV)/.made
+	$(PYTEST) -m cluster
+
+test-all: lint
+	$(PYTEST)
 
 test-pythons: $(VENV)/.made
 	"$(VENV)/bin/python" scripts/pythons.py $(PYTHONS)

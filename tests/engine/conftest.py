@@ -1,64 +1,9 @@
-"""What the engine's tests share: four virtual CPU devices, and hooks made of plain functions.
-
-The devices are fixed before TensorFlow starts, so that one process can test 1, 2 and 4 replicas.
-"""
+"""The fixtures that the engine's tests share."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from tests.helpers.fixtures import train
+from tests.helpers.project import cli
+from tests.helpers.settings import folder
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-import pytest
-import tensorflow as tf
-
-import ctl_core
-from tests.engine.cases import (
-    EXAMPLES,
-    FEATURES,
-    make_hooks,
-    regression_data,
-    set_weights,
-    sliced,
-    small_model,
-    squared_error,
-)
-
-__all__ = [
-    "EXAMPLES",
-    "FEATURES",
-    "make_hooks",
-    "regression_data",
-    "set_weights",
-    "sliced",
-    "small_model",
-    "squared_error",
-]
-
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
-)
-tf.config.list_logical_devices()  # starts TensorFlow, which fixes the devices
-
-Train = Callable[..., ctl_core.State]
-
-
-@pytest.fixture
-def train(tmp_path: Path) -> Train:
-    """Returns ``train(hooks, **settings)``, with small settings and a run folder of the test's."""
-
-    def run(hooks: Any, **settings: Any) -> ctl_core.State:
-        settings = {
-            "steps": 20,
-            "batch_size": 16,
-            "learning_rate": 0.01,
-            "run_name": "run",
-            "runs_dir": str(tmp_path / "runs"),
-            **settings,
-        }
-        return ctl_core.train(hooks, ctl_core.Config(**settings))
-
-    return run
+__all__ = ["cli", "folder", "train"]

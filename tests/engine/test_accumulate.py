@@ -11,23 +11,20 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import SetupError
-from tests.engine.conftest import FEATURES, Train, make_hooks, regression_data, sliced
-from tests.engine.test_numbers import (
-    BATCH,
-    CASES,
+from tests.helpers.cases import (
     CLIP,
-    STEPS,
-    by_hand,
+    FEATURES,
+    assert_weights,
     clipped,
+    make_hooks,
     nadam,
+    regression_data,
     sgd,
+    sliced,
     unclipped,
 )
-
-
-def assert_weights(state: Any, expected: list[np.ndarray]) -> None:
-    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(weight, reference, rtol=1e-6, atol=1e-6)
+from tests.helpers.fixtures import Train
+from tests.helpers.plain_loop import BATCH, CASES, STEPS, by_hand
 
 
 @pytest.mark.parametrize(
@@ -241,10 +238,7 @@ def test_a_resumed_run_goes_on_with_the_next_micro_batch(
     whole = train(hooks, steps=10, accumulate_steps=2, run_name="whole")
     train(hooks, steps=4, accumulate_steps=2, run_name="parts")
     parts = train(hooks, steps=10, accumulate_steps=2, run_name="parts")
-    for weight, expected in zip(
-        parts.train_model.get_weights(), whole.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(weight, expected)
+    assert_weights(parts, whole, rtol=0)
     assert "reading and dropping" not in capsys.readouterr().out
     train(hooks, steps=4, accumulate_steps=2, run_name="other")
     other = train(hooks, steps=10, accumulate_steps=1, run_name="other")

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.checkpoint import Checkpoints
-from tests.engine.conftest import Train, make_hooks, regression_data, sliced, small_model
+from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
+from tests.helpers.fixtures import Train
 
 EVERY = {"eval_every": 5, "ckpt_every": 10, "learning_rate": 0.3}
 

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from ctl_core.data import bucket_by_length
 from ctl_core.errors import SetupError
-from tests.engine.conftest import Train, make_hooks
+from tests.helpers.cases import assert_weights, make_hooks, sgd
+from tests.helpers.fixtures import Train
 
 EXAMPLES, BATCH, BOUNDARIES = 90, 8, [4, 7]
 
@@ -59,7 +60,7 @@ def hooks(seen: list[Any], create_dataset: Any, **others: Any) -> SimpleNamespac
         **{
             "create_dataset": create_dataset,
             "create_model": Mean,
-            "create_opt": lambda lr: keras.optimizers.SGD(lr),
+            "create_opt": sgd,
             "input_pre": lambda batch: batch[0],
             "loss_pre": lambda output, batch: (output, batch[1]),
             "every_steps": {1: lambda batch: seen.append(batch[2].numpy().tolist())},
@@ -96,8 +97,7 @@ def test_buckets_train_alike_on_any_devices(
             accumulate_steps=accumulate_steps,
         )  # fmt: skip
     assert [sorted(step) for step in seen] == [sorted(step) for step in expected]
-    for found, by_loop in zip(state.train_model.get_weights(), weights, strict=True):
-        np.testing.assert_allclose(found, by_loop, rtol=1e-5, atol=1e-6)
+    assert_weights(state, weights, rtol=1e-5)
     output = capsys.readouterr().out
     left = EXAMPLES - 8 * sum(count // 8 for count in (30, 30, 30))
     assert f"a pass leaves out {left} examples in 3 elements that do not hold 8 each" in output

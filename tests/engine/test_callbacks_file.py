@@ -13,31 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.layers import load_config
-from tests.engine.cases import regression_data, small_model, squared_error
+from tests.helpers.experiments import BASE, FLAGS, by_hand, weights
 
-BASE = """
-import keras
-import tensorflow as tf
-from tests.engine.cases import regression_data, sliced, small_model, squared_error
-
-create_model = small_model
-create_dataset = sliced(regression_data())
-create_eval_dataset = create_dataset
-every_steps = {}
-
-
-def create_loss():
-    return squared_error
-
-
-def create_opt(lr):
-    return keras.optimizers.SGD(lr)
-"""
 # Half the loss, by a module beside the file and one of the project's.
 HALF = """
 from callbacks import *
@@ -51,7 +32,6 @@ assert (Path(__file__).parent / "beside.py").exists()
 def create_loss():
     return lambda pair: HALF * beside.loss(pair)
 """
-FLAGS = ("--steps", "4", "--batch-size", "16", "--learning-rate", "0.1")
 
 
 @pytest.fixture
@@ -62,7 +42,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (project / "callbacks.py").write_text(BASE)
     (project / "shared.py").write_text("HALF = 0.5\n")
     (project / "experiments/gan.py").write_text(HALF)
-    beside = "from tests.engine.cases import squared_error as loss\n"
+    beside = "from tests.helpers.cases import squared_error as loss\n"
     (project / "experiments/beside.py").write_text(beside)
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -82,28 +62,6 @@ def fresh() -> None:
 def ctl(*argv: str) -> int:
     fresh()
     return main([*argv])
-
-
-def weights(run: str, step: int = 4) -> list[np.ndarray]:
-    model = small_model()
-    ckpt = tf.train.Checkpoint(train_model=model)
-    ckpt.read(f"runs/{run}/ckpt/ckpt-{step}").expect_partial()
-    return model.get_weights()  # type: ignore[no-any-return]
-
-
-def by_hand(factor: float, steps: int = 4) -> list[np.ndarray]:
-    """The weights of the same training as a plain loop."""
-    model = small_model()
-    inputs, target = regression_data()
-    for step in range(steps):
-        rows = slice(step * 16, step * 16 + 16)
-        with tf.GradientTape() as tape:
-            loss = factor * tf.reduce_mean(squared_error((model(inputs[rows]), target[rows])))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        gradients, _ = tf.clip_by_global_norm(gradients, 10.0)
-        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-            variable.assign_sub(0.1 * gradient)
-    return model.get_weights()  # type: ignore[no-any-return]
 
 
 def same(one: list[np.ndarray], other: list[np.ndarray]) -> None:

@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights, small_model
+from tests.helpers.cases import FEATURES, assert_weights, make_hooks, set_weights, sgd, small_model
+from tests.helpers.fixtures import Train
 
 
 def numbers(folder: Path, pattern: str) -> list[int]:
@@ -38,17 +39,14 @@ def test_a_create_ckpt_of_ones_own_loses_nothing_of_the_engines(train: Train) ->
 
     hooks = make_hooks(
         create_ckpt=create_ckpt,
-        create_opt=lambda lr: keras.optimizers.SGD(lr),  # has no state that could be lost
+        create_opt=sgd,  # has no state that could be lost
         at_step={3: lambda lr: lr.assign(0.005)},
     )
     whole = train(hooks, steps=12, run_name="whole")
     train(hooks, steps=5, run_name="parts")
     parts = train(hooks, steps=12, run_name="parts")
     assert parts.step == 12 and float(parts.lr) == pytest.approx(0.005)
-    for one, other in zip(
-        whole.train_model.get_weights(), parts.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_weights(whole, parts, rtol=0)
 
 
 def test_manager_save_in_a_hook_holds_what_later_hooks_of_the_step_do(train: Train) -> None:
@@ -141,10 +139,7 @@ def test_a_damaged_input_position_is_reached_by_skipping(
     state = train(make_hooks(), steps=15)
     assert "reading and dropping 160 examples" in capsys.readouterr().out
     whole = train(make_hooks(), steps=15, run_name="whole")
-    for one, other in zip(
-        whole.train_model.get_weights(), state.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_weights(whole, state, rtol=0)
 
 
 @pytest.mark.parametrize("damage", [cut_short, empty, flip, Path.unlink])
@@ -219,7 +214,7 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
     with pytest.raises(ctl_core.SetupError, match=r"dense[^ ]*/kernel is new"):
         train(make_hooks(create_model=deeper), steps=4)
     with pytest.raises(ctl_core.SetupError, match="is gone"):
-        train(make_hooks(create_opt=lambda lr: keras.optimizers.SGD(lr)), steps=4)
+        train(make_hooks(create_opt=sgd), steps=4)
 
 
 def test_a_large_input_position_is_pointed_out_once(

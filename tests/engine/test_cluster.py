@@ -1,7 +1,7 @@
 """Several processes train as one: real clusters on loopback, against a plain loop and NumPy.
 
 Two clusters are started, once: of two processes with first two devices each and then one, and of
-three processes. Each runs several cases (tests/engine/cluster_program.py), for the starts cost
+three processes. Each runs several cases (tests/helpers/cluster_program.py), for the starts cost
 more than the cases.
 """
 
@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.engine import cases
-from tests.engine.conftest import Train
+from tests.helpers import cases
+from tests.helpers.fixtures import Train
 from tests.ported import (
     codebook,
     compare,
@@ -31,6 +31,8 @@ from tests.ported import (
     transformer,
     wgan_gp,
 )
+
+pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +48,7 @@ def free_ports(count: int) -> list[int]:
 def run_cluster(processes: int, folder: Path, *names: str) -> Path:
     """Runs cases on a cluster, and returns the folder with what they wrote."""
     workers = [f"127.0.0.1:{port}" for port in free_ports(processes)]
-    command = [sys.executable, "-m", "tests.engine.cluster_program", str(folder), *names]
+    command = [sys.executable, "-m", "tests.helpers.cluster_program", str(folder), *names]
     started = []
     for index in range(processes):
         task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}

@@ -16,36 +16,13 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
-from tests.engine.conftest import regression_data, small_model
-
-CALLBACKS = """
-import keras
-import tensorflow as tf
-from tests.engine.conftest import regression_data, sliced, small_model, squared_error
-
-create_model = small_model
-create_dataset = sliced(regression_data())
-every_steps = {}
-
-
-def create_loss():
-    return squared_error
-
-
-def create_eval_dataset(per_replica_batch_size):
-    inputs, target = regression_data()
-    return tf.data.Dataset.from_tensor_slices((inputs[:37], target[:37])).batch(
-        per_replica_batch_size)
-
-
-def create_metrics():
-    return {"error": keras.metrics.MeanAbsoluteError()}
-"""
+from tests.helpers.cases import regression_data, small_model
+from tests.helpers.project import EVALUATED
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    (tmp_path / "callbacks.py").write_text(EVALUATED)
     (tmp_path / "config.yaml").write_text("steps: 6\nbatch_size: 16\nckpt_every: 3\n")
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--run-name", "first"]) == 0
@@ -157,7 +134,7 @@ def test_a_hook_that_changes_the_folder_leaves_the_run_where_it_is(
 ) -> None:
     (project / "elsewhere").mkdir()
     start = f"import os\nfrom pathlib import Path\n\nhome = Path({str(project)!r})\n"
-    (project / "callbacks.py").write_text(start + CALLBACKS + change)
+    (project / "callbacks.py").write_text(start + EVALUATED + change)
     assert main(["train", "--run-name", "second"]) == 0
     monkeypatch.chdir(project)
     assert main(["predict", "--run-name", "second", "--output", "here.npz"]) == 0
@@ -187,6 +164,7 @@ def test_messages_name_a_run_from_where_the_user_is(
     assert f"{project}/runs/first: checkpoint of step 9." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_docstrings_and_assertions(project: Path) -> None:
     """Every command does under ``python -OO`` what it does otherwise."""
     commands = [["train", "--run-name", "again"], ["evaluate"], ["predict"], ["export"], ["hooks"]]

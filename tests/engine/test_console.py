@@ -20,7 +20,8 @@ from ctl_core.__main__ import main
 from ctl_core.console import Console, activate, report, show_step
 from ctl_core.table import TABLE
 from ctl_core.tools.hook_table import print_table
-from tests.engine.conftest import Train, make_hooks, regression_data, sliced
+from tests.helpers.cases import make_hooks, regression_data, sliced
+from tests.helpers.fixtures import Train
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LONG = "a name [red]of some length[/] :smile:"

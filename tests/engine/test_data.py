@@ -86,6 +86,7 @@ PIPELINES: dict[str, Pipeline] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_a_restored_iterator_goes_on_exactly(tmp_path: Path, name: str, prefetch: int) -> None:

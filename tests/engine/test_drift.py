@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import RunError
-from tests.engine.cases import norm_model
-from tests.engine.conftest import Train, make_hooks, regression_data
+from tests.helpers.cases import make_hooks, norm_model, regression_data
+from tests.helpers.fixtures import Train
 
 
 def test_an_update_by_one_replicas_batch_is_found_and_named(train: Train, tmp_path: Any) -> None:
@@ -64,7 +64,7 @@ def test_moving_statistics_are_the_mean_over_the_replicas(train: Train, replicas
 
 
 def test_a_generator_of_the_model_draws_differently_on_each_replica(train: Train) -> None:
-    from tests.engine.cases import generator_hooks
+    from tests.helpers.cases import generator_hooks
 
     seen: list[np.ndarray] = []
     train(generator_hooks(seen), steps=2, virtual_devices=2, run_name="whole")

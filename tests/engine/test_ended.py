@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import keras
-import numpy as np
 import pytest
 
 import ctl_core
 from ctl_core.__main__ import main
-from tests.engine.conftest import Train, make_hooks, regression_data, sliced
+from tests.helpers.cases import assert_weights, make_hooks, regression_data, sgd, sliced
+from tests.helpers.fixtures import Train
+from tests.helpers.project import REGRESSION
 
 
 def stop(step: int) -> None:
@@ -20,7 +20,7 @@ def stop(step: int) -> None:
 
 
 def hooks(**more: Any) -> Any:
-    return make_hooks(create_opt=lambda lr: keras.optimizers.SGD(lr), **more)
+    return make_hooks(create_opt=sgd, **more)
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,15 @@ def test_the_same_again_says_so_and_trains_nothing(
     state = train(ended, **settings)
     assert (state.step, state.ended, state.stopped_by) == (at, True, None)
     weights, metrics = state.train_model.get_weights(), state.metrics
-    capsys.readouterr()
+    assert (state.run_dir / "ckpt" / f"ckpt-{at}.index").exists()
+    assert "a hook ends training. Good enough." in capsys.readouterr().out
     for _ in range(2):
         state = train(ended, **settings)
         assert (state.step, state.ended) == (at, True) and state.metrics == metrics
         last = settings["steps"] or 4 * 6
         said = capsys.readouterr().out
         assert f"ended early, at step {at} of {last}; nothing left to train" in said
-        for weight, other in zip(state.train_model.get_weights(), weights, strict=True):
-            np.testing.assert_array_equal(weight, other)
+        assert_weights(state, weights, rtol=0)
 
 
 def test_fewer_steps_are_no_reason_to_go_on(train: Train) -> None:
@@ -60,10 +60,7 @@ def test_more_steps_go_on_as_if_it_had_not_ended(train: Train) -> None:
     train(ended, steps=20)
     state = train(ended, steps=21)
     assert (state.step, state.ended) == (21, False)
-    for weight, other in zip(
-        state.train_model.get_weights(), whole.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(weight, other)
+    assert_weights(state, whole, rtol=0)
     assert not train(ended, steps=21).ended
 
 
@@ -111,25 +108,16 @@ def test_a_record_of_an_earlier_engine_goes_on(train: Train, tmp_path: Path) -> 
     assert train(hooks(at_step={7: stop})).step == 20
 
 
-CALLBACKS = """
-import ctl_core
-from tests.engine.conftest import regression_data, sliced, small_model, squared_error
-
-create_model = small_model
-create_dataset = sliced(regression_data())
-every_steps = {}
-
-
-def create_loss():
-    return squared_error
-
-
+CALLBACKS = (
+    REGRESSION
+    + """
 def enough():
     raise ctl_core.StopTraining
 
 
 at_step = {2: enough}
 """
+)
 
 
 def test_the_command_line(

@@ -10,15 +10,11 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine import cases
-from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights
+from tests.helpers import cases
+from tests.helpers.cases import FEATURES, assert_weights, make_hooks, set_weights, sgd
+from tests.helpers.fixtures import Train
 
 BATCH, STEPS, RATE = 24, 6, 0.02
-
-
-def assert_weights(state: ctl_core.State, expected: keras.Model) -> None:
-    for weight, other in zip(state.train_model.weights, expected.weights, strict=True):
-        np.testing.assert_allclose(weight.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def assert_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
@@ -55,7 +51,7 @@ def test_weights_are_those_of_the_plain_loop(
         hooks.update_pre = lambda gradients: (gradients, gradients)
         expected = half_by_half()
     state = train(hooks, virtual_devices=replicas, accumulate_steps=accumulate, **settings)
-    assert_weights(state, expected)
+    assert_weights(state, expected, rtol=1e-5)
 
 
 def half_by_half() -> keras.Model:
@@ -201,12 +197,12 @@ def test_synchronized_batch_normalisation_is_that_of_one_device(
     hooks = cases.eval_hooks(
         23,
         create_model=lambda: norm_model(synchronized=True),
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         update_pre=lambda gradients: (gradients, gradients),
     )
     settings = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
     state = train(hooks, virtual_devices=replicas, **settings)
-    assert_weights(state, expected)
+    assert_weights(state, expected, rtol=1e-5)
     inputs, target = (part[:23] for part in cases.regression_data())
     error = expected(inputs, training=False).numpy() - target
     np.testing.assert_allclose(state.metrics["loss"], (error**2).mean(), rtol=1e-4)

@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import RunError, SetupError
-from tests.engine.conftest import Train, make_hooks
+from tests.helpers.cases import make_hooks
+from tests.helpers.fixtures import Train
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.numerics.freezing import Freezing, unfrozen
 from ctl_core.run_state.tracking import find
-from tests.engine.conftest import (
+from tests.helpers.cases import (
     FEATURES,
-    Train,
+    assert_weights,
     make_hooks,
     regression_data,
     set_weights,
     squared_error,
 )
+from tests.helpers.fixtures import Train
 
 
 def normed_model() -> keras.Model:
@@ -218,8 +219,7 @@ def test_an_objective_whose_variables_are_all_frozen_waits_until_they_are_unfroz
     weights, iterations, losses = fine_tuned_by_hand()
     assert iterations == [8, STEPS]
     for state in (whole, parts):
-        for weight, expected in zip(state.train_model.get_weights(), weights, strict=True):
-            np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
+        assert_weights(state, weights, rtol=1e-5)
         assert [int(o.iterations.numpy()) for o in state.optimizer.values()] == iterations
         assert [len(o.variables) for o in state.optimizer.values()] == [3, 3], "slots of its own"
     for step, (loss, counts) in seen.items():

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.engine.conftest import FEATURES, Train, make_hooks, regression_data
+from tests.helpers.cases import FEATURES, make_hooks, regression_data
+from tests.helpers.fixtures import Train
 
 GOLDEN = Path(__file__).parent / "golden"
 

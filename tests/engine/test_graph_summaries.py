@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.tools import commands
-from tests.engine.cases import eval_hooks, small_model
-from tests.engine.conftest import Train, make_hooks
+from tests.helpers.cases import eval_hooks, make_hooks, small_model
+from tests.helpers.fixtures import Train
 
 Seen = list[tuple[int, str, float]]
 

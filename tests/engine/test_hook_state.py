@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,7 +15,8 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.run_state import writing
 from ctl_core.run_state.hook_state import check_state
-from tests.engine.conftest import Train, make_hooks
+from tests.helpers.cases import make_hooks, sgd
+from tests.helpers.fixtures import Train
 
 
 def reduce_on_plateau(loss: Any, lr: Any, state: dict[str, Any]) -> None:
@@ -31,9 +31,7 @@ def reduce_on_plateau(loss: Any, lr: Any, state: dict[str, Any]) -> None:
 
 
 def plateau_hooks() -> Any:
-    return make_hooks(
-        create_opt=lambda lr: keras.optimizers.SGD(lr), every_steps={1: reduce_on_plateau}
-    )
+    return make_hooks(create_opt=sgd, every_steps={1: reduce_on_plateau})
 
 
 def weights(state: ctl_core.State) -> list[np.ndarray]:

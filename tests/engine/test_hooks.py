@@ -16,22 +16,19 @@ import ctl_core
 from ctl_core import autograph as engine_autograph
 from ctl_core import defaults as engine_defaults
 from ctl_core.table import TABLE
-from tests.engine.conftest import (
-    EXAMPLES,
+from tests.helpers.cases import (
     FEATURES,
-    Train,
+    assert_weights,
     make_hooks,
     regression_data,
+    sgd,
     sliced,
     small_model,
     squared_error,
 )
+from tests.helpers.fixtures import Train
 
 BATCH = 16
-
-
-def sgd(lr: Any) -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(lr)
 
 
 def one_step(
@@ -53,11 +50,6 @@ def one_step(
     for variable, gradient in zip(chosen, gradients, strict=True):
         variable.assign_sub(rate * gradient)
     return model.get_weights()
-
-
-def assert_weights(state: ctl_core.State, expected: list[np.ndarray]) -> None:
-    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(weight, reference, rtol=1e-6, atol=1e-6)
 
 
 @pytest.fixture(params=[1, 2])
@@ -266,31 +258,6 @@ def double_if_positive(batch: Any) -> Any:
     if tf.reduce_sum(tf.abs(inputs)) < 0.0:
         inputs = inputs * 2.0
     return inputs
-
-
-def test_data_of_unknown_length(train: Train) -> None:
-    """A filter hides the length of the data: the passes still have the same steps."""
-
-    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        data = tf.data.Dataset.from_tensor_slices(regression_data())
-        return data.filter(lambda x, y: True).batch(per_replica_batch_size)
-
-    hooks = make_hooks(create_dataset=create_dataset, create_opt=sgd)
-    known = make_hooks(create_opt=sgd)
-    reference = train(known, steps=13, run_name="known").train_model.get_weights()
-    for replicas in (1, 2, 4):
-        state = train(hooks, steps=13, virtual_devices=replicas, run_name=f"of-{replicas}")
-        for weight, expected in zip(state.train_model.get_weights(), reference, strict=True):
-            np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
-    assert EXAMPLES % BATCH, "there has to be a remainder"
-
-
-def test_random_ops_that_cannot_be_resumed_are_pointed_out(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hooks = make_hooks(input_pre=lambda batch: batch[0] + tf.random.normal(tf.shape(batch[0])))
-    train(hooks, steps=1)
-    assert "RandomStandardNormal" in capsys.readouterr().out
 
 
 class MakesLayersLate(keras.Model):

@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kill_test import Moment, Project
+from scripts.kill_test import Moment
+from scripts.killed_project import Project
+
+pytestmark = pytest.mark.cluster
 
 HOSTS = [f"ctl{os.getpid()}{letter}" for letter in "ab"]
 ADDRESSES = ["10.213.77.1", "10.213.77.2"]

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
 from ctl_core.checks.position import holds_shuffles, why_not_checkpointable
-from tests.engine.conftest import Train, make_hooks, regression_data
+from tests.helpers.cases import assert_weights, make_hooks, regression_data
+from tests.helpers.fixtures import Train
 
 
 def examples() -> tf.data.Dataset:
@@ -65,6 +64,7 @@ AHEAD: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AHEAD)
 def test_stages_that_read_ahead_of_the_end_of_a_pass(train: Train, name: str) -> None:
     """Wherever the run is stopped in two passes, it goes on with the right examples."""
@@ -117,26 +117,4 @@ def test_two_shuffles_resume_exactly_by_reading_again(
     parts = train(hooks, steps=20, run_name="parts")
     output = capsys.readouterr().out
     assert "cannot be saved exactly" in output and f"dropping {16 * cut} examples" in output
-    for one, other in zip(
-        whole.train_model.get_weights(), parts.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_an_unbuilt_model_trains_on_several_replicas(train: Train) -> None:
-    def create_model() -> keras.Model:
-        return keras.Sequential([keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)])
-
-    state = train(make_hooks(create_model=create_model), steps=2, virtual_devices=2)
-    assert [tuple(w.shape) for w in state.train_model.weights] == [(5, 4), (4,), (4, 1), (1,)]
-
-
-def test_a_hook_ends_training(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    def stop(step: int) -> None:
-        raise ctl_core.StopTraining("It is good enough.")
-
-    state = train(make_hooks(at_step={7: stop}), steps=20)
-    assert state.step == 7 and state.stopped_by is None
-    assert (state.run_dir / "ckpt" / "ckpt-7.index").exists()
-    assert "a hook ends training. It is good enough." in capsys.readouterr().out
-    assert train(make_hooks(at_step={7: stop}), steps=20).step == 7
+    assert_weights(whole, parts, rtol=0)

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import SetupError, not_compiled
-from tests.engine.cases import exact_hooks, sliced
-from tests.engine.conftest import Train, make_hooks, set_weights
+from tests.helpers.cases import exact_hooks, make_hooks, set_weights, sliced
+from tests.helpers.fixtures import Train
 
 
 def assert_same(train: Train, hooks: Any, **settings: Any) -> None:

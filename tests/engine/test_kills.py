@@ -14,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kill_test import Moment, Project, moments, train_and_kill, train_whole
+from scripts.kill_test import Moment, moments, train_and_kill, train_whole
+from scripts.killed_project import Project
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+]
 
 # Kills in start-up cost less than those that wait for it to end.
 SHARES = (25, 30, 10, 25, 10)
@@ -42,6 +46,7 @@ def until_none_is_left(project: Project) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.cluster
 def test_a_cluster(tmp_path: Path) -> None:
     """Its supervisor is terminated, killed and interrupted, then its workers are killed."""
     project = Project(tmp_path, steps=60, workers=2).make()

@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import Train, make_hooks, regression_data, small_model
+from tests.helpers.cases import make_hooks, regression_data, small_model
+from tests.helpers.fixtures import Train
 
 STEPS, BATCH, RATE, WARMUP = 12, 16, 0.2, 4
 

@@ -13,21 +13,14 @@ import tensorflow as tf
 
 from ctl_core.errors import brief, op_message, reason
 from ctl_core.run_state.folder import repair_list
-from tests.engine.conftest import Train, make_hooks
-from tests.engine.test_errors import Cli, cli, failed, line_of, refused, source_of
-
-__all__ = ["cli"]
+from tests.helpers.cases import make_hooks
+from tests.helpers.fixtures import Train
+from tests.helpers.project import Cli, failed, mistakes, refused, source_of, where
 
 INTERNAL = ("{{", "[Op:", "WARNING:tensorflow", "function_node", "Traceback", "T=DT_")
 WIDER = """\
 def create_model():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
-"""
-# The shapes are known to the graph when it runs only.
-BLUR = """\
-def blur(value):
-    shape = [None] * len(value.shape)
-    return tf.ensure_shape(tf.numpy_function(lambda v: v, [value], tf.float32), shape)
 """
 
 
@@ -89,48 +82,42 @@ def test_what_a_hook_logs_by_tensorflows_logger_is_shown(cli: Cli, shown: list[s
     assert shown == ["a word of the user"]
 
 
-SHAPES: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
-    "the first batch": (
-        {
-            "create_dataset": "def create_dataset():\n"
-            "    torn = data.map(lambda a, b: (a[: 1 + tf.cast(b[0] > 0.1, tf.int32)], b))\n"
-            "    return torn.batch(8, True)\n"
-        },
-        "def create_dataset",
-        ("create_dataset", "reading the", "Cannot add tensor to the batch"),
-    ),
-    "a graph hook": (
-        {"every_steps": "def input_pre(batch):\n    return batch[0] @ batch[0]\n"},
-        "return batch[0] @",
-        ("input_pre", "ValueError: Dimensions must be equal, but are 2 and 8 for MatMul with input "
-         "shapes: [8,2], [8,2]. [batch: "),
-    ),
-    "a graph hook while running": (
-        {
-            "every_steps": BLUR + "def input_pre(batch):\n"
-            "    return tf.reshape(blur(batch[0]), [-1, 3])[:, :2]\n"
-        },
-        "return tf.reshape",
-        ("input_pre", "InvalidArgumentError: Input to reshape is a tensor with 16 values, but the "
-         "requested shape requires a multiple of 3, after step 0."),
-    ),
-    "a host hook": (
-        {"every_steps": "every_steps = {1: lambda output: tf.matmul(output, output)}\n"},
-        "every_steps = ",
-        ("every_steps[1]", "InvalidArgumentError: Matrix size-incompatible: In[0]: [8,1], "),
-    ),
-}  # fmt: skip
+SHAPES = mistakes(
+    """
+== the first batch
+def create_dataset():  # here
+    torn = data.map(lambda a, b: (a[: 1 + tf.cast(b[0] > 0.1, tf.int32)], b))
+    return torn.batch(8, True)
+-> create_dataset | reading the | Cannot add tensor to the batch
+== a graph hook
+def input_pre(batch):
+    return batch[0] @ batch[0]  # here
+-> input_pre | ValueError: Dimensions must be equal, but are 2 and 8 for MatMul with input
+-> shapes: [8,2], [8,2]. [batch:
+== a graph hook while running, whose shapes are known then only
+def blur(value):
+    shape = [None] * len(value.shape)
+    return tf.ensure_shape(tf.numpy_function(lambda v: v, [value], tf.float32), shape)
+def input_pre(batch):
+    return tf.reshape(blur(batch[0]), [-1, 3])[:, :2]  # here
+-> input_pre | InvalidArgumentError: Input to reshape is a tensor with 16 values, but the
+-> requested shape requires a multiple of 3, after step 0.
+== a host hook
+every_steps = {1: lambda output: tf.matmul(output, output)}  # here
+-> every_steps[1] | InvalidArgumentError: Matrix size-incompatible: In[0]: [8,1],
+"""
+)
 
 
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("devices", ["1", "2"])
 def test_shapes_that_do_not_fit(cli: Cli, shown: list[str], case: str, devices: str) -> None:
-    pieces, fragment, words = SHAPES[case]
-    source = source_of(**pieces)
+    code, words = SHAPES[case]
+    source = source_of(own=code)
     outcome = cli(source, "--virtual-devices", devices)
     if devices == "1":
         found = failed if outcome.code == 1 else refused
-        found(outcome, f"callbacks.py:{line_of(source, fragment)}", *words)
+        found(outcome, where(source), *words)
     assert outcome.code in (1, 2) and len(outcome.err.splitlines()) == 1
     assert not any(text in outcome.out + outcome.err for text in INTERNAL)
     assert shown == []

@@ -18,12 +18,9 @@ from ctl_core.cluster.sync import Cluster, LoopStatus
 from ctl_core.errors import RunError
 from ctl_core.numerics import precision
 from ctl_core.numerics.not_finite import NEVER, Noted
-from tests.engine.conftest import (
-    Train,
-    make_hooks,
-    regression_data,
-    sliced,
-)
+from tests.helpers.cases import assert_weights, make_hooks, regression_data, sgd, sliced
+from tests.helpers.fixtures import Train
+from tests.helpers.project import REGRESSION
 
 BATCH = 16
 
@@ -150,10 +147,7 @@ def test_noting_changes_no_weight(train: Train) -> None:
     hooks = bad_hooks(4, create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.9))
     noting = train(hooks, steps=20, run_name="noting")
     plain = train(hooks, steps=20, run_name="plain", on_nan="ignore")
-    for weight, other in zip(
-        noting.train_model.get_weights(), plain.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(weight, other)
+    assert_weights(noting, plain, rtol=0)
 
 
 class Root(keras.layers.Layer):
@@ -190,7 +184,7 @@ def test_updates_that_float16_skips_are_no_losses(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precision, "INITIAL", 2.0**60)
-    hooks = make_hooks(create_opt=lambda lr: keras.optimizers.SGD(lr))
+    hooks = make_hooks(create_opt=sgd)
     state = train(hooks, steps=6, precision="float16")
     scale = state.context.loss_scale
     assert scale is not None and float(scale.scale.numpy()) < 2.0**60  # some were skipped
@@ -208,18 +202,14 @@ def test_processes_agree_on_the_first_and_the_last(monkeypatch: pytest.MonkeyPat
     assert cluster.sync(LoopStatus(steps_per_call=8)).first == NEVER
 
 
-CALLBACKS = """
-import tensorflow as tf
-from tests.engine.conftest import regression_data, sliced, small_model
-
-create_model = small_model
-create_dataset = sliced(regression_data())
-every_steps = {}
-
+CALLBACKS = (
+    REGRESSION
+    + """
 
 def create_loss():
     return lambda pair: tf.reduce_sum(pair[0] - pair[1], 1) / tf.zeros([])
 """
+)
 
 
 def test_exit_codes(

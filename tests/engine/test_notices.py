@@ -13,7 +13,8 @@ import tensorflow as tf
 import yaml
 
 import ctl_core
-from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights, squared_error
+from tests.helpers.cases import FEATURES, make_hooks, set_weights, squared_error
+from tests.helpers.fixtures import Train
 
 Output = pytest.CaptureFixture[str]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -10,164 +9,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.engine.conftest import (
-    FEATURES,
-    Train,
+from tests.helpers.cases import (
+    CLIP,
+    assert_weights,
+    clipped,
     make_hooks,
+    nadam,
     regression_data,
     set_weights,
+    sgd,
     sliced,
     squared_error,
+    unclipped,
 )
-
-STEPS, BATCH = 20, 16
-CLIP = 0.05
-
-
-def l2_model() -> keras.Model:
-    regular = keras.regularizers.L2(0.01)
-    return set_weights(
-        keras.Sequential(
-            [
-                keras.Input((FEATURES,)),
-                keras.layers.Dense(8, activation="tanh", kernel_regularizer=regular),
-                keras.layers.Dense(1, kernel_regularizer=regular),
-            ]
-        )
-    )
-
-
-def norm_model() -> keras.Model:
-    model = keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            keras.layers.Dense(8),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(1),
-        ]
-    )
-    random = np.random.default_rng(1)
-    for layer in (model.layers[0], model.layers[2]):
-        layer.set_weights([random.normal(scale=0.3, size=w.shape) for w in layer.get_weights()])
-    return model
-
-
-def two_by_two_model() -> keras.Model:
-    left, right = keras.Input((FEATURES,), name="left"), keras.Input((FEATURES,), name="right")
-    both = keras.layers.Concatenate()([left, right])
-    hidden = keras.layers.Dense(6, activation="tanh")(both)
-    outputs = {"sum": keras.layers.Dense(1)(hidden), "product": keras.layers.Dense(2)(hidden)}
-    return set_weights(keras.Model({"left": left, "right": right}, outputs))
-
-
-def embedding_model() -> keras.Model:
-    return set_weights(
-        keras.Sequential(
-            [
-                keras.Input((3,), dtype="int32"),
-                keras.layers.Embedding(7, 4),
-                keras.layers.Flatten(),
-                keras.layers.Dense(1),
-            ]
-        )
-    )
-
-
-class UnusedWeight(keras.Model):
-    """Has a variable that the loss does not depend on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = keras.layers.Dense(1), keras.layers.Dense(1)
-        self.used.build((None, FEATURES))
-        self.unused.build((None, FEATURES))
-
-    def call(self, inputs: Any) -> Any:
-        return self.used(inputs)
-
-
-def unused_model() -> keras.Model:
-    return set_weights(UnusedWeight())
-
-
-def two_by_two_data() -> Any:
-    inputs, target = regression_data()
-    other = inputs[::-1].copy()
-    return (
-        {"left": inputs, "right": other},
-        {"sum": target, "product": np.concatenate([target, -target], axis=1)},
-    )
-
-
-def two_by_two_loss(loss_input: Any) -> tf.Tensor:
-    output, target = loss_input
-    return squared_error((output["sum"], target["sum"])) + 0.5 * squared_error(
-        (output["product"], target["product"])
-    )
-
-
-def embedding_data() -> Any:
-    words = np.random.default_rng(3).integers(0, 7, (100, 3)).astype("int32")
-    return words, words.sum(1, keepdims=True).astype("float32")
-
-
-CASES: dict[str, tuple[Callable[[], keras.Model], Any, Any]] = {
-    "l2": (l2_model, regression_data, squared_error),
-    "batch_norm": (norm_model, regression_data, squared_error),
-    "two_inputs_two_outputs": (two_by_two_model, two_by_two_data, two_by_two_loss),
-    "embedding": (embedding_model, embedding_data, squared_error),
-    "no_gradient": (unused_model, regression_data, squared_error),
-}
-
-
-def sgd(lr: Any) -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(lr)
-
-
-def nadam(lr: Any) -> keras.optimizers.Optimizer:
-    return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
-
-
-def unclipped(gradients: Any) -> Any:
-    return gradients, gradients
-
-
-def clipped(gradients: Any) -> Any:
-    return tf.clip_by_global_norm(gradients, CLIP)[0], gradients
-
-
-def batches(data: Any) -> Iterator[Any]:
-    """Yields global batches, pass after pass, the remainder of each pass left out."""
-    examples = len(tf.nest.flatten(data)[0])
-    while True:
-        for start in range(0, examples - BATCH + 1, BATCH):
-            yield tf.nest.map_structure(lambda x, s=start: tf.constant(x[s : s + BATCH]), data)
-
-
-def by_hand(case: str, optimizer: Any, clip: float | None) -> tuple[list[np.ndarray], list[float]]:
-    """Trains without the engine; returns the weights and the gradient's norm at each step."""
-    create_model, data, loss = CASES[case]
-    model, norms = create_model(), []
-    stream = batches(data())
-    for _ in range(STEPS):
-        inputs, target = next(stream)
-        with tf.GradientTape() as tape:
-            total = tf.reduce_sum(loss((model(inputs, training=True), target))) / BATCH
-            total += tf.add_n(model.losses) if model.losses else 0.0
-        variables = model.trainable_variables
-        gradients = tape.gradient(total, variables)
-        pairs = [
-            (tf.convert_to_tensor(g), v)  # dense: the norm of the gradient itself
-            for g, v in zip(gradients, variables, strict=True)
-            if g is not None
-        ]
-        norms.append(float(tf.linalg.global_norm([g for g, _ in pairs])))
-        if clip is not None:
-            clipped, _ = tf.clip_by_global_norm([g for g, _ in pairs], clip)
-            pairs = [(g, v) for g, (_, v) in zip(clipped, pairs, strict=True)]
-        optimizer.apply_gradients(pairs)
-    return model.get_weights(), norms
-
+from tests.helpers.fixtures import Train
+from tests.helpers.plain_loop import BATCH, CASES, STEPS, by_hand
 
 # With batch normalisation each replica normalises over its own batch: one device only. More
 # replicas, and processes, are test_cluster.py's part; tracing for them is what costs here.
@@ -193,8 +49,7 @@ def test_weights_equal_those_of_a_plain_loop(
     )
     if kind != "sgd":
         assert min(norms) > CLIP, "the clip has to clip"
-    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(weight, reference, rtol=1e-6, atol=1e-6)
+    assert_weights(state, expected)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -259,8 +114,7 @@ def test_ragged_batches(train: Train, replicas: int) -> None:
             loss = tf.reduce_sum((model(x) - target[start : start + 8]) ** 2) / 8
         gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, model.trainable_variables), 10.0)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    for weight, reference in zip(state.train_model.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(weight, reference, rtol=1e-5, atol=1e-6)
+    assert_weights(state, model, rtol=1e-5)
 
 
 def test_several_objectives_update_each_by_its_own_optimizer(train: Train) -> None:

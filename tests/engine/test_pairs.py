@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import FEATURES, Train, make_hooks, regression_data, set_weights, sliced
+from tests.helpers.cases import FEATURES, make_hooks, regression_data, set_weights, sliced
+from tests.helpers.fixtures import Train
 
 X, Y = regression_data()
 Loss = Callable[[Any], Any]

@@ -14,17 +14,21 @@ import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.errors import SetupError
 from ctl_core.numerics import precision
-from tests.engine import test_commands
-from tests.engine.conftest import (
+from tests.helpers.cases import (
+    CLIP,
     FEATURES,
-    Train,
+    assert_weights,
+    clipped,
     make_hooks,
+    nadam,
     regression_data,
     set_weights,
     sliced,
     squared_error,
 )
-from tests.engine.test_numbers import BATCH, CASES, CLIP, STEPS, by_hand, clipped, nadam
+from tests.helpers.fixtures import Train
+from tests.helpers.plain_loop import BATCH, CASES, STEPS, by_hand
+from tests.helpers.project import EVALUATED
 
 OVERFLOW = 3  # the step whose batch has an infinite target
 
@@ -186,10 +190,7 @@ def test_the_loss_scale_is_resumed(train: Train, monkeypatch: pytest.MonkeyPatch
     assert scale_of(first) == [2.0**14, 2, 0]
     parts = train(hooks, steps=7, precision="float16", run_name="parts")
     assert scale_of(parts) == scale_of(whole)
-    for weight, expected in zip(
-        parts.train_model.get_weights(), whole.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(weight, expected)
+    assert_weights(parts, whole, rtol=0)
     plain = train(hooks, steps=8, run_name="parts")  # another precision, and back
     assert plain.step == 8 and plain.context.loss_scale is None
     again = train(hooks, steps=9, precision="float16", run_name="parts")
@@ -236,7 +237,7 @@ def test_structures_are_cast_leaf_by_leaf() -> None:
 def test_a_run_is_used_in_its_own_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "callbacks.py").write_text(test_commands.CALLBACKS)
+    (tmp_path / "callbacks.py").write_text(EVALUATED)
     (tmp_path / "config.yaml").write_text("steps: 2\nbatch_size: 16\nprecision: bfloat16\n")
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--run-name", "first", "--accumulate-steps", "2"]) == 0
@@ -424,13 +425,13 @@ def test_variables_of_another_type_are_trained_in_it(
 def test_a_run_with_a_policy_of_its_own_is_used_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = test_commands.CALLBACKS.replace(
+    source = EVALUATED.replace(
         "create_model = small_model\n",
         "def create_model():\n"
         '    keras.mixed_precision.set_global_policy("mixed_float16")\n'
         "    return small_model()\n",
     )
-    assert source != test_commands.CALLBACKS
+    assert source != EVALUATED
     (tmp_path / "callbacks.py").write_text(source)
     (tmp_path / "config.yaml").write_text("steps: 2\nbatch_size: 16\n")
     monkeypatch.chdir(tmp_path)

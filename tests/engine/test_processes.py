@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kill_test import Project
+from scripts.killed_project import Project
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+]
 
 
 def fail(folder: Path, where: str) -> tuple[Project, subprocess.CompletedProcess[str]]:

@@ -10,7 +10,8 @@ import pytest
 from ctl_core.errors import SetupError
 from ctl_core.profile import Clock
 from ctl_core.settings import Config
-from tests.engine.conftest import Train, make_hooks
+from tests.helpers.cases import make_hooks
+from tests.helpers.fixtures import Train
 
 
 @pytest.mark.parametrize(("steps", "words"), [(8, "profile of steps 3 to 5"), (4, "3 to 5")])
@@ -57,7 +58,7 @@ def test_the_summary_shares_out_the_time(train: Train, capsys: pytest.CaptureFix
 def test_steps_that_wait_for_their_input_show_it(train: Train) -> None:
     import tensorflow as tf
 
-    from tests.engine.cases import regression_data
+    from tests.helpers.cases import regression_data
 
     def slow(*example: Any) -> Any:
         with tf.control_dependencies([tf.py_function(_pause, [], [])]):

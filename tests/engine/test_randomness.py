@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.engine.conftest import FEATURES, Train, make_hooks, set_weights
+from tests.helpers.cases import FEATURES, assert_weights, make_hooks, set_weights
+from tests.helpers.fixtures import Train
 
 
 class Masked(keras.Model):
@@ -59,7 +60,4 @@ def test_a_resumed_run_draws_the_masks_of_the_whole(train: Train) -> None:
     whole, state = run(train, [8], virtual_devices=2, run_name="whole")
     parts, resumed = run(train, [3, 5, 8], virtual_devices=2, run_name="parts")
     assert np.array_equal(whole, parts)
-    for one, other in zip(
-        state.train_model.get_weights(), resumed.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_weights(state, resumed, rtol=0)

@@ -15,14 +15,16 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.errors import HookFailed, RunError
 from ctl_core.numerics.learning_rate import LearningRate
-from tests.engine.conftest import (
-    Train,
+from tests.helpers.cases import (
+    assert_weights,
     make_hooks,
     regression_data,
+    sgd,
     sliced,
     small_model,
     squared_error,
 )
+from tests.helpers.fixtures import Train
 
 BATCH, RATE, STEPS, CHANGE = 16, 0.05, 12, 5
 
@@ -39,15 +41,6 @@ def plain(rate_at: Callable[[int], float]) -> list[np.ndarray]:
         for gradient, variable in zip(gradients, model.trainable_variables, strict=True):
             variable.assign_sub(rate_at(step) * gradient)
     return model.get_weights()  # type: ignore[no-any-return]
-
-
-def assert_weights(state: Any, expected: list[np.ndarray]) -> None:
-    for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
-
-
-def sgd(lr: Any) -> keras.Optimizer:
-    return keras.optimizers.SGD(learning_rate=lr)
 
 
 def assign(lr: Any) -> None:
@@ -82,7 +75,9 @@ def test_graphs_follow_what_is_assigned(
     settings = {"learning_rate": RATE, "virtual_devices": replicas}
     train(hooks, steps=CHANGE + 2, **settings)
     state = train(hooks, steps=STEPS, **settings)
-    assert_weights(state, plain(lambda step: RATE * factor * (0.5 if step > CHANGE else 1.0)))
+    assert_weights(
+        state, plain(lambda step: RATE * factor * (0.5 if step > CHANGE else 1.0)), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("of_lr", [True, False])
@@ -109,7 +104,7 @@ def test_lr_is_what_a_schedule_gives_the_optimizer(
     for step, rate, used, in_graph in seen:
         assert rate == used == pytest.approx(initial * 0.9**step)  # of the next update
         assert in_graph == pytest.approx(initial * 0.9 ** (step - 1))  # of this one
-    assert_weights(state, plain(lambda step: initial * 0.9 ** (step - 1)))
+    assert_weights(state, plain(lambda step: initial * 0.9 ** (step - 1)), rtol=1e-5)
 
 
 def test_a_schedule_is_not_assigned(train: Train) -> None:

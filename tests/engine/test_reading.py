@@ -18,7 +18,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.errors import RunError, SetupError
-from tests.engine.conftest import Train, make_hooks, regression_data
+from tests.helpers.cases import make_hooks, regression_data, sgd
+from tests.helpers.fixtures import Train
 
 EXAMPLES, BATCH = 50, 8
 Make = Callable[..., tf.data.Dataset]
@@ -89,7 +90,7 @@ def trained_on(seen: list[Any], make: Make, **hooks: Any) -> SimpleNamespace:
     return make_hooks(
         **{
             "create_dataset": create_dataset,
-            "create_opt": lambda lr: keras.optimizers.SGD(lr),
+            "create_opt": sgd,
             "input_pre": lambda batch: batch[0],
             "loss_pre": lambda output, batch: (output, batch[1]),
             "every_steps": {1: lambda batch: seen.append(batch[2].numpy().tolist())},
@@ -106,7 +107,13 @@ def plain_loop(make: Make, steps: int) -> list[list[int]]:
     return [next(batches) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+FIRST = ("a filter after a shuffle", "records", "a generator")  # the others are slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in PIPELINES if n not in FIRST)],
+)
 def test_the_order_of_a_plain_loop(train: Train, tmp_path: Path, name: str) -> None:
     """In steps, in epochs, and in parts, of which one ends at a pass's last batch but one."""
 
@@ -335,7 +342,7 @@ def graph_hooks(sizes: list[int], **hooks: Any) -> SimpleNamespace:
         **{
             "create_dataset": graphs(sizes),
             "create_model": SumOfAtoms,
-            "create_opt": lambda lr: keras.optimizers.SGD(lr),
+            "create_opt": sgd,
             "input_pre": lambda batch: batch[0],
             "loss_pre": lambda output, batch: (output, batch[1]),
             **hooks,

@@ -16,8 +16,9 @@ import pytest
 
 import ctl_core
 from ctl_core.run_state.record import FORMAT
-from tests.engine.conftest import Train, make_hooks, small_model
-from tests.engine.test_state import Blocks, seeded, values
+from tests.helpers.cases import assert_weights, make_hooks, small_model
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import Blocks, seeded, values
 
 
 def alter(folder: Path, **values: Any) -> None:
@@ -113,8 +114,7 @@ def test_a_checkpoint_that_is_not_what_it_seems_is_passed_over(
     change(engine)
     capsys.readouterr()
     state = train(make_hooks(), steps=12, learning_rate=0.001, ckpt_every=3)
-    for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_array_equal(weight, other)
+    assert_weights(state, expected, rtol=0)
     output = capsys.readouterr().out
     assert message in output
     assert ("resuming at step 6" in output) == (damage != "a pipe for the position")
@@ -133,14 +133,14 @@ def test_files_that_are_no_checkpoints_are_left_alone(
     os.mkfifo(engine.parent / "checkpoint.pipe")
     replace_by_pipe(engine.parent / "checkpoint")
     state = train(make_hooks(), steps=12, learning_rate=0.001)
-    for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_array_equal(weight, other)
+    assert_weights(state, expected, rtol=0)
     assert all(stray.exists() for stray in strays)
 
 
 # ---- Hooks ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_hook_goes_back_to_a_checkpoint_and_training_goes_on(train: Train, replicas: int) -> None:
     """Model and optimizer are those of step 4; step and data go on, until the last step."""

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core import compat
-from tests.engine.conftest import Train, make_hooks, regression_data, small_model, squared_error
+from tests.helpers.cases import make_hooks, regression_data, small_model, squared_error
+from tests.helpers.fixtures import Train
 
 STEPS, BATCH, RATE = 12, 16, 0.02
 

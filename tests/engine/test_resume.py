@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from scripts.kill_test import Project
-from tests.engine.cases import norm_model
-from tests.engine.conftest import Train, make_hooks, regression_data
+from scripts.killed_project import Project
+from tests.helpers.cases import make_hooks, norm_model, regression_data
+from tests.helpers.fixtures import Train
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def whole(project: Project) -> str:
     return "whole"
 
 
+@pytest.mark.slow
 def test_two_halves_equal_the_whole(project: Project, whole: str) -> None:
     assert project.start("halves", "--steps", "50").wait() == 0
     path = project.folder / "runs/halves/ckpt/engine/ckpt-50.json"
@@ -50,6 +51,7 @@ def test_two_halves_equal_the_whole(project: Project, whole: str) -> None:
     assert project.tensors("halves") == project.tensors(whole)
 
 
+@pytest.mark.slow
 def test_killed_and_terminated_equal_the_whole(project: Project, whole: str) -> None:
     for at, number, code in (
         (25, signal.SIGKILL, -signal.SIGKILL),

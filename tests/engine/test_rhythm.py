@@ -14,7 +14,8 @@ import tensorflow as tf
 import ctl_core
 from ctl_core import rhythm
 from ctl_core.settings import seconds_in
-from tests.engine.conftest import Train, make_hooks, regression_data, sliced
+from tests.helpers.cases import make_hooks, regression_data, sliced
+from tests.helpers.fixtures import Train
 
 
 def hooks(**more: Any) -> Any:

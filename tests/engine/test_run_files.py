@@ -18,8 +18,8 @@ from ctl_core.__main__ import main
 from ctl_core.cluster.supervisor import supervise
 from ctl_core.errors import SetupError
 from ctl_core.files import written_whole
-from tests.engine.conftest import regression_data, small_model
-from tests.engine.test_callbacks_file import BASE, FLAGS, by_hand, weights
+from tests.helpers.cases import regression_data, small_model
+from tests.helpers.experiments import BASE, FLAGS, by_hand, weights
 
 NOBODY = 65534
 KEPT = b"somebody's own"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import (
-    Train,
+from tests.helpers.cases import (
+    assert_weights,
     make_hooks,
     regression_data,
+    sgd,
     small_model,
     squared_error,
 )
+from tests.helpers.fixtures import Train
 
 BATCH = 16
 
@@ -72,7 +73,7 @@ class Recorder:
 
 def recording_hooks(recorder: Recorder) -> Any:
     return make_hooks(
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         every_steps={
             3: recorder.hook("third"),
             7: [recorder.hook("seventh"), recorder.hook("too")],
@@ -165,24 +166,18 @@ def test_steps_per_call_limits_a_graph_call_and_changes_nothing(
     short = train(make_hooks(), steps=50, steps_per_call=3, run_name="short")
     assert max(lengths) <= 3 and sum(lengths) == 50
     long = train(make_hooks(), steps=50, run_name="long")
-    for one, other in zip(
-        short.train_model.get_weights(), long.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_weights(short, long, rtol=0)
 
 
 def test_lr_assigned_in_a_hook_counts_from_the_next_step(train: Train) -> None:
     hooks = make_hooks(
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         at_step={5: lambda lr: lr.assign(lr * 0.0)},
     )
     five = train(hooks, steps=5, run_name="five")
     ten = train(hooks, steps=10, run_name="ten")
     assert float(ten.lr) == 0.0
-    for one, other in zip(
-        five.train_model.get_weights(), ten.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_weights(five, ten, rtol=0)
 
 
 def test_hooks_may_name_everything(train: Train) -> None:

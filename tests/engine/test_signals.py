@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -23,7 +22,8 @@ from ctl_core import trainer
 from ctl_core.cluster import signals
 from ctl_core.console import Console
 from ctl_core.run_state import writing
-from tests.engine.conftest import Train, make_hooks, regression_data, small_model
+from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
+from tests.helpers.fixtures import Train
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +80,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("during", "stops_at", "number"),
     [
@@ -108,10 +109,7 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
     parts = train(hooks, steps=12, run_name="parts", **SETTINGS)
     assert parts.step == 12 and parts.stopped_by is None
     whole = train(hooks, steps=12, run_name="whole", **SETTINGS)
-    for one, other in zip(
-        parts.train_model.get_weights(), whole.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_weights(parts, whole, rtol=0)
     assert (parts.run_dir / "metrics.jsonl").read_text() == (
         whole.run_dir / "metrics.jsonl"
     ).read_text()
@@ -186,7 +184,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import tensorflow as tf
-from tests.engine.cases import *
+from tests.helpers.cases import *
 
 def wait(inputs):
     if Path("block").exists() and {blocked}:
@@ -266,6 +264,7 @@ def end_blocked(run: subprocess.Popen[str]) -> None:
     assert err.splitlines()[-1:] == ["error: interrupted"]
 
 
+@pytest.mark.slow
 def test_a_second_sigint_ends_a_blocked_graph_call_and_the_run_goes_on(
     train: Train, tmp_path: Path
 ) -> None:
@@ -274,18 +273,17 @@ def test_a_second_sigint_ends_a_blocked_graph_call_and_the_run_goes_on(
     parts = train(hooks, run_name="a")
     whole = train(hooks, run_name="whole")
     assert "resuming at step 6" in (tmp_path / "runs" / "a" / "train.log").read_text()
-    for one, other in zip(
-        parts.train_model.get_weights(), whole.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_weights(parts, whole, rtol=0)
 
 
+@pytest.mark.cluster
 def test_a_cluster_of_which_one_process_is_blocked_ends_by_a_second_sigint(tmp_path: Path) -> None:
     one = '\'"index": 1\' in __import__("os").environ["TF_CONFIG"]'
     end_blocked(start_blocked(tmp_path, one, "--workers=2"))
     assert (tmp_path / "runs/a/ckpt/engine/ckpt-6.json").exists()
 
 
+@pytest.mark.slow
 def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
     program = (
         "import signal, time; from ctl_core.cluster.signals import interruptible\n"
@@ -305,6 +303,7 @@ def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
     assert run.returncode == 130
 
 
+@pytest.mark.cluster
 def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_path: Path) -> None:
     from ctl_core.cluster.supervisor import free_ports
 

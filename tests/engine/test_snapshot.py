@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from ctl_core.errors import RunError
 from ctl_core.numerics.staging import Background, StagingCopy
-from tests.engine.conftest import FEATURES, Train, make_hooks, small_model
+from tests.helpers.cases import FEATURES, make_hooks, small_model
+from tests.helpers.fixtures import Train
 
 
 class Late(Background):

@@ -17,71 +17,19 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.run_state.tracking import find, plain_variable
-from tests.engine.conftest import (
-    FEATURES,
-    Train,
-    make_hooks,
-    regression_data,
-    small_model,
+from tests.helpers.cases import FEATURES, make_hooks, regression_data, sgd, small_model
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import (
+    Blocks,
+    StatefulRnn,
+    assert_resumes,
+    counting_model,
+    dense,
+    seeded,
+    values,
 )
 
-
-def values(state: ctl_core.State) -> dict[str, np.ndarray]:
-    """Everything that the run reaches, found anew, as it is on the first replica and in sum."""
-    found = find({**state.roots, "metrics": None, "ckpt": None})
-    read = state.strategy.experimental_local_results
-    numbers = {}
-    for path, variable in found.variables.items():
-        plain = plain_variable(variable)
-        if isinstance(plain, tf.random.Generator):
-            plain = plain.state
-        if hasattr(plain, "export"):
-            numbers[path] = np.sort(np.asarray(plain.export()[1]).ravel())
-        else:
-            numbers[path] = np.sum([part.numpy() for part in read(plain)], axis=0)
-    return numbers
-
-
-def assert_resumes(
-    train: Train, program: Callable[[], SimpleNamespace], replicas: int = 1, **settings: Any
-) -> dict[str, np.ndarray]:
-    """Compares 12 steps in one go with 5 and 7, each by objects made anew; returns the former."""
-    settings = {"virtual_devices": replicas, **settings}
-    whole = values(train(program(), steps=12, run_name="whole", **settings))
-    train(program(), steps=5, run_name="parts", **settings)
-    parts = values(train(program(), steps=12, run_name="parts", **settings))
-    assert whole.keys() == parts.keys()
-    for path, value in whole.items():
-        np.testing.assert_array_equal(value, parts[path], err_msg=path)
-    return whole
-
-
-def dense(units: int, inputs: int = FEATURES, seed: int = 0) -> keras.layers.Dense:
-    layer = keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed))
-    layer.build((None, inputs))
-    return layer
-
-
 # ---- Models -----------------------------------------------------------------------------------
-
-
-@keras.saving.register_keras_serializable("test_state")
-class Blocks(keras.Model):
-    """Layers in a list, a dict, a tuple and a list of dicts, as ported research code has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = [{"dense": dense(6, 6, i), "norm": keras.layers.BatchNormalization()} for i in
-                       range(2)]  # fmt: skip
-        self.heads = {"mean": dense(1, 6, 3)}
-        self.stem = (dense(6, seed=4), keras.layers.Dropout(0.2, seed=5))
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        x = self.stem[1](tf.tanh(self.stem[0](inputs)), training=training)
-        for block in self.blocks:
-            x = x + block["norm"](tf.tanh(block["dense"](x)), training=training)
-        return self.heads["mean"](x)
 
 
 class Module(tf.Module):
@@ -109,20 +57,6 @@ class Plain:
         return self.layers[1](tf.tanh(self.layers[0](inputs))) * self.gain
 
 
-class Counting(keras.layers.Layer):
-    """Counts its calls, with a variable made by hand, and keeps a metric of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = keras.Variable(0.0, trainable=False)
-        self.seen = keras.metrics.Sum(name="seen")
-
-    def call(self, inputs: Any) -> Any:
-        self.calls.assign(self.calls + 1)
-        self.seen.update_state(tf.ones(tf.shape(inputs)[0]))
-        return inputs
-
-
 def shared_model() -> keras.Model:
     """One layer twice, a model within a model, and two layers of one name."""
     inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="same"),
@@ -135,11 +69,6 @@ def shared_model() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1, name="out")(x))
 
 
-def counting_model() -> keras.Model:
-    model = small_model()
-    return keras.Sequential([keras.Input((FEATURES,)), Counting(), *model.layers])
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "layers in lists and dicts": Blocks,
     "a tf.Module with Keras layers": Module,
@@ -147,14 +76,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "shared and nested layers": shared_model,
     "a counter and a metric": counting_model,
 }
-
-
-def seeded(create: Callable[[], Any]) -> Callable[[], Any]:
-    def create_model() -> Any:
-        keras.utils.set_random_seed(1)
-        return create()
-
-    return create_model
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -165,6 +86,7 @@ def test_a_model_resumes_whatever_it_is_made_of(train: Train, model: str) -> Non
         assert [v for path, v in numbers.items() if path.endswith("seen/total")] == [12 * 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["layers in lists and dicts", "a tf.Module with Keras layers"])
 def test_a_model_resumes_on_two_devices(train: Train, model: str) -> None:
     assert_resumes(train, lambda: make_hooks(create_model=seeded(MODELS[model])), replicas=2)
@@ -197,7 +119,7 @@ def test_a_module_of_keras_layers_trains_as_a_keras_model_does(train: Train) -> 
     trained = {}
     for name, create in {"module": Holder, "keras": lambda: keras.Sequential(layers())}.items():
         hooks = make_hooks(create_model=create, at_step={4: freeze},
-                           create_opt=lambda lr: keras.optimizers.SGD(lr))  # fmt: skip
+                           create_opt=sgd)  # fmt: skip
         state = train(hooks, steps=8, run_name=name, virtual_devices=2)
         model = state.train_model
         pair = [model.parts["hidden"], model.out] if name == "module" else model.layers
@@ -367,19 +289,6 @@ def evaluated(**hooks: Any) -> SimpleNamespace:
     return make_hooks(**{"create_eval_dataset": create_eval_dataset, **hooks})
 
 
-class StatefulRnn(keras.Model):
-    """A recurrent network that goes on where the last batch ended, and counts batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = keras.layers.SimpleRNN(4, stateful=True, seed=1)
-        self.rnn.build((16, FEATURES, 1))
-        self.count, self.out = Counting(), dense(1, 4)
-
-    def call(self, inputs: Any) -> Any:
-        return self.out(self.rnn(self.count(inputs)[:, :, None]))
-
-
 @pytest.mark.parametrize(("create", "replicas"), [(StatefulRnn, 1), (counting_model, 2)])
 def test_an_evaluation_changes_no_bit_of_training(
     train: Train, create: Callable[[], Any], replicas: int
@@ -460,6 +369,7 @@ def test_a_variable_that_nothing_leads_to_is_refused(train: Train) -> None:
 
 
 RANDOM: dict[str, Callable[[Any], Any]] = {
+    "RandomStandardNormal": lambda x: x + tf.random.normal(tf.shape(x)),
     "RandomGamma": lambda x: tf.random.gamma([], 1.0) * x,
     "LogUniformCandidateSampler": lambda x: (
         x

@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import Train, make_hooks, regression_data, set_weights
+from tests.helpers.cases import make_hooks, regression_data, set_weights
+from tests.helpers.fixtures import Train
 
 STEPS, BATCH, EVERY = 14, 16, 4
 

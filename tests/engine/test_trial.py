@@ -11,14 +11,13 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import (
-    FEATURES,
-    Train,
+from tests.helpers.cases import (
+    dropout_model,
     make_hooks,
     regression_data,
-    set_weights,
     squared_error,
 )
+from tests.helpers.fixtures import Train
 
 
 def mean(loss_input: Any) -> Any:
@@ -29,22 +28,6 @@ def total(loss_input: Any) -> Any:
     return tf.reduce_sum((loss_input[0] - loss_input[1]) ** 2)
 
 
-def dropping_model() -> keras.Model:
-    """Dropout would make any two losses differ."""
-    model = keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            keras.layers.Dense(4),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5, seed=1),
-            keras.layers.Dense(1),
-        ]
-    )
-    for layer in (model.layers[0], model.layers[3]):
-        set_weights(layer)
-    return model
-
-
 def shuffled(per_replica_batch_size: int) -> tf.data.Dataset:
     data = tf.data.Dataset.from_tensor_slices(regression_data()).shuffle(50, seed=2)
     return data.batch(per_replica_batch_size, drop_remainder=True)
@@ -52,7 +35,7 @@ def shuffled(per_replica_batch_size: int) -> tf.data.Dataset:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_mean_in_the_loss_is_refused(train: Train, replicas: int) -> None:
-    hooks = make_hooks(create_loss=lambda: mean, create_model=dropping_model)
+    hooks = make_hooks(create_loss=lambda: mean, create_model=dropout_model)
     with pytest.raises(ctl_core.SetupError, match=r"create_loss \(test_trial.py:\d+\): the loss"):
         train(hooks, steps=1, virtual_devices=replicas)
     hooks = make_hooks(
@@ -86,7 +69,7 @@ def test_the_trial_changes_no_bit_of_a_run(train: Train, replicas: int) -> None:
     trained = []
     for name, loss in (("sum", total), ("each", squared_error)):
         hooks = make_hooks(
-            create_dataset=shuffled, create_loss=lambda one=loss: one, create_model=dropping_model
+            create_dataset=shuffled, create_loss=lambda one=loss: one, create_model=dropout_model
         )
         state = train(hooks, steps=9, run_name=name, virtual_devices=replicas)
         trained.append([np.array(v) for v in state.train_model.variables])

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
-from tests.engine.conftest import Train, make_hooks, regression_data, sliced, small_model
+from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
+from tests.helpers.fixtures import Train
 
 STEPS, BATCH, RATE = 12, 16, 0.1
 

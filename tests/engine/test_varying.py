@@ -12,10 +12,9 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.numerics.joining import for_host, on_host, padded
-from tests.engine.conftest import Train
-from tests.engine.test_errors import Cli, cli
-
-__all__ = ["cli"]
+from tests.helpers.cases import sgd
+from tests.helpers.fixtures import Train
+from tests.helpers.project import Cli
 
 WORDS = 11
 LENGTHS = [3, 3, 5, 5, 4, 4, 4, 4, 2, 2, 6, 6]
@@ -49,7 +48,7 @@ def tagger(seen: list[Any], **more: Any) -> SimpleNamespace:
             "create_dataset": lambda: sentences(),
             "create_model": create_model,
             "create_loss": create_loss,
-            "create_opt": lambda lr: keras.optimizers.SGD(lr),
+            "create_opt": sgd,
             "every_steps": {1: look},
             **more,
         }

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.tools import commands
-from tests.engine.conftest import Train, make_hooks
+from tests.helpers.cases import make_hooks
+from tests.helpers.fixtures import Train
 
 WORDS = np.array(["red", "green", "blue", "green", "red", "green", "grey", "red"])
 NUMBERS = np.arange(8, dtype="float32")[:, None]

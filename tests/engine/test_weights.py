@@ -13,14 +13,16 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
-from tests.engine.conftest import (
-    Train,
+from tests.helpers.cases import (
+    assert_weights,
     make_hooks,
     regression_data,
     set_weights,
+    sgd,
     sliced,
     small_model,
 )
+from tests.helpers.fixtures import Train
 
 BATCH, STEPS, RATE = 8, 6, 0.1
 
@@ -63,7 +65,7 @@ def word_hooks(**hooks: Any) -> SimpleNamespace:
         "create_dataset": sliced(WORDS_DATA),
         "create_model": tagger,
         "create_loss": lambda: word_loss,
-        "create_opt": lambda lr: keras.optimizers.SGD(lr),
+        "create_opt": sgd,
         "input_pre": lambda batch: batch["words"],
         "loss_pre": lambda output, batch: (output, batch),
         "batch_weight": words_in,
@@ -93,11 +95,6 @@ def trained_by_hand() -> tuple[keras.Model, list[float]]:
     return model, [*losses, 0.0]
 
 
-def assert_weights(state: ctl_core.State, expected: list[np.ndarray]) -> None:
-    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(weight, reference, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -119,7 +116,7 @@ def test_what_batch_weight_says_divides_loss_and_gradients(train: Train, setting
     )
     state = train(hooks, steps=STEPS, batch_size=BATCH, learning_rate=RATE, **settings)
     model, losses = trained_by_hand()
-    assert_weights(state, model.get_weights())
+    assert_weights(state, model.get_weights(), rtol=1e-5)
     np.testing.assert_allclose(seen, losses, rtol=1e-5)
     np.testing.assert_allclose(
         state.metrics["loss"], mean_over_words(model, part_of(0, 23)), rtol=1e-5
@@ -146,7 +143,7 @@ def test_a_batch_weight_of_the_examples_is_the_default(train: Train) -> None:
         if not own:
             del hooks.batch_weight
         trained.append(train(hooks, steps=3, batch_size=BATCH, virtual_devices=2, run_name=name))
-    assert_weights(trained[0], trained[1].train_model.get_weights())
+    assert_weights(trained[0], trained[1].train_model.get_weights(), rtol=1e-5)
 
 
 def test_every_objective_is_divided(train: Train) -> None:
@@ -168,7 +165,7 @@ def test_every_objective_is_divided(train: Train) -> None:
     ):
         factor = 3.0 if index == len(gradients) - 1 else 1.0
         variable.assign(variable - RATE * factor * tf.convert_to_tensor(gradient))
-    assert_weights(state, model.get_weights())
+    assert_weights(state, model.get_weights(), rtol=1e-5)
 
 
 def test_a_mean_over_the_words_is_refused_and_their_sum_is_not(train: Train) -> None:
@@ -183,7 +180,7 @@ def test_a_mean_over_the_words_is_refused_and_their_sum_is_not(train: Train) -> 
         batch_size=BATCH,
         learning_rate=RATE,
     )
-    assert_weights(state, trained_by_hand()[0].get_weights())
+    assert_weights(state, trained_by_hand()[0].get_weights(), rtol=1e-5)
 
 
 NO_WEIGHTS: dict[str, tuple[Any, str]] = {
@@ -222,7 +219,7 @@ def weighted_hooks(weight: Any = EXAMPLE_WEIGHTS, **hooks: Any) -> SimpleNamespa
             (inputs[:23], target[:23], weight[:23])
         ).batch(per_replica_batch_size),
         "create_loss": mean_squared_error,
-        "create_opt": lambda lr: keras.optimizers.SGD(lr),
+        "create_opt": sgd,
         "update_pre": lambda gradients: (gradients, gradients),
         "create_metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()},
     }
@@ -243,7 +240,7 @@ def test_sample_weights_are_those_of_keras_fit(train: Train, devices: int, colum
         keras.optimizers.SGD(RATE), "mse", weighted_metrics=[keras.metrics.MeanAbsoluteError()]
     )
     model.fit(inputs, target, BATCH, sample_weight=EXAMPLE_WEIGHTS, shuffle=False, verbose=0)
-    assert_weights(state, model.get_weights())
+    assert_weights(state, model.get_weights(), rtol=1e-5)
     found = model.evaluate(
         inputs[:23], target[:23], BATCH, sample_weight=EXAMPLE_WEIGHTS[:23], verbose=0
     )

@@ -15,8 +15,16 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.engine.conftest import FEATURES, Train, make_hooks, regression_data, squared_error
-from tests.engine.test_state import StatefulRnn, dense, seeded
+from tests.helpers.cases import (
+    FEATURES,
+    assert_weights,
+    make_hooks,
+    regression_data,
+    sgd,
+    squared_error,
+)
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import StatefulRnn, dense, seeded
 
 STEPS, BATCH, RATE = 6, 16, 0.05
 
@@ -145,7 +153,7 @@ def test_what_replicas_would_write_differently_is_refused_before_training(
 def test_a_refusal_names_the_layer_and_a_cure_that_is_exact(train: Train) -> None:
     hooks = make_hooks(
         create_model=lambda: running_model(),
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         update_pre=lambda gradients: (gradients, gradients),
     )
     settings: dict[str, Any] = {"steps": STEPS, "learning_rate": RATE}
@@ -157,8 +165,7 @@ def test_a_refusal_names_the_layer_and_a_cure_that_is_exact(train: Train) -> Non
     hooks.create_model = lambda: running_model(over_replicas)
     for devices in (1, 2):
         state = train(hooks, **settings, virtual_devices=devices, run_name=f"exchanged{devices}")
-        for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
-            np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
+        assert_weights(state, expected, rtol=1e-5)
 
 
 def other_layers() -> keras.Model:
@@ -281,7 +288,7 @@ def test_micro_batches_that_each_write_are_warned_of_with_a_cure_that_is_exact(
     assert "assign in update_pre, which gets the output of all micro-batches" in said
     hooks = make_hooks(
         create_model=Told,
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         loss_pre=lambda output, batch: (output[0], batch[1]),
         update_pre=assign_mean,
     )
@@ -290,8 +297,7 @@ def test_micro_batches_that_each_write_are_warned_of_with_a_cure_that_is_exact(
     for devices in (1, 2):
         state = train(hooks, steps=STEPS, learning_rate=RATE, accumulate_steps=2,
                       virtual_devices=devices, run_name=f"told{devices}")  # fmt: skip
-        for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
-            np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
+        assert_weights(state, expected, rtol=1e-5)
     assert "assigns to" not in capsys.readouterr().out
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.engine.conftest import train
+from tests.helpers.fixtures import train
 
 __all__ = ["train"]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.engine.conftest import Train
+from tests.helpers.fixtures import Train
 from tests.ported.compare import BATCH, STEPS, assert_close, numbers, rounding_only
 
 WORDS, LENGTH, SIZE, RATE = 9, 6, 4, 0.02

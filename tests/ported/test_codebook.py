@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ctl_core
-from tests.engine.conftest import Train
-from tests.engine.test_state import assert_resumes
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import assert_resumes
 from tests.ported.codebook import BATCH, SETTINGS, STEPS, hooks, plain
 from tests.ported.compare import assert_close
 

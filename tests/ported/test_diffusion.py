@@ -26,9 +26,9 @@ import tensorflow as tf
 from tensorflow.python.framework import config
 
 from ctl_core import data
-from scripts.kill_test import ROOT
-from tests.engine.conftest import Train
-from tests.engine.test_state import values
+from scripts.killed_project import ROOT
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import values
 from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers
 
 IMAGES = np.random.default_rng(0).uniform(size=(40, 4, 4, 1)).astype("float32")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ctl_core.numerics import precision
-from tests.engine.conftest import Train
+from tests.helpers.fixtures import Train
 from tests.ported.compare import BATCH, RATE, STEPS, assert_close, numbers
 from tests.ported.mixed_precision import GROWTH, hooks, plain
 

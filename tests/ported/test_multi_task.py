@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.conftest import Train
-from tests.engine.test_state import assert_resumes
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import assert_resumes
 from tests.ported.compare import BATCH, RATE, STEPS, assert_close
 from tests.ported.multi_task import hooks, plain
 

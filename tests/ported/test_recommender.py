@@ -20,8 +20,8 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.tools import commands
-from tests.engine.conftest import Train
-from tests.engine.test_state import assert_resumes
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import assert_resumes
 from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers
 
 RANDOM = np.random.default_rng(0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.engine.conftest import Train
-from tests.engine.test_state import assert_resumes
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import assert_resumes
 from tests.ported import simclr
 from tests.ported.compare import BATCH, assert_close
 

@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import pytest
 
-from tests.engine.conftest import Train
-from tests.engine.test_state import assert_resumes
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import assert_resumes
 from tests.ported import transformer
 from tests.ported.compare import BATCH, RATE, STEPS, assert_close
 

@@ -13,7 +13,7 @@ import pytest
 from cookiecutter.exceptions import FailedHookException
 from markdown_it import MarkdownIt
 
-from .conftest import ROOT, Render, Run
+from tests.helpers.rendering import ROOT, Render, Run
 
 NO_NAME = "is no lower-case Python name"
 IN_USE = "is the name of a module or package in use"

@@ -9,7 +9,7 @@ from zipfile import ZipFile
 import numpy as np
 from sklearn.datasets import load_digits
 
-from .conftest import ROOT, TEMPLATE
+from tests.helpers.rendering import ROOT, TEMPLATE
 
 DATA = TEMPLATE / "data" / "digits.npz"
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from .conftest import ROOT
+from tests.helpers.rendering import ROOT
 
 NEEDED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
 

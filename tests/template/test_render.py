@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .conftest import CHOICES, COMBINATIONS, ROOT, Render, Run, files
+from tests.helpers.rendering import CHOICES, COMBINATIONS, ROOT, Render, Run, files
 
 Projects = dict[tuple[str, ...], Path]
 JINJA = re.compile(r"\{\{|\{%|\{#")
@@ -219,6 +219,7 @@ def width_of(frame):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", CHOICES["example"])
 def test_imports_of_other_packages_keep_the_checks_green(
     projects: Projects, example: str, run: Run, tmp_path: Path
@@ -250,6 +251,7 @@ def test_imports_of_other_packages_keep_the_checks_green(
     assert done.returncode == 1 and "Found 1 error in 1 file" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", CHOICES["example"])
 def test_mypy(projects: Projects, example: str, run: Run, tmp_path: Path) -> None:
     """mypy finds nothing; what it reads differs only between the examples."""

@@ -10,7 +10,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from .conftest import Render, Run, commit, files
+from tests.helpers.rendering import Render, Run, commit, files
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Render, Run
+from tests.helpers.rendering import Run
 
 # Everything that train.sh calls, so that PATH can lack uv and hold a stand-in for python3.
 TOOLS = "bash sh cat cksum dirname mkdir readlink rmdir sed sleep"
@@ -55,7 +55,6 @@ else:
     time.sleep(float(answer("train", "0")))
     sys.exit(int(answer("code", "0")))
 """
-Trained = tuple[Path, "subprocess.CompletedProcess[str]"]
 
 
 class Place:
@@ -380,53 +379,13 @@ def test_project_that_cannot_be_written(place: Place) -> None:
         place.project.chmod(0o755)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, render: Render, run: Run) -> Trained:
-    """The digits project after 20 steps through its own train.sh, in the tests' environment."""
-    project = render(tmp_path_factory.mktemp("a folder"))
-    done = run(
-        *[project / "train.sh", "--steps", "20", "--run-name", "short"],
-        cwd=project.parent,
-        VENV=sys.prefix,
-    )
-    return project, done
-
-
-def test_training(trained: Trained) -> None:
-    """The run folder is filled, and nothing was installed."""
-    project, done = trained
-    assert "train.sh:" not in done.stderr
-    folder = project / "runs" / "short"
-    assert {"config.yaml", "train.log", "metrics.jsonl", "ckpt", "tb"} <= {
-        path.name for path in folder.iterdir()
-    }
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert max(record["step"] for record in records) == 20
-
-
-def test_nothing_written_outside_ignored_folders(trained: Trained, run: Run) -> None:
-    """.gitignore covers what a training writes."""
-    assert run("git", "status", "--porcelain", cwd=trained[0]).stdout == ""
-
-
-def test_help_shows_the_settings(digits: Path, run: Run) -> None:
-    done = run(digits / "train.sh", "--help", cwd=digits.parent, VENV=sys.prefix)
-    for setting in ("--steps", "--batch-size", "--virtual-devices", "--deterministic"):
-        assert setting in done.stdout
-
-
-def test_exit_code_of_a_wrong_setting(digits: Path, run: Run) -> None:
-    done = run(
-        *[digits / "train.sh", "--no-such-setting"], cwd=digits, check=False, VENV=sys.prefix
-    )
-    assert done.returncode == 2
-
-
+@pytest.mark.slow
 def test_smoke_test_of_the_digits_project(digits: Path, run: Run) -> None:
     """The generated project's own tests pass as they are."""
     run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=digits)
 
 
+@pytest.mark.slow
 def test_smoke_test_of_a_blank_project(projects: dict[tuple[str, ...], Path], run: Run) -> None:
     """It fails with one line that names a hook that is still to be written."""
     project = projects["blank", "cpu", "MIT"]

@@ -14,8 +14,7 @@ from markdown_it.token import Token
 
 from ctl_core.__main__ import main
 from ctl_core.cli import COMMANDS, parse_command
-
-from .conftest import ROOT
+from tests.helpers.rendering import ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ctl_core" / "README.md", *DOCS]
@@ -102,7 +101,8 @@ def test_commands_are_understood(
         Path("runs", run, "config.yaml").write_text("steps: 300\n")
     seen = 0
     for token in tokens(page or digits / "README.md"):
-        for line in token.content.splitlines() if "code" in token.type else ():
+        of_code = token.type == "fence" or "code" in token.type
+        for line in token.content.splitlines() if of_code else ():
             if not COMMAND.match(line) or "SETTING" in line:
                 continue
             words = shlex.split(line, comments=True)

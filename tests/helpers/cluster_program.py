@@ -1,7 +1,7 @@
 """What each process of a test's cluster runs: cases, whose results it writes down for the test.
 
 One start of a process costs seconds, so a cluster runs several cases one after the other.
-``python -m tests.engine.cluster_program FOLDER CASE...``; each case is a function below.
+``python -m tests.helpers.cluster_program FOLDER CASE...``; each case is a function below.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.numerics import precision
-from tests.engine import cases
-from tests.engine.cases import make_hooks
+from tests.helpers import cases
+from tests.helpers.cases import make_hooks
 from tests.ported import codebook as vq
 from tests.ported import compare, mixed_precision, multi_task, transformer, wgan_gp
 
@@ -39,12 +39,17 @@ def keep(folder: Path, name: str, **arrays: Any) -> None:
     np.savez(folder / f"{name}-{TASK}.npz", **arrays)
 
 
+def keep_weights(folder: Path, name: str, state: ctl_core.State, **more: Any) -> None:
+    """Writes all weights of the model, by their numbers."""
+    weights = enumerate(state.train_model.get_weights())
+    keep(folder, name, **{str(number): weight for number, weight in weights}, **more)
+
+
 def weights(folder: Path, devices: int) -> None:
     """40 steps of SGD and Nadam, clipped, with L2 and shuffled data."""
     for kind in ("sgd", "nadam"):
         state = run(folder, f"{kind}-{devices}", cases.exact_hooks(kind), virtual_devices=devices)
-        values = state.train_model.get_weights()
-        keep(folder, f"{kind}-{devices}", **{str(i): value for i, value in enumerate(values)})
+        keep_weights(folder, f"{kind}-{devices}", state)
 
 
 def weights_on_two_devices(folder: Path) -> None:
@@ -58,15 +63,13 @@ def weights_on_one_device(folder: Path) -> None:
 def varying_lengths(folder: Path) -> None:
     """Sparse gradients of another number of rows at each step."""
     state = run(folder, "sequences", cases.sequence_hooks(), steps=20, batch_size=4)
-    values = state.train_model.get_weights()
-    keep(folder, "sequences", **{str(i): value for i, value in enumerate(values)})
+    keep_weights(folder, "sequences", state)
 
 
 def weights_of_micro_batches(folder: Path) -> None:
     """The same, each update made of two micro-batches."""
     state = run(folder, "accumulated", cases.exact_hooks("sgd"), accumulate_steps=2)
-    values = state.train_model.get_weights()
-    keep(folder, "accumulated", **{str(i): value for i, value in enumerate(values)})
+    keep_weights(folder, "accumulated", state)
 
 
 def weights_of_whole_batches(folder: Path) -> None:
@@ -77,8 +80,7 @@ def weights_of_whole_batches(folder: Path) -> None:
 
     hooks = cases.exact_hooks("sgd")
     hooks.create_dataset = create_dataset
-    values = run(folder, "cut", hooks).train_model.get_weights()
-    keep(folder, "cut", **{str(i): value for i, value in enumerate(values)})
+    keep_weights(folder, "cut", run(folder, "cut", hooks))
 
 
 def remainders(folder: Path) -> None:
@@ -94,8 +96,7 @@ def exchanges(folder: Path, devices: int) -> None:
         name = f"exchange-{kind}-{devices}"
         settings = {"steps": 6, "learning_rate": 0.02, "virtual_devices": devices}
         state = run(folder, name, cases.exchange_hooks(kind), **settings)
-        values = enumerate(state.train_model.get_weights())
-        keep(folder, name, **{str(i): value for i, value in values})
+        keep_weights(folder, name, state)
     for size in (1, 25) if devices == 2 else (25,):
         name = f"exchange-{size}-{devices}"
         hooks = cases.exchange_hooks("gather", size)
@@ -118,8 +119,7 @@ def contrastive(folder: Path) -> None:
         for steps in cuts:
             settings = {**simclr.SETTINGS, "steps": steps, "eval_every": 4}
             state = run(folder, f"simclr-{name}", simclr.hooks(), **settings)
-        values = {str(i): value for i, value in enumerate(state.train_model.get_weights())}
-        keep(folder, f"simclr-{name}", **values, **state.metrics)
+        keep_weights(folder, f"simclr-{name}", state, **state.metrics)
 
 
 def examples_of_an_epoch(folder: Path) -> None:
@@ -143,16 +143,14 @@ def dropout(folder: Path) -> None:
 def batch_norm(folder: Path) -> None:
     """Moving statistics after a checkpoint: the same on every process."""
     state = run(folder, "batch_norm", make_hooks(create_model=cases.norm_model), steps=5)
-    values = state.train_model.get_weights()
-    keep(folder, "batch_norm", **{str(i): value for i, value in enumerate(values)})
+    keep_weights(folder, "batch_norm", state)
 
 
 def masked_transformer(folder: Path) -> None:
     """Sentences of varying length; the loss is divided by the words of both processes."""
     hooks = transformer.hooks()
     state = run(folder, "transformer", hooks, steps=12, batch_size=8, learning_rate=0.05)
-    values = state.train_model.get_weights()
-    keep(folder, "transformer", **{str(i): value for i, value in enumerate(values)})
+    keep_weights(folder, "transformer", state)
     keep(folder, "transformer-loss", loss=state.metrics["loss"])
 
 
@@ -256,14 +254,13 @@ def codebook(folder: Path) -> None:
     """A codebook that is a moving average, across a resume; and one that is each replica's own."""
     for steps in (9, compare.STEPS):
         state = run(folder, "codebook", vq.hooks(), steps=steps, **vq.SETTINGS)
-    values = {str(i): value for i, value in enumerate(state.train_model.get_weights())}
     message = "nothing found"
     try:
         own = vq.hooks(exchange=lambda values: values)
         run(folder, "codebooks", own, steps=2, **vq.SETTINGS)
     except ctl_core.SetupError as error:
         message = str(error)
-    keep(folder, "codebook", **values, message=message)
+    keep_weights(folder, "codebook", state, message=message)
 
 
 def ported(folder: Path) -> None:

@@ -76,6 +76,36 @@ def norm_model() -> keras.Model:
     return model
 
 
+def dropout_model() -> keras.Model:
+    """A model with batch normalisation and Dropout."""
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5, seed=1),
+            keras.layers.Dense(1),
+        ]
+    )
+    set_weights(model.layers[0], 1)
+    set_weights(model.layers[3], 2)
+    return model
+
+
+def assert_weights(state: Any, expected: Any, rtol: float = 1e-6) -> None:
+    """Compares all weights of a trained model with those of another, or with a list of them.
+
+    Args:
+        state: of the run
+        expected: the weights, a model or the state of another run
+        rtol: how far they may differ; with 0 they are the same bit for bit
+    """
+    if not isinstance(expected, list):
+        expected = getattr(expected, "train_model", expected).get_weights()
+    for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(weight, other, rtol=rtol, atol=1e-6 if rtol else 0.0)
+
+
 def squared_error(loss_input: Any) -> tf.Tensor:
     """One number per example."""
     output, target = loss_input
@@ -115,11 +145,22 @@ def shuffled(batch_size: int) -> tf.data.Dataset:
     return examples.shuffle(40, seed=3).batch(batch_size, drop_remainder=True)
 
 
-def optimizer(kind: str, lr: Any) -> keras.optimizers.Optimizer:
+def sgd(lr: Any) -> keras.optimizers.Optimizer:
     """Plain SGD shows a wrong scale that an adaptive optimizer hides."""
-    if kind == "sgd":
-        return keras.optimizers.SGD(lr)
+    return keras.optimizers.SGD(lr)
+
+
+def nadam(lr: Any) -> keras.optimizers.Optimizer:
+    """The default of create_opt."""
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
+
+
+OPTIMIZERS = {"sgd": sgd, "nadam": nadam}
+
+
+def unclipped(gradients: Any) -> Any:
+    """An update_pre that changes nothing."""
+    return gradients, gradients
 
 
 def clipped(gradients: Any) -> Any:
@@ -132,7 +173,7 @@ def exact_hooks(kind: str) -> SimpleNamespace:
     return make_hooks(
         create_dataset=lambda per_replica_batch_size: shuffled(per_replica_batch_size),
         create_model=l2_model,
-        create_opt=lambda lr: optimizer(kind, lr),
+        create_opt=OPTIMIZERS[kind],
         update_pre=clipped,
     )
 
@@ -141,7 +182,7 @@ def by_hand(kind: str, steps: int, batch_size: int, rate: float) -> list[np.ndar
     """The weights of the same training as a plain loop on one device."""
     keras.utils.set_random_seed(0)
     stream = iter(shuffled(batch_size).repeat())
-    model, update = l2_model(), optimizer(kind, rate)
+    model, update = l2_model(), OPTIMIZERS[kind](rate)
     for _ in range(steps):
         inputs, target = next(stream)
         with tf.GradientTape() as tape:
@@ -177,7 +218,7 @@ def sequence_hooks() -> SimpleNamespace:
     return make_hooks(
         create_dataset=create_dataset,
         create_model=create_model,
-        create_opt=lambda lr: optimizer("sgd", lr),
+        create_opt=sgd,
     )
 
 
@@ -279,7 +320,7 @@ def exchange_hooks(kind: str = "plain", size: int = 0) -> SimpleNamespace:
         return loss, 0.0, train_model.trainable_variables
 
     hooks = make_hooks(
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        create_opt=sgd,
         create_loss=lambda: relative,
         input_pre=lambda batch: batch[0] - mean(batch[0]),
         grad_pre=with_mean,

@@ -1,0 +1,140 @@
+"""What each worker of the command line gets: GPUs, settings, or one line where it cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ctl_core
+from ctl_core.__main__ import main
+from ctl_core.cluster import supervisor
+from ctl_core.cluster.gpus import share_gpus, visible_gpus
+from ctl_core.cluster.supervisor import supervise
+from ctl_core.errors import SetupError
+from ctl_core.settings import Config
+from ctl_core.tools import commands
+from tests.helpers.workers import RUN, fake, folder, log
+
+__all__ = ["folder"]
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    tools = folder / "bin"
+    tools.mkdir(exist_ok=True)
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+
+
+def test_gpus_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for named, found in {
+        "0,1": ["0", "1"],
+        " 2 , 3": ["2", "3"],
+        "GPU-ab,MIG-cd": ["GPU-ab", "MIG-cd"],
+        "1,-1,2": ["1"],
+        "-1": [],
+        "": [],
+        "NoDevFiles": [],
+    }.items():
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": named}) == found
+    nvidia_smi(folder, monkeypatch, "echo $1 >asked; echo No devices were found; exit 6")
+    assert visible_gpus({}) == []
+    assert Path("asked").read_text() == "--list-gpus\n"
+    listed = r"GPU 0: A100 (UUID: GPU-1)\n  MIG 1g Device  0: (UUID: MIG-2)\nGPU 1: A100 (U)\n"
+    nvidia_smi(folder, monkeypatch, f"printf '{listed}'")
+    assert visible_gpus({}) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    monkeypatch.setenv("PATH", str(folder))
+    assert visible_gpus({}) == []
+
+
+def test_gpus_are_shared_out() -> None:
+    assert share_gpus(["0", "1", "2", "3"], 2) == ["0,1", "2,3"]
+    assert share_gpus(["GPU-a", "GPU-b"], 2) == ["GPU-a", "GPU-b"]
+    with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; take a"):
+        share_gpus(["0", "1", "2", "3"], 3)
+    with pytest.raises(SetupError, match="2 workers cannot share 1 GPU evenly"):
+        share_gpus(["0"], 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "shares"),
+    [(4, 1, ["0,1", "2,3"]), (3, 2, ["", ""]), (0, 1, [None, None])],
+)
+def test_each_worker_sees_its_gpus(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    devices: int,
+    shares: list[str | None],
+) -> None:
+    nvidia_smi(folder, monkeypatch, "".join(f"echo 'GPU {i}: A100'\n" for i in range(gpus)))
+    command = fake(
+        "Path(f'gpus-{index}').write_text(json.dumps(os.environ.get('CUDA_VISIBLE_DEVICES')))"
+    )
+    monkeypatch.setattr(sys, "executable", "unused")
+    monkeypatch.setattr(
+        supervisor, "supervise", lambda _, *rest, **more: supervise(command, *rest, **more)
+    )
+    config = Config(workers=2, virtual_devices=devices, run_name="a")
+    assert supervisor.start_cluster(["train"], config) == 0
+    assert [json.loads(Path(f"gpus-{i}").read_text()) for i in (0, 1)] == shares
+
+
+def test_settings_that_cannot_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def message(**settings: Any) -> str:
+        with pytest.raises(SetupError) as error:
+            supervisor.start_cluster(["train"], Config(run_name="a", **settings))
+        return str(error.value)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "10 cannot be shared out evenly over 6 replicas; take a multiple of 6" in message(
+        batch_size=10, workers=3, virtual_devices=2
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert "2 workers cannot share 3 GPUs evenly" in message(workers=2)
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    assert "TF_CONFIG in the environment tells this process to join a cluster" in message(workers=2)
+    assert not RUN.exists()
+
+
+def test_from_python_there_is_no_supervisor() -> None:
+    with pytest.raises(SetupError, match=r"the command line: ./train.sh --workers 2$"):
+        ctl_core.train(SimpleNamespace(), Config(steps=1, workers=2))
+
+
+def ctl(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ctl_core", *argv]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_project_that_cannot_start_is_one_line() -> None:
+    done = ctl("train", "--workers", "2", "--steps", "1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: no file callbacks.py in \S+; run this .*\n", done.stderr)
+    assert not Path("runs").exists()
+    Path("callbacks.py").write_text("import sys\n\n1 / 0\n")
+    done = ctl("train", "--workers", "2", "--steps", "1", "--run-name", "a")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: callbacks.py:3: ZeroDivisionError: division by zero\n"
+    assert log(1).endswith(done.stderr)
+
+
+def test_a_trained_run_is_used_in_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluate(_: object, config: Config, options: object) -> None:
+        assert config.workers == 1 and "TF_CONFIG" not in os.environ
+
+    RUN.mkdir(parents=True)
+    (RUN / "config.yaml").write_text("steps: 1\nworkers: 3\n")
+    Path("callbacks.py").write_text("")
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    monkeypatch.setattr(commands, "evaluate", evaluate)
+    assert main(["evaluate", "--run-name", "a"]) == 0

@@ -1,0 +1,187 @@
+"""A run that is there has its own settings; what is said where config.yaml has others."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from ctl_core.__main__ import main
+from ctl_core.cli import OPTIONS, Command, find_run, parse_command
+from ctl_core.cluster import supervisor
+from ctl_core.errors import SetupError
+from ctl_core.layers import write_config
+from ctl_core.settings import Config
+from tests.helpers.settings import make_run, resolve
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def test_find_run() -> None:
+    runs = Path("runs")
+    with pytest.raises(SetupError, match="runs: no run there yet; train one first"):
+        find_run(runs, None)
+    make_run("old", 20)
+    make_run("new", 10)
+    (runs / "newest-but-nothing-in-it").mkdir()
+    assert find_run(runs, None) == runs / "new"
+    assert find_run(runs, "old") == runs / "old"
+    with pytest.raises(SetupError, match=r"run_name: no run 'odl' in runs; did you mean 'old'\?"):
+        find_run(runs, "odl")
+    with pytest.raises(SetupError, match=r"there: new, old"):
+        find_run(runs, "newest-but-nothing-in-it")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export"])
+def test_a_trained_run_is_used_with_its_own_config(command: str) -> None:
+    own = Config(steps=9, batch_size=3, run_name="old", workers=3, debug=True, hparams={"width": 7})
+    for name, age in (("old", 20), ("new", 10)):
+        run = make_run(name, age)
+        write_config(dataclasses.replace(own, run_name=name), run / "config.yaml")
+        os.utime(run / "config.yaml", (10**9 - age, 10**9 - age))
+    Path("config.yaml").write_text("steps: 1\nbatch_size: 64\nhparams: {width: 1}\n")
+
+    def used(*flags: str, **environ: str) -> Command:
+        return parse_command([command, *flags], environ)
+
+    # How a run was watched, and by how many processes trained, says nothing about how it is used.
+    expected = dataclasses.replace(own, debug=False, workers=1)
+    assert used("--run-name", "old").config == expected
+    assert used().config == dataclasses.replace(expected, run_name="new")
+    assert used(CTL_RUN_NAME="old").config == expected
+    assert used("--run-name", "old", "--batch-size", "5").config.batch_size == 5
+    assert used("--run-name", "old", CTL_BATCH_SIZE="6").config.batch_size == 6
+    assert used("--run-name", "old", "--debug").config.debug is True
+    alone = used("--run-name", "old", "--workers", "2", "--strategy", "one_device", CTL_WORKERS="2")
+    assert alone.config.workers == 1
+    options = used("--run-name", "old", "--checkpoint", "3").options
+    assert options == {**dict.fromkeys(OPTIONS[command]), "checkpoint": 3}
+    Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\nhparams: {width: x}\n")
+    other = dataclasses.replace(expected, batch_size=11, hparams={"width": "x"})
+    assert used("--config", "mine.yaml").config == other
+    Path("config.yaml").write_text("run_name: old\n")
+    assert used().config == expected
+    with pytest.raises(SetupError, match="no run 'none' in runs"):
+        used("--run-name", "none")
+    with pytest.raises(SetupError, match="elsewhere: no run there yet"):
+        used("--runs-dir", "elsewhere")
+    with pytest.raises(SetupError, match=r"unknown setting --chekpoint; did you mean '--checkpo"):
+        used("--chekpoint", "3")
+    with pytest.raises(SetupError, match=r"checkpoint: expected a step, a whole.* got 'last'"):
+        used("--checkpoint", "last")
+
+
+def first_run(text: str, *flags: str) -> Config:
+    """Writes config.yaml and resolves the settings of run a, which is then there."""
+    Path("config.yaml").write_text(text)
+    config = resolve("--run-name", "a", *flags)
+    write_config(config, make_run("a", 10) / "config.yaml")
+    return config
+
+
+def test_a_run_is_trained_on_with_its_own_settings() -> None:
+    flags = ("--batch-size", "8", "--steps", "300", "--workers", "2", "--hparams.width", "5")
+    first = first_run("steps: 600\nhparams: {width: 3}\n", *flags, "--debug")
+    first = dataclasses.replace(first, debug=False)
+    assert first.hparams == {"width": 5}
+    assert resolve("--run-name", "a") == first
+    assert resolve("--run-name", "a", "--steps", "600") == dataclasses.replace(first, steps=600)
+    assert resolve("--run-name", "a", environ={"CTL_SEED": "4"}).seed == 4
+    assert resolve("--run-name", "a", "--epochs", "2").steps is None
+    assert resolve(environ={"CTL_RUN_NAME": "a"}) == first
+    assert resolve(config="run_name: a\nsteps: 5\n") == first
+    assert resolve("--run-name", "a", "--hparams.width", "6").hparams == {"width": 6}
+    # How it is watched is the project's to say, and the others are new runs.
+    assert resolve("--run-name", "a", config="debug: true\nsteps: 7") == dataclasses.replace(
+        first, debug=True
+    )
+    assert resolve("--run-name", "b") == Config(steps=7, debug=True, run_name="b")
+    assert resolve("--run-name", "a", "--runs-dir", "else").batch_size == 64
+    # A cluster of several machines says by itself how many processes there are.
+    assert resolve("--run-name", "a", environ={"TF_CONFIG": "{}"}).workers == 1
+    assert resolve("--run-name", "a", "--workers", "2", environ={"TF_CONFIG": "{}"}).workers == 2
+
+
+def test_a_config_file_that_is_named_goes_before_the_runs_own() -> None:
+    first = first_run("steps: 600\n", "--batch-size", "8", "--seed", "3")
+    Path("mine.yaml").write_text("seed: 4\nepochs: 2\n")
+    expected = dataclasses.replace(first, steps=None, epochs=2, seed=4)
+    for named in (("--config", "mine.yaml"), ()):
+        environ = {} if named else {"CTL_CONFIG": "mine.yaml"}
+        command = parse_command(["train", "--run-name", "a", *named], environ)
+        assert command.config == expected and not command.notes
+    assert resolve("--run-name", "a", "--config", "mine.yaml", "--seed", "5").seed == 5
+
+
+def test_a_folder_without_settings_is_a_new_run() -> None:
+    """As each process of a cluster finds it, whose supervisor has made it for their logs."""
+    (Path("runs") / "a").mkdir(parents=True)
+    flags = ("--run-name", "a", "--hparams.w", "2", "--epochs", "3")
+    before = resolve(*flags, config="seed: 3\nsteps: 9\nhparams: {w: 1.5}\n")
+    assert before == Config(epochs=3, seed=3, run_name="a", hparams={"w": 2.0})
+    write_config(before, Path("runs/a/config.yaml"))  # and as it is when they start again
+    assert resolve(*flags) == before
+
+
+def test_what_config_yaml_says_otherwise_than_the_run_is_told() -> None:
+    def notes(*flags: str, config: str, command: str = "train") -> str:
+        Path("config.yaml").write_text(config)
+        found = parse_command([command, "--run-name", "a", *flags], {}).notes
+        assert len(found) <= 1
+        return found[0] if found else ""
+
+    same = "steps: 600\nlearning_rate: 1\nhparams: {width: 3, deep: {x: [1]}}\n"
+    first_run(same)
+    assert notes(config=same) == notes(config="") == notes(config=same + "runs_dir: runs") == ""
+    changed = "steps: 300\nseed: 7\nhparams: {width: 4, deep: {x: [1, 2]}, new: a}\n"
+    told = notes(config=changed)
+    assert told.startswith("runs/a: ") and told.count("->") == 3
+    for words in ("steps: 600 -> 300, seed: 0 -> 7, hparams.width: 3 -> 4 and 2 more",):
+        assert words in told
+    told = notes("--steps", "900", "--hparams.width", "9", config=changed)
+    assert "steps" not in told and "width" not in told
+    assert "seed: 0 -> 7, hparams.deep.x: [1] -> [1, 2], hparams.new: None -> 'a';" in told
+    assert notes(config=changed, command="evaluate") == ""
+    assert notes("--config", "config.yaml", config=changed) == ""
+
+
+def test_notes_are_on_the_console_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("config.yaml").write_text("steps: 1\nhparams: {width: 3}\n")
+    for supervised in (False, True):
+        if supervised:
+            monkeypatch.setenv(supervisor.PIPE, "0")
+        assert main(["train", "--hparams.widht", "3"]) == 2  # there is no callbacks.py
+        assert capsys.readouterr().out.count("did you mean 'width'?") == (not supervised)
+
+
+def test_what_an_earlier_engine_did_not_write_is_the_default() -> None:
+    (make_run("a", 10) / "config.yaml").write_text("steps: 6\n")
+    same = "steps: 6\ncallbacks: ./callbacks.py\non_nan: warn\nseed: 0\n"
+    Path("config.yaml").write_text(same)
+    assert parse_command(["train", "--run-name", "a"], {}).notes == []
+    Path("config.yaml").write_text(same + "steps_per_call: 5\n")
+    (told,) = parse_command(["train", "--run-name", "a"], {}).notes
+    assert "differs: steps_per_call: 1000 -> 5;" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("./gan.py", "gan.py"),
+        ("a/../b/x.py", "b/x.py"),
+        ("..x/y.py", "..x/y.py"),
+        ("{here}/b/x.py", "b/x.py"),
+        ("../x.py", "{above}/x.py"),
+        ("/x.py", "/x.py"),
+    ],
+)
+def test_callbacks_inside_of_the_project_are_kept_relative_to_it(
+    folder: Path, given: str, kept: str
+) -> None:
+    places = {"here": folder, "above": folder.parent}
+    config = resolve("--callbacks", given.format(**places))
+    assert config.callbacks == kept.format(**places)

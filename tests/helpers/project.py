@@ -1,0 +1,177 @@
+"""A small project for the command line, trained in this process; what its commands leave behind."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import tensorflow as tf
+
+from ctl_core.__main__ import main
+
+# A project that trains: 40 examples of 2 features, global batches of 8.
+PIECES = {
+    "imports": """\
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ctl_core
+
+x = np.arange(80, dtype="float32").reshape(40, 2) / 80
+y = x.sum(1, keepdims=True)
+data = tf.data.Dataset.from_tensor_slices((x, y))
+""",
+    "create_dataset": """\
+def create_dataset(per_replica_batch_size):
+    return data.batch(per_replica_batch_size, drop_remainder=True)
+""",
+    "create_model": """\
+def create_model():
+    kernel = keras.initializers.Constant(0.5)
+    return keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer=kernel, name="dense")]
+    )
+""",
+    "create_loss": """\
+def create_loss():
+    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2)
+""",
+    "every_steps": "every_steps = {}\n",
+}
+
+
+FLAGS = ("--steps", "10", "--batch-size", "8", "--run-name", "a")
+
+
+def source_of(**pieces: str | None) -> str:
+    """Returns a callbacks.py: the pieces above, some replaced, left out or added."""
+    return "\n\n".join(piece for piece in {**PIECES, **pieces}.values() if piece is not None)
+
+
+def line_of(source: str, fragment: str) -> int:
+    """Returns the number of the one line that holds the fragment."""
+    (number,) = [n for n, line in enumerate(source.splitlines(), 1) if fragment in line]
+    return number
+
+
+def mistakes(text: str) -> dict[str, tuple[str, list[str]]]:
+    """Reads a table of cases: ``== its name``, code, and ``-> words | of the message``."""
+    cases: dict[str, tuple[str, list[str]]] = {}
+    for case in text.strip().removeprefix("== ").split("\n== "):
+        name, *lines = case.splitlines()
+        words = [word for line in lines if line.startswith("-> ") for word in line[3:].split(" | ")]
+        assert name not in cases and words
+        cases[name] = "\n".join(line for line in lines if not line.startswith("-> ")), words
+    return cases
+
+
+def where(source: str) -> str:
+    """Returns how a message has to name the line that is marked with ``# here``, if one is."""
+    return f"callbacks.py:{line_of(source, '# here')}" if "# here" in source else ""
+
+
+class Outcome(NamedTuple):
+    """What a command left behind: exit code, both outputs, files that it wrote."""
+
+    code: int
+    out: str
+    err: str
+    written: set[str]
+
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    """Returns ``cli(source, *flags)``, which runs a command in a project with that callbacks.py."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("CTL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    # The many runs of one test process look to TensorFlow like one function traced again and again.
+    monkeypatch.setattr(tf.get_logger(), "level", 40)
+
+    def run(
+        source: str | bytes | None,
+        *flags: str,
+        config: str = "",
+        command: tuple[str, ...] = ("train", *FLAGS),
+    ) -> Outcome:
+        if source is not None:
+            text = source if isinstance(source, bytes) else source.encode()
+            (tmp_path / "callbacks.py").write_bytes(text)
+        if config:
+            (tmp_path / "config.yaml").write_text(config)
+        linecache.clearcache()
+        sys.modules.pop("callbacks", None)
+        before = files(tmp_path)
+        code = main([*command, *flags])
+        captured = capfd.readouterr()
+        return Outcome(code, captured.out, captured.err, files(tmp_path) - before)
+
+    return run
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+def refused(outcome: Outcome, *words: str) -> None:
+    """Checks that a command was refused in one line with these words, and only logged."""
+    lines = outcome.err.splitlines()
+    assert (outcome.code, len(lines)) == (2, 1), outcome
+    assert lines[0].startswith("error: ") and "Traceback" not in outcome.out
+    for word in words:
+        assert word in lines[0]
+    assert outcome.written <= {"runs/a/train.log"}
+
+
+def failed(outcome: Outcome, *words: str) -> None:
+    """Checks that a run failed, with one line that has these words."""
+    lines = outcome.err.splitlines()
+    assert (outcome.code, len(lines)) == (1, 1), outcome
+    assert lines[0].startswith("error: ") and "Traceback" not in outcome.out
+    for word in words:
+        assert word in lines[0]
+
+
+# A callbacks.py that trains ``small_model`` on ``regression_data``; what a test adds goes below it.
+REGRESSION = """
+import keras
+import tensorflow as tf
+
+import ctl_core
+from tests.helpers.cases import regression_data, sliced, small_model, squared_error
+
+create_model = small_model
+create_dataset = sliced(regression_data())
+every_steps = {}
+
+
+def create_loss():
+    return squared_error
+
+
+"""
+# The same with an evaluation of 37 examples.
+EVALUATED = (
+    REGRESSION
+    + """
+def create_eval_dataset(per_replica_batch_size):
+    inputs, target = regression_data()
+    return tf.data.Dataset.from_tensor_slices((inputs[:37], target[:37])).batch(
+        per_replica_batch_size)
+
+
+def create_metrics():
+    return {"error": keras.metrics.MeanAbsoluteError()}
+"""
+)

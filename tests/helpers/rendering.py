@@ -1,0 +1,134 @@
+"""Shared by the template's tests: rendering a project in a clean environment, in this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from cookiecutter.main import cookiecutter
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
+CHOICES = {
+    "example": ["digits", "blank"],
+    "accelerator": ["cpu", "gpu"],
+    "license": ["MIT", "Apache-2.0", "BSD-3-Clause", "none"],
+}
+COMBINATIONS = [
+    dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())
+]
+Render = Callable[..., Path]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """An environment without the user's settings for git and cookiecutter."""
+    home = tmp_path_factory.mktemp("home")
+    config = home / "cookiecutter.yaml"
+    config.write_text(f"cookiecutters_dir: {home}/templates\nreplay_dir: {home}/replay\n")
+    names = [name for name in os.environ if name.startswith(("GIT_", "CTL_"))]
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    kept.pop("VENV", None)
+    yield {
+        **kept,
+        "HOME": str(home),
+        "XDG_CONFIG_HOME": str(home / "config"),
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "COOKIECUTTER_CONFIG": str(config),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+
+
+@pytest.fixture(scope="session")
+def render(environment: dict[str, str]) -> Render:
+    """Renders a project into a folder; ``template`` may be another place than this one."""
+
+    def function(folder: Path, template: str | Path = ROOT, **answers: Any) -> Path:
+        with mock.patch.dict(os.environ, environment, clear=True):
+            return Path(
+                cookiecutter(
+                    str(template), no_input=True, extra_context=answers, output_dir=str(folder)
+                )
+            )
+
+    return function
+
+
+@pytest.fixture(scope="session")
+def run(environment: dict[str, str]) -> Run:
+    """Runs a command in the clean environment; ``check=False`` to look at a failure."""
+
+    def function(
+        *command: str | Path,
+        cwd: Path,
+        check: bool = True,
+        **variables: str,
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=cwd,
+            env={**environment, **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if check:
+            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return function
+
+
+@pytest.fixture(scope="session")
+def projects(
+    tmp_path_factory: pytest.TempPathFactory, render: Render
+) -> dict[tuple[str, ...], Path]:
+    """Every combination of the choices, rendered once; tests do not write into these."""
+    folder = tmp_path_factory.mktemp("projects")
+    return {
+        tuple(choices.values()): render(folder, project_slug=f"project_{number}", **choices)
+        for number, choices in enumerate(COMBINATIONS)
+    }
+
+
+@pytest.fixture(scope="session")
+def digits(projects: dict[tuple[str, ...], Path]) -> Path:
+    """The project with the default choices."""
+    return projects["digits", "cpu", "MIT"]
+
+
+@pytest.fixture(scope="session")
+def template_repository(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
+    """A git repository with the working tree as its only commit; tests clone it."""
+    repository = tmp_path_factory.mktemp("source") / "template"
+    ignored = [".git", ".venv", "build", "dist", "runs", "__pycache__", "*.egg-info", ".*_cache"]
+    shutil.copytree(ROOT, repository, symlinks=True, ignore=shutil.ignore_patterns(*ignored))
+    run("git", "init", "--quiet", cwd=repository)
+    commit(run, repository, "Template")
+    return repository
+
+
+def commit(run: Run, repository: Path, message: str) -> None:
+    """Commits everything in the working tree."""
+    run("git", "add", "--all", cwd=repository)
+    identity: Sequence[str] = ("-c", "user.name=Tester", "-c", "user.email=tester@example.com")
+    run("git", *identity, "commit", "--quiet", "--message", message, cwd=repository)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Maps the path of every file below a folder, except git's and compiled ones, to its bytes."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not {".git", "__pycache__"} & set(path.relative_to(folder).parts)
+    }

@@ -1,0 +1,110 @@
+"""Comparing a run in one go with the same run in two parts, in all that its objects reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.run_state.tracking import find, plain_variable
+from tests.helpers.cases import FEATURES, small_model
+from tests.helpers.fixtures import Train
+
+
+def values(state: ctl_core.State) -> dict[str, np.ndarray]:
+    """Everything that the run reaches, found anew, as it is on the first replica and in sum."""
+    found = find({**state.roots, "metrics": None, "ckpt": None})
+    read = state.strategy.experimental_local_results
+    numbers = {}
+    for path, variable in found.variables.items():
+        plain = plain_variable(variable)
+        if isinstance(plain, tf.random.Generator):
+            plain = plain.state
+        if hasattr(plain, "export"):
+            numbers[path] = np.sort(np.asarray(plain.export()[1]).ravel())
+        else:
+            numbers[path] = np.sum([part.numpy() for part in read(plain)], axis=0)
+    return numbers
+
+
+def assert_resumes(
+    train: Train, program: Callable[[], SimpleNamespace], replicas: int = 1, **settings: Any
+) -> dict[str, np.ndarray]:
+    """Compares 12 steps in one go with 5 and 7, each by objects made anew; returns the former."""
+    settings = {"virtual_devices": replicas, **settings}
+    whole = values(train(program(), steps=12, run_name="whole", **settings))
+    train(program(), steps=5, run_name="parts", **settings)
+    parts = values(train(program(), steps=12, run_name="parts", **settings))
+    assert whole.keys() == parts.keys()
+    for path, value in whole.items():
+        np.testing.assert_array_equal(value, parts[path], err_msg=path)
+    return whole
+
+
+def dense(units: int, inputs: int = FEATURES, seed: int = 0) -> keras.layers.Dense:
+    layer = keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed))
+    layer.build((None, inputs))
+    return layer
+
+
+@keras.saving.register_keras_serializable("test_state")
+class Blocks(keras.Model):
+    """Layers in a list, a dict, a tuple and a list of dicts, as ported research code has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [{"dense": dense(6, 6, i), "norm": keras.layers.BatchNormalization()} for i in
+                       range(2)]  # fmt: skip
+        self.heads = {"mean": dense(1, 6, 3)}
+        self.stem = (dense(6, seed=4), keras.layers.Dropout(0.2, seed=5))
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        x = self.stem[1](tf.tanh(self.stem[0](inputs)), training=training)
+        for block in self.blocks:
+            x = x + block["norm"](tf.tanh(block["dense"](x)), training=training)
+        return self.heads["mean"](x)
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls, with a variable made by hand, and keeps a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = keras.Variable(0.0, trainable=False)
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign(self.calls + 1)
+        self.seen.update_state(tf.ones(tf.shape(inputs)[0]))
+        return inputs
+
+
+def counting_model() -> keras.Model:
+    model = small_model()
+    return keras.Sequential([keras.Input((FEATURES,)), Counting(), *model.layers])
+
+
+def seeded(create: Callable[[], Any]) -> Callable[[], Any]:
+    def create_model() -> Any:
+        keras.utils.set_random_seed(1)
+        return create()
+
+    return create_model
+
+
+class StatefulRnn(keras.Model):
+    """A recurrent network that goes on where the last batch ended, and counts batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = keras.layers.SimpleRNN(4, stateful=True, seed=1)
+        self.rnn.build((16, FEATURES, 1))
+        self.count, self.out = Counting(), dense(1, 4)
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.rnn(self.count(inputs)[:, :, None]))
