@@ -83,6 +83,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "drift",
         "decisions",
         "not_finite",
+        "steered",
         "settings_differ",
         "data_differs",
         "layers_frozen_unalike",
@@ -255,6 +256,33 @@ def test_a_loss_that_one_process_has_is_known_to_all(two: Path) -> None:
         assert str(values["message"]).startswith("the loss of step 3 is not finite")
     names = {path.name for path in (two / "runs/stopped/ckpt/engine").glob("*.json")}
     assert names == {"ckpt-2.json"}
+
+
+def test_what_evaluations_decide_and_what_follows_an_update(train: Train, two: Path) -> None:
+    """The same as in one process; there the one that ends training is the only one."""
+    hooks = cases.steered_hooks(lambda step: step == 20)
+    state = train(hooks, run_name="alone", **{**cases.STEERED, "batch_size": 24})
+    assert state.ended and state.step == 20
+    for values in kept(two, "steered", 2):
+        found = values.pop("found").tolist()
+        assert found == [20, 20, *state.hook_state["losses"]]
+        assert_equal_weights(list(values.values()), state.train_model.get_weights())
+    folder = two / "runs/steered"
+    assert logged(folder) == logged(state.run_dir) and len(logged(folder)) == 9
+    saved = [path.name for path in (folder / "ckpt/best/engine").glob("*.json")]
+    assert saved == [path.name for path in (state.run_dir / "ckpt/best/engine").glob("*.json")]
+    assert {"ckpt-10.json", "ckpt-20.json"} <= {
+        path.name for path in (folder / "ckpt/engine").glob("*.json")
+    }
+
+
+def logged(folder: Path) -> list[tuple[int, str, float]]:
+    """Evaluations and train metrics, rounded."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        (line["step"], line["split"], round(line.get("mean", line.get("loss")), 3))
+        for line in lines
+    ]
 
 
 def test_settings_that_differ_are_named(two: Path) -> None:

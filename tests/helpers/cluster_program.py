@@ -205,6 +205,14 @@ def not_finite(folder: Path) -> None:
     keep(folder, "not_finite", noted=noted, message=message)
 
 
+def steered(folder: Path) -> None:
+    """Only the second process ends training, after the evaluation of step 20."""
+    hooks = cases.steered_hooks(lambda step: TASK == 1 and step == 20)
+    state = run(folder, "steered", hooks, **cases.STEERED)
+    found = [state.step, state.progress.evaluated, *state.hook_state["losses"]]
+    keep_weights(folder, "steered", state, found=found)
+
+
 def settings_differ(folder: Path) -> None:
     """One process has another learning rate."""
     message = "nothing found"
