@@ -147,7 +147,8 @@ def _create(
                 weights = trainable_variables(train_model)
             roots["ema"] = context.average = WeightAverage(config.ema, weights, strategy)
         _build_late(roots, context, data, cluster.task, variables)
-        evaluation = create_evaluation(context, strategy, cluster.task, per_replica)
+        of_evaluation = (config.eval_batch_size or 0) // replicas or per_replica
+        evaluation = create_evaluation(context, strategy, cluster.task, of_evaluation)
         if cluster.task.chief:
             repair_list(run.ckpt, run.reading)
         hook = hooks.create_ckpt

@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, reason
 from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.layers import write_config
+from ctl_core.provenance import provenance
 from ctl_core.settings import Config, free_name
 
 
@@ -122,7 +123,12 @@ class Run:
         return self.path / "metrics.jsonl"
 
     def open(
-        self, config: Config, step: int, new: bool = True, source: bytes | None = None
+        self,
+        config: Config,
+        step: int,
+        new: bool = True,
+        source: bytes | None = None,
+        devices: Sequence[str] = (),
     ) -> None:
         """Writes config.yaml and opens metrics.jsonl, which ends at ``step`` afterwards.
 
@@ -134,6 +140,7 @@ class Run:
             step: how many steps were taken
             new: whether more are about to be: settings and hooks are those of steps that were
             source: what is in the file with the hooks, if there is one
+            devices: that this process trains on
 
         Raises:
             SetupError: one of the files cannot be written.
@@ -141,10 +148,12 @@ class Run:
         try:
             if new:
                 write_config(config, self.config_file)
+                with written_whole(self.path / "env.json") as beside:
+                    beside.write_text(json.dumps(provenance(devices), indent=2) + "\n")
             if new and source is not None:
                 with written_whole(self.path / COPY) as beside:
                     beside.write_bytes(source)
-            kept = [line for line in self.read_metrics() if line["step"] <= step]
+            kept = [line for line in read_metrics(self.path) if line["step"] <= step]
             with written_whole(self.metrics_file) as beside:
                 lines = "".join(json.dumps(line) + "\n" for line in kept)
                 beside.write_text(lines, encoding="utf-8")
@@ -158,20 +167,6 @@ class Run:
             f"{self.shown}: the run folder cannot be written ({file}{error.strerror}); choose "
             "another runs_dir or run_name."
         )
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Reads metrics.jsonl; a last line that was cut short by a kill is left out."""
-        if not self.metrics_file.exists():
-            return []
-        lines = []
-        for text in self.metrics_file.read_text(encoding="utf-8").splitlines():
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                lines.append(line)
-        return lines
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
         """Appends a line to metrics.jsonl and a scalar summary per value to tb/<split>."""
@@ -249,6 +244,20 @@ class Run:
         with contextlib.suppress(OSError):
             self._log.close()
         self._held.close()
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Reads a run's metrics.jsonl; a last line that was cut short by a kill is left out."""
+    file = run / "metrics.jsonl"
+    lines = []
+    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
 
 
 @contextlib.contextmanager

@@ -200,6 +200,11 @@ class Config:
         "evaluate every so many steps (0: only at the end), or every 1epoch",
         title="a number of steps, or a number of epochs such as 1epoch",
     )
+    eval_batch_size: Annotated[int | None, Field(ge=1, lt=2**63)] = declare(
+        None,
+        "examples that an evaluation takes at once, shared out over the replicas; default: as many "
+        "as a step",
+    )
     max_time: Annotated[str | None, AfterValidator(_check_time)] = declare(
         None,
         "stop and save after this time, as at a SIGTERM; started again, the run goes on",

@@ -20,6 +20,7 @@ from ctl_core.numerics.freezing import Freezing
 from ctl_core.numerics.learning_rate import LearningRate
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.profile import Clock
+from ctl_core.run_folder import read_metrics
 from ctl_core.run_state.record import Record
 from ctl_core.run_state.tracking import Found
 from ctl_core.settings import Config
@@ -147,6 +148,11 @@ class State:
     def metrics(self) -> dict[str, float]:
         """Values of the last evaluation by name, or {}."""
         return self.progress.metrics
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: step, split and values by name, from the first on."""
+        return read_metrics(self.run_dir)
 
     @property
     def hook_state(self) -> dict[str, Any]:

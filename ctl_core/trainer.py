@@ -172,7 +172,7 @@ class Trainer:
         if going_on:
             check_step(state, self.functions, console)
         if state.cluster.task.chief:
-            run.open(state.config, self.start, new=going_on, source=source)
+            run.open(state.config, self.start, going_on, source, self.functions.devices)
             console.listeners.append(run.write)
         console.say(opening(state, self.start, target, self._resumed))
         console.start(self.start, self.last)

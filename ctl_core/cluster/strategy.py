@@ -175,6 +175,11 @@ def _check_batch_size(config: Config, replicas: int) -> None:
             f"replica{'s' * (replicas > 1)}{micro * (config.accumulate_steps > 1)}; take a "
             f"multiple of {shares}."
         )
+    if config.eval_batch_size is not None and config.eval_batch_size % replicas:
+        raise SetupError(
+            f"eval_batch_size: {config.eval_batch_size} cannot be shared out evenly over "
+            f"{replicas} replicas; take a multiple of {replicas}."
+        )
 
 
 # A process joins its cluster once; a second strategy for it would wait for peers that are not

@@ -16,7 +16,7 @@ LAYERS = """
     chunks collectives console data files precision not_finite reduction staging signals
     helpers compat joining profile settings batch_norm hook_state record gpus hook_table
     callbacks_file
-    layers rhythm selection tracking learning_rate strategy supervisor fitting folder
+    layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder rate_schedule sync randomness freezing averaging micro_batches defaults
     autograph divergence __main__
     checks.hooks

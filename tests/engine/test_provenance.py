@@ -1,0 +1,81 @@
+"""What a run says of where it was trained, and of what it measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.provenance import provenance
+from tests.helpers.cases import make_hooks, regression_data, sliced
+from tests.helpers.fixtures import Train
+
+
+def test_versions_devices_and_command(train: Train) -> None:
+    state = train(make_hooks(), steps=1, virtual_devices=2)
+    told = json.loads((state.run_dir / "env.json").read_text())
+    assert told["versions"]["ctl_core"] == ctl_core.__version__
+    assert told["versions"]["keras"] == keras.__version__
+    assert told["versions"]["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
+    assert len(told["devices"]) == 2 and told["command"] == sys.argv
+
+
+def test_commit_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+    def git(*words: str) -> None:
+        own = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *own, *words], check=True, capture_output=True)
+
+    assert (provenance([])["commit"], provenance([])["dirty"]) == (None, None)
+    (tmp_path / "callbacks.py").write_text("1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    (tmp_path / "notes").touch()  # Git does not know it
+    assert len(provenance([])["commit"]) == 40 and provenance([])["dirty"] is False
+    (tmp_path / "callbacks.py").write_text("2\n")
+    assert provenance([])["dirty"] is True
+    monkeypatch.setenv("PATH", "")
+    assert provenance([])["commit"] is None
+
+
+def test_history_is_what_metrics_jsonl_has(train: Train) -> None:
+    hooks = make_hooks(
+        create_eval_dataset=sliced(regression_data()),
+        every_steps={2: lambda step, loss: ctl_core.report(step, loss=loss)},
+    )
+    train(hooks, steps=3, eval_every=2)
+    state = train(hooks, steps=6, eval_every=2)
+    found = [(line["step"], line["split"]) for line in state.history]
+    assert found == [(2, "train"), (2, "eval"), (3, "eval"), (4, "train"), (4, "eval"),
+                     (6, "train"), (6, "eval")]  # fmt: skip
+    assert state.history[-1]["loss"] == state.metrics["loss"]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_evaluation_may_take_more_at_once_than_a_step(train: Train, replicas: int) -> None:
+    sizes: list[int] = []
+
+    def create_eval_dataset(per_replica_batch_size: int) -> Any:
+        sizes.append(per_replica_batch_size)
+        data = tf.data.Dataset.from_tensor_slices(regression_data())
+        return data.batch(per_replica_batch_size)
+
+    hooks = make_hooks(create_eval_dataset=create_eval_dataset)
+    settings = {"steps": 2, "accumulate_steps": 2, "virtual_devices": replicas}
+    plain = train(hooks, run_name="plain", **settings)
+    state = train(hooks, eval_batch_size=64, **settings)
+    assert sizes == [8 // replicas, 64 // replicas]
+    assert state.metrics == pytest.approx(plain.metrics, rel=1e-6)
+    if replicas == 2:
+        with pytest.raises(ctl_core.SetupError, match="eval_batch_size: 33 cannot be shared out"):
+            train(hooks, eval_batch_size=33, **settings)
