@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.checks.created import (
+    check_groups,
     check_keras_loss,
     check_manager,
     check_optimizers,
@@ -37,6 +38,7 @@ from ctl_core.metrics import create_metrics, update_train_metrics
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.batch_norm import MovingStatistics
 from ctl_core.numerics.freezing import Freezing, unfrozen
+from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes
 from ctl_core.numerics.rate_schedule import schedule_of, wanted
@@ -102,19 +104,13 @@ def _create(
         train_loss = create_callable(hooks.create_loss, "train_loss")
         check_keras_loss(hooks.create_loss, train_loss)
         lr = LearningRate(config.learning_rate)
-        optimizer = hooks.create_opt(lr=lr)
-        optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
-        check_optimizers(hooks.create_opt, optimizers)
-        lr.follows = False
-        if replicas > 1:
-            check_optimizers_of_replicas(hooks.create_opt, optimizer)
         context = StepContext(
             hooks,
             train_model,
             train_loss,
-            rate_for_hooks(lr, optimizers, str(hooks.create_opt)),
-            optimizer,
-            optimizers,
+            lr,
+            None,
+            {},
             config.batch_size,
             replicas,
             step,
@@ -122,7 +118,10 @@ def _create(
             config.jit_compile,
             notes_losses=config.on_nan != "ignore",
         )
+        optimizers = _create_optimizers(context, lr, data, cluster.task)
+        optimizer = context.optimizer
         variables, input_spec, writes = _build_variables(context, data, cluster.task)
+        check_groups(hooks.create_opt, optimizers, variables)
         check_variables(hooks.create_model, variables)
         if said := of_sample_weights(hooks, data.element_spec):
             console.warn(said)
@@ -194,6 +193,32 @@ def _create(
         computed_in=sorted(computed),
         writes=writes,
     )
+
+
+def _create_optimizers(
+    context: StepContext, lr: LearningRate, data: Input, task: Task
+) -> dict[str, Any]:
+    """Calls ``create_opt``; where that names the model, its variables are there.
+
+    Returns:
+        The optimizers by objective, which the context has, too.
+    """
+    hook = context.hooks.create_opt
+    if "train_model" in hook.arguments:
+        lr.follows = False
+        with _scratch(data, task):
+            run_model(context, _placeholders(data.element_spec), training=True)
+        lr.follows = True
+    made = hook(lr=lr, train_model=context.train_model)
+    lr.follows = False
+    optimizer = OptimizerGroups(made) if is_pairs(made) else made
+    optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
+    check_optimizers(hook, optimizers)
+    if context.replicas > 1:
+        check_optimizers_of_replicas(hook, optimizer)
+    context.optimizer, context.optimizers = optimizer, optimizers
+    context.lr = rate_for_hooks(lr, optimizers, str(hook))
+    return optimizers
 
 
 def _step_variable() -> tf.Variable:

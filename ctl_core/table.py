@@ -86,9 +86,9 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "create_opt",
-        _names("lr"),
-        "optimizer, or a dict of optimizers by objective",
-        "The optimizer.",
+        _names("lr train_model"),
+        "optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by objective",
+        "The optimizer; with pairs, each variable has that of its group.",
         "Nadam(learning_rate=lr, epsilon=0.001)",
     ),
     Spec(

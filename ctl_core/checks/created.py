@@ -12,6 +12,7 @@ from ctl_core.checks.returned import kind_of
 from ctl_core.errors import SetupError
 from ctl_core.helpers import sample_weight
 from ctl_core.hooks import Hook, Hooks
+from ctl_core.numerics.groups import OptimizerGroups
 from ctl_core.run_state.tracking import find, variable_name
 from ctl_core.types import Loss
 
@@ -47,9 +48,11 @@ def check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
             raise hook.reject(
                 f"returned {kind_of(optimizer)}"
                 + (f" as '{name}'" if name else "")
-                + ", expected an optimizer, or a dict of optimizers by objective."
+                + ", expected an optimizer, a list of pairs (optimizer, variables), or a dict of "
+                "optimizers by objective."
             )
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        members = optimizer if isinstance(optimizer, OptimizerGroups) else [optimizer]
+        if any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in members):
             raise hook.reject(
                 "returned a LossScaleOptimizer, but nothing here "
                 "scales the loss for it; return its inner_optimizer: where layers compute in "
@@ -57,6 +60,13 @@ def check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
             )
     if not optimizers:
         raise hook.reject("returned an empty dict of optimizers.")
+
+
+def check_groups(hook: Hook, optimizers: dict[str, Any], variables: dict[str, list[Any]]) -> None:
+    """Refuses parameter groups that lack a variable which is trained, or have it twice."""
+    for name, optimizer in optimizers.items():
+        if isinstance(optimizer, OptimizerGroups) and (why := optimizer.complaint(variables[name])):
+            raise hook.reject(f"{why}; return each variable with one optimizer.")
 
 
 def check_variables(hook: Hook, variables: dict[str, list[Any]]) -> None:

@@ -17,7 +17,7 @@ LAYERS = """
     helpers compat joining profile settings batch_norm hook_state record gpus hook_table
     callbacks_file
     layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
-    cli run_folder rate_schedule sync randomness freezing averaging micro_batches defaults
+    cli run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
     autograph divergence __main__
     checks.hooks
     hooks

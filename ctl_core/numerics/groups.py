@@ -1,0 +1,82 @@
+"""Parameter groups: one objective, several optimizers, each with variables of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.run_state.tracking import plain_variable, variable_name
+from ctl_core.types import Optimizer
+
+
+class OptimizerGroups(tf.Module):
+    """What ``create_opt`` gets when it returns pairs (optimizer, variables), as one optimizer.
+
+    Attributes:
+        optimizers: one for each group
+        built: whether the variables of the optimizers are there
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Any, Iterable[Any]]]) -> None:
+        """Takes the pairs."""
+        super().__init__(name="groups")
+        self.optimizers = [optimizer for optimizer, _ in pairs]
+        self.built = False
+        # In a lambda nothing is followed: the variables are the model's.
+        groups = tuple(tuple(variables) for _, variables in pairs)
+        self._groups = lambda: groups
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self.optimizers)
+
+    def __len__(self) -> int:
+        return len(self.optimizers)
+
+    def __getitem__(self, index: int) -> Optimizer:
+        return self.optimizers[index]  # type: ignore[no-any-return]
+
+    def complaint(self, variables: Iterable[Any]) -> str | None:
+        """Says which of the variables that are trained is in no group, or in two."""
+        for variable in variables:
+            count = sum(
+                plain_variable(one) is plain_variable(variable)
+                for group in self._groups()
+                for one in group
+            )
+            if count != 1:
+                where = "no group" if count == 0 else f"{count} groups"
+                return f"the variable {variable_name(variable)} is in {where}, expected one"
+        return None
+
+    def build(self, variables: Iterable[Any]) -> None:
+        """Lets each optimizer make its own variables."""
+        for optimizer, group in zip(self.optimizers, self._groups(), strict=True):
+            if callable(getattr(optimizer, "build", None)) and not optimizer.built:
+                optimizer.build(list(group))
+        self.built = True
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+        """Hands each gradient to the optimizer of its variable's group."""
+        pairs = list(grads_and_vars)
+        for optimizer, group in zip(self.optimizers, self._groups(), strict=True):
+            own = {id(plain_variable(variable)) for variable in group}
+            part = [pair for pair in pairs if id(plain_variable(pair[1])) in own]
+            if part:
+                optimizer.apply_gradients(part)
+
+
+def is_pairs(made: Any) -> bool:
+    """Whether ``create_opt`` has returned pairs (optimizer, variables)."""
+    return (
+        isinstance(made, list | tuple)
+        and len(made) > 0
+        and all(
+            isinstance(pair, list | tuple)
+            and len(pair) == 2
+            and hasattr(pair[0], "apply_gradients")
+            and isinstance(pair[1], list | tuple)
+            for pair in made
+        )
+    )
