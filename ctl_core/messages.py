@@ -48,7 +48,7 @@ def opening(state: State, start: int, last: int, resumed: bool) -> str:
         where += f", in {' and '.join(state.computed_in)}"
     if state.ended:
         return (
-            f"{run}: ended early, at step {start} of {last}; nothing left to train; "
+            f"{run}: ended early, at step {start} of {last}, nothing left to train; "
             "more steps, or --continue, let it go on."
         )
     if start >= last:

@@ -43,7 +43,7 @@ def test_the_same_again_says_so_and_trains_nothing(
         assert (state.step, state.ended) == (at, True) and state.metrics == metrics
         last = settings["steps"] or 4 * 6
         said = capsys.readouterr().out
-        assert f"ended early, at step {at} of {last}; nothing left to train" in said
+        assert f"ended early, at step {at} of {last}, nothing left to train" in said
         assert_weights(state, weights, rtol=0)
 
 
@@ -129,7 +129,7 @@ def test_the_command_line(
     assert main(["train"]) == 0
     assert "ended early: step 2" in capsys.readouterr().out
     assert main(["train"]) == 0
-    assert "ended it at step 2 of 4, nothing left to train" in capsys.readouterr().out
+    assert "ended early, at step 2 of 4, nothing left to train" in capsys.readouterr().out
     assert main(["train", "--continue"]) == 0
     assert "resuming at step 2, to step 4" in capsys.readouterr().out
     assert main(["train", "--continue"]) == 0
