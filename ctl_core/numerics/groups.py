@@ -38,8 +38,10 @@ class OptimizerGroups(tf.Module):
         return self.optimizers[index]  # type: ignore[no-any-return]
 
     def complaint(self, variables: Iterable[Any]) -> str | None:
-        """Says which of the variables that are trained is in no group, or in two."""
+        """Says which of the variables that are trained, and not frozen, is in no group or two."""
         for variable in variables:
+            if not getattr(variable, "trainable", True):
+                continue
             count = sum(
                 plain_variable(one) is plain_variable(variable)
                 for group in self._groups()
@@ -58,8 +60,14 @@ class OptimizerGroups(tf.Module):
         self.built = True
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
-        """Hands each gradient to the optimizer of its variable's group."""
+        """Hands each gradient to the optimizer of its variable's group.
+
+        Raises:
+            ValueError: a variable is in no group: it was frozen when the groups were made.
+        """
         pairs = list(grads_and_vars)
+        if why := self.complaint(variable for _, variable in pairs):
+            raise ValueError(f"{why}; give it an optimizer, also while it is frozen")
         for optimizer, group in zip(self.optimizers, self._groups(), strict=True):
             own = {id(plain_variable(variable)) for variable in group}
             part = [pair for pair in pairs if id(plain_variable(pair[1])) in own]

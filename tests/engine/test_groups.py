@@ -138,6 +138,26 @@ def test_a_variable_in_no_group_or_two_is_refused(train: Train, groups: Any, sai
         train(hooks(create_opt=create_opt), steps=1)
 
 
+def test_what_was_frozen_needs_a_group_once_it_is_not(train: Train) -> None:
+    def frozen() -> keras.Model:
+        made = model()
+        made.layers[0].trainable = False
+        return made
+
+    def melt(train_model: Any) -> None:
+        train_model.layers[0].trainable = True
+
+    def create_opt(lr: Any, train_model: Any) -> Any:
+        return [(keras.optimizers.SGD(lr), [v]) for v in train_model.trainable_variables]
+
+    assert train(hooks(create_model=frozen, create_opt=create_opt), steps=2).step == 2
+    own = hooks(create_model=frozen, create_opt=create_opt, at_step={2: melt})
+    with pytest.raises(
+        ctl_core.RunError, match=r"body/kernel is in no group, .*while it is frozen"
+    ):
+        train(own, steps=4, run_name="melt")
+
+
 def test_what_is_no_list_of_pairs_is_refused(train: Train) -> None:
     several: list[Any] = [[], [1, 2], [(1, [])]]
     for made in several:
