@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 try:
     import fcntl
@@ -34,7 +34,8 @@ except ImportError:  # Windows, where ``start_cluster`` refuses
 
 from ctl_core.cluster.gpus import share_gpus, visible_gpus
 from ctl_core.cluster.signals import INTERRUPTED, Counted
-from ctl_core.errors import PeerLost, SetupError, one_line
+from ctl_core.cluster.verdict import BY_SIGNAL, ORDERLY, End, judge
+from ctl_core.errors import SetupError, one_line
 from ctl_core.files import refuse_links
 
 if TYPE_CHECKING:
@@ -48,12 +49,6 @@ TICK = 0.1
 PEER_GRACE = 5.0
 # The same after a second SIGINT (see cluster/signals.py), by which they end themselves sooner.
 SIGNAL_GRACE = 1.6
-# A worker that ended so has done what it was told to.
-_ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-# The same signals before it listened to them, or a second time.
-_BY_SIGNAL = (-signal.SIGINT, -signal.SIGTERM)
-# Hooks, settings, files: trying again would fail again.
-_USERS_FAILURE = (1, 2)
 
 
 def supervised() -> bool:
@@ -135,48 +130,6 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
-    """How a worker ended: its exit code, negative for the signal that killed it."""
-
-    worker: int
-    code: int
-
-    def __str__(self) -> str:
-        if self.code == PeerLost.exit_code:
-            return f"worker {self.worker} lost another worker"
-        if self.code >= 0:
-            return f"worker {self.worker} ended with exit code {self.code}"
-        try:
-            name = signal.Signals(-self.code).name
-        except ValueError:
-            name = f"signal {-self.code}"
-        return f"worker {self.worker} was killed by {name}"
-
-
-def judge(ends: Sequence[End]) -> tuple[Literal["done", "failed", "crashed"], End]:
-    """Says what became of a cluster, and which worker decides it.
-
-    Args:
-        ends: in the order in which they ended, those that the supervisor killed left out
-
-    Returns:
-        ``done``, with the chief's end if it is among them; ``failed``, the user's own failure,
-        which starting again would repeat; or ``crashed``, with what looks most like the cause.
-    """
-    by_chief = sorted(ends, key=lambda end: end.worker != 0)
-    if failed := [end for end in by_chief if end.code in _USERS_FAILURE]:
-        return "failed", failed[0]
-    if crashed := [end for end in ends if end.code not in _ORDERLY]:
-        # TensorFlow answers the loss of a peer by PeerLost, or by aborting.
-        consequences = (-signal.SIGABRT, PeerLost.exit_code)
-        return "crashed", min(
-            crashed,
-            key=lambda end: consequences.index(end.code) + 1 if end.code in consequences else 0,
-        )
-    return "done", by_chief[0]
-
-
 def supervise(
     command: Sequence[str],
     folder: Path,
@@ -220,7 +173,7 @@ def supervise(
                 return end.code
             if signals.numbers:
                 code = _stopped_code(ends, signals.numbers[0])
-                if verdict == "crashed" and end.code not in _BY_SIGNAL:
+                if verdict == "crashed" and end.code not in BY_SIGNAL:
                     cluster.say(f"warning: {end} ({log}) while it was to stop; not restarted")
                 return code
             if verdict == "done":
@@ -237,9 +190,9 @@ def supervise(
 def _stopped_code(ends: Sequence[End], received: int) -> int:
     """Returns the chief's exit code after a signal: 130 or 143, or 0 if it was done already."""
     for end in ends:
-        if end.worker == 0 and end.code in _ORDERLY:
+        if end.worker == 0 and end.code in ORDERLY:
             return end.code
-        if end.worker == 0 and end.code in _BY_SIGNAL:
+        if end.worker == 0 and end.code in BY_SIGNAL:
             return 128 - end.code
     return 128 + received
 
@@ -351,7 +304,7 @@ class LocalWorkers:
                 _kill_group(worker.process)  # what it has started itself
                 if not worker.killed:
                     ends.append(End(worker.index, code))
-                    if code not in _ORDERLY:  # the others wait for it in vain
+                    if code not in ORDERLY:  # the others wait for it in vain
                         deadline = min(deadline, time.monotonic() + peer_grace)
             if signals.ended_at is not None:
                 deadline = min(deadline, signals.ended_at + signal_grace)

@@ -14,7 +14,7 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     errors table types
     chunks collectives console data files precision not_finite reduction staging signals
-    helpers compat joining profile settings batch_norm hook_state record gpus hook_table
+    helpers compat joining profile settings batch_norm hook_state record gpus verdict hook_table
     callbacks_file
     layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tests.helpers import cases
 from tests.helpers.fixtures import Train
+from tests.helpers.steered import STEERED, steered_hooks
 from tests.ported import (
     codebook,
     compare,
@@ -260,8 +261,8 @@ def test_a_loss_that_one_process_has_is_known_to_all(two: Path) -> None:
 
 def test_what_evaluations_decide_and_what_follows_an_update(train: Train, two: Path) -> None:
     """The same as in one process; there the one that ends training is the only one."""
-    hooks = cases.steered_hooks(lambda step: step == 20)
-    state = train(hooks, run_name="alone", **{**cases.STEERED, "batch_size": 24})
+    hooks = steered_hooks(lambda step: step == 20)
+    state = train(hooks, run_name="alone", **{**STEERED, "batch_size": 24})
     assert state.ended and state.step == 20
     for values in kept(two, "steered", 2):
         found = values.pop("found").tolist()

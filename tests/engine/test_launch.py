@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from ctl_core.cluster import supervisor
-from ctl_core.cluster.supervisor import End, free_ports, judge
+from ctl_core.cluster.supervisor import free_ports
+from ctl_core.cluster.verdict import End, judge
 from ctl_core.errors import PeerLost, SetupError
 from tests.helpers.workers import RUN, alive, fake, folder, log, pids, run, start
 

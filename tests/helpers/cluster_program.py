@@ -22,6 +22,7 @@ import ctl_core
 from ctl_core.numerics import precision
 from tests.helpers import cases
 from tests.helpers.cases import make_hooks
+from tests.helpers.steered import STEERED, steered_hooks
 from tests.ported import codebook as vq
 from tests.ported import compare, mixed_precision, multi_task, transformer, wgan_gp
 
@@ -207,8 +208,8 @@ def not_finite(folder: Path) -> None:
 
 def steered(folder: Path) -> None:
     """Only the second process ends training, after the evaluation of step 20."""
-    hooks = cases.steered_hooks(lambda step: TASK == 1 and step == 20)
-    state = run(folder, "steered", hooks, **cases.STEERED)
+    hooks = steered_hooks(lambda step: TASK == 1 and step == 20)
+    state = run(folder, "steered", hooks, **STEERED)
     found = [state.step, state.progress.evaluated, *state.hook_state["losses"]]
     keep_weights(folder, "steered", state, found=found)
 
