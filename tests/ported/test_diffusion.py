@@ -219,7 +219,7 @@ def die(step):
 
 create_opt = sgd
 update_post = follow
-every_steps = {1: die}
+at_step = {8: die}
 """
 
 
