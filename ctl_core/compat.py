@@ -160,7 +160,7 @@ class GraphWriter(tf.summary.SummaryWriter):
 
 
 @contextlib.contextmanager
-def summaries_of_first_replica(step: Any) -> Iterator[None]:
+def summaries_of_first_replica(step: Any, replica: int | None = None) -> Iterator[None]:
     """On a replica: only the first of all writes summaries, which shows only when the graph runs.
 
     TensorFlow has the same rule, but with a number that is known before: then the graphs of the
@@ -168,16 +168,19 @@ def summaries_of_first_replica(step: Any) -> Iterator[None]:
 
     Args:
         step: the number of the step, from 1; None where no summary is written
+        replica: the number of the replica; default: that of the replica context
     """
     from tensorflow.python.ops.summary_ops_v2 import _summary_state as summaries
 
     if step is None:
         yield
         return
-    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    index = replica
+    if index is None:
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
     before = summaries.is_recording_distribution_strategy
     summaries.is_recording_distribution_strategy = lambda: tf.equal(
-        tf.cast(replica, step.dtype), tf.minimum(step, 0)
+        tf.cast(index, step.dtype), tf.minimum(step, 0)
     )
     try:
         yield

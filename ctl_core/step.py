@@ -8,6 +8,7 @@ is refused in checks/returned.py.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -389,16 +390,18 @@ def after_update(context: StepContext, strategy: tf.distribute.Strategy) -> None
     hook, average = context.hooks.update_post, context.average
     if hook is None and average is None:
         return
+    devices = itertools.count()
 
     def on_device(_: Any) -> None:
-        if hook is not None:
-            hook.in_graph(optimizer=context.optimizer, **context.hook_arguments())
+        # A summary's name begins with the scope.
+        with tf.name_scope(""), summaries_of_first_replica(context.taking, next(devices)):
+            if hook is not None:
+                hook.in_graph(optimizer=context.optimizer, **context.hook_arguments())
         if average is not None:
             average.update()
 
     some = next(v for several in context.trained.values() for v in several)
-    with tf.name_scope("update_post"):
-        strategy.extended.update(plain_variable(some), on_device, group=False)
+    strategy.extended.update(plain_variable(some), on_device, group=False)
 
 
 _IN_MICRO_BATCH = (

@@ -155,3 +155,16 @@ def test_without_a_summary_the_graph_holds_no_writer(train: Train) -> None:
     state = train(make_hooks(create_model=small_model), steps=3)
     function = state.functions.graph(None)
     assert "ummary" not in str(function.graph.as_graph_def())
+
+
+@pytest.mark.parametrize("settings", [{}, {"virtual_devices": 2}, {"precision": "float16"}])
+def test_after_the_update_each_step_once(train: Train, settings: dict[str, Any]) -> None:
+    def update_post(train_model: Any, step: Any) -> None:
+        tf.summary.scalar("post", tf.cast(step, tf.float32))
+
+    hooks = make_hooks(update_post=update_post, every_steps={3: lambda loss: None})
+    state = train(hooks, steps=7, **settings)
+    found = [(step, name) for step, name, value in seen(state.run_dir / "tb" / "train")]
+    skipped = 7 - int(state.optimizer.iterations.numpy())
+    assert len(found) == len(set(found)) == 7 - skipped
+    assert {name for _, name in found} == {"post"}
