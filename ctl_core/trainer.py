@@ -180,11 +180,12 @@ class Trainer:
         seconds = time.monotonic()
         try:
             self._loop()
-            if going_on:
-                self._at_end("stopped" if state.stopped_by else "ended" if state.ended else "done")
         except Exception:
             self._at_end("failed")
             raise
+        else:
+            if going_on:
+                self._at_end("stopped" if state.stopped_by else "ended" if state.ended else "done")
         finally:
             self.checkpoints.close()
             self._profile.end()
@@ -359,6 +360,7 @@ class Trainer:
         progress.metrics, progress.evaluated = values, step
         self._console.values(step, "eval", values)
         why = self._selection.judge(step, values, progress.best)
+        self.checkpoints.save_requested |= best_step(progress.best) == step
         if why and step < self.last:
             self._console.say(f"step {step}: training ends. {why}")
         ended = why is not None
@@ -371,8 +373,7 @@ class Trainer:
 
     def _save(self, step: int, schedule: Schedule) -> None:
         """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
-        best = best_step(self.state.progress.best) == step
-        due = schedule.save_due(step) or best
+        due = schedule.save_due(step)
         saving = due or self.checkpoints.save_requested
         self._run.flush(0.0 if saving else FLUSH_INTERVAL)
         if saving:

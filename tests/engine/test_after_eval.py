@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.checkpoint import Checkpoints
+from ctl_core.selection import best_step
 from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
 
@@ -190,8 +191,21 @@ def test_a_best_checkpoint_that_a_kill_prevented_is_kept_at_the_next_start(
     assert not best.exists()
     state = train(hooks(), steps=20, **settings)
     assert [path.name for path in best.glob("engine/*.json")] == [
-        f"ckpt-{ctl_core.selection.best_step(state.progress.best)}.json"
+        f"ckpt-{best_step(state.progress.best)}.json"
     ]
+
+
+def test_the_best_is_kept_of_a_step_that_was_saved_before_it_was_evaluated(
+    train: Train, tmp_path: Path
+) -> None:
+    """As after a signal in the middle of an evaluation."""
+    own = hooks()
+    del own.create_eval_dataset
+    train(own, steps=5)
+    state = train(hooks(), steps=7, eval_every=5, keep_best="error:min")
+    assert best_step(state.progress.best) == 5
+    best = tmp_path / "runs/run/ckpt/best/engine"
+    assert [path.name for path in best.glob("*.json")] == ["ckpt-5.json"]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +244,7 @@ def test_at_end_after_a_failure_may_fail_too(
     assert "warning: after a failure: at_end (test_after_eval.py" in capsys.readouterr().out
     with pytest.raises(ctl_core.RunError, match="at the end: done"):
         train(hooks(at_end=fail), steps=10, run_name="other")
+    assert "at the end: failed" not in capsys.readouterr().out  # it is called once
 
 
 @pytest.mark.parametrize(
