@@ -10,23 +10,12 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
+from tests.helpers.cases import make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
+from tests.helpers.steered import Followed
 
 PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-
-
-class WithTarget(keras.Model):
-    """A network and one that follows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.online, self.target = small_model(), small_model()
-        self.target.trainable = False
-
-    def call(self, inputs: Any) -> Any:
-        return self.online(inputs)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -38,7 +27,7 @@ def test_what_is_shown_trains(train: Train, tmp_path: Path, block: str) -> None:
     hooks = {name: value for name, value in shown.items() if callable(value)}
     assert hooks
     own = make_hooks(
-        create_model=WithTarget,
+        create_model=Followed,
         create_eval_dataset=sliced(regression_data()),
         **{name: value for name, value in hooks.items() if name not in ("keras", "tf")},
     )

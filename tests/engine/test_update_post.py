@@ -14,20 +14,9 @@ import ctl_core
 from ctl_core.__main__ import main
 from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
+from tests.helpers.steered import Followed
 
 STEPS, BATCH, RATE = 12, 16, 0.1
-
-
-class Student(keras.Model):
-    """A network, and a target network that follows it, as in reinforcement learning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.online, self.target = small_model(), small_model()
-        self.target.trainable = False
-
-    def call(self, inputs: Any) -> Any:
-        return self.online(inputs) + 0.1 * tf.stop_gradient(self.target(inputs))
 
 
 def follow(train_model: Any, step: Any) -> None:
@@ -40,9 +29,9 @@ def follow(train_model: Any, step: Any) -> None:
         online.assign(tf.clip_by_value(online, -0.4, 0.4))
 
 
-def loop(steps: int = STEPS) -> Student:
+def loop(steps: int = STEPS) -> Followed:
     """The same as a plain loop."""
-    model = Student()
+    model = Followed()
     optimizer = keras.optimizers.SGD(RATE)
     data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
     for step, (inputs, target) in enumerate(data.repeat().take(steps), 1):
@@ -77,14 +66,14 @@ def assert_equal(weights: Any, others: Any) -> None:
     ],
 )
 def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any) -> None:
-    own = hooks(create_model=Student, update_post=follow, every_steps={4: lambda loss: None})
+    own = hooks(create_model=Followed, update_post=follow, every_steps={4: lambda loss: None})
     state = train(own, steps=STEPS, learning_rate=RATE, **settings)
     assert_equal(state.train_model.get_weights(), loop().get_weights())
     assert state.functions.trace_counts() == [1, 1]
 
 
 def test_a_resumed_run_follows_as_a_whole_one_does(train: Train) -> None:
-    own = hooks(create_model=Student, update_post=follow)
+    own = hooks(create_model=Followed, update_post=follow)
     for steps in (3, 8, STEPS):
         state = train(own, steps=steps, learning_rate=RATE, ckpt_every=2)
     assert_equal(state.train_model.get_weights(), loop().get_weights())
