@@ -4,6 +4,8 @@
 # make test-slow      the slow ones: kills, ported programs, whole environments
 # make test-clusters  clusters of processes that train
 # make test-all       make test, test-slow and test-clusters at once: lint, and each test once
+# make test-compat    the private names of TensorFlow and Keras alone, with the versions that are
+#             named: make test-compat WITH="tensorflow-cpu==2.21.* keras==3.15.*"
 # make lint   ruff, mypy, shellcheck
 # make bench  time the engine beside Keras fit and custom loops on the CPU
 # make test-pythons  train a project on each Python that pyproject.toml allows, with an environment
@@ -16,7 +18,7 @@ DEMO_VENV ?= .venv-demo
 
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test test-slow test-clusters test-all test-pythons lint bench
+.PHONY: demo check test test-slow test-clusters test-all test-pythons test-compat lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -42,6 +44,16 @@ test-all: lint
 
 test-pythons: $(VENV)/.made
 	"$(VENV)/bin/python" scripts/pythons.py $(PYTHONS)
+
+COMPAT_VENV ?= .venv-compat
+WITH ?= tensorflow-cpu
+
+test-compat: | python
+	rm -rf "$(COMPAT_VENV)"
+	"$(PYTHON)" -m venv "$(COMPAT_VENV)"
+	"$(COMPAT_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	"$(COMPAT_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check $(WITH) pydantic pytest pyyaml rich
+	"$(COMPAT_VENV)/bin/python" -m pytest tests/engine/test_compat.py
 
 lint: $(VENV)/.made
 	"$(VENV)/bin/ruff" check .

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core import defaults
+from ctl_core.compat import source_map
 
 
 def code_of(function: Callable[..., Any]) -> types.CodeType | None:
@@ -103,16 +104,11 @@ def where(function: Callable[..., Any]) -> str:
 def original_lines(converted: Callable[..., Any]) -> dict[tuple[str, int], tuple[str, int]]:
     """Maps lines of AutoGraph's generated file to those of the source.
 
-    ``ag_source_map`` is an undocumented attribute of what ``tf.autograph.to_graph`` returns;
-    without it messages fall back to the line of the hook's definition.
+    Without that messages fall back to the line of the hook's definition.
     """
     while isinstance(converted, functools.partial):
         converted = converted.func
-    mapping = getattr(converted, "ag_source_map", {})
-    return {
-        (key.filename, key.lineno): (origin.loc.filename, origin.loc.lineno)
-        for key, origin in mapping.items()
-    }
+    return source_map(converted)
 
 
 def frames_in(text: str) -> list[tuple[str, int]]:

@@ -27,7 +27,7 @@ from ctl_core.checks.returned import expect, kind_of
 from ctl_core.checks.writes import Write, forward_writes, same_on_all_replicas
 from ctl_core.cluster.strategy import Task, create_strategy, distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
-from ctl_core.compat import global_seed_generator
+from ctl_core.compat import global_seed_generator, scratch_graph
 from ctl_core.console import Console
 from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, SetupError
@@ -338,11 +338,11 @@ def _placeholders(element_spec: Any) -> Any:
 def _scratch(data: Input, task: Task) -> Iterator[Any]:
     """A graph, on this process's first replica, to call hooks in without running anything.
 
-    Variables made in it exist outside of it. ``FuncGraph`` is not quite public, but Keras builds
-    its models in one; in a tf.function, random generators could not be made on several replicas.
+    Variables made in it exist outside of it. In a tf.function, random generators could not be made
+    on several replicas.
     """
     first = task.index * data.replicas
-    with tf.__internal__.FuncGraph("build").as_default() as graph, Alone(data.strategy, first):
+    with scratch_graph("build").as_default() as graph, Alone(data.strategy, first):
         yield graph
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -216,3 +217,107 @@ def holding(manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint
         yield
     finally:
         manager._checkpoint = own
+
+
+@contextlib.contextmanager
+def cpu_devices_of_worker(count: int) -> Iterator[None]:
+    """Lets a worker without GPUs have ``count`` CPU devices as replicas.
+
+    MultiWorkerMirroredStrategy takes one and has no argument for more: its private method
+    ``_initialize_local_devices`` is replaced while it is created. tests/engine/test_cluster.py
+    trains on 2 workers with 2 devices each and fails if TensorFlow changes this.
+    """
+    if count == 1:
+        yield
+        return
+    from tensorflow.python.distribute import collective_all_reduce_strategy as module
+
+    extended = module.CollectiveAllReduceExtended
+    original = extended._initialize_local_devices
+
+    def local_devices(self: object, resolver: object, worker: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker}/device:CPU:{index}" for index in range(count)), "CPU"
+
+    extended._initialize_local_devices = local_devices
+    try:
+        yield
+    finally:
+        extended._initialize_local_devices = original
+
+
+class GraphCheckpoint(tf.train.Checkpoint):
+    """A checkpoint of the same parts at each write, so that the graph for it is traced once.
+
+    TensorFlow looks through all objects at each write, several times the work of writing small
+    ones. Private here is ``_write``, which ``write`` and CheckpointManager call;
+    tests/engine/test_snapshot.py fails if TensorFlow changes this.
+    """
+
+    _traced: Any = None
+    _on: str | None = None  # the device of its variables: what is elsewhere gets a file of its own
+
+    def _write(self, file_prefix: Any, options: Any = None) -> Any:
+        if not tf.executing_eagerly():
+            return super()._write(file_prefix, options)
+        if self._traced is None:
+
+            @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.string)])
+            def traced(path: tf.Tensor) -> None:
+                with tf.device(self._on):
+                    self.write(path)
+
+            with warnings.catch_warnings():  # of tf.data, that options are unknown to a graph
+                warnings.simplefilter("ignore", UserWarning)
+                traced.get_concrete_function()  # here: the filters are those of all threads
+            self._traced = traced
+        self._traced(tf.constant(file_prefix))
+        for callback in getattr(options, "experimental_write_callbacks", None) or ():
+            callback(file_prefix)
+        return file_prefix
+
+
+def trackable_node() -> Any:
+    """An object whose attributes are parts of a checkpoint, whatever their names.
+
+    tf.Module and tf.train.Checkpoint, which are public, have names of their own that collide.
+    """
+    return tf.__internal__.tracking.AutoTrackable()
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the datasets that a dataset reads."""
+    return list(dataset._inputs())
+
+
+def stages(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset and those that it reads, however far back."""
+    yield dataset
+    for part in inputs_of(dataset):
+        yield from stages(part)
+
+
+def max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
+    """Returns how many checkpoints a manager keeps; None for all."""
+    return getattr(manager, "_max_to_keep", None)
+
+
+def source_map(converted: Any) -> dict[tuple[str, int], tuple[str, int]]:
+    """Maps lines of the file that ``tf.autograph.to_graph`` generates to those of the source.
+
+    ``ag_source_map`` is an undocumented attribute of what it returns.
+    """
+    return {
+        (key.filename, key.lineno): (origin.loc.filename, origin.loc.lineno)
+        for key, origin in getattr(converted, "ag_source_map", {}).items()
+    }
+
+
+def translated_stack(error: BaseException) -> list[tuple[str, int]]:
+    """Returns the lines of the source that an exception went through in converted functions."""
+    stack = getattr(getattr(error, "ag_error_metadata", None), "translated_stack", ())
+    return [(frame.filename, frame.lineno) for frame in reversed(stack)]
+
+
+def scratch_graph(name: str) -> Any:
+    """Returns a graph in which Keras builds variables as in a tf.function: outside of it."""
+    return tf.__internal__.FuncGraph(name)

@@ -19,6 +19,7 @@ import tensorflow as tf
 from ctl_core import defaults
 from ctl_core.autograph import code_of, frames_in, original_lines, traceable, where
 from ctl_core.checks.hooks import arguments_of, check_required, in_order, misspelt, scheduled
+from ctl_core.compat import translated_stack
 from ctl_core.errors import CtlError, HookFailed, SetupError, brief
 from ctl_core.settings import Config
 from ctl_core.table import DATA_HOOKS, TABLE, Spec
@@ -85,8 +86,7 @@ class Hook:
         stack = traceback.extract_tb(error.__traceback__)
         frames = [(frame.filename, frame.lineno or 0) for frame in stack]
         # A function that AutoGraph converted on the way, such as a helper, or one of Dataset.map.
-        converted = getattr(getattr(error, "ag_error_metadata", None), "translated_stack", ())
-        frames += [(frame.filename, frame.lineno) for frame in reversed(converted)]
+        frames += translated_stack(error)
         return self.line_in([*frames, *frames_in(str(error))]) or self.where
 
     def line_in(self, frames: Iterable[tuple[str, int]]) -> str | None:

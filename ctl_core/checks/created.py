@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from ctl_core.autograph import is_default
 from ctl_core.checks.returned import kind_of
+from ctl_core.compat import max_to_keep
 from ctl_core.errors import SetupError
 from ctl_core.helpers import sample_weight
 from ctl_core.hooks import Hook, Hooks
@@ -108,7 +109,7 @@ def check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
             f"{type(manager).__name__}, expected a tf.train.Checkpoint and a "
             "tf.train.CheckpointManager."
         )
-    if getattr(manager, "_max_to_keep", None) == 1:
+    if max_to_keep(manager) == 1:
         raise hook.reject(
             "max_to_keep=1 deletes the only checkpoint before the "
             "next is whole, so that a process killed while saving leaves none; keep 2 or more."

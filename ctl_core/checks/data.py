@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.sync import Cluster
+from ctl_core.compat import stages
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, one_line
 from ctl_core.helpers import DIFFER
@@ -275,8 +276,6 @@ def first_of(iterator: Any, hook: Hook) -> Any:
 def check_made_anew(first: Pipeline, second: Pipeline) -> None:
     """Refuses pipelines that share a shuffle, of which the second would not start at its start.
 
-    ``_input_dataset`` and such have no public form; see ``stages``.
-
     Raises:
         SetupError: they do.
     """
@@ -292,13 +291,6 @@ def check_made_anew(first: Pipeline, second: Pipeline) -> None:
 
 # Stages that draw random numbers, others in each pass.
 RESHUFFLING = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
-
-
-def stages(dataset: Any) -> Iterator[Any]:
-    """Yields a dataset and those that it reads, by ``_inputs``, which has no public form."""
-    yield dataset
-    for part in dataset._inputs():
-        yield from stages(part)
 
 
 def _check_size(pipeline: Pipeline, found: int | None, sizes: Sizes) -> int:

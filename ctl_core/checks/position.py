@@ -10,6 +10,7 @@ import tensorflow as tf
 from ctl_core.checks.data import (
     RESHUFFLING,
 )
+from ctl_core.compat import inputs_of
 from ctl_core.numerics.randomness import random_ops
 
 # Stages that drain the one before them before their own pass ends: TensorFlow leaves the state of
@@ -26,7 +27,7 @@ def why_not_checkpointable(dataset: tf.data.Dataset) -> str | None:
 
     TensorFlow refuses to save a stage with outside state, but only while that stage is at work,
     and forgets how often an earlier stage has reshuffled once a later one has drained it. So the
-    stages are looked at here, by ``_inputs`` and ``_functions``, which have no public form;
+    stages are looked at here, by ``_functions`` too, which has no public form;
     tests/engine/test_inputs.py fails if TensorFlow changes them.
     """
 
@@ -43,7 +44,7 @@ def why_not_checkpointable(dataset: tf.data.Dataset) -> str | None:
         if name == "_RepeatDataset" and stage.cardinality() == tf.data.INFINITE_CARDINALITY:
             drained = False
         drained = drained or name in _DRAINING
-        return next(filter(None, (search(part, drained) for part in stage._inputs())), None)
+        return next(filter(None, (search(part, drained) for part in inputs_of(stage))), None)
 
     return search(dataset, drained=False)
 
@@ -61,7 +62,7 @@ def holds_shuffles(position: Path, dataset: tf.data.Dataset) -> bool:
     """
 
     def count(stage: Any) -> int:
-        shuffles = sum(map(count, stage._inputs()))
+        shuffles = sum(map(count, inputs_of(stage)))
         if type(stage).__name__ == "CacheDataset":
             return min(shuffles, 1) if stage._filename == "" else 0
         return shuffles + (type(stage).__name__ == "_ShuffleDataset")

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.compat import cpu_devices_of_worker
 from ctl_core.errors import PeerLost, SetupError, one_line, op_message
 from ctl_core.settings import Config
 
@@ -196,7 +197,7 @@ def _join_cluster(config: Config, task: Task) -> tf.distribute.Strategy:
     key = (os.environ["TF_CONFIG"], config.virtual_devices)
     if key not in _joined:
         try:
-            with _cpu_devices(config.virtual_devices), _waiting(task), _interruptible():
+            with cpu_devices_of_worker(config.virtual_devices), _waiting(task), _interruptible():
                 _joined[key] = tf.distribute.MultiWorkerMirroredStrategy()
         except RuntimeError as error:
             raise SetupError(
@@ -253,32 +254,6 @@ def _interruptible() -> Iterator[None]:
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextlib.contextmanager
-def _cpu_devices(count: int) -> Iterator[None]:
-    """Lets a worker without GPUs have ``count`` CPU devices as replicas.
-
-    MultiWorkerMirroredStrategy takes one and has no argument for more: its private method
-    ``_initialize_local_devices`` is replaced while it is created. tests/engine/test_cluster.py
-    trains on 2 workers with 2 devices each and fails if TensorFlow changes this.
-    """
-    if count == 1:
-        yield
-        return
-    from tensorflow.python.distribute import collective_all_reduce_strategy as module
-
-    extended = module.CollectiveAllReduceExtended
-    original = extended._initialize_local_devices
-
-    def local_devices(self: object, resolver: object, worker: str) -> tuple[tuple[str, ...], str]:
-        return tuple(f"{worker}/device:CPU:{index}" for index in range(count)), "CPU"
-
-    extended._initialize_local_devices = local_devices
-    try:
-        yield
-    finally:
-        extended._initialize_local_devices = original
 
 
 def _devices(config: Config) -> list[str]:

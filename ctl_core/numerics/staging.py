@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from ctl_core.compat import GraphCheckpoint, trackable_node
 
 _GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _COUNTER = "save_counter"
@@ -53,7 +54,7 @@ class StagingCopy:
 
     def _copy_of(self, part: Any) -> Any:
         if not isinstance(part, tf.Variable | keras.Variable):
-            return _node()
+            return trackable_node()
         variable = part.value if isinstance(part, keras.Variable) else part
         with tf.device("CPU:0"):
             copy = tf.Variable(
@@ -126,37 +127,6 @@ class ReplicaCopies:
         self._move[to_own]()
 
 
-class GraphCheckpoint(tf.train.Checkpoint):
-    """A checkpoint of the same parts at each write, so that the graph for it is traced once.
-
-    TensorFlow looks through all objects at each write, several times the work of writing small
-    ones. Private here is ``_write``, which ``write`` and CheckpointManager call;
-    tests/engine/test_snapshot.py fails if TensorFlow changes this.
-    """
-
-    _traced: Any = None
-    _on: str | None = None  # the device of its variables: what is elsewhere gets a file of its own
-
-    def _write(self, file_prefix: Any, options: Any = None) -> Any:
-        if not tf.executing_eagerly():
-            return super()._write(file_prefix, options)
-        if self._traced is None:
-
-            @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.string)])
-            def traced(path: tf.Tensor) -> None:
-                with tf.device(self._on):
-                    self.write(path)
-
-            with warnings.catch_warnings():  # of tf.data, that options are unknown to a graph
-                warnings.simplefilter("ignore", UserWarning)
-                traced.get_concrete_function()  # here: the filters are those of all threads
-            self._traced = traced
-        self._traced(tf.constant(file_prefix))
-        for callback in getattr(options, "experimental_write_callbacks", None) or ():
-            callback(file_prefix)
-        return file_prefix
-
-
 def _parts_of(checkpoint: tf.train.Checkpoint) -> list[Any]:
     """All objects that a checkpoint holds, in the order in which their names are found."""
     return tf.train.TrackableView(checkpoint).descendants()  # type: ignore[no-any-return]
@@ -172,14 +142,6 @@ def entries(path: str) -> set[tuple[str, tuple[int, ...]]]:
     return {
         entry for entry in found if entry[0] != _GRAPH_KEY and not entry[0].startswith(_COUNTER)
     }
-
-
-def _node() -> Any:
-    """An object whose attributes are parts of a checkpoint, whatever their names.
-
-    tf.Module and tf.train.Checkpoint, which are public, have names of their own that collide.
-    """
-    return tf.__internal__.tracking.AutoTrackable()
 
 
 class Background:

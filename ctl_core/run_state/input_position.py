@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.checks.position import holds_shuffles
+from ctl_core.compat import GraphCheckpoint
 from ctl_core.console import Console
 from ctl_core.errors import op_message
-from ctl_core.numerics.staging import GraphCheckpoint
 from ctl_core.run_state.fitting import UNREADABLE
 from ctl_core.run_state.record import Damaged, Record, regular
 from ctl_core.state import State

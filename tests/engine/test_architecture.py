@@ -13,9 +13,9 @@ ENGINE = Path(ctl_core.__file__).parent
 # it may import from below; the command line does, to be quick.
 LAYERS = """
     errors table types
-    chunks collectives console data files precision not_finite reduction staging signals
-    helpers compat joining profile settings batch_norm hook_state record gpus verdict hook_table
-    callbacks_file
+    chunks collectives compat console data files precision not_finite reduction signals
+    helpers joining profile settings staging hook_state record gpus verdict hook_table
+    callbacks_file batch_norm
     layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
     autograph divergence __main__

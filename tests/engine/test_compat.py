@@ -123,3 +123,93 @@ def test_summaries_of_first_replica() -> None:
 
     assert [bool(one) for one in write(tf.constant(1, tf.int64))] == [True, False]
     assert recorded == [None, None]
+
+
+def test_the_stages_of_a_dataset() -> None:
+    numbers = tf.data.Dataset.range(4)
+    dataset = tf.data.Dataset.zip(numbers.shuffle(2), numbers.map(lambda x: x)).batch(2)
+    names = [type(stage).__name__ for stage in compat.stages(dataset)]
+    assert names == [
+        "_BatchDataset",
+        "_ZipDataset",
+        "_ShuffleDataset",
+        "_RangeDataset",
+        "_MapDataset",
+        "_RangeDataset",
+    ]
+    assert compat.inputs_of(numbers) == []
+
+
+def test_max_to_keep_and_holding(tmp_path: Path) -> None:
+    one, other = (tf.train.Checkpoint(x=tf.Variable(value)) for value in (1.0, 2.0))
+    manager = tf.train.CheckpointManager(one, str(tmp_path), max_to_keep=3)
+    assert compat.max_to_keep(manager) == 3
+    with compat.holding(manager, other):
+        path = manager.save()
+    assert manager.checkpoint is one
+    assert tf.train.load_checkpoint(path).get_tensor("x/.ATTRIBUTES/VARIABLE_VALUE") == 2.0
+    names = compat.checkpointed_names(tf.train.load_checkpoint(path))
+    assert names["x/.ATTRIBUTES/VARIABLE_VALUE"] == "Variable"
+
+
+def test_lines_of_converted_functions() -> None:
+    def function(x: Any) -> Any:
+        if x > 0:
+            x = tf.reshape(x, [2, 3])
+        return x
+
+    converted = tf.autograph.to_graph(function)
+    first = function.__code__.co_firstlineno
+    lines = {line for _, line in compat.source_map(converted).values()}
+    assert first + 2 in lines and compat.source_map(function) == {}
+    assert compat.translated_stack(ValueError()) == []
+
+
+def test_lines_of_a_helper_that_fails() -> None:
+    def helper(x: Any) -> Any:
+        return tf.reshape(x, [2, 3])
+
+    converted = tf.autograph.to_graph(lambda x: helper(x))
+    with pytest.raises(Exception, match=r"[Rr]eshape") as caught:
+        converted(tf.zeros([4]))
+    line = helper.__code__.co_firstlineno + 1
+    assert (__file__, line) in compat.translated_stack(caught.value)
+
+
+def test_variables_of_a_scratch_graph_exist_outside() -> None:
+    layer = keras.layers.Dense(2)
+    with compat.scratch_graph("build").as_default() as graph:
+        layer(tf.compat.v1.placeholder(tf.float32, [None, 3]))
+    assert layer.kernel.numpy().shape == (3, 2) and graph.get_operations()
+
+
+def test_a_node_holds_whatever_it_is_given(tmp_path: Path) -> None:
+    node = compat.trackable_node()
+    node.name, node.variables = tf.Variable(1.0), tf.Variable(2.0)  # not so of a tf.Module
+    tf.train.Checkpoint(node=node).write(str(tmp_path / "a"))
+    assert len(tf.train.list_variables(str(tmp_path / "a"))) == 3
+
+
+def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
+    variable = tf.Variable(1.0)
+    checkpoint = compat.GraphCheckpoint(x=variable)
+    for value in (1.0, 2.0):
+        variable.assign(value)
+        checkpoint.write(str(tmp_path / "a"))
+        read = tf.train.load_checkpoint(str(tmp_path / "a"))
+        assert read.get_tensor("x/.ATTRIBUTES/VARIABLE_VALUE") == value
+    assert checkpoint._traced.experimental_get_tracing_count() == 1
+
+
+def test_cpu_devices_of_a_worker() -> None:
+    """What is replaced is there, and given back."""
+    from tensorflow.python.distribute import collective_all_reduce_strategy as module
+
+    before = module.CollectiveAllReduceExtended._initialize_local_devices
+    with compat.cpu_devices_of_worker(2):
+        local = module.CollectiveAllReduceExtended._initialize_local_devices
+        assert local(None, None, "/job:worker")[0] == (
+            "/job:worker/device:CPU:0",
+            "/job:worker/device:CPU:1",
+        )
+    assert module.CollectiveAllReduceExtended._initialize_local_devices is before
