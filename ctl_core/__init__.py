@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ctl_core.state import State as State
     from ctl_core.trainer import train as train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "Config": "settings",
