@@ -3,6 +3,7 @@
 # make test   lint and all tests but the slow ones: eight minutes
 # make test-slow      the slow ones: kills, ported programs, whole environments
 # make test-clusters  clusters of processes that train
+# make test-rest      both of these: what make test leaves out
 # make test-all       make test, test-slow and test-clusters at once: lint, and each test once
 # make test-compat    the private names of TensorFlow and Keras alone, with the versions that are
 #             named: make test-compat WITH="tensorflow-cpu==2.21.* keras==3.15.*"
@@ -18,7 +19,7 @@ DEMO_VENV ?= .venv-demo
 
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test test-slow test-clusters test-all test-pythons test-compat lint bench
+.PHONY: demo check test test-slow test-clusters test-rest test-all test-pythons test-compat lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -38,6 +39,9 @@ test-slow: $(VENV)/.made
 
 test-clusters: $(VENV)/.made
 	$(PYTEST) -m cluster
+
+test-rest: $(VENV)/.made
+	$(PYTEST) -m slow
 
 test-all: lint
 	$(PYTEST)
