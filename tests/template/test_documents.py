@@ -114,9 +114,7 @@ def test_targets_of_make_exist() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", [DOCUMENTS, [TEMPLATES_README]], ids=["docs", "project"])
 def test_commands_in_a_project(
-    documents: list[str],
     render: Render,
     cli: Cli,  # noqa: F811
     tmp_path: Path,
@@ -131,7 +129,7 @@ def test_commands_in_a_project(
     np.save(project / "x.npy", images[:3].reshape(3, 8, 8, 1).astype("float32"))
     done: set[str] = set()
     for where, command, comment in [
-        c for name in documents for block in commands(name) for c in block
+        c for name in (*DOCUMENTS, TEMPLATES_README) for block in commands(name) for c in block
     ]:
         if command in done or not of_engine(command) or "--workers" in command:
             continue
