@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -39,15 +41,11 @@ class OptimizerGroups(tf.Module):
 
     def complaint(self, variables: Iterable[Any]) -> str | None:
         """Says which of the variables that are trained, and not frozen, is in no group or two."""
+        groups = itertools.chain(*self._groups())
+        counts = collections.Counter(id(plain_variable(one)) for one in groups)
         for variable in variables:
-            if not getattr(variable, "trainable", True):
-                continue
-            count = sum(
-                plain_variable(one) is plain_variable(variable)
-                for group in self._groups()
-                for one in group
-            )
-            if count != 1:
+            count = counts[id(plain_variable(variable))]
+            if count != 1 and getattr(variable, "trainable", True):
                 where = "no group" if count == 0 else f"{count} groups"
                 return f"the variable {variable_name(variable)} is in {where}, expected one"
         return None
