@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.divergence import Divergence
 from ctl_core.console import Console
-from ctl_core.errors import RunError, SetupError, reason
+from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 from ctl_core.numerics.randomness import generator_states
 from ctl_core.run_state.fitting import UNREADABLE
@@ -48,7 +47,7 @@ from ctl_core.run_state.record import (
 )
 from ctl_core.run_state.remainder import Remainder
 from ctl_core.run_state.vocabularies import Vocabularies
-from ctl_core.run_state.writing import CheckpointWriter
+from ctl_core.run_state.writing import CheckpointWriter, all_write, unwritten
 from ctl_core.selection import best_step
 from ctl_core.state import Progress, State
 
@@ -156,16 +155,16 @@ class Checkpoints:
 
     def _save(self, step: int) -> None:
         chief = self._cluster.task.chief
-        with self._all_write(step):
+        with all_write(self._state, step):
             self._engine.mkdir(parents=True, exist_ok=True)
             if chief:  # while its parts are replaced, it must not count
                 (self._engine / f"ckpt-{step}.json").unlink(missing_ok=True)
-        with self._all_write(step):
+        with all_write(self._state, step):
             input_saved = self._position.save(self._own_part("input", step))
             if own := self._state.statistics.own:
                 own.write(str(self._own_part("statistics", step)))
         record = self._record(step, self._cluster.all(input_saved))
-        with self._all_write(step):
+        with all_write(self._state, step):
             if chief:
                 record.vocabularies = self._vocabularies.save(self._engine)
                 self._writer.write(record)
@@ -204,7 +203,7 @@ class Checkpoints:
         if self._begun is None:
             return
         step, self._begun = self._begun, None
-        with self._cluster.peers(), self._all_write(step):
+        with self._cluster.peers(), all_write(self._state, step):
             self._writer.background.wait()
 
     def raise_if_failed(self) -> None:
@@ -215,7 +214,7 @@ class Checkpoints:
         """
         failure = self._writer.background.failure
         if isinstance(failure, OSError | tf.errors.OpError):
-            raise self._unwritten(self._begun, failure) from failure
+            raise unwritten(self._state, self._begun, failure) from failure
 
     def close(self) -> None:
         """Lets what is written in the background come to its end, in a run that has failed."""
@@ -225,33 +224,6 @@ class Checkpoints:
     def settle(self, seconds: float) -> None:
         """Gives what is written in the background so long; it counts only if it is all there."""
         self._writer.background.settle(seconds)
-
-    @contextlib.contextmanager
-    def _all_write(self, step: int) -> Iterator[None]:
-        """Around one part of the writing: all go on when all are done, or none does.
-
-        Raises:
-            RunError: a file cannot be written, here or by another process.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except (OSError, tf.errors.OpError) as error:
-            if isinstance(error, tf.errors.OpError) and self._cluster.lost(error):
-                raise
-            failure = error
-        well = self._cluster.all(failure is None)
-        if failure is not None:
-            raise self._unwritten(step, failure) from failure
-        if not well:
-            raise self._unwritten(step, None)
-
-    def _unwritten(self, step: int | None, failure: Exception | None) -> RunError:
-        why = " by another process" if failure is None else f": {reason(failure)}"
-        return RunError(
-            f"the checkpoint of step {step} cannot be written to {self._shown}{why}; earlier "
-            "checkpoints are kept."
-        )
 
     def restore(
         self, step: int | Literal["best"] | None = None, with_input: bool = True

@@ -12,7 +12,6 @@ the run reads one that is made anew from the same seed, as a plain loop over it 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -35,7 +34,7 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
-from ctl_core.passes import cut, said_left_out, tallied, whole_groups
+from ctl_core.passes import Tally, cut, on_host, tallied, whole_groups
 from ctl_core.settings import Config
 
 
@@ -52,7 +51,7 @@ class Input:
         iterator: its position; part of every checkpoint
         element_spec: of one replica's batch
         why_not_checkpointable: why the position cannot be saved exactly, or None
-        tally: where elements carry it, that of the last watched step; see ``passes.tallied``
+        tally: of what a pass leaves out
         clock: whether there is one in the graph; not where ops are deterministic
         waited: seconds that watched steps have waited for elements, a float64 scalar
         watched: how many steps that are
@@ -66,11 +65,10 @@ class Input:
     iterator: Any
     element_spec: Any
     why_not_checkpointable: str | None
-    tally: tf.Variable | None
+    tally: Tally
     clock: bool
-    waited: tf.Variable = dataclasses.field(default_factory=lambda: _variable("waited", 0.0))
+    waited: tf.Variable = dataclasses.field(default_factory=lambda: on_host(0.0, "waited"))
     watched: int = 0
-    _told: bool = False
 
     def next_batch(self, watch: bool) -> Any:
         """Draws the next element for each local replica; runs inside a graph function.
@@ -85,9 +83,9 @@ class Input:
         if start is not None:
             with tf.control_dependencies(tf.nest.flatten(values, expand_composites=True)):
                 self.waited.assign_add(tf.timestamp() - start)
-        if self.tally is not None:
+        if self.tally.variable is not None:
             if watch:
-                self.tally.assign(values[-1][1])
+                self.tally.variable.assign(values[-1][1])
             values = [element for _, _, element in values]
         return distribute(self.strategy, values)
 
@@ -110,37 +108,6 @@ class Input:
         """Global batches in a pass, or None: it has no end, or the steps were not counted."""
         elements = self.found.elements
         return None if elements is None else elements // self.found.together
-
-    def say_left_out(self, console: Console, ended: bool = False) -> None:
-        """Says what a pass leaves out: once, when that is known.
-
-        Args:
-            console: where
-            ended: training has, so that no more will be known; if no step was watched, the next
-                element is drawn for its tally
-        """
-        if self._told or (self.found.left_out is None and self.tally is None):
-            return
-        passes, left_out = 2, self.found.left_out
-        if left_out is None:
-            assert self.tally is not None
-            if ended and not self.watched:
-                with contextlib.suppress(tf.errors.OpError, StopIteration):
-                    self.tally.assign(next(self.iterator)[1])
-            passes, odd, odd_examples, tail = self.tally.numpy().tolist()
-            left_out = odd, odd_examples, tail
-        if passes < 2 and not ended:
-            return
-        self._told = True
-        number, line = said_left_out(self.pipeline.name, self.found, self.sizes, passes, left_out)
-        if number:
-            (console.warn if number > 1 else console.say)(line)
-
-
-def _variable(name: str, value: Any) -> tf.Variable:
-    with tf.device("CPU:0"):
-        dtype = tf.float64 if isinstance(value, float) else tf.int64
-        return tf.Variable(value, dtype=dtype, trainable=False, name=name)
 
 
 @tf.function(autograph=False)
@@ -222,6 +189,6 @@ def create_input(
         iter(dataset),
         dataset.element_spec[-1] if with_tally else dataset.element_spec,
         why_not_checkpointable(pipeline.dataset.repeat()),
-        _variable("tally", [0] * 4) if with_tally else None,
+        Tally(pipeline.name, found, sizes, with_tally),
         clock=not is_deterministic(),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
 
 from ctl_core.checks.data import Found, Pipeline, Sizes, checked_count, packed
+from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.hooks import describe
 
@@ -114,6 +116,60 @@ def cut(dataset: tf.data.Dataset, sizes: Sizes, with_tally: bool, name: str) -> 
         )
 
     return dataset.flat_map(pieces)
+
+
+def on_host(value: Any, name: str) -> tf.Variable:
+    """Makes a variable of a number, or some, that is on the CPU once for all replicas."""
+    with tf.device("CPU:0"):
+        dtype = tf.float64 if isinstance(value, float) else tf.int64
+        return tf.Variable(value, dtype=dtype, trainable=False, name=name)
+
+
+class Tally:
+    """What a pass leaves out: said once, when it is known.
+
+    Attributes:
+        variable: where elements carry it, that of the last watched step; see ``tallied``
+    """
+
+    def __init__(self, name: str, found: Found, sizes: Sizes, carried: bool) -> None:
+        """Takes what is known.
+
+        Args:
+            name: of the hook that makes the data
+            found: what was found out about them
+            sizes: how a global batch is shared out
+            carried: whether elements carry it
+        """
+        self.variable = on_host([0] * 4, "tally") if carried else None
+        self._of = name, found, sizes
+        self._told = False
+
+    def say(self, console: Console, following: Any = None) -> None:
+        """Says it, if it is known.
+
+        Args:
+            console: where
+            following: an iterator, if training has ended, so that no more will be known; where no
+                step was watched, its next element is drawn for the tally
+        """
+        name, found, sizes = self._of
+        if self._told or (found.left_out is None and self.variable is None):
+            return
+        passes, left_out = 2, found.left_out
+        if left_out is None:
+            assert self.variable is not None
+            if following is not None and not self.variable.numpy().any():
+                with contextlib.suppress(tf.errors.OpError, StopIteration):
+                    self.variable.assign(next(following)[1])
+            passes, odd, odd_examples, tail = self.variable.numpy().tolist()
+            left_out = odd, odd_examples, tail
+        if passes < 2 and following is None:
+            return
+        self._told = True
+        number, line = said_left_out(name, found, sizes, passes, left_out)
+        if number:
+            (console.warn if number > 1 else console.say)(line)
 
 
 def said_left_out(

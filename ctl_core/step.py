@@ -24,12 +24,8 @@ from ctl_core.checks.returned import (
     checked_weight,
     expect,
 )
-from ctl_core.compat import (
-    GraphWriter,
-    gradients_are_summed,
-    optimizers_refused,
-    summaries_of_first_replica,
-)
+from ctl_core.compat import gradients_are_summed, optimizers_refused, summaries_of_first_replica
+from ctl_core.compiled import compiled
 from ctl_core.context import StepContext
 from ctl_core.errors import CtlError, HookFailed
 from ctl_core.hooks import Hook
@@ -203,30 +199,6 @@ def _existing(
     return [g for g, _ in pairs], [v for _, v in pairs]
 
 
-def _compiled(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Compiles with XLA what one replica does with a batch.
-
-    A function of its own for each replica and each graph: a cached trace of another replica would
-    hold that replica's variables.
-    """
-
-    def no_summaries() -> None:
-        raise ValueError(
-            "tf.summary in a step that jit_compile compiles; write it in update_pre or a host "
-            "hook, or leave out jit_compile"
-        )
-
-    def on_replica(batch: Any) -> Any:
-        @tf.function(jit_compile=True, autograph=False)
-        def compiled(batch: Any) -> Any:
-            with GraphWriter(no_summaries).as_default():
-                return function(batch)
-
-        return compiled(batch)
-
-    return on_replica
-
-
 def apply_update(
     context: StepContext, contributed: dict[str, Any], fetches: frozenset[str]
 ) -> dict[str, Any]:
@@ -346,7 +318,7 @@ def train_step(
         with optimizers_refused(_IN_MICRO_BATCH):
             return forward_backward(context, batch, kept)
 
-    contribute = _compiled(differentiate) if context.jit_compile else differentiate
+    contribute = compiled(differentiate) if context.jit_compile else differentiate
 
     def update(contributed: dict[str, Any]) -> dict[str, Any]:
         with found_nans() as nans:

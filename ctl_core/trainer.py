@@ -218,7 +218,7 @@ class Trainer:
                 if step == stop:
                     ended = self._run_hooks(step, schedule.due(step), values)
                     state.progress.done.update(n for n in state.hooks.at_step if n == step)
-            state.data.say_left_out(self._console)
+            state.data.tally.say(self._console)
             self.checkpoints.raise_if_failed()
             if self._sync_status(step, ended).end:
                 self._end(step, schedule)
@@ -233,7 +233,7 @@ class Trainer:
             self.checkpoints.save_if_due(True)
             self.checkpoints.wait()
         if not self._sync.signal:
-            state.data.say_left_out(self._console, ended=True)
+            state.data.tally.say(self._console, state.data.iterator)
         with state.cluster.peers():
             state.statistics.average()
         state.stopped_by = self._sync.signal if step < self.last else None

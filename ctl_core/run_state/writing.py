@@ -6,16 +6,18 @@ same. After them the chief copies the variables and writes the copies, while tra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from ctl_core.compat import holding
-from ctl_core.errors import RunError
+from ctl_core.errors import RunError, reason
+from ctl_core.files import from_here
 from ctl_core.numerics.staging import Background, StagingCopy, entries
 from ctl_core.run_state.folder import keep_best, remove_orphans
 from ctl_core.run_state.record import Record, write_record
@@ -119,3 +121,33 @@ class CheckpointWriter:
             found = tf.train.TrackableView(self._state.ckpt).descendants()
             self._summed_up = any(is_summed(item) for item in found)
         return self._summed_up
+
+
+@contextlib.contextmanager
+def all_write(state: State, step: int | None) -> Iterator[None]:
+    """Around one part of the writing: all processes go on when all are done, or none does.
+
+    Raises:
+        RunError: a file cannot be written, here or by another process.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except (OSError, tf.errors.OpError) as error:
+        if isinstance(error, tf.errors.OpError) and state.cluster.lost(error):
+            raise
+        failure = error
+    well = state.cluster.all(failure is None)
+    if failure is not None:
+        raise unwritten(state, step, failure) from failure
+    if not well:
+        raise unwritten(state, step, None)
+
+
+def unwritten(state: State, step: int | None, failure: Exception | None) -> RunError:
+    """Returns the error for a checkpoint that cannot be written; None: by another process."""
+    why = " by another process" if failure is None else f": {reason(failure)}"
+    return RunError(
+        f"the checkpoint of step {step} cannot be written to {from_here(state.manager.directory)}"
+        f"{why}; earlier checkpoints are kept."
+    )

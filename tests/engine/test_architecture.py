@@ -14,7 +14,7 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     errors table types
     chunks collectives compat console data files precision not_finite reduction signals
-    helpers joining profile settings staging hook_state record gpus verdict hook_table
+    compiled helpers joining profile settings staging hook_state record gpus verdict hook_table
     callbacks_file batch_norm
     layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
