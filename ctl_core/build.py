@@ -18,6 +18,7 @@ from ctl_core.checks.created import (
     check_manager,
     check_optimizers,
     check_optimizers_of_replicas,
+    check_turns,
     check_variables,
     create_callable,
     of_sample_weights,
@@ -34,7 +35,7 @@ from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluate import create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
-from ctl_core.metrics import create_metrics, update_train_metrics
+from ctl_core.metrics import create_loss_parts, create_metrics, update_train_metrics
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.batch_norm import MovingStatistics
 from ctl_core.numerics.freezing import Freezing, unfrozen
@@ -120,7 +121,7 @@ def _create(
         )
         optimizers = _create_optimizers(context, lr, data, cluster.task)
         optimizer = context.optimizer
-        variables, input_spec, writes = _build_variables(context, data, cluster.task)
+        variables, input_spec, writes, parts = _build_variables(context, data, cluster.task)
         check_groups(hooks.create_opt, optimizers, variables)
         check_variables(hooks.create_model, variables)
         if said := of_sample_weights(hooks, data.element_spec):
@@ -136,11 +137,10 @@ def _create(
             context.rate_schedule = schedule_of(config, lr, context.lr, console)
         context.train_metrics = create_metrics(hooks.create_train_metrics)
         if context.train_metrics:
-            roots["train_metrics"] = context.train_metrics
-            with _scratch(data, cluster.task):  # some make their variables when they are first used
-                batch = _placeholders(data.element_spec)
-                output, loss = forward(context, batch, training=True)
-                update_train_metrics(context, batch, output, loss)
+            _build_train_metrics(context, data, cluster.task)
+        context.loss_parts = create_loss_parts(hooks.grad_pre, parts, context.train_metrics)
+        if context.logged():
+            roots["train_metrics"] = context.logged()
         if config.ema is not None:
             with unfrozen(train_model):
                 weights = trainable_variables(train_model)
@@ -207,13 +207,15 @@ def _create_optimizers(
     if "train_model" in hook.arguments:
         lr.follows = False
         with _scratch(data, task):
-            run_model(context, _placeholders(data.element_spec), training=True)
+            for _ in context.each_turn(again=False):
+                run_model(context, _placeholders(data.element_spec), training=True)
         lr.follows = True
     made = hook(lr=lr, train_model=context.train_model)
     lr.follows = False
     optimizer = OptimizerGroups(made) if is_pairs(made) else made
     optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
     check_optimizers(hook, optimizers)
+    check_turns(context.hooks, optimizers, context.accumulate_steps)
     if context.replicas > 1:
         check_optimizers_of_replicas(hook, optimizer)
     context.optimizer, context.optimizers = optimizer, optimizers
@@ -270,7 +272,8 @@ def _build_late(
         with _scratch(data, task):
             batch = _placeholders(data.element_spec)
             needed = frozenset({"output", "batch"})
-            apply_update(context, forward_backward(context, batch, needed), frozenset())
+            for _ in context.each_turn(again=False):
+                apply_update(context, forward_backward(context, batch, needed), frozenset())
     except HookFailed as error:
         if "could not be lifted" in str(error.__cause__):
             hook = context.hooks.create_opt
@@ -284,14 +287,15 @@ def _build_late(
 
 def _build_variables(
     context: StepContext, data: Input, task: Task
-) -> tuple[dict[str, list[Any]], Any, list[Write]]:
+) -> tuple[dict[str, list[Any]], Any, list[Write], list[str]]:
     """Runs the forward hooks once on placeholders, so that every variable exists.
 
     Nothing is computed: the graph is thrown away, and Keras creates variables outside of it.
 
     Returns:
         The variables that each objective's optimizer has to know, the specification of the model's
-        input, and what is written to where not all examples of a step are seen at once. An
+        input, what is written to where not all examples of a step are seen at once, and the names
+        of the parts of the loss. An
         optimizer has to know the trainable_vars of its objective, also what is frozen now: those
         that ``grad_pre`` returns once more with no layer frozen. Where there is one objective, it
         knows all that the model could train, too.
@@ -301,20 +305,23 @@ def _build_variables(
     """
     with _scratch(data, task) as graph:
         batch = _placeholders(data.element_spec)
-        inputs = model_input(context, batch, training=True)
-        input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
-        output = run_model(context, batch, training=True)
-        with pairs_refused(context, data.element_spec, _placeholders):
-            loss = loss_of(context, batch, output, training=True)
-            weight = weight_of(context, batch, output)
-            named = [objectives(context, batch, output, loss, weight)]
-        with unfrozen(context.train_model, context.train_loss) as some_were_frozen:
-            if some_were_frozen:
+        named: list[dict[str, Any]] = []
+        for _ in context.each_turn(again=False):
+            inputs = model_input(context, batch, training=True)
+            input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
+            output = run_model(context, batch, training=True)
+            with pairs_refused(context, data.element_spec, _placeholders):
+                loss = loss_of(context, batch, output, training=True)
+                weight = weight_of(context, batch, output)
                 named.append(objectives(context, batch, output, loss, weight))
-            free = trainable_variables(context.train_model) if len(context.optimizers) == 1 else []
+            with unfrozen(context.train_model, context.train_loss) as some_were_frozen:
+                if some_were_frozen:
+                    named.append(objectives(context, batch, output, loss, weight))
+                alone = len(context.optimizers) == 1
+                free = trainable_variables(context.train_model) if alone else []
     variables = {}
     for name in context.optimizers:
-        several = [*(one[name][1] for one in named), free]
+        several = [*(one[name][1] for one in named if name in one), free]
         variables[name] = list({id(v): v for of_one in several for v in of_one}.values())
         if not variables[name]:
             hook = context.hooks.grad_pre
@@ -323,7 +330,8 @@ def _build_variables(
             )
     shared = context.replicas * context.accumulate_steps > 1
     writes = forward_writes(graph) if shared else []
-    return variables, input_spec, writes
+    parts = [part for one in named for _, _, parts in one.values() for part in parts]
+    return variables, input_spec, writes, parts
 
 
 def _placeholders(element_spec: Any) -> Any:
@@ -332,6 +340,23 @@ def _placeholders(element_spec: Any) -> Any:
         element_spec,
         expand_composites=True,
     )
+
+
+def _build_train_metrics(context: StepContext, data: Input, task: Task) -> None:
+    """Lets metrics that make variables when they are first used make them.
+
+    Raises:
+        SetupError: one is updated in no turn.
+    """
+    updated: set[str] = set()
+    with _scratch(data, task):
+        batch = _placeholders(data.element_spec)
+        for _ in context.each_turn(again=False):
+            output, loss = forward(context, batch, training=True)
+            updated |= update_train_metrics(context, batch, output, loss)
+    if missing := context.train_metrics.keys() - updated:
+        hook = context.hooks.train_metric_pre
+        raise hook.reject(f"returned nothing for the metric '{min(missing)}' in any turn.")
 
 
 @contextlib.contextmanager

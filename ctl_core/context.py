@@ -41,6 +41,8 @@ class StepContext:
         scalar_losses: the objectives whose loss is one number, found in tracing
         trained: by objective, the variables that it does depend on, found in tracing
         taking: the number of the step that is being traced, an int64 scalar, or None
+        turn: the index in ``turns`` of the turn that is being traced, or None
+        loss_parts: what ``grad_pre`` returns of them is logged by, by name
     """
 
     hooks: Hooks
@@ -63,18 +65,47 @@ class StepContext:
     scalar_losses: set[str] = dataclasses.field(default_factory=set)
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     taking: tf.Tensor | None = None
+    turn: int | None = None
+    loss_parts: dict[str, keras.Metric] = dataclasses.field(default_factory=dict)
 
     @property
     def micro_batch_size(self) -> int:
         """How many examples a replica takes at once: B / (N A)."""
         return self.batch_size // (self.replicas * self.accumulate_steps)
 
+    @property
+    def objective(self) -> str | None:
+        """Whose turn it is, while one is traced."""
+        return None if self.turn is None else self.hooks.turns[self.turn]
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the update that is being traced is the last one of its step."""
+        return self.turn in (None, len(self.hooks.turns) - 1)
+
+    def each_turn(self, again: bool = True) -> Iterator[None]:
+        """Goes through the turns of a step; without turns, once.
+
+        Args:
+            again: whether an objective comes as often as it has turns; False: once
+        """
+        turns = self.hooks.turns
+        numbers = range(len(turns)) if again else map(turns.index, dict.fromkeys(turns))
+        for self.turn in numbers if turns else [None]:
+            yield
+        self.turn = None
+
+    def logged(self) -> dict[str, keras.Metric]:
+        """Returns the train metrics, and those of the loss's parts, by name."""
+        return {**self.train_metrics, **self.loss_parts}
+
     def hook_arguments(self) -> dict[str, Any]:
         """What every hook of the step may name: the objects, and the number of the step.
 
         That is the step that is being taken; outside of one, how many were taken.
         """
-        values = {"train_model": self.train_model, "train_loss": self.train_loss, "lr": self.lr}
+        values: dict[str, Any] = {"objective": self.objective, "turn": self.turn, "lr": self.lr}
+        values |= {"train_model": self.train_model, "train_loss": self.train_loss}
         if self.hooks.graph_names("step"):  # reading it is an op, which others need not pay for
             taken = self.taking
             values["step"] = self.step_variable.read_value() if taken is None else taken

@@ -77,6 +77,9 @@ every_steps = {1: print_step, 10: print_loss}
 at_step: dict[int, Any] = {}
 
 
+turns: list[str] = []
+
+
 def create_train_metrics():
     return {}
 

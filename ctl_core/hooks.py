@@ -18,7 +18,14 @@ import tensorflow as tf
 
 from ctl_core import defaults
 from ctl_core.autograph import code_of, frames_in, original_lines, traceable, where
-from ctl_core.checks.hooks import arguments_of, check_required, in_order, misspelt, scheduled
+from ctl_core.checks.hooks import (
+    arguments_of,
+    check_required,
+    in_order,
+    listed,
+    misspelt,
+    scheduled,
+)
 from ctl_core.compat import translated_stack
 from ctl_core.errors import CtlError, HookFailed, SetupError, brief
 from ctl_core.settings import Config
@@ -143,6 +150,7 @@ class Hooks:
     grad_pre: Hook
     update_pre: Hook
     update_post: Hook | None
+    turns: tuple[str, ...]
     create_train_metrics: Hook
     train_metric_pre: Hook
     every_steps: HooksByStep
@@ -174,7 +182,7 @@ class Hooks:
                 for index, function in enumerate(hook.function for hook in several):
                     name = f"{spec.name}/{getattr(function, '__name__', '')}"
                     found[f"{name}-{index}" if name in found else name] = function
-            elif hooks is not None and spec.name not in DATA_HOOKS:
+            elif isinstance(hooks, Hook) and spec.name not in DATA_HOOKS:
                 found[spec.name] = hooks.function
         return found
 
@@ -226,6 +234,8 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
         value = getattr(callbacks, spec.name, getattr(defaults, spec.name, None))
         if value is None and spec.optional:
             found[spec.name] = None
+        elif spec.listed:
+            found[spec.name] = listed(spec, value, origin)
         elif spec.several:
             found[spec.name] = tuple(hook(*one) for one in in_order(spec, value))
         elif spec.scheduled:

@@ -10,6 +10,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from ctl_core.checks.data import EMPTY
+from ctl_core.checks.returned import bad_weight
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, not_compiled
 from ctl_core.files import from_here
@@ -141,6 +142,8 @@ def attributed(state: State, step: int) -> Iterator[None]:
         with state.cluster.peers():
             if state.cluster.lost(error):
                 raise
+        if why := bad_weight(str(error)):
+            raise RunError(f"{hooks.batch_weight}: {why}.") from error
         if state.config.jit_compile and (why := not_compiled(error)):
             raise SetupError(f"jit_compile: {why}; leave it out.") from error
         raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error

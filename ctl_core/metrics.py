@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from ctl_core.checks.data import examples_in
 from ctl_core.checks.returned import kind_of
 from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, RunError, brief
@@ -66,16 +68,62 @@ def update_metrics(metrics: Metrics, made_by: Hook, hook: Hook, arguments: Any) 
             ) from error
 
 
-def update_train_metrics(context: StepContext, batch: Any, output: Any, loss: Any) -> None:
-    """Updates the train metrics, of this replica's examples, if there are any."""
-    hooks = context.hooks
-    if not context.train_metrics:
-        return
+def update_train_metrics(context: StepContext, batch: Any, output: Any, loss: Any) -> set[str]:
+    """Updates the train metrics, of this replica's examples, if there are any.
+
+    Returns:
+        Those that were. In a turn, ``train_metric_pre`` may leave some out.
+    """
+    hooks, metrics = context.hooks, context.train_metrics
+    if not metrics:
+        return set()
     values = {"loss": loss, "output": output, "batch": batch, **context.hook_arguments()}
     arguments = hooks.train_metric_pre.in_graph(**values)
-    update_metrics(
-        context.train_metrics, hooks.create_train_metrics, hooks.train_metric_pre, arguments
-    )
+    if context.turn is not None and isinstance(arguments, Mapping):
+        metrics = {name: metric for name, metric in metrics.items() if name in arguments}
+    update_metrics(metrics, hooks.create_train_metrics, hooks.train_metric_pre, arguments)
+    return set(metrics)
+
+
+def create_loss_parts(hook: Hook, parts: Iterable[str], taken: Iterable[str]) -> Metrics:
+    """Makes what the parts of the loss that ``grad_pre`` returns are logged by.
+
+    Args:
+        hook: ``grad_pre``
+        parts: their names
+        taken: names of train metrics
+
+    Raises:
+        SetupError: a name is another metric's.
+    """
+    names = list(dict.fromkeys(parts))
+    for name in names:
+        if name in {"loss", *taken}:
+            raise hook.reject(f"returned a part called '{name}', as another metric is.")
+    return {name: keras.metrics.Mean(name) for name in names}
+
+
+def update_loss_parts(context: StepContext, parts: Mapping[str, Any], batch: Any) -> None:
+    """Adds the parts of the loss: the mean over the examples, of scalars by their number.
+
+    Raises:
+        SetupError: a part has another shape, or was not there in the first trace.
+    """
+    hook = context.hooks.grad_pre
+    for name, value in parts.items() if context.loss_parts else ():
+        if name not in context.loss_parts:
+            raise hook.reject(f"returned the part '{name}' of the loss, which was not there first.")
+        part = tf.convert_to_tensor(value)
+        real = part.dtype.is_floating or part.dtype.is_integer
+        if part.shape.rank not in (0, 1, None) or not real:
+            raise hook.reject(
+                f"the part '{name}' of the loss has shape {part.shape} and type {part.dtype.name}; "
+                "expected one number per example, or one for all of them."
+            )
+        examples = examples_in(context.hooks.count_examples, batch)
+        context.loss_parts[name].update_state(
+            tf.reduce_mean(part), 1 if examples is None else examples
+        )
 
 
 def results(metrics: Metrics, made_by: Hook) -> dict[str, float]:

@@ -17,12 +17,14 @@ import tensorflow as tf
 
 from ctl_core.checks.data import examples_in
 from ctl_core.checks.returned import (
+    asserted_weight,
     check_update,
     checked_extra,
     checked_loss,
     checked_objectives,
     checked_weight,
     expect,
+    not_negative,
 )
 from ctl_core.compat import gradients_are_summed, optimizers_refused, summaries_of_first_replica
 from ctl_core.compiled import compiled
@@ -30,7 +32,7 @@ from ctl_core.context import StepContext
 from ctl_core.errors import CtlError, HookFailed
 from ctl_core.hooks import Hook
 from ctl_core.inputs import Input
-from ctl_core.metrics import update_train_metrics
+from ctl_core.metrics import update_loss_parts, update_train_metrics
 from ctl_core.numerics.micro_batches import accumulate
 from ctl_core.numerics.not_finite import found_nans, seen
 from ctl_core.numerics.precision import all_finite, to_float32
@@ -100,8 +102,10 @@ def weight_of(context: StepContext, batch: Any, output: Any) -> tf.Tensor | None
 
     No gradient goes through it.
     """
-    hook = context.hooks.batch_weight
-    return None if hook is None else checked_weight(hook, hook.in_graph(batch=batch, output=output))
+    if (hook := context.hooks.batch_weight) is None:
+        return None
+    values = {"batch": batch, "output": output, **context.hook_arguments()}
+    return checked_weight(hook, hook.in_graph(**values))
 
 
 def batch_sum(context: StepContext, loss: Any, batch: Any) -> tf.Tensor:
@@ -119,21 +123,23 @@ def batch_sum(context: StepContext, loss: Any, batch: Any) -> tf.Tensor:
 
 def objectives(
     context: StepContext, batch: Any, output: Any, loss: Any, weight: tf.Tensor | None = None
-) -> dict[str, tuple[tf.Tensor, list[Any]]]:
+) -> dict[str, tuple[tf.Tensor, list[Any], dict[str, Any]]]:
     """Calls ``grad_pre`` and works out what this micro-batch contributes to each objective.
 
     Returns:
-        By objective: sum(loss_per_batch) / B + extra_loss / (N A), and the variables, of which
-        there are none where all are frozen. With a weight w the former is (sum(loss_per_batch) +
-        w extra_loss) / B, still to be divided by sum(w) / B.
+        By objective: sum(loss_per_batch) / B + extra_loss / (N A); the variables, of which there
+        are none where all are frozen; and the parts of the loss by name. With a weight w the first
+        is (sum(loss_per_batch) + w extra_loss) / B, still to be divided by sum(w) / B.
     """
     hooks = context.hooks
     result = hooks.grad_pre.in_graph(
         loss=loss, output=output, batch=batch, **context.hook_arguments()
     )
     found = {}
-    for name, where, values in checked_objectives(hooks.grad_pre, result, context.optimizers):
-        loss_per_batch, extra_loss, variables = values
+    several = checked_objectives(
+        hooks.grad_pre, result, context.optimizers, objective=context.objective
+    )
+    for name, where, (loss_per_batch, extra_loss, variables, parts) in several:
         total = batch_sum(context, loss_per_batch, batch)
         if tf.convert_to_tensor(loss_per_batch).shape.rank == 0:
             context.scalar_losses.add(name)
@@ -145,7 +151,7 @@ def objectives(
             objective = total / context.batch_size + extra / shares
         else:
             objective = (total + tf.cast(weight, total.dtype) * extra) / context.batch_size
-        found[name] = (objective, list(variables))
+        found[name] = (objective, list(variables), parts)
     return found
 
 
@@ -169,17 +175,22 @@ def forward_backward(context: StepContext, batch: Any, kept: frozenset[str]) -> 
         named = objectives(context, batch, output, loss, weight)
         scaled = {
             name: objective if scale is None else scale.multiply(objective)
-            for name, (objective, _) in named.items()
+            for name, (objective, *_) in named.items()
         }
     gradients = {}
-    for name, (_, variables) in named.items():
+    for name, (_, variables, parts) in named.items():
         found = tape.gradient(scaled[name], variables)
         gradients[name], context.trained[name] = _existing(context, found, variables)
+        update_loss_parts(context, parts, batch)
     update_train_metrics(context, batch, output, loss)
-    losses = {name: objective for name, (objective, _) in named.items()}
+    losses = {name: objective for name, (objective, *_) in named.items()}
     values = {"loss": losses, "gradients": gradients, "output": output, "batch": batch}
     returned = {name: values[name] for name in ("loss", "gradients", *sorted(kept))}
-    return returned if weight is None else {**returned, "weight": weight / context.batch_size}
+    if weight is None:
+        return returned
+    if context.accumulate_steps > 1:  # in their sum, a negative one would not show
+        weight = not_negative(weight)
+    return {**returned, "weight": weight / context.batch_size}
 
 
 def _existing(
@@ -255,6 +266,9 @@ def _summed(context: StepContext, contributed: dict[str, Any], with_loss: bool) 
     """
     names = {"gradients", "weight"} | ({"loss"} if with_loss else set())
     values = {name: part for name, part in contributed.items() if name in names}
+    own = contributed.get("weight")
+    if own is not None:
+        values["weight"] = not_negative(own)
     values = {"loss": contributed["loss"], **sum_over_replicas(values, context.replicas)}
     weight = values.pop("weight", None)
     if scale := context.loss_scale:
@@ -263,6 +277,10 @@ def _summed(context: StepContext, contributed: dict[str, Any], with_loss: bool) 
             for name, several in values["gradients"].items()
         }
     if weight is not None:
+        assert own is not None
+        of_step = context.step_variable + 1 if context.taking is None else context.taking
+        size = tf.cast(context.batch_size, own.dtype)
+        weight = asserted_weight(own * size, weight * size, of_step) / size
         values = tf.nest.map_structure(lambda value: divide(value, weight), values)
     return values
 
@@ -284,25 +302,49 @@ def train_step(
     watch: bool = False,
     step: tf.Tensor | None = None,
 ) -> dict[str, Any]:
-    """Draws the batches of one update over all replicas, and makes it; the graph of a step.
+    """Takes a step: one update on a batch of its own, or one on the same batch for each turn.
 
     Args:
         context: what the step is made of
         data: where A elements for each local replica are drawn from
         fetches: names of the values to return, out of ``table.OBSERVED``
         watch: whether to measure how long it waits for its elements
-        step: the number of the step that this update makes, an int64 scalar, for summaries; where
-            nobody runs it, none
+        step: the number of the step, an int64 scalar, for summaries; where nobody runs it, none
 
     Returns:
         The fetched values by name, each with a value per replica, as ``strategy.run`` returns them;
-        ``output`` and ``batch`` as a list of such values, one for each micro-batch. And ``noted``,
-        if losses are looked at: what ``not_finite.seen`` returns.
+        ``output`` and ``batch``, those of the last turn, as a list of such values, one for each
+        micro-batch. And ``noted``, if losses are looked at: a list of what ``not_finite.seen``
+        returns.
     """
-    update_pre, scale = context.hooks.update_pre, context.loss_scale
-    kept = frozenset({"output", "batch"} & {*fetches, *update_pre.arguments})
     if context.rate_schedule is not None and step is not None:
         context.rate_schedule.apply(step)
+    batch = data.next_batch(watch) if context.hooks.turns else None
+
+    def draw() -> Any:
+        return data.next_batch(watch) if batch is None else batch
+
+    found: dict[str, Any] = {}
+    for _ in context.each_turn():
+        for name, value in make_update(context, data.strategy, draw, fetches, step).items():
+            if name == "noted":
+                value = [*found.get(name, []), *value]
+            elif name not in ("output", "batch") and context.hooks.turns:
+                value = {**found.get(name, {}), **value}  # by objective
+            found[name] = value
+    return found
+
+
+def make_update(
+    context: StepContext,
+    strategy: tf.distribute.Strategy,
+    draw: Callable[[], Any],
+    fetches: frozenset[str],
+    step: tf.Tensor | None,
+) -> dict[str, Any]:
+    """Makes one update over all replicas, on the batches that ``draw`` returns; see train_step."""
+    update_pre, scale = context.hooks.update_pre, context.loss_scale
+    kept = frozenset({"output", "batch"} & {*fetches, *update_pre.arguments})
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
         def on_replica(*args: Any) -> Any:
@@ -310,7 +352,7 @@ def train_step(
                 return function(*args)
 
         with tf.name_scope(""):  # a summary's name begins with it; a loop's would be part of that
-            return data.strategy.run(on_replica, args)
+            return strategy.run(on_replica, args)
 
     def differentiate(batch: Any) -> Any:
         if context.accumulate_steps == 1:
@@ -324,30 +366,30 @@ def train_step(
         with found_nans() as nans:
             found = apply_update(context, contributed, fetches)
         if context.notes_losses:  # with a loss scale, an update of NaN gradients is skipped
-            found["noted"] = seen(contributed["loss"], [] if scale else nans)
+            found["noted"] = [seen(contributed["loss"], [] if scale else nans)]
         return found
 
     if context.accumulate_steps == 1:
-        found = on_replicas(lambda batch: update(contribute(batch)), data.next_batch(watch))
+        found = on_replicas(lambda batch: update(contribute(batch)), draw())
         found = {name: [value] if name in kept else value for name, value in found.items()}
     else:
         contributed, pieces = accumulate(
-            data.strategy,
+            strategy,
             context.accumulate_steps,
-            lambda: on_replicas(contribute, data.next_batch(watch)),
+            lambda: on_replicas(contribute, draw()),
             joined_for={name: str(update_pre) for name in kept & {*update_pre.arguments}},
         )
         found = on_replicas(update, contributed)
         found |= {name: values for name, values in pieces.items() if name in fetches}
     if scale is None:
-        after_update(context, data.strategy)
+        after_update(context, strategy)
         return found
     updates, finite = found.pop("updates"), found.pop("finite")
-    finite = data.strategy.experimental_local_results(finite)[0]
+    finite = strategy.experimental_local_results(finite)[0]
 
     def if_finite() -> None:
         on_replicas(lambda one: apply_gradients(context, one), updates)
-        after_update(context, data.strategy)
+        after_update(context, strategy)
 
     tf.cond(finite, if_finite, lambda: None)
     scale.adjust(finite)
@@ -359,8 +401,9 @@ def after_update(context: StepContext, strategy: tf.distribute.Strategy) -> None
 
     No value passes between replicas: all compute the same from the same variables.
     """
-    hook, average = context.hooks.update_post, context.average
-    if hook is None and average is None:
+    hook, average = context.hooks.update_post, context.average if context.ends_step else None
+    some = [variable for several in context.trained.values() for variable in several]
+    if (hook is None and average is None) or not some:
         return
     devices = itertools.count()
 
@@ -372,8 +415,7 @@ def after_update(context: StepContext, strategy: tf.distribute.Strategy) -> None
         if average is not None:
             average.update()
 
-    some = next(v for several in context.trained.values() for v in several)
-    strategy.extended.update(plain_variable(some), on_device, group=False)
+    strategy.extended.update(plain_variable(some[0]), on_device, group=False)
 
 
 _IN_MICRO_BATCH = (

@@ -15,7 +15,8 @@ class Spec:
     """One row of the table: a hook's name, the arguments it may name, what it returns.
 
     ``scheduled``: a dict of functions by step; ``several``: a function or a list of them;
-    ``optional``: None means that the engine does without; ``in_stub``: callbacks.py shows it.
+    ``listed``: no function but a list of names; ``optional``: None means that the engine does
+    without; ``in_stub``: callbacks.py shows it.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Spec:
     in_graph: bool = False
     scheduled: bool = False
     several: bool = False
+    listed: bool = False
     optional: bool = False
     in_stub: bool = True
 
@@ -100,7 +102,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "input_pre",
-        _names("batch lr step training"),
+        _names("batch lr step training objective turn"),
         "model input",
         "The model's input, made from a batch.",
         "first element of an (inputs, targets) or (inputs, targets, weights) batch",
@@ -108,7 +110,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "loss_pre",
-        _names("output batch train_model lr step training"),
+        _names("output batch train_model lr step training objective turn"),
         "loss_input, one argument",
         "What train_loss is called with.",
         "(output, second element of the batch)",
@@ -116,7 +118,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "batch_weight",
-        _names("batch output"),
+        _names("batch output objective turn"),
         "how much a batch weighs, one number from 0 up",
         "What the summed loss is divided by, in training and evaluation: the weights of all "
         "replicas and micro-batches added up, such as the number of tokens that are not padding.",
@@ -126,8 +128,9 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "grad_pre",
-        _names("loss output batch train_model train_loss lr step"),
-        "loss_per_batch, extra_loss, trainable_vars; or a dict of such by objective",
+        _names("loss output batch train_model train_loss lr step objective turn"),
+        "loss_per_batch, extra_loss, trainable_vars, and, if any, a dict of its parts to log; or "
+        "a dict of such by objective",
         "What is differentiated (the loss summed over the batch, plus terms that do not depend "
         "on the batch), and by which variables.",
         "weighted(loss, batch), regularization(train_model), trainable_variables(train_model)",
@@ -135,7 +138,9 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "update_pre",
-        _names("gradients loss output batch train_model train_loss lr optimizer step"),
+        _names(
+            "gradients loss output batch train_model train_loss lr optimizer step objective turn"
+        ),
         "update_gradients, display_gradients",
         "From the gradients, summed over the replicas, to those that the optimizer applies.",
         "NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display",
@@ -143,12 +148,24 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "update_post",
-        _names("train_model train_loss optimizer lr step"),
+        _names("train_model train_loss optimizer lr step objective turn"),
         "–",
         "What is done after each update, in the graph, on each replica with its own variables: "
         "averages and target networks, weights clipped or projected.",
         in_graph=True,
         optional=True,
+        in_stub=False,
+    ),
+    Spec(
+        "turns",
+        (),
+        "list of objectives, such as 3 * ['critic'] + ['generator']",
+        "Objectives in turns: a step makes an update for each, in this order and on one batch, "
+        "with a forward pass of its own that sees what the turn before has changed. The hooks of "
+        "the graph may name objective, whose turn it is (a text; None in evaluation), and turn, "
+        "which one of the list (a number from 0 up).",
+        "one forward pass, then all objectives at once",
+        listed=True,
         in_stub=False,
     ),
     Spec(
@@ -162,7 +179,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "train_metric_pre",
-        _names("loss output batch train_model step"),
+        _names("loss output batch train_model step objective turn"),
         "arguments of update_state, or a dict of such by metric",
         "What the train metrics are updated with; loss is what train_loss returned.",
         "as metric_pre's",

@@ -200,7 +200,7 @@ class Trainer:
 
     def _loop(self) -> None:
         state, clock = self.state, self.state.clock
-        extras = bool(state.context.train_metrics), state.data.steps_per_epoch
+        extras = bool(state.context.logged()), state.data.steps_per_epoch
         schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, *extras)
         step, ended = state.step, False
         look_at_rate(state, step, self._console)
@@ -337,9 +337,9 @@ class Trainer:
         """
         (due, anew), context = schedule.log_due(step), self.state.context
         if due:
-            values = results(context.train_metrics, context.hooks.create_train_metrics)
+            values = results(context.logged(), context.hooks.create_train_metrics)
             self._console.values(step, "train", values)
-        for metric in context.train_metrics.values() if anew else ():
+        for metric in context.logged().values() if anew else ():
             metric.reset_state()
 
     def _evaluate(self, step: int, schedule: Schedule) -> None:

@@ -15,6 +15,7 @@ from ctl_core.helpers import sample_weight
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.numerics.groups import OptimizerGroups
 from ctl_core.run_state.tracking import find, variable_name
+from ctl_core.settings import nearest
 from ctl_core.types import Loss
 
 
@@ -61,6 +62,38 @@ def check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
             )
     if not optimizers:
         raise hook.reject("returned an empty dict of optimizers.")
+
+
+def check_turns(hooks: Hooks, optimizers: dict[str, Any], accumulate_steps: int) -> None:
+    """Refuses turns that are not those of the objectives, and micro-batches with them.
+
+    Raises:
+        SetupError: they are.
+    """
+    if not hooks.turns:
+        return
+    there = ", ".join(optimizers)
+    if "" in optimizers:
+        raise hooks.create_opt.reject(
+            "returned one optimizer, but there are turns; return a dict of optimizers by objective."
+        )
+    for name in hooks.turns:
+        if name not in optimizers:
+            raise hooks.create_opt.reject(
+                f"turns has '{name}', which is no objective{nearest(name, optimizers)} (there: "
+                f"{there})."
+            )
+    for name in optimizers:
+        if name not in hooks.turns:
+            raise hooks.create_opt.reject(
+                f"the objective '{name}' has no turn, so that nothing would train it; add it to "
+                "turns."
+            )
+    if accumulate_steps > 1:
+        raise SetupError(
+            f"accumulate_steps: {accumulate_steps} micro-batches cannot go with turns, in which "
+            "several updates are made on one batch; leave one of the two out."
+        )
 
 
 def check_groups(hook: Hook, optimizers: dict[str, Any], variables: dict[str, list[Any]]) -> None:

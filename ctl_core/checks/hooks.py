@@ -59,6 +59,17 @@ def in_order(spec: Spec, value: Any) -> list[tuple[str, Callable[..., Any]]]:
     return [(spec.name, value)]
 
 
+def listed(spec: Spec, value: Any, origin: str) -> tuple[str, ...]:
+    """Returns a list of names, if it is one; None is an empty one."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise SetupError(
+            f"{origin}: {spec.name} must be a {spec.returns}, got {one_line(repr(value), 60)}."
+        )
+    return tuple(value)
+
+
 def arguments_of(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
     """Returns the arguments that a hook's function names, if it may name all of them.
 
@@ -119,7 +130,7 @@ def _check_deferred(spec: Spec, name: str, place: str, arguments: list[str]) -> 
 
 
 def misspelt(callbacks: Any, origin: str) -> list[str]:
-    """Warns of functions and dicts that no hook uses but whose name is a hook's, all but a slip."""
+    """Warns of what no hook uses but whose name is a hook's, all but a slip."""
     return [
         f"{origin}: {name} is no hook and is not used; did you mean {close}?"
         for name in dir(callbacks)
@@ -130,7 +141,8 @@ def misspelt(callbacks: Any, origin: str) -> list[str]:
 def _meant(callbacks: Any, name: str) -> str | None:
     """Returns the hook that an attribute looks like without being one."""
     value = inspect.getattr_static(callbacks, name)
-    if name in SPECS or name.startswith("_") or not (callable(value) or isinstance(value, dict)):
+    could_be = callable(value) or isinstance(value, dict | list)
+    if name in SPECS or name.startswith("_") or not could_be:
         return None
     short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
     close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)

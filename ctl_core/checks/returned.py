@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +92,39 @@ def checked_weight(hook: Hook, value: Any) -> tf.Tensor:
     return weight if weight.dtype in (tf.float32, tf.float64) else tf.cast(weight, tf.float32)
 
 
+BAD_WEIGHT = "ctl_core: the weight of a batch"
+
+
+def asserted_weight(own: tf.Tensor, total: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    """Returns what all batches of a step weigh, unless that is nothing, or one's is below 0 or NaN.
+
+    While a graph is running; ``bad_weight`` reads the message.
+
+    Args:
+        own: what this replica's weighs
+        total: the sum of what ``not_negative`` returns for each
+        step: the number of the step
+    """
+    good = tf.debugging.Assert(total > 0, [BAD_WEIGHT, step, own, total])
+    with tf.control_dependencies([good]):
+        return tf.identity(total)
+
+
+def not_negative(weight: tf.Tensor) -> tf.Tensor:
+    """Returns a weight, NaN if it is negative, so that the sum over replicas tells."""
+    return tf.where(weight >= 0, weight, tf.constant(math.nan, weight.dtype))
+
+
+def bad_weight(text: str) -> str | None:
+    """Says what was wrong with a weight, if the text of a failed op is about one."""
+    found = re.search(rf"{BAD_WEIGHT}\W+(\d+)\W+?(-?[\w.]+)\]\W+?(-?[\w.]+)\]", text)
+    if found is None:
+        return None
+    step, own, total = found[1], float(found[2]), float(found[3])
+    what = f"is {own:g}" if not own >= 0 else f"of all replicas is {total:g}"
+    return f"the weight of step {step} {what}; expected a number above 0"
+
+
 def checked_loss(create_loss: Hook, loss: Any, examples: Any) -> tf.Tensor:
     """Returns a loss as a tensor: a scalar, or one number for each of so many examples.
 
@@ -139,19 +174,32 @@ def checked_extra(
 
 
 def checked_objectives(
-    grad_pre: Hook, result: Any, optimizers: dict[str, Any]
-) -> Iterator[tuple[str, str, tuple[Any, Any, Any]]]:
+    grad_pre: Hook, result: Any, optimizers: dict[str, Any], objective: str | None = None
+) -> Iterator[tuple[str, str, tuple[Any, Any, Any, dict[str, Any]]]]:
     """Goes over what ``grad_pre`` returned, one objective after the other.
+
+    Args:
+        grad_pre: the hook
+        result: what it returned
+        optimizers: by objective
+        objective: whose turn it is; then it is the only one, and others are left out
 
     Yields:
         The objective's name, "" for a single one; what to call it in a message; and loss_per_batch,
-        extra_loss and trainable_vars.
+        extra_loss, trainable_vars and the parts of the loss by name.
 
     Raises:
         SetupError: there is no such objective, something else than these three, or no variable.
     """
-    named = result if isinstance(result, dict) else {"": result}
-    if set(named) != set(optimizers):
+    named = result if isinstance(result, dict) else {objective or "": result}
+    if objective is not None:
+        if objective not in named:
+            raise grad_pre.reject(
+                f"returned the objectives {names_of(named)} in the turn of '{objective}'; return "
+                f"those three for '{objective}'."
+            )
+        named = {objective: named[objective]}
+    elif set(named) != set(optimizers):
         raise grad_pre.reject(
             f"returned the objectives {names_of(named)}, but create_opt the optimizers "
             f"{names_of(optimizers)}; the names must be the same."
@@ -159,9 +207,16 @@ def checked_objectives(
     some = False
     for name, values in named.items():
         where = f"{grad_pre}['{name}']" if name else str(grad_pre)
-        loss, extra, variables = expect(
-            values, ("loss_per_batch", "extra_loss", "trainable_vars"), where
-        )
+        names = ("loss_per_batch", "extra_loss", "trainable_vars")
+        parts: Any = {}
+        if isinstance(values, tuple | list) and len(values) == 4:
+            *values, parts = values
+        loss, extra, variables = expect(values, names, where)
+        if not isinstance(parts, dict) or not all(isinstance(key, str) for key in parts):
+            raise SetupError(
+                f"{where}: the fourth value must be a dict of the loss's parts by name, got "
+                f"{kind_of(parts)}."
+            )
         if not isinstance(variables, list | tuple):
             raise SetupError(
                 f"{where}: trainable_vars must be a list of variables, got {kind_of(variables)}."
@@ -173,6 +228,6 @@ def checked_objectives(
                     "has no gradient; leave it out."
                 )
         some = some or bool(variables)
-        yield name, where, (loss, extra, variables)
-    if not some:
+        yield name, where, (loss, extra, variables, parts)
+    if not some and objective is None:
         raise grad_pre.reject("returned no trainable_vars; there is nothing to train.")

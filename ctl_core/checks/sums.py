@@ -97,11 +97,13 @@ def _losses(state: State, batch: Any) -> Any:
     @tf.function(autograph=False)
     def losses(batch: Any) -> dict[str, tf.Tensor]:
         with Alone(state.strategy, first):
-            output, loss = forward(context, batch, training=False)
-            result = context.hooks.grad_pre.in_graph(
-                loss=loss, output=output, batch=batch, **context.hook_arguments()
-            )
-        named = result if isinstance(result, dict) else {"": result}
+            named: dict[str, Any] = {}
+            for _ in context.each_turn(again=False):
+                output, loss = forward(context, batch, training=False)
+                result = context.hooks.grad_pre.in_graph(
+                    loss=loss, output=output, batch=batch, **context.hook_arguments()
+                )
+                named |= result if isinstance(result, dict) else {context.objective or "": result}
         return {name: tf.convert_to_tensor(values[0]) for name, values in named.items()}
 
     with state.strategy.scope():

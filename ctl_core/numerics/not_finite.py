@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -52,13 +53,14 @@ class Notes:
             for kind in (tf.float32, tf.bool)
         )
 
-    def write(self, arrays: Any, index: Any, found: list[dict[str, tf.Tensor]]) -> Any:
-        """Returns the arrays with what ``seen`` returned on each local replica in a step."""
+    def write(self, arrays: Any, index: Any, by_replica: list[list[dict[str, tf.Tensor]]]) -> Any:
+        """Returns the arrays with what ``seen`` returned on each local replica, by turn."""
         losses, nans = arrays
+        found = list(itertools.chain(*by_replica))
         index = tf.cast(index, tf.int32)
         losses = losses.write(index, tf.add_n([one["loss"] for one in found]))
-        if "nans" in found[0]:
-            nans = nans.write(index, tf.reduce_any([one["nans"] for one in found]))
+        if some := [one["nans"] for one in found if "nans" in one]:
+            nans = nans.write(index, tf.reduce_any(some))
         return losses, nans
 
     @staticmethod

@@ -18,7 +18,7 @@ def sum_over_replicas(values: Any, replicas: int) -> Any:
         The sums. A sparse one has each index once: until then its norm is not the gradient's norm,
         and clipping would depend on how often an index occurs.
     """
-    if replicas > 1:
+    if replicas > 1 and tf.nest.flatten(values):  # none of a turn whose variables are frozen
         context = tf.distribute.get_replica_context()
         if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             values = tf.nest.map_structure(_of_fixed_shape, values)

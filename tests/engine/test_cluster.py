@@ -321,7 +321,7 @@ def test_a_codebook_is_the_moving_average_over_two_processes(two: Path) -> None:
 @pytest.mark.parametrize("name", ["wgan_gp", "multi_task", "mixed_precision"])
 def test_a_ported_program_is_that_of_the_plain_loop(two: Path, name: str) -> None:
     plain_loops: dict[str, Callable[[], Any]] = {
-        "wgan_gp": lambda: wgan_gp.plain().trainable_variables,
+        "wgan_gp": lambda: wgan_gp.plain()[0].trainable_variables,
         "multi_task": multi_task.plain,
         "mixed_precision": lambda: mixed_precision.plain()[0].trainable_variables,
     }

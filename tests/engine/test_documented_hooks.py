@@ -7,38 +7,108 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from ctl_core.table import SPECS
 from tests.helpers.cases import make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
 from tests.helpers.steered import Followed
 
 PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+SMALL = {"steps": 12, "eval_every": 2, "log_every": 4}
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_what_is_shown_trains(train: Train, tmp_path: Path, block: str) -> None:
-    file = tmp_path / "shown.py"
+def hooks_of(block: str, folder: Path) -> dict[str, Any]:
+    """The hooks that a block defines."""
+    file = folder / "shown.py"
     file.write_text(block)
     shown: dict[str, Any] = {"keras": keras, "tf": tf}
     exec(compile(block, str(file), "exec"), shown)
-    hooks = {name: value for name, value in shown.items() if callable(value)}
+    return {name: shown[name] for name in SPECS if name in shown}
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "turns" not in b and "Agent" not in b])
+def test_what_is_shown_trains(train: Train, tmp_path: Path, block: str) -> None:
+    hooks = hooks_of(block, tmp_path)
     assert hooks
-    own = make_hooks(
-        create_model=Followed,
-        create_eval_dataset=sliced(regression_data()),
-        **{name: value for name, value in hooks.items() if name not in ("keras", "tf")},
-    )
-    state = train(own, steps=12, eval_every=2, log_every=4, learning_rate=1e-12)
+    evaluated = {"create_eval_dataset": sliced(regression_data())}
+    own = make_hooks(**{"create_model": Followed, **evaluated, **hooks})
+    state = train(own, learning_rate=1e-12, **SMALL)
     if "after_eval" in hooks:
         assert float(state.lr) < 1e-12  # it had learnt nothing, four times
     if "update_post" in hooks:
         assert state.step == 12
     if "create_train_metrics" in hooks:
         assert "mean_loss" in (state.run_dir / "metrics.jsonl").read_text()
+    if "parts" in block:
+        assert {"error", "size"} <= state.history[-1].keys() | state.history[-2].keys()
+
+
+class Images(keras.Model):
+    """What is needed for the GAN that is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        self.generator = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5)])
+
+    def call(self, inputs: Any) -> Any:
+        images, noise = inputs
+        made = self.generator(noise)
+        return self.critic(images)[:, 0], self.critic(made)[:, 0], made
+
+
+def test_the_gan_that_is_shown_trains(train: Train, tmp_path: Path) -> None:
+    (block,) = (block for block in BLOCKS if "turns" in block)
+    images = regression_data()[0]
+    data = sliced((images, np.random.default_rng(0).normal(size=(len(images), 4, 3))))
+    own = {"create_dataset": data, "create_eval_dataset": data, "create_model": Images}
+    own |= {"create_loss": lambda: lambda loss: loss, **hooks_of(block, tmp_path)}
+    state = train(make_hooks(**own), **SMALL)
+    (line,) = (x for x in state.history if x["split"] == "train" and x["step"] == 12)
+    assert line["penalty"] > 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_agent_that_is_shown_is_that_of_a_plain_loop(
+    train: Train, tmp_path: Path, replicas: int
+) -> None:
+    """Also in two parts."""
+    (block,) = (block for block in BLOCKS if "Agent" in block)
+    hooks = hooks_of(block, tmp_path)
+
+    def seeded() -> keras.Model:
+        keras.utils.set_random_seed(5)
+        return hooks["create_model"]()  # type: ignore[no-any-return]
+
+    own = {**hooks, "create_model": seeded, "create_opt": lambda lr: keras.optimizers.Adam(lr)}
+    for steps in (5, 30):
+        state = train(
+            make_hooks(**own),
+            steps=steps,
+            learning_rate=0.02,
+            virtual_devices=replicas,
+            log_every=5,
+        )
+    agent, loss, optimizer = seeded(), hooks["create_loss"](), keras.optimizers.Adam(0.02)
+    rewards = []
+    for numbers in hooks["create_dataset"](16).take(30):
+        with tf.GradientTape() as tape:
+            output = agent(numbers)
+            mean = tf.reduce_mean(loss(output))
+        gradients = tape.gradient(mean, agent.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 10.0)
+        optimizer.apply(gradients, agent.trainable_variables)
+        rewards.append(float(tf.reduce_mean(tf.reduce_sum(output[2], axis=1))))
+    for ours, plain in zip(state.train_model.weights, agent.weights, strict=True):
+        np.testing.assert_allclose(ours.numpy(), plain.numpy(), 1e-4, 1e-5, err_msg=ours.path)
+    found = [line["reward"] for line in state.history if line["split"] == "train"]
+    np.testing.assert_allclose(found, np.reshape(rewards, (6, 5)).mean(1), 1e-4)
+    assert found[-1] > found[0] + 1.0
 
 
 def test_there_are_some() -> None:
-    assert len(BLOCKS) >= 3
+    assert len(BLOCKS) >= 6

@@ -36,11 +36,11 @@ input_pre = None
 == unknown argument
 def input_pre(bacth):  # here
     return bacth[0]
--> input_pre asks for 'bacth'; did you mean 'batch'? | batch, lr, step, training, config, hparams
+-> input_pre asks for 'bacth'; did you mean 'batch'? | batch, lr, step, training, objective, turn, config
 == an argument of another hook
 def input_pre(*, optimizer):  # here
     pass
--> input_pre asks for 'optimizer'; it may name batch, lr, step, training, config, hparams
+-> input_pre asks for 'optimizer'; it may name batch, lr, step, training, objective, turn
 == two of three from grad_pre
 def grad_pre(loss):  # here
     return loss, 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ BATCH, STEPS, RATE = 8, 6, 0.1
 # ---- batch_weight: words of sequences, some of them padding -----------------------------------
 
 random = np.random.default_rng(0)
-LENGTHS = np.append(random.integers(1, 7, 40), [0] * 8)  # the last global batch is all padding
+LENGTHS = np.append(random.integers(1, 7, 40), [3] + [0] * 7)  # at last, most is padding alone
 WORDS = random.integers(0, 9, (48, 6)).astype("int32")
 MASK = (np.arange(6) < LENGTHS[:, None]).astype("float32")
 WORDS_DATA = {"words": WORDS, "target": random.normal(size=(48, 6)).astype("float32"), "mask": MASK}
@@ -80,19 +81,19 @@ def part_of(start: int, size: int) -> Any:
 
 def mean_over_words(model: Any, batch: Any) -> Any:
     total = tf.reduce_sum(word_loss((model(batch["words"]), batch)))
-    return tf.math.divide_no_nan(total, tf.reduce_sum(batch["mask"])) + tf.add_n(model.losses)
+    return total / tf.reduce_sum(batch["mask"]) + tf.add_n(model.losses)
 
 
 def trained_by_hand() -> tuple[keras.Model, list[float]]:
-    """Five steps; the sixth has no words at all and changes nothing."""
+    """The words of the sixth step are all in its first example."""
     model, optimizer, losses = tagger(), keras.optimizers.SGD(RATE), []
-    for step in range(5):
+    for step in range(STEPS):
         with tf.GradientTape() as tape:
             loss = mean_over_words(model, part_of(BATCH * step, BATCH))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         losses.append(float(loss))
-    return model, [*losses, 0.0]
+    return model, losses
 
 
 @pytest.mark.parametrize(
@@ -199,6 +200,39 @@ def test_what_is_no_weight_is_refused(train: Train, name: str) -> None:
     message = rf"^batch_weight \(test_weights.py:\d+\): returned {got}, expected how much the batch"
     with pytest.raises(ctl_core.SetupError, match=message):
         train(word_hooks(batch_weight=hook), steps=1, batch_size=BATCH)
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, math.nan])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"virtual_devices": 2},
+        {"jit_compile": True},
+        {"accumulate_steps": 2},
+        {"precision": "float16"},
+    ],
+    ids=str,
+)
+def test_a_weight_that_goes_wrong_ends_training(train: Train, settings: Any, value: float) -> None:
+    """With the step and the value; the checkpoint before it stays."""
+
+    def weight(batch: Any) -> Any:
+        last = tf.reduce_all(batch["words"][0] == tf.constant(WORDS[40]))
+        return tf.where(last, value, 8.0) if value else tf.where(last, 0.0, words_in(batch))
+
+    data = dict(WORDS_DATA)
+    for name in data:  # all batches of the last step alike
+        data[name] = np.concatenate([data[name][:40], np.repeat(data[name][40:41], 8, 0)])
+    hooks = word_hooks(batch_weight=weight, create_dataset=sliced(data))
+    what = r"of all replicas is 0" if value == 0 else f"is {value:g}"
+    if "accumulate_steps" in settings and value < 0:
+        what = "is nan"
+    message = rf"^batch_weight \(test_weights.py:\d+\): the weight of step 6 {what}; expected"
+    with pytest.raises(ctl_core.RunError, match=message):
+        train(hooks, steps=9, batch_size=BATCH, ckpt_every=4, **settings)
+    state = train(hooks, steps=4, batch_size=BATCH, ckpt_every=4, **settings)
+    assert state.step == 4
 
 
 # ---- Sample weights: (x, y, w) batches, as Keras has them -------------------------------------

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import ctl_core
 from tests.ported.compare import BATCH, RATE, STEPS, assert_moved, numbers
 
 FEATURES, TEMPERATURE = 6, 0.5
@@ -55,10 +56,8 @@ def create_model() -> keras.Model:
 
 def with_all(output: Any) -> Any:
     """Both embeddings, those of all replicas, and where this replica's begin among them."""
-    replica = tf.distribute.get_replica_context()
-    sizes = replica.all_gather(tf.shape(output[0])[:1], axis=0)
-    first = tf.reduce_sum(sizes[: replica.replica_id_in_sync_group])
-    return output, [replica.all_gather(one, axis=0) for one in output], first
+    sizes = ctl_core.all_gather(tf.shape(output[0])[:1])
+    return output, ctl_core.all_gather(output), tf.reduce_sum(sizes[: ctl_core.replica_id()])
 
 
 def scores(loss_input: Any) -> Any:

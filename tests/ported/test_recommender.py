@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ctl_core
 from ctl_core.tools import commands
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import assert_resumes
@@ -124,9 +125,8 @@ class TwoTowers(keras.Model):
 
 def with_all_items(output: Any) -> Any:
     users, items = output
-    replica = tf.distribute.get_replica_context()
-    own = replica.replica_id_in_sync_group * len(items) + tf.range(len(items))
-    return users, replica.all_gather(items, axis=0), own
+    own = ctl_core.replica_id() * len(items) + tf.range(len(items))
+    return users, ctl_core.all_gather(items), own
 
 
 def retrieval_loss(loss_input: Any) -> Any:

@@ -1,7 +1,8 @@
-"""WGAN-GP, after Keras' example: two objectives, one with a gradient penalty.
+"""WGAN-GP, after Keras' example: three turns of the critic, then one of the generator.
 
-Noise and the points between real and made images come with the data, so that any number of devices
-has the same. Critic and generator step together.
+
+Noise and the points between real and made images come with the data, other ones for each turn, so
+that any number of devices has the same.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ FEATURES, LATENT, PENALTY = 5, 3, 10.0
 RANDOM = np.random.default_rng(0)
 DATA = {
     "real": RANDOM.normal(1.0, size=(40, FEATURES)).astype("float32"),
-    "noise": RANDOM.normal(size=(40, LATENT)).astype("float32"),
-    "between": RANDOM.uniform(size=(40, 1)).astype("float32"),
+    "noise": RANDOM.normal(size=(40, 4, LATENT)).astype("float32"),
+    "between": RANDOM.uniform(size=(40, 4, 1)).astype("float32"),
 }
 SETTINGS = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
 
 # ---- callbacks.py -----------------------------------------------------------------------------
+
+turns = 3 * ["critic"] + ["generator"]
 
 
 def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
@@ -55,11 +58,15 @@ def create_model() -> keras.Model:
 
 
 def create_loss() -> Any:
-    return lambda output: output[1] - output[0]
+    def loss(loss_input: Any) -> Any:
+        (of_real, of_made, _), objective = loss_input
+        return of_made - of_real if objective == "critic" else -of_made
+
+    return loss
 
 
 def create_opt(lr: Any) -> dict[str, keras.Optimizer]:
-    return {"critic": keras.optimizers.SGD(lr), "generator": keras.optimizers.SGD(lr)}
+    return {name: keras.optimizers.Adam(lr, 0.5, 0.9, 0.01) for name in ("critic", "generator")}
 
 
 def penalty(critic: keras.Model, real: Any, made: Any, between: Any) -> Any:
@@ -72,17 +79,22 @@ def penalty(critic: keras.Model, real: Any, made: Any, between: Any) -> Any:
     return PENALTY * (slope - 1.0) ** 2
 
 
-def objectives(loss: Any, output: Any, batch: Any, model: GAN) -> dict[str, Any]:
-    _, of_made, made = output
-    steep = penalty(model.critic, batch["real"], tf.stop_gradient(made), batch["between"])
-    return {"critic": loss + steep, "generator": -of_made}
+def input_pre(batch: Any, turn: int) -> Any:
+    return {"real": batch["real"], "noise": batch["noise"][:, turn]}
 
 
-def grad_pre(loss: Any, output: Any, batch: Any, train_model: Any) -> dict[str, Any]:
-    found = objectives(loss, output, batch, train_model)
-    return {
-        name: (found[name], 0.0, getattr(train_model, name).trainable_variables) for name in found
-    }
+def loss_pre(output: Any, objective: str) -> Any:
+    return output, objective
+
+
+def grad_pre(
+    loss: Any, output: Any, batch: Any, train_model: Any, objective: str, turn: int
+) -> Any:
+    variables = getattr(train_model, objective).trainable_variables
+    if objective == "generator":
+        return loss, 0.0, variables
+    steep = penalty(train_model.critic, batch["real"], output[2], batch["between"][:, turn])
+    return loss + steep, 0.0, variables, {"penalty": steep}
 
 
 def hooks() -> SimpleNamespace:
@@ -91,8 +103,9 @@ def hooks() -> SimpleNamespace:
         create_model=create_model,
         create_loss=create_loss,
         create_opt=create_opt,
-        input_pre=lambda batch: batch,
-        loss_pre=lambda output: output,
+        turns=turns,
+        input_pre=input_pre,
+        loss_pre=loss_pre,
         grad_pre=grad_pre,
         update_pre=lambda gradients: (gradients, gradients),
         every_steps={},
@@ -103,21 +116,30 @@ def hooks() -> SimpleNamespace:
 
 
 @functools.cache
-def plain() -> keras.Model:
-    model, optimizers = create_model(), create_opt(RATE)
+def plain() -> tuple[keras.Model, list[float]]:
+    """Returns the model, and the mean penalties of the steps."""
+    model, optimizers, penalties = create_model(), create_opt(RATE), []
+    critic, generator = model.critic, model.generator
     before = numbers(model.trainable_variables)
     for batch in create_dataset(BATCH).repeat().take(STEPS):
-        with tf.GradientTape(persistent=True) as tape:
-            output = model(batch)
-            found = objectives(create_loss()(output), output, batch, model)
-            means = {name: tf.reduce_mean(each) for name, each in found.items()}
-        variables = {name: getattr(model, name).trainable_variables for name in means}
-        gradients = {name: tape.gradient(means[name], variables[name]) for name in means}
-        for name, optimizer in optimizers.items():
-            optimizer.apply_gradients(zip(gradients[name], variables[name], strict=True))
+        found = []
+        for turn in range(3):
+            with tf.GradientTape() as tape:
+                made = generator(batch["noise"][:, turn])
+                cost = tf.reduce_mean(critic(made)) - tf.reduce_mean(critic(batch["real"]))
+                steep = penalty(critic, batch["real"], made, batch["between"][:, turn])
+                loss = cost + tf.reduce_mean(steep)
+            gradients = tape.gradient(loss, critic.trainable_variables)
+            optimizers["critic"].apply(gradients, critic.trainable_variables)
+            found.append(float(tf.reduce_mean(steep)))
+        with tf.GradientTape() as tape:
+            loss = -tf.reduce_mean(critic(generator(batch["noise"][:, 3])))
+        gradients = tape.gradient(loss, generator.trainable_variables)
+        optimizers["generator"].apply(gradients, generator.trainable_variables)
+        penalties.append(sum(found) / len(found))
     # The last bias of a critic changes nothing it is trained by.
-    still = model.critic.layers[-1].bias.path
+    still = critic.layers[-1].bias.path
     moved = [v for v in model.trainable_variables if v.path != still]
     assert_moved([pair for pair, v in zip(before, model.trainable_variables, strict=True)
                   if v.path != still], numbers(moved))  # fmt: skip
-    return model
+    return model, penalties
