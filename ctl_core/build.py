@@ -29,6 +29,7 @@ from ctl_core.checks.writes import Write, forward_writes, same_on_all_replicas
 from ctl_core.cluster.strategy import Task, create_strategy, distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import global_seed_generator, scratch_graph
+from ctl_core.compiled import stack_of
 from ctl_core.console import Console
 from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, SetupError
@@ -129,6 +130,9 @@ def _create(
         for name, one in optimizers.items():
             if isinstance(one, keras.Optimizer) and not one.built:
                 one.build(variables[name])
+        if config.jit_compile and replicas == 1:
+            context.stack = stack_of(data.element_spec, data.rows, config.accumulate_steps)
+            context.jit_compile = context.stack is None
         roots = _roots(context)
         computed = {*lower_dtypes(find(roots).layers), config.precision} - {"float32"}
         if "float16" in computed:

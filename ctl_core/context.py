@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.checks.returned import assert_weights
+from ctl_core.compiled import Stack
 from ctl_core.hooks import Hooks
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.learning_rate import Rate
@@ -32,6 +34,7 @@ class StepContext:
         step_variable: how many steps were taken
         accumulate_steps: A, micro-batches in an update
         jit_compile: whether forward and backward pass are compiled with XLA
+        stack: how elements are stacked where whole steps are compiled, or None
         loss_scale: what objectives are multiplied by; only in float16
         rate_schedule: what assigns lr at each step, or None
         train_metrics: by name
@@ -42,6 +45,7 @@ class StepContext:
         trained: by objective, the variables that it does depend on, found in tracing
         taking: the number of the step that is being traced, an int64 scalar, or None
         turn: the index in ``turns`` of the turn that is being traced, or None
+        weights: in an executable, where nothing can be asserted, what ``watched_weight`` got
         loss_parts: what ``grad_pre`` returns of them is logged by, by name
     """
 
@@ -66,6 +70,8 @@ class StepContext:
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     taking: tf.Tensor | None = None
     turn: int | None = None
+    stack: Stack | None = None
+    weights: list[tf.Tensor] = dataclasses.field(default_factory=list)
     loss_parts: dict[str, keras.Metric] = dataclasses.field(default_factory=dict)
 
     @property
@@ -110,6 +116,21 @@ class StepContext:
             taken = self.taking
             values["step"] = self.step_variable.read_value() if taken is None else taken
         return values
+
+    def watched_weight(self, own: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+        """Returns what all batches of the step weigh; training ends if that is no number above 0.
+
+        Args:
+            own: what this replica's batch weighs
+            total: the sum over the replicas, NaN if one is negative; both divided by B
+        """
+        weights = tf.stack([own, total]) * tf.cast(self.batch_size, own.dtype)
+        if self.stack is not None:
+            self.weights.append(tf.cast(weights, tf.float32))
+            return total
+        step = self.step_variable + 1 if self.taking is None else self.taking
+        with tf.control_dependencies([assert_weights(step, weights)]):
+            return tf.identity(total)
 
     @contextlib.contextmanager
     def taking_step(self, step: tf.Tensor) -> Iterator[None]:

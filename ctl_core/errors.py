@@ -121,11 +121,16 @@ def not_compiled(error: Exception) -> str | None:
     XLA's errors are those of any op; they are told by their text.
     """
     text = str(error)
-    if names := sorted({*re.findall(r"No registered '(\w+)' OpKernel for XLA", text)}):
+    if names := unknown_to_xla(error):
         return f"XLA cannot compile {', '.join(names)}, which the step uses"
     if "XLA" in text or "compile-time constant" in text:
         return f"XLA cannot compile the step: {brief(error, 160)}"
     return None
+
+
+def unknown_to_xla(error: Exception) -> list[str]:
+    """Returns the types of ops that XLA does not know, as its error names them."""
+    return sorted({*re.findall(r"No registered '(\w+)' OpKernel for XLA", str(error))})
 
 
 def reason(error: Exception) -> str:

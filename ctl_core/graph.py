@@ -18,6 +18,7 @@ from ctl_core.numerics.joining import UNLIKE, for_host, unlike
 from ctl_core.numerics.not_finite import Noted, Notes
 from ctl_core.state import State
 from ctl_core.step import train_step
+from ctl_core.stretches import train_one, train_stretches
 
 
 class StepFunctions:
@@ -94,6 +95,9 @@ class StepFunctions:
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
         def train_steps(steps: tf.Tensor) -> tf.Tensor:
             before = state.step_variable.read_value()
+            if state.context.stack is not None:
+                state.step_variable.assign_add(steps)
+                return train_stretches(state.context, state.data, before, steps)
             notes = Notes(steps)
 
             def body(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
@@ -121,7 +125,10 @@ class StepFunctions:
             notes = Notes(1)
             step = before + 1
             with self._summaries.as_default(step), state.context.taking_step(step):
-                values = train_step(state.context, state.data, fetches, True, step)
+                if state.context.stack is not None:
+                    values = train_one(state.context, state.data, fetches, step)
+                else:
+                    values = train_step(state.context, state.data, fetches, True, step)
             state.step_variable.assign(before + 1)
             arrays = notes.arrays
             if "noted" in values:

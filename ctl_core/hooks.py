@@ -200,12 +200,18 @@ class Hooks:
             hook = (self.create_eval_dataset if evaluating else None) or self.create_dataset
             line = hook.line_in(frames) or hook.where
             return f"{hook.name} ({line}): reading the data: {brief(error)}"
+        if made := self.made(frames):
+            return f"{made}: {brief(error)}"
+        inside = self.create_model.line_in(frames)
+        return f"{otherwise}{f' ({inside})' if inside else ''}: {brief(error)}"
+
+    def made(self, frames: list[tuple[str, int]]) -> str | None:
+        """Returns the hook of the graph, and the line, that an op of these frames is of, if any."""
         for spec in TABLE:
             hook = getattr(self, spec.name)
             if spec.in_graph and hook is not None and hook.made(frames):
-                return f"{spec.name} ({hook.line_in(frames) or hook.where}): {brief(error)}"
-        inside = self.create_model.line_in(frames)
-        return f"{otherwise}{f' ({inside})' if inside else ''}: {brief(error)}"
+                return f"{spec.name} ({hook.line_in(frames) or hook.where})"
+        return None
 
 
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.autograph import is_default
 from ctl_core.checks.data import (
     Found,
     Pipeline,
@@ -70,12 +71,13 @@ class Input:
     waited: tf.Variable = dataclasses.field(default_factory=lambda: on_host(0.0, "waited"))
     watched: int = 0
 
-    def next_batch(self, watch: bool) -> Any:
+    def next_batch(self, watch: bool, index: Any = None) -> Any:
         """Draws the next element for each local replica; runs inside a graph function.
 
         Args:
             watch: whether to add to ``waited`` and to note the tally, which costs some ten
                 microseconds
+            index: of the micro-batch; here they are drawn in turn, whatever it is
         """
         start = tf.timestamp() if watch and self.clock else None
         with tf.control_dependencies([] if start is None else [start]):
@@ -88,6 +90,12 @@ class Input:
                 self.tally.variable.assign(values[-1][1])
             values = [element for _, _, element in values]
         return distribute(self.strategy, values)
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows each tensor of an element has, if examples are counted so."""
+        by_rows = is_default(self.pipeline.count_examples.function)
+        return self.sizes.per_replica if by_rows else None
 
     def seconds_waited(self, steps: int) -> float | None:
         """How long so many steps have waited for their elements, as far as the watched ones tell.

@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from ctl_core.checks.data import EMPTY
 from ctl_core.checks.returned import bad_weight
+from ctl_core.compat import graphs_called
 from ctl_core.console import Console
-from ctl_core.errors import RunError, SetupError, not_compiled
+from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.state import State
@@ -145,5 +146,19 @@ def attributed(state: State, step: int) -> Iterator[None]:
         if why := bad_weight(str(error)):
             raise RunError(f"{hooks.batch_weight}: {why}.") from error
         if state.config.jit_compile and (why := not_compiled(error)):
-            raise SetupError(f"jit_compile: {why}; leave it out.") from error
+            where = _made_by(state, unknown_to_xla(error))
+            raise SetupError(f"{where or 'jit_compile'}: {why}; leave jit_compile out.") from error
         raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
+
+
+def _made_by(state: State, types: list[str]) -> str | None:
+    """Returns the hook of the graph, and its line, that the first op of such a type is of."""
+    graphs = [state.functions.graph(None).graph]
+    while graphs:
+        graph = graphs.pop()
+        for op in graph.get_operations():
+            graphs += graphs_called(op)
+            frames = [(frame.filename, frame.lineno) for frame in op.traceback]
+            if op.type in types and (made := state.hooks.made(frames)):
+                return made
+    return None

@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from ctl_core.checks.data import examples_in
 from ctl_core.checks.returned import (
-    asserted_weight,
     check_update,
     checked_extra,
     checked_loss,
@@ -31,13 +30,13 @@ from ctl_core.compiled import compiled
 from ctl_core.context import StepContext
 from ctl_core.errors import CtlError, HookFailed
 from ctl_core.hooks import Hook
-from ctl_core.inputs import Input
 from ctl_core.metrics import update_loss_parts, update_train_metrics
 from ctl_core.numerics.micro_batches import accumulate
 from ctl_core.numerics.not_finite import found_nans, seen
 from ctl_core.numerics.precision import all_finite, to_float32
 from ctl_core.numerics.reduction import divide, sum_over_replicas
 from ctl_core.run_state.tracking import plain_variable, variable_name
+from ctl_core.types import Batches
 
 
 def forward(context: StepContext, batch: Any, training: bool) -> tuple[Any, Any]:
@@ -269,7 +268,9 @@ def _summed(context: StepContext, contributed: dict[str, Any], with_loss: bool) 
     own = contributed.get("weight")
     if own is not None:
         values["weight"] = not_negative(own)
-    values = {"loss": contributed["loss"], **sum_over_replicas(values, context.replicas)}
+    in_executable = context.stack is not None
+    summed = sum_over_replicas(values, context.replicas, in_executable)
+    values = {"loss": contributed["loss"], **summed}
     weight = values.pop("weight", None)
     if scale := context.loss_scale:
         values["gradients"] = {
@@ -278,9 +279,7 @@ def _summed(context: StepContext, contributed: dict[str, Any], with_loss: bool) 
         }
     if weight is not None:
         assert own is not None
-        of_step = context.step_variable + 1 if context.taking is None else context.taking
-        size = tf.cast(context.batch_size, own.dtype)
-        weight = asserted_weight(own * size, weight * size, of_step) / size
+        weight = context.watched_weight(own, weight)
         values = tf.nest.map_structure(lambda value: divide(value, weight), values)
     return values
 
@@ -297,7 +296,7 @@ def apply_gradients(context: StepContext, updates: dict[str, list[Any]]) -> None
 
 def train_step(
     context: StepContext,
-    data: Input,
+    data: Batches,
     fetches: frozenset[str],
     watch: bool = False,
     step: tf.Tensor | None = None,
@@ -321,8 +320,8 @@ def train_step(
         context.rate_schedule.apply(step)
     batch = data.next_batch(watch) if context.hooks.turns else None
 
-    def draw() -> Any:
-        return data.next_batch(watch) if batch is None else batch
+    def draw(index: Any = 0) -> Any:
+        return data.next_batch(watch, index) if batch is None else batch
 
     found: dict[str, Any] = {}
     for _ in context.each_turn():
@@ -338,7 +337,7 @@ def train_step(
 def make_update(
     context: StepContext,
     strategy: tf.distribute.Strategy,
-    draw: Callable[[], Any],
+    draw: Callable[..., Any],
     fetches: frozenset[str],
     step: tf.Tensor | None,
 ) -> dict[str, Any]:
@@ -376,7 +375,7 @@ def make_update(
         contributed, pieces = accumulate(
             strategy,
             context.accumulate_steps,
-            lambda: on_replicas(contribute, draw()),
+            lambda index: on_replicas(contribute, draw(index)),
             joined_for={name: str(update_pre) for name in kept & {*update_pre.arguments}},
         )
         found = on_replicas(update, contributed)

@@ -95,19 +95,17 @@ def checked_weight(hook: Hook, value: Any) -> tf.Tensor:
 BAD_WEIGHT = "ctl_core: the weight of a batch"
 
 
-def asserted_weight(own: tf.Tensor, total: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-    """Returns what all batches of a step weigh, unless that is nothing, or one's is below 0 or NaN.
+def assert_weights(step: tf.Tensor, weights: tf.Tensor) -> tf.Operation:
+    """Asserts, while a graph is running, that a step's batches weigh something.
 
-    While a graph is running; ``bad_weight`` reads the message.
+    ``bad_weight`` reads the message.
 
     Args:
-        own: what this replica's weighs
-        total: the sum of what ``not_negative`` returns for each
         step: the number of the step
+        weights: what a replica's batch weighs, and the sum of what ``not_negative`` returns for
+            each
     """
-    good = tf.debugging.Assert(total > 0, [BAD_WEIGHT, step, own, total])
-    with tf.control_dependencies([good]):
-        return tf.identity(total)
+    return tf.debugging.Assert(weights[1] > 0, [BAD_WEIGHT, step, weights[0], weights[1]])
 
 
 def not_negative(weight: tf.Tensor) -> tf.Tensor:

@@ -24,7 +24,7 @@ _UNLIKE = (
 def accumulate(
     strategy: tf.distribute.Strategy,
     steps: int,
-    contribute: Callable[[], Any],
+    contribute: Callable[[Any], Any],
     joined_for: Mapping[str, str],
 ) -> tuple[Any, dict[str, list[Any]]]:
     """Adds up the contributions of A micro-batches, on each replica's own device.
@@ -35,8 +35,8 @@ def accumulate(
     Args:
         strategy: of the replicas
         steps: A
-        contribute: draws a micro-batch for each replica, and returns what ``forward_backward``
-            makes of it
+        contribute: draws the micro-batch of an index for each replica, and returns what
+            ``forward_backward`` makes of it
         joined_for: which of ``output`` and ``batch`` are to be in the sum as well, joined, and for
             whom, for a message
 
@@ -46,8 +46,8 @@ def accumulate(
         joined. And outputs and batches by name, as a list of such values by micro-batch.
     """
 
-    def contributions() -> tuple[Any, ...]:
-        return strategy.experimental_local_results(contribute())  # type: ignore[no-any-return]
+    def contributions(index: Any) -> tuple[Any, ...]:
+        return strategy.experimental_local_results(contribute(index))  # type: ignore[no-any-return]
 
     def on_each(function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
         results = []
@@ -57,9 +57,10 @@ def accumulate(
         return results
 
     def body(done: tf.Tensor, totals: list[Any]) -> tuple[tf.Tensor, list[Any]]:
-        return done + 1, on_each(lambda total, one: _add(total, one, done), totals, contributions())
+        found = contributions(done)
+        return done + 1, on_each(lambda total, one: _add(total, one, done), totals, found)
 
-    first = contributions()
+    first = contributions(0)
     totals = on_each(lambda one: _start(one, steps), first)
     gradients = tf.nest.flatten([one["gradients"] for one in first], expand_composites=True)
     with tf.control_dependencies(gradients):

@@ -7,23 +7,25 @@ from typing import Any
 import tensorflow as tf
 
 
-def sum_over_replicas(values: Any, replicas: int) -> Any:
+def sum_over_replicas(values: Any, replicas: int, compiled: bool = False) -> Any:
     """Sums what each replica has, all of it in one all-reduce.
 
     Args:
         values: a structure of tensors, dense or sparse
         replicas: how many there are
+        compiled: whether this is part of an XLA executable
 
     Returns:
         The sums. A sparse one has each index once: until then its norm is not the gradient's norm,
-        and clipping would depend on how often an index occurs.
+        and clipping would depend on how often an index occurs. In an executable, whose sizes are
+        fixed, rows of 0 follow, of an index beyond the last, which is left out wherever it is used.
     """
     if replicas > 1 and tf.nest.flatten(values):  # none of a turn whose variables are frozen
         context = tf.distribute.get_replica_context()
         if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             values = tf.nest.map_structure(_of_fixed_shape, values)
         values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-    return tf.nest.map_structure(_merge_rows, values)
+    return tf.nest.map_structure(_merge_in_place if compiled else _merge_rows, values)
 
 
 def divide(value: Any, weight: tf.Tensor) -> Any:
@@ -51,4 +53,20 @@ def _merge_rows(gradient: Any) -> Any:
         return gradient
     indices, rows = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def _merge_in_place(gradient: Any) -> Any:
+    """Does the same with sizes that stay: each row is added to the first one of its index."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    shape = tf.get_static_value(gradient.dense_shape)
+    number = gradient.values.shape[0]
+    if shape is None or number is None:
+        return _merge_rows(gradient)
+    end, places = tf.cast(shape[0], gradient.indices.dtype), tf.range(number)
+    first = tf.tensor_scatter_nd_min(tf.fill([shape[0]], number), gradient.indices[:, None], places)
+    rows = tf.gather(first, gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, rows, number)
+    indices = tf.where(rows == places, gradient.indices, end)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)

@@ -27,6 +27,7 @@ LAYERS = """
     metrics
     step
     pairs writes evaluate predict export
+    stretches
     state
     build graph messages remainder input_position
     sums traced writing reading

@@ -36,7 +36,7 @@ input_pre = None
 == unknown argument
 def input_pre(bacth):  # here
     return bacth[0]
--> input_pre asks for 'bacth'; did you mean 'batch'? | batch, lr, step, training, objective, turn, config
+-> input_pre asks for 'bacth'; did you mean 'batch'? | batch, lr, step, training, objective, turn
 == an argument of another hook
 def input_pre(*, optimizer):  # here
     pass

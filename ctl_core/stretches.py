@@ -1,0 +1,167 @@
+"""Compiled stretches: many steps as one XLA executable, on elements that are drawn before.
+
+For one replica in one process; the sum over several has to leave the executable. What the data
+give is drawn element by element outside of it, as in a plain graph, and stacked, so that the
+position in the data is that of the last step whatever the length of a stretch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.checks.returned import assert_weights
+from ctl_core.compat import GraphWriter
+from ctl_core.compiled import Stack, no_summaries
+from ctl_core.context import StepContext
+from ctl_core.inputs import Input
+from ctl_core.numerics.not_finite import NEVER
+from ctl_core.step import train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drawn:
+    """The elements of one step, in place of the input."""
+
+    strategy: tf.distribute.Strategy
+    elements: Any
+    first: tf.Tensor
+
+    def next_batch(self, watch: bool, index: tf.Tensor | int = 0) -> Any:
+        """Returns the micro-batch of this index."""
+        return tf.nest.map_structure(lambda stacked: stacked[self.first + index], self.elements)
+
+
+def train_stretches(
+    context: StepContext, data: Input, before: tf.Tensor, steps: tf.Tensor
+) -> tf.Tensor:
+    """Takes steps, as many in one executable as a stack holds.
+
+    Args:
+        context: what a step is made of
+        data: where elements are drawn from
+        before: how many steps were taken
+        steps: how many to take; both int64 scalars
+
+    Returns:
+        The numbers of ``Noted``, an int64 vector.
+    """
+
+    stack = context.stack
+    assert stack is not None
+
+    @tf.function(jit_compile=True, autograph=False)
+    def stretch(elements: Any, before: tf.Tensor, steps: tf.Tensor) -> tuple[Any, Any]:
+        def body(done: tf.Tensor, noted: Any, weights: Any) -> tuple[Any, ...]:
+            step = before + tf.cast(done, tf.int64) + 1
+            drawn = _Drawn(data.strategy, elements, done * context.accumulate_steps)
+            found, of_step = _step(context, drawn, frozenset(), step)
+            noted = _then(noted, _of_step(found.get("noted", []), step))
+            return done + 1, noted, _worse(weights, step, of_step)
+
+        return tf.while_loop(
+            lambda done, *_: done < steps, body, (tf.constant(0), _start(), _WELL)
+        )[1:]
+
+    def body(done: tf.Tensor, noted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        number = tf.minimum(steps - done, stack.steps)
+        elements = _draw(context, data, stack, tf.cast(number, tf.int32))
+        found, weights = stretch(elements, before + done, tf.cast(number, tf.int32))
+        with tf.control_dependencies([assert_weights(*weights)]):
+            return done + number, _then(noted, found)
+
+    start = (tf.constant(0, tf.int64), _start())
+    return tf.while_loop(lambda done, _: done < steps, body, start)[1]
+
+
+def train_one(
+    context: StepContext,
+    data: Input,
+    fetches: frozenset[str],
+    step: tf.Tensor,
+) -> dict[str, Any]:
+    """Takes a single step, in one executable, and returns what ``train_step`` does."""
+
+    stack = context.stack
+    assert stack is not None
+
+    @tf.function(jit_compile=True, autograph=False)
+    def one(elements: Any, step: tf.Tensor) -> tuple[dict[str, Any], Any]:
+        drawn = _Drawn(data.strategy, elements, tf.constant(0))
+        found, weights = _step(context, drawn, fetches, step)
+        return found, _worse(_WELL, step, weights)
+
+    def together(spec: tf.TensorSpec, *parts: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.stack(parts), [len(parts), *spec.shape])
+
+    elements = [data.next_batch(True) for _ in range(context.accumulate_steps)]
+    found, weights = one(tf.nest.map_structure(together, stack.spec, *elements), step)
+    with tf.control_dependencies([assert_weights(*weights)]):
+        return tf.nest.map_structure(tf.identity, found)  # type: ignore[no-any-return]
+
+
+def _step(
+    context: StepContext, drawn: _Drawn, fetches: frozenset[str], step: tf.Tensor
+) -> tuple[dict[str, Any], list[tf.Tensor]]:
+    """Takes a step; returns what ``train_step`` does, and the weights of its updates."""
+    context.weights.clear()
+    with GraphWriter(no_summaries).as_default(), context.taking_step(step):
+        found = train_step(context, drawn, fetches, step=step)
+    return found, list(context.weights)
+
+
+def _draw(context: StepContext, data: Input, stack: Stack, steps: tf.Tensor) -> Any:
+    """Draws the elements of so many steps, and stacks them; the stack's size is always the same."""
+    specs = tf.nest.flatten(stack.spec)
+    number = stack.steps * context.accumulate_steps
+    arrays = [tf.TensorArray(s.dtype, number, element_shape=s.shape) for s in specs]
+
+    def body(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
+        parts = tf.nest.flatten(data.next_batch(False))
+        return done + 1, [
+            array.write(done, part) for array, part in zip(arrays, parts, strict=True)
+        ]
+
+    count = steps * context.accumulate_steps
+    _, arrays = tf.while_loop(lambda done, _: done < count, body, (tf.constant(0), arrays))
+    stacked = [
+        tf.ensure_shape(array.stack(), [number, *spec.shape])
+        for array, spec in zip(arrays, specs, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(stack.spec, stacked)
+
+
+def _start() -> tf.Tensor:
+    """Returns the numbers of ``Noted`` of no step."""
+    return tf.constant((NEVER, 0, 0, 0), tf.int64)
+
+
+# The first step whose weights are wrong, and these; or such as are right.
+_WELL = (np.int64(0), np.ones(2, np.float32))
+
+
+def _worse(before: Any, step: tf.Tensor, weights: list[tf.Tensor]) -> Any:
+    """Returns the step and the weights that are wrong first."""
+    for one in weights:
+        bad = tf.logical_and(before[1][1] > 0, tf.logical_not(one[1] > 0))
+        before = tf.where(bad, step, before[0]), tf.where(bad, one, before[1])
+    return tuple(map(tf.convert_to_tensor, before))
+
+
+def _of_step(noted: list[dict[str, tf.Tensor]], step: tf.Tensor) -> tf.Tensor:
+    """Returns the numbers of ``Noted`` for one step."""
+    if not noted:
+        return _start()
+    bad = tf.logical_not(tf.math.is_finite(tf.add_n([one["loss"] for one in noted])))
+    nans = tf.reduce_any([one["nans"] for one in noted if "nans" in one] or [False])
+    counts = [tf.cast(part, tf.int64) for part in (bad, nans)]
+    never = tf.constant(NEVER, tf.int64)
+    return tf.stack([tf.where(bad, step, never), tf.where(bad, step, 0), *counts])
+
+
+def _then(before: tf.Tensor, later: tf.Tensor) -> tf.Tensor:
+    first, latest = tf.minimum(before[0], later[0]), tf.maximum(before[1], later[1])
+    return tf.stack([first, latest, before[2] + later[2], before[3] + later[3]])

@@ -1,0 +1,271 @@
+"""With --jit-compile, many steps in one executable: the same weights, wherever it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import config
+
+import ctl_core
+from ctl_core.compiled import STACK_BYTES, STACK_STEPS, stack_of
+from tests.helpers.cases import eval_hooks, make_hooks, set_weights, sliced
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import values
+from tests.ported import multi_task, transformer, wgan_gp
+
+BATCH, STEPS = 8, 12
+RANDOM = np.random.default_rng(0)
+IMAGES = RANDOM.normal(size=(44, 6, 6, 1)).astype("float32")
+WORDS = RANDOM.integers(0, 9, (44, 5)).astype("int32")
+TARGET = RANDOM.normal(size=(44, 1)).astype("float32")
+
+
+def words_model() -> keras.Model:
+    regular = keras.regularizers.L2(0.01)
+    body = [keras.layers.Embedding(9, 4), keras.layers.Flatten()]
+    return set_weights(
+        keras.Sequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                *body,
+                keras.layers.Dense(1, kernel_regularizer=regular),
+            ]
+        )
+    )
+
+
+def image_model() -> keras.Model:
+    keras.utils.set_random_seed(2)
+    return keras.Sequential(
+        [
+            keras.Input((6, 6, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(8, "relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def squares() -> Any:
+    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)
+
+
+def words_hooks(**more: Any) -> SimpleNamespace:
+    """Sparse gradients, with indices twice, clipped; the last batch of a pass is left out."""
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((WORDS, TARGET)).batch(per_replica_batch_size)
+
+    def update_pre(gradients: Any) -> Any:
+        return tf.clip_by_global_norm(gradients, 0.1)[0], gradients
+
+    own = {
+        "create_dataset": create_dataset,
+        "create_model": words_model,
+        "create_loss": squares,
+        "update_pre": update_pre,
+        "create_opt": lambda lr: keras.optimizers.SGD(lr),
+        "every_steps": {},
+    }
+    return make_hooks(**{**own, **more})
+
+
+def image_hooks(**more: Any) -> SimpleNamespace:
+    own = {
+        "create_dataset": sliced((IMAGES, TARGET)),
+        "create_model": image_model,
+        "create_loss": squares,
+        "create_opt": lambda lr: keras.optimizers.Nadam(lr, epsilon=1e-3),
+        "every_steps": {},
+    }
+    return make_hooks(**{**own, **more})
+
+
+def adagrad(lr: Any) -> keras.Optimizer:
+    """Squares each row of a sparse gradient: a row in two parts would be another step."""
+    return keras.optimizers.Adagrad(lr, 0.1, epsilon=1e-3)
+
+
+PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (words_hooks, {}),
+    "adagrad": (lambda: words_hooks(create_opt=adagrad), {}),
+    "nadam": (lambda: words_hooks(create_opt=image_hooks().create_opt), {}),
+    "micro-batches": (words_hooks, {"accumulate_steps": 2}),
+    "schedule": (words_hooks, {"lr_schedule": "cosine", "warmup": 3, "ema": 0.9}),
+    "two objectives": (multi_task.hooks, {}),
+    "turns": (wgan_gp.hooks, {}),
+    "attention": (transformer.hooks, {}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_weights_are_those_of_plain_graphs(train: Train, name: str) -> None:
+    make, settings = PROGRAMS[name]
+    settings = {"steps": STEPS, "batch_size": BATCH, "learning_rate": 0.05, **settings}
+    plain = train(make(), run_name="plain", **settings)
+    compiled = train(make(), run_name="compiled", jit_compile=True, **settings)
+    assert (compiled.context.stack is None) == (name == "attention")  # its lengths are left open
+    assert compiled.functions.trace_counts() == plain.functions.trace_counts()
+    for ours, other in zip(compiled.train_model.weights, plain.train_model.weights, strict=True):
+        bound = 1e-5 * max(1.0, float(np.abs(other.numpy()).max()))
+        np.testing.assert_allclose(ours.numpy(), other.numpy(), 1e-4, bound, err_msg=ours.path)
+
+
+def test_float16_skips_what_is_not_finite(train: Train) -> None:
+    def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
+        return tf.where(step == 3, np.inf, 1.0) * loss, 0.0, train_model.trainable_variables
+
+    own = words_hooks(grad_pre=grad_pre)
+    settings = {"steps": 8, "batch_size": BATCH, "precision": "float16", "on_nan": "warn"}
+    states = [train(own, run_name=str(jit), jit_compile=jit, **settings) for jit in (False, True)]
+    plain, compiled = states
+    assert int(compiled.optimizer.iterations) == int(plain.optimizer.iterations)
+    assert compiled.progress.noted == plain.progress.noted
+    assert compiled.progress.noted.steps == compiled.progress.noted.first - 2 == 1
+    for ours, other in zip(compiled.train_model.weights, plain.train_model.weights, strict=True):
+        np.testing.assert_allclose(ours.numpy(), other.numpy(), 2e-2, 2e-3)
+
+
+def freeze(train_model: Any) -> None:
+    train_model.layers[1].trainable = not train_model.layers[1].trainable
+
+
+CUTS: dict[str, tuple[dict[int, Any], dict[str, Any], tuple[int, ...]]] = {
+    "calls": ({}, {"steps_per_call": 5}, (20,)),
+    "resumed": ({}, {"ckpt_every": 4}, (3, 4, 11, 20)),
+    "observed": ({3: lambda loss, output: None, 7: lambda gradients: None}, {}, (20,)),
+    "each observed": ({1: lambda loss: None}, {}, (9, 20)),
+}
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Takes op determinism back after a test, for which TensorFlow has no public way."""
+    yield
+    config.disable_op_determinism()
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("name", CUTS)
+def test_where_it_is_cut_changes_no_bit(train: Train, name: str) -> None:
+    """With Dropout, batch normalisation and Nadam; a layer is frozen and unfrozen on the way."""
+    every, settings, stops = CUTS[name]
+    at_step = {6: freeze, 13: freeze}
+    settings = {"batch_size": BATCH, "jit_compile": True, "deterministic": True} | settings
+    whole = train(image_hooks(at_step=at_step), steps=20, run_name="whole", **settings)
+    settings = {**settings, "run_name": "cut"}
+    for stop in stops:
+        cut = train(image_hooks(at_step=at_step, every_steps=every), steps=stop, **settings)
+    found, expected = values(cut), values(whole)
+    for path, value in expected.items():
+        np.testing.assert_array_equal(value, found[path], err_msg=path)
+
+
+def test_a_stack_is_bounded_in_steps_and_bytes() -> None:
+    def spec(*shape: int | None, dtype: Any = tf.float32) -> Any:
+        return (tf.TensorSpec(shape, dtype), tf.TensorSpec([shape[0]], tf.int64))
+
+    small = stack_of(spec(None, 4), 8, 1)
+    assert small is not None and small.steps == STACK_STEPS
+    assert small.spec[0].shape == [8, 4] and small.spec[1].shape == [8]
+    large = stack_of(spec(64, 224, 224, 3), None, 2)
+    assert large is not None and 1 <= large.steps < 2
+    several = stack_of(spec(64, 64, 64, 3), None, 1)
+    assert several is not None and several.steps == STACK_BYTES // (64 * 64 * 64 * 3 * 4 + 64 * 8)
+    for unlike in (
+        spec(None, None),
+        spec(8, 4, dtype=tf.string),
+        (tf.RaggedTensorSpec([8, None]),),
+        (tf.SparseTensorSpec([8, 4]),),
+        (tf.TensorSpec(None, tf.float32),),
+    ):
+        assert stack_of(unlike, 8, 1) is None
+    assert stack_of(spec(None, 4), None, 1) is None
+
+
+def test_what_differs_in_shape_is_compiled_step_by_step(train: Train) -> None:
+    lengths = RANDOM.integers(2, 6, 40)
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        rows = tf.RaggedTensor.from_row_lengths(
+            RANDOM.normal(size=lengths.sum()).astype("float32"), lengths
+        )
+        data = tf.data.Dataset.from_tensor_slices((rows, TARGET[:40]))
+        return data.map(lambda row, y: (row, y)).padded_batch(per_replica_batch_size)
+
+    def hooks() -> SimpleNamespace:
+        return words_hooks(
+            create_dataset=create_dataset,
+            create_model=lambda: set_weights(
+                keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            ),
+            input_pre=lambda batch: tf.reduce_sum(batch[0], 1, keepdims=True),
+        )
+
+    states = []
+    for jit in (False, True):
+        RANDOM.bit_generator.state = np.random.default_rng(9).bit_generator.state
+        lengths = RANDOM.integers(2, 6, 40)
+        states.append(train(hooks(), run_name=str(jit), batch_size=4, jit_compile=jit))
+    plain, compiled = states
+    assert compiled.context.stack is None and compiled.context.jit_compile
+    for ours, other in zip(compiled.train_model.weights, plain.train_model.weights, strict=True):
+        np.testing.assert_allclose(ours.numpy(), other.numpy(), 1e-4, 1e-5)
+
+
+def printing(gradients: Any) -> Any:
+    tf.print(gradients[0])
+    return gradients, gradients
+
+
+def python_inside(loss: Any, train_model: Any) -> Any:
+    factor = tf.numpy_function(lambda: np.float32(2.0), [], tf.float32)
+    return loss * tf.reshape(factor, []), 0.0, train_model.trainable_variables
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "print": ({"update_pre": printing}, r"PrintV2|StringFormat"),
+    "python": ({"grad_pre": python_inside}, "PyFunc"),
+    "strings": (
+        {"input_pre": lambda batch: tf.strings.to_number(tf.strings.as_string(batch[0]))},
+        "AsString|StringToNumber",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_xla_does_not_know_is_one_line_before_training(train: Train, name: str) -> None:
+    hooks, operation = REFUSED[name]
+    hook = next(iter(hooks))
+    message = rf"^{hook} \(test_stretches.py:\d+\): XLA cannot compile ({operation})"
+    with pytest.raises(ctl_core.SetupError, match=message) as caught:
+        train(words_hooks(**hooks), steps=2, batch_size=BATCH, jit_compile=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_evaluation_and_host_hooks_are_as_without(train: Train) -> None:
+    """Those at odd steps, too; rates that a hook assigns, and metrics."""
+    seen: dict[bool, list[float]] = {False: [], True: []}
+
+    def halve(lr: Any) -> None:
+        lr.assign(lr * 0.5)
+
+    for jit, losses in seen.items():
+        hooks = eval_hooks(30)
+        hooks.every_steps = {5: lambda loss, into=losses: into.append(float(loss)), 4: halve}
+        hooks.create_train_metrics = lambda: {"mean": keras.metrics.Mean()}
+        hooks.train_metric_pre = lambda loss: loss
+        settings = {"steps": 17, "eval_every": 6, "log_every": 3, "jit_compile": jit}
+        state = train(hooks, run_name=str(jit), **settings)
+        for line in state.history:
+            losses += [line[name] for name in ("loss", "mean") if name in line]
+    np.testing.assert_allclose(seen[True], seen[False], 1e-4)
+    assert len(seen[True]) > 10
