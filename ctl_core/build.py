@@ -117,7 +117,7 @@ def _create(
             replicas,
             step,
             config.accumulate_steps,
-            config.jit_compile,
+            config.jit_compile is True,
             notes_losses=config.on_nan != "ignore",
         )
         optimizers = _create_optimizers(context, lr, data, cluster.task)
@@ -130,7 +130,7 @@ def _create(
         for name, one in optimizers.items():
             if isinstance(one, keras.Optimizer) and not one.built:
                 one.build(variables[name])
-        if config.jit_compile and replicas == 1:
+        if context.jit_compile and replicas == 1:
             context.stack = stack_of(data.element_spec, data.rows, config.accumulate_steps)
             context.jit_compile = context.stack is None
         roots = _roots(context)

@@ -45,6 +45,11 @@ class StepFunctions:
         """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
         self._frozen = tuple(self._state.freezing.flags())
 
+    def forget(self) -> None:
+        """Forgets what was traced."""
+        self._graphs.clear()
+        self._traced.clear()
+
     @property
     def frozen(self) -> int:
         """The state of frozen layers as a number."""

@@ -158,8 +158,12 @@ class Config:
     precision: Literal["float32", "bfloat16", "float16"] = declare(
         "float32", "what Keras layers compute in; weights and updates stay float32"
     )
-    jit_compile: bool = declare(
-        False, "compile each replica's forward and backward pass with XLA; may help on GPUs"
+    jit_compile: bool | Literal["auto"] = declare(
+        False,
+        "compile with XLA: on one replica, stretches of many steps as one executable; on several, "
+        "each one's forward and backward pass; auto: only if that is faster, tried before step 1 "
+        "and kept for the run",
+        title="true, false or auto",
     )
     on_nan: Literal["stop", "warn", "ignore"] = declare(
         "warn",

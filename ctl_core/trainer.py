@@ -24,6 +24,7 @@ from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
 from ctl_core.cluster.strategy import read_task
 from ctl_core.cluster.supervisor import TICK, supervised
 from ctl_core.cluster.sync import LoopStatus, peers
+from ctl_core.compile_choice import choose
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, StopTraining
 from ctl_core.evaluate import evaluate
@@ -170,6 +171,7 @@ class Trainer:
             self.last = self.start
         going_on = self.start < self.last
         if going_on:
+            choose(state, self.functions, console)
             check_step(state, self.functions, console)
         if state.cluster.task.chief:
             run.open(state.config, self.start, going_on, source, self.functions.devices)

@@ -146,7 +146,7 @@ def tf_variable(item: Any) -> Any:
 
 
 def written_variables(
-    strategy: tf.distribute.Strategy, variables: Iterable[Any], *graphs: Any
+    strategy: tf.distribute.Strategy, variables: Iterable[Any], *graphs: Any, but: Any = None
 ) -> tuple[list[Any], bool]:
     """Returns those of the variables that graphs write to: to any replica's part of them.
 
@@ -154,11 +154,12 @@ def written_variables(
         strategy: whose replicas have the parts
         variables: any values of ``Found.variables``
         graphs: of functions that were traced
+        but: the handle of something that need not be looked at
 
     Returns:
         The tf.Variables, and whether something else is written to, too.
     """
-    others = {id(handle) for graph in graphs for handle in written_resources(graph)}
+    others = {id(handle) for graph in graphs for handle in written_resources(graph)} - {id(but)}
     written = []
     for variable in map(tf_variable, variables):
         parts = strategy.experimental_local_results(variable)

@@ -30,7 +30,7 @@ LAYERS = """
     stretches
     state
     build graph messages remainder input_position
-    sums traced writing reading
+    compile_choice sums traced writing reading
     checkpoint
     trainer
     commands

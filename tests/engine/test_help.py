@@ -29,7 +29,9 @@ def test_help_shows_every_setting_with_its_default(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = help_of(command, capsys)
-    sections = re.split(r" (?=--[a-z-]+(?: [A-Z{]|, --no-))", text.split(" options: ")[1])
+    sections = re.split(
+        r" (?=--[a-z-]+(?: [A-Z{]|(?: \[[a-z]+\])?, --no-))", text.split(" options: ")[1]
+    )
     by_flag = {section.split()[0].rstrip(","): section for section in sections}
     for name, setting in SETTINGS.items():
         section = by_flag["--" + name.replace("_", "-")]

@@ -31,7 +31,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "batch_size": [("8", 8), ("16", 16), ("0x20", 32)],
     "accumulate_steps": [("2", 2), ("3", 3), ("4", 4)],
     "precision": [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16")],
-    "jit_compile": [("true", True), ("1", True), ("", True)],
+    "jit_compile": [("true", True), ("auto", "auto"), ("", True)],
     "on_nan": [("stop", "stop"), ("ignore", "ignore"), ("stop", "stop")],
     "learning_rate": [("1e-1", 0.1), ("2", 2.0), (".25", 0.25)],
     "lr_schedule": [("cosine", "cosine"), ("linear", "linear"), ("step", "step")],

@@ -1,0 +1,181 @@
+"""``--jit-compile auto``: whether compiled stretches are faster here, tried before the first step.
+
+The run keeps what was chosen in its config.yaml, so that it never changes: compiled steps round
+otherwise. Nothing is trained by trying: all that a step writes to is put back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.compat import GraphWriter, graphs_called, iterator_handle
+from ctl_core.compiled import stack_of
+from ctl_core.console import Console
+from ctl_core.errors import SetupError, not_compiled
+from ctl_core.graph import StepFunctions
+from ctl_core.layers import read_file
+from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.run_state.remainder import own_variables
+from ctl_core.run_state.tracking import written_variables
+from ctl_core.state import State
+
+# What is timed takes about so long (seconds), three times each.
+_LONG = 0.3
+_CONVOLUTIONS = ("Conv", "Depthwise")
+
+
+def choose(state: State, functions: StepFunctions, console: Console) -> None:
+    """Decides whether steps are compiled, and says so; then ``state.config`` has the answer.
+
+    A run that has taken steps goes on as it has them. Otherwise: not where gradients are summed
+    over replicas, elements differ in shape, XLA does not know an op, or a convolution would run on
+    a CPU; with ``deterministic`` else yes; without, if a clock says so.
+
+    Args:
+        state: of the run
+        functions: which take its steps; nothing is traced yet
+        console: where to say so
+    """
+    if state.config.jit_compile != "auto":
+        return
+    known = _known(state)
+    if known is not None:
+        compiled, why = known, "as the run was trained before"
+    else:
+        with _Trial(state) as trial:
+            compiled, why = trial.decide(functions)
+        if not compiled or trial.renews:
+            functions.forget()
+        functions.noted = None
+    _set(state, compiled)
+    state.config = dataclasses.replace(state.config, jit_compile=compiled)
+    console.say(f"jit_compile auto: {'compiled stretches' if compiled else 'plain graphs'}, {why}.")
+
+
+def _known(state: State) -> bool | None:
+    """Returns what the run's own settings say, if it has any."""
+    file = Path(state.run_dir) / "config.yaml"
+    value = read_file(file, required=False).get("jit_compile", ("", None))[1]
+    return value if isinstance(value, bool) else None
+
+
+def _set(state: State, compiled: bool) -> None:
+    context, data = state.context, state.data
+    context.stack = (
+        stack_of(data.element_spec, data.rows, context.accumulate_steps) if compiled else None
+    )
+
+
+class _Trial:
+    """Steps that are taken and undone.
+
+    Attributes:
+        renews: whether the data are made anew after it, since their position cannot be saved
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._folder = tempfile.TemporaryDirectory(prefix="ctl_core-")
+        self._position = str(Path(self._folder.name) / "position")
+
+    def __enter__(self) -> _Trial:
+        data = self._state.data
+        try:
+            tf.train.Checkpoint(iterator=data.iterator).write(self._position)
+            self.renews = False
+        except tf.errors.OpError:  # a stage that cannot be saved
+            self.renews = True
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.renews:
+            self._state.renew_input()
+        else:
+            tf.train.Checkpoint(iterator=self._state.data.iterator).read(self._position)
+        self._folder.cleanup()
+
+    def decide(self, functions: StepFunctions) -> tuple[bool, str]:
+        """Returns whether to compile, and why."""
+        state = self._state
+        if state.context.replicas > 1:
+            return False, f"since gradients are summed over {state.context.replicas} replicas"
+        _set(state, True)
+        if state.context.stack is None:
+            return False, "since not all elements are dense and of one shape"
+        _set(state, False)
+        plain = StepFunctions(state, Console(shown=False), GraphWriter(lambda: None))
+        graph = plain.graph(None).graph
+        on_cpu = "GPU" not in plain.devices[0]
+        if on_cpu and (name := _op_of(graph, _CONVOLUTIONS)):
+            return False, f"since {name} is slow in an executable on a CPU"
+        written, others = written_variables(
+            state.strategy,
+            [*state.found.variables.values(), *own_variables(state)],
+            graph,
+            but=iterator_handle(state.data.iterator),
+        )
+        if others:
+            return False, "since what a step writes to cannot be put back"
+        with ReplicaCopies(state.strategy, written).put_back_after():
+            return self._time(plain, functions)
+
+    def _time(self, plain: StepFunctions, functions: StepFunctions) -> tuple[bool, str]:
+        state, seconds = self._state, {}
+        _set(state, True)
+        try:
+            functions.train_steps(1)
+        except tf.errors.OpError as error:
+            if why := not_compiled(error):
+                return False, f"since {why}"
+            raise
+        except SetupError as error:
+            return False, f"since {error}"
+        if state.config.deterministic:
+            return True, "with deterministic, which no clock may decide"
+        for name, one in (("plain", plain), ("compiled", functions)):
+            _set(state, one is functions)
+            seconds[name] = _seconds_per_step(one)
+        plainly, compiled = seconds["plain"], seconds["compiled"]
+        took = f"{1e6 * compiled:.3g} µs a step against {1e6 * plainly:.3g}"
+        if compiled < plainly:
+            return True, f"{took} of plain graphs"
+        return False, f"compiled {took}"
+
+
+def _seconds_per_step(functions: StepFunctions) -> float:
+    """Returns the quickest of three rounds, after one that finds out how many steps to take."""
+    steps, best = 1, 0.0
+    for _ in range(20):
+        start = time.perf_counter()
+        functions.train_steps(steps)
+        seconds = time.perf_counter() - start
+        if seconds > _LONG / 2:
+            break
+        steps *= 4 if seconds < _LONG / 8 else 2
+    best = seconds / steps
+    for _ in range(2):
+        start = time.perf_counter()
+        functions.train_steps(steps)
+        best = min(best, (time.perf_counter() - start) / steps)
+    return best
+
+
+def _op_of(graph: Any, prefixes: tuple[str, ...]) -> str | None:
+    """Returns the type of the first op of a graph, also in functions, that begins so."""
+    graphs, seen = [graph], set()
+    while graphs:
+        one = graphs.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        for op in one.get_operations():
+            if op.type.startswith(prefixes):
+                return str(op.type)
+            graphs += graphs_called(op)
+    return None
