@@ -26,6 +26,7 @@ from benchmarks.report import Memory, Results, Timing, print_report
 # distributed iterators leave behind must not slow down who comes next.
 SECTIONS: list[tuple[int, list[str]]] = [
     (1, ["mlp/50", "mlp/10", "mlp/1", "cnn/50", "vgg/50", "embedding/50", "images/50"]),
+    (1, ["lstm/50", "transformer/50"]),
     (1, ["evaluation", "checkpoints"]),
     (2, ["mlp/50"]),
     (2, ["cnn/50"]),

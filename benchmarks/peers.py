@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import ctl_core
 from benchmarks.pace import CHECKED, Over, Pace
+from benchmarks.report import COMPILED
 from benchmarks.workloads import LEARNING_RATE, Workload, losses
 
 Peer = Callable[[Workload, tf.distribute.Strategy, int, Pace], None]
@@ -274,8 +275,16 @@ def orbit(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pa
         pace.stop()
 
 
+def engine_compiled(
+    work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace
+) -> None:
+    """The same with stretches of steps in one XLA executable."""
+    engine(work, strategy, every, pace, jit_compile=True)
+
+
 PEERS: dict[str, Peer] = {
     "engine": engine,
+    COMPILED: engine_compiled,
     "Keras fit": fit,
     "Keras fit, many steps a call": fit_many,
     "textbook loop": textbook,

@@ -158,6 +158,34 @@ def embedding() -> Workload:
     return Workload("embedding", 32, 500, sliced(words, 2), create_model, create_opt, clip=None)
 
 
+def lstm() -> Workload:
+    """Many small operations, one after the other."""
+
+    def create_model() -> keras.Model:
+        return with_weights(keras.Input((20, 8)), keras.layers.LSTM(16), keras.layers.Dense(10))
+
+    return Workload("lstm", 16, 200, sliced(normal(1600, 20, 8), 10), create_model, nadam)
+
+
+def transformer() -> Workload:
+    """Two blocks of width 64 on sequences of 32, as in a first tutorial on attention."""
+    layer, width = keras.layers, 64
+
+    def block(inputs: Any) -> Any:
+        said = layer.MultiHeadAttention(4, width // 4, use_bias=False)(inputs, inputs)
+        inputs = layer.LayerNormalization()(inputs + said)
+        hidden = layer.Dense(width)(layer.Dense(2 * width, activation="relu")(inputs))
+        return layer.LayerNormalization()(inputs + hidden)
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((32, 16))
+        outputs = block(block(layer.Dense(width)(inputs)))
+        return keras.Model(inputs, layer.Dense(10)(layer.GlobalAveragePooling1D()(outputs)))
+
+    return Workload("transformer", 16, 50, sliced(normal(800, 32, 16), 10), create_model, nadam)
+
+
 def images() -> Workload:
     """Bound by its input: photographs are decoded, cropped, resized, flipped and brightened."""
     noise = np.random.default_rng(5).integers(0, 255, (64, 25, 30, 3)).astype("uint8")
@@ -194,5 +222,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "cnn": cnn,
     "vgg": vgg,
     "embedding": embedding,
+    "lstm": lstm,
+    "transformer": transformer,
     "images": images,
 }
