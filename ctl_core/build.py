@@ -69,8 +69,6 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
         SetupError: a setting or a hook cannot work; the message says which and why.
     """
     keras.utils.set_random_seed(config.seed)
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
     strategy = create_strategy(config)
     cluster = Cluster(strategy, run.task)
     cluster.check_settings(config)

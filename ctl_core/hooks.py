@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core import defaults
-from ctl_core.autograph import code_of, frames_in, original_lines, traceable, where
+from ctl_core.autograph import code_of, file_name, frames_in, original_lines, traceable, where
 from ctl_core.checks.hooks import arguments_of, check_required, in_order, misspelt, scheduled
 from ctl_core.compat import translated_stack
 from ctl_core.errors import CtlError, HookFailed, SetupError, brief
@@ -100,7 +100,7 @@ class Hook:
             filename, lineno = lines.get(frame, frame)
             if filename == code.co_filename:
                 found = lineno
-        return f"{Path(code.co_filename).name}:{found}" if found else None
+        return f"{file_name(code.co_filename)}:{found}" if found else None
 
     def made(self, frames: Iterable[tuple[str, int]]) -> bool:
         """Whether one of the frames is the hook's own body, perhaps as AutoGraph converted it."""

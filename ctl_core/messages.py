@@ -15,6 +15,7 @@ from ctl_core.errors import RunError, SetupError, not_compiled
 from ctl_core.files import from_here
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.state import State
+from ctl_core.summary import show
 
 
 def last_step(state: State, console: Console) -> int:
@@ -34,6 +35,13 @@ def last_step(state: State, console: Console) -> int:
         )
     console.say(f"an epoch has {steps} steps.")
     return steps * config.epochs
+
+
+def announce(state: State, console: Console, start: int, last: int, resumed: bool) -> None:
+    """Says where training begins, how far it goes, and on what; of a new run, on which model."""
+    console.say(opening(state, start, last, resumed))
+    if start < last and not state.ended and not resumed:
+        show(state.train_model, state.train_loss, console)
 
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:

@@ -30,19 +30,19 @@ from ctl_core.evaluate import evaluate
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
 from ctl_core.messages import (
+    announce,
     attributed,
     closing,
     last_step,
     look_at_rate,
     not_finite,
     note_losses,
-    opening,
 )
 from ctl_core.metrics import results
 from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import Noted
-from ctl_core.numerics.precision import policy
 from ctl_core.numerics.randomness import fold_in_replica_id
+from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
 from ctl_core.rhythm import Deadlines
 from ctl_core.run_folder import Run, session
@@ -84,7 +84,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
         session(run, console),
-        policy(config.precision),
+        process_state(config),
         peers(task),
         Signals(console, SAME_SIGNAL - 2 * TICK * supervised()) as signals,
     ):
@@ -174,7 +174,7 @@ class Trainer:
         if state.cluster.task.chief:
             run.open(state.config, self.start, going_on, source, self.functions.devices)
             console.listeners.append(run.write)
-        console.say(opening(state, self.start, target, self._resumed))
+        announce(state, console, self.start, target, self._resumed)
         console.start(self.start, self.last)
         state.clock = Clock()
         seconds = time.monotonic()
