@@ -40,6 +40,11 @@ def last_step(state: State, console: Console) -> int:
 def announce(state: State, console: Console, start: int, last: int, resumed: bool) -> None:
     """Says where training begins, how far it goes, and on what; of a new run, on which model."""
     console.say(opening(state, start, last, resumed))
+    if (batches := state.config.overfit_batches) and start < last and not state.ended:
+        console.say(
+            f"overfit_batches: only the first {batches} global batch{'es' * (batches > 1)} "
+            f"{'are' if batches > 1 else 'is'} trained on, over and over."
+        )
     if start < last and not state.ended and not resumed:
         show(state.train_model, state.train_loss, console)
 
