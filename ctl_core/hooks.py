@@ -203,6 +203,8 @@ class Hooks:
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     """Reads the hooks off a module, any object with these attributes, or a dict; checks each.
 
+    ``Hooks`` are returned as they are.
+
     Returns:
         The hooks, and warnings about names that look like a misspelt hook.
 
@@ -210,6 +212,8 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
         SetupError: a required hook is missing, something is no function, names an argument that
             does not exist, or a schedule's key is no positive whole number.
     """
+    if isinstance(callbacks, Hooks):
+        return callbacks, []
     if isinstance(callbacks, Mapping):
         callbacks = types.SimpleNamespace(**callbacks)
     common = {"config": config, "hparams": config.hparams}

@@ -21,7 +21,7 @@ from ctl_core.checks.sums import check_sums, divided_twice
 from ctl_core.checks.traced import check_step
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
-from ctl_core.cluster.strategy import read_task
+from ctl_core.cluster.strategy import Task, read_task
 from ctl_core.cluster.supervisor import TICK, supervised
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.console import Console
@@ -75,11 +75,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
         PeerLost: another process of the cluster is gone.
     """
-    if config.workers > 1 and not os.environ.get("TF_CONFIG"):
-        raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
-    if config.steps is None and config.epochs is None:
-        raise SetupError("steps: say how long to train, with steps or epochs.")
-    task, source = read_task(config), source_of(callbacks)
+    task, source = task_of(config), source_of(callbacks)
     run, console = Run(config, task), Console(shown=task.chief)
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
@@ -98,6 +94,15 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         trainer.restore(go_on)
         trainer.train(source)
     return state
+
+
+def task_of(config: Config) -> Task:
+    """Returns this process's place in the cluster; refuses settings that cannot be trained with."""
+    if config.workers > 1 and not os.environ.get("TF_CONFIG"):
+        raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
+    if config.steps is None and config.epochs is None:
+        raise SetupError("steps: say how long to train, with steps or epochs.")
+    return read_task(config)
 
 
 class Trainer:
@@ -181,11 +186,11 @@ class Trainer:
         try:
             self._loop()
         except Exception:
-            self._at_end("failed")
+            self.at_end("failed")
             raise
         else:
             if going_on:
-                self._at_end("stopped" if state.stopped_by else "ended" if state.ended else "done")
+                self.at_end("stopped" if state.stopped_by else "ended" if state.ended else "done")
         finally:
             self.checkpoints.close()
             self._profile.end()
@@ -381,7 +386,7 @@ class Trainer:
                 self.checkpoints.save_if_due(due)
             self._deadlines.saved()
 
-    def _at_end(self, reason: str) -> None:
+    def at_end(self, reason: str) -> None:
         """Runs the hooks ``at_end``; where training has failed, what they raise is a warning."""
         state, values = self.state, {"reason": reason, "metrics": dict(self.state.metrics)}
         try:

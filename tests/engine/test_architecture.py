@@ -32,7 +32,7 @@ LAYERS = """
     sums traced writing reading
     checkpoint
     trainer
-    commands
+    rehearsal commands
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 READING_PATH = "hooks defaults inputs step graph trainer schedule chunks checkpoint"
