@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +81,14 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
             return _create(hooks, config, run, strategy, cluster, console)
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
+    except IndexError as error:
+        if "distribute_lib" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+            raise
+        raise SetupError(
+            "a hook clears Keras' session, or resets TensorFlow's default graph, by which it ends "
+            "the strategy's scope, too; leave that out: each run begins with seeds and names of "
+            "its own."
+        ) from error
 
 
 def _create(

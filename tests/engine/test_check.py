@@ -115,7 +115,9 @@ def count(examples: list[int]) -> Any:
 
 
 def test_a_run_that_is_there_is_neither_read_nor_locked(check: Check, tmp_path: Path) -> None:
-    config = ctl_core.Config(steps=4, batch_size=16, run_name="run", runs_dir=tmp_path / "runs")
+    config = ctl_core.Config(
+        steps=4, batch_size=16, run_name="run", runs_dir=str(tmp_path / "runs")
+    )
     ctl_core.train(hooks(), config)
     files = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file())
     before = [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files]
@@ -219,7 +221,9 @@ def test_a_cluster_of_this_machine_is_checked_too(tmp_path: Path) -> None:
 
 def test_weights_are_what_two_steps_make_of_them(check: Check, tmp_path: Path) -> None:
     """Whatever is tried in between changes nothing of what it tries later."""
-    config = ctl_core.Config(steps=2, batch_size=16, run_name="two", runs_dir=tmp_path / "runs")
+    config = ctl_core.Config(
+        steps=2, batch_size=16, run_name="two", runs_dir=str(tmp_path / "runs")
+    )
     two = ctl_core.train(hooks(), config)
     state = check(hooks(every_steps={7: lambda loss: None}))
     for ours, theirs in zip(
