@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -94,7 +95,9 @@ def _try_everything(
     trainer = Trainer(state, run, console, signals)
     trainer.restore()
     trainer.train()
-    if state.stopped_by is not None:
+    if number := int(state.cluster.gather([signals.received or 0]).max()):
+        state.stopped_by = number
+        console.line(f"check: stopped by {signal.Signals(number).name}; so far, all is well.")
         return state
     if state.diverged:
         raise RunError(f"the loss of step {state.step} is not finite; learning_rate may be high.")

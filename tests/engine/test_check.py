@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -217,6 +218,21 @@ def test_a_cluster_of_this_machine_is_checked_too(tmp_path: Path) -> None:
     assert done.stdout.count("check: all well") == 1
     assert not (tmp_path / "runs").exists()
     assert list(temporary.glob("ctl_core-check-*")) == []
+
+
+def test_a_signal_ends_it(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ends: list[str] = []
+
+    def hook() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    state = check(hooks(every_steps={5: hook}, at_end=lambda reason: ends.append(reason)))
+    assert (state.stopped_by, ends) == (signal.SIGTERM, [])
+    said = capsys.readouterr().out
+    assert "SIGTERM: the check stops after what is running now." in said
+    assert said.endswith("check: stopped by SIGTERM; so far, all is well.\n")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_weights_are_what_two_steps_make_of_them(check: Check, tmp_path: Path) -> None:
