@@ -269,12 +269,7 @@ def test_a_global_of_the_notebook_is_no_part_of_a_run_whose_hooks_do_not_use_it(
     exec(compile(source, "/tmp/ipykernel_77/91.py", "exec"), space)
     hooks = hooks_of(92, 8)
     hooks.at_step = {1: space["hook"]}
-    config: dict[str, Any] = {
-        "steps": 2,
-        "batch_size": 20,
-        "runs_dir": str(folder),
-        "run_name": "globals",
-    }
+    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(folder), run_name="globals")
     state = ctl_core.train(hooks, config)
     found = [path for path in state.found.variables if path.startswith("__main__")]
     assert len(found) == 2 and all(path.startswith("__main__/other") for path in found)
@@ -289,12 +284,7 @@ def test_a_hook_that_clears_the_session_is_told_not_to(folder: Path) -> None:
         return create_model()
 
     hooks.create_model = clearing
-    config: dict[str, Any] = {
-        "steps": 2,
-        "batch_size": 20,
-        "runs_dir": str(folder),
-        "run_name": "cleared",
-    }
+    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(folder), run_name="cleared")
     with pytest.raises(ctl_core.SetupError, match=r"^a hook clears Keras' session"):
         ctl_core.train(hooks, config)
     keras.backend.clear_session()  # between two runs it may be called
