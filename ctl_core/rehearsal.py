@@ -21,6 +21,7 @@ import tensorflow as tf
 from ctl_core.build import create_state
 from ctl_core.checks.sums import check_sums
 from ctl_core.cluster.signals import Signals
+from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import check_folder
 from ctl_core.cluster.sync import peers
 from ctl_core.console import LOG, Console
@@ -35,7 +36,7 @@ from ctl_core.schedule import Schedule
 from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.summary import Summary
-from ctl_core.trainer import Trainer, task_of
+from ctl_core.trainer import Trainer
 
 # One inside a graph call of many steps, and one of which the hooks get values.
 STEPS = 2

@@ -7,7 +7,6 @@ hooks, evaluation, checkpoints, signals.
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ from ctl_core.checks.sums import check_sums, divided_twice
 from ctl_core.checks.traced import check_step
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
-from ctl_core.cluster.strategy import Task, read_task
+from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import TICK, supervised
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.console import Console
-from ctl_core.errors import RunError, SetupError, StopTraining
+from ctl_core.errors import RunError, StopTraining
 from ctl_core.evaluate import evaluate
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
@@ -94,15 +93,6 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         trainer.restore(go_on)
         trainer.train(source)
     return state
-
-
-def task_of(config: Config) -> Task:
-    """Returns this process's place in the cluster; refuses settings that cannot be trained with."""
-    if config.workers > 1 and not os.environ.get("TF_CONFIG"):
-        raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
-    if config.steps is None and config.epochs is None:
-        raise SetupError("steps: say how long to train, with steps or epochs.")
-    return read_task(config)
 
 
 class Trainer:
