@@ -139,12 +139,13 @@ def _run(command: Command, argv: list[str]) -> int:
     )
     if source.note and not supervisor.supervised():
         print(source.note, flush=True)
+    if checking := bool(command.options.get("check")):
+        supervisor.check_folder()
     if command.name == "train":
         if command.config.workers > 1 and not supervisor.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))
-            return supervisor.start_cluster(
-                argv, dataclasses.replace(command.config, run_name=name)
-            )
+            start = supervisor.check_cluster if checking else supervisor.start_cluster
+            return start(argv, dataclasses.replace(command.config, run_name=name))
         with interruptible():
             _import_libraries(command.config.debug)
         from ctl_core.cluster.strategy import prepare
@@ -157,18 +158,20 @@ def _run(command: Command, argv: list[str]) -> int:
         from ctl_core.console import quiet_libraries
 
         quiet_libraries(not command.config.debug)
-        start = Path.cwd()
+        here = Path.cwd()
         callbacks = load_callbacks(source)
         _find_devices(command.config.debug)  # now: callbacks.py may say which are visible
     config = command.config
     if source.path != source.stands_for:
         config = dataclasses.replace(config, callbacks=command.trained_with)
-    if Path.cwd() != start:  # callbacks.py has gone elsewhere; the run stays where it was to be
-        config = dataclasses.replace(config, runs_dir=start / config.runs_dir)  # type: ignore[arg-type]
+    if Path.cwd() != here:  # callbacks.py has gone elsewhere; the run stays where it was to be
+        config = dataclasses.replace(config, runs_dir=here / config.runs_dir)  # type: ignore[arg-type]
     if command.name == "train":
+        from ctl_core.rehearsal import check
         from ctl_core.trainer import train
 
-        state = train(callbacks, config, go_on=bool(command.options["continue"]))
+        go_on = bool(command.options["continue"])
+        state = check(callbacks, config) if checking else train(callbacks, config, go_on)
         if state.stopped_by is not None:
             return 128 + state.stopped_by
         return int(state.diverged)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +99,24 @@ def where(function: Callable[..., Any]) -> str:
         return getattr(function, "__module__", None) or "callbacks"
     if code.co_filename == defaults.__file__:
         return "the engine's default"
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return f"{file_name(code.co_filename)}:{code.co_firstlineno}"
+
+
+def file_name(path: str) -> str:
+    """Returns the name of a source file as messages show it; of a notebook's cell, ``cell 3``.
+
+    A kernel gives cells the names of files that are not there. IPython knows the number of the
+    cell that each stands for, or the name has it; otherwise it is ``cell``.
+    """
+    if found := re.search(r"<ipython-input-(\d+)-", path):
+        return f"cell {found[1]}"
+    if not re.search(r"ipykernel_\d+[/\\]", path):
+        return Path(path).name
+    kernel = sys.modules.get("IPython")
+    shell = kernel.get_ipython() if kernel is not None else None
+    label = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(path)
+    number = re.search(r"\d+", " ".join(label or ()))
+    return f"cell {number[0]}" if number else "cell"
 
 
 def original_lines(converted: Callable[..., Any]) -> dict[tuple[str, int], tuple[str, int]]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,8 +72,6 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
         SetupError: a setting or a hook cannot work; the message says which and why.
     """
     keras.utils.set_random_seed(config.seed)
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
     strategy = create_strategy(config)
     cluster = Cluster(strategy, run.task)
     cluster.check_settings(config)
@@ -84,6 +83,14 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
             return _create(hooks, config, run, strategy, cluster, console)
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
+    except IndexError as error:
+        if "distribute_lib" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+            raise
+        raise SetupError(
+            "a hook clears Keras' session, or resets TensorFlow's default graph, by which it ends "
+            "the strategy's scope, too; leave that out: each run begins with seeds and names of "
+            "its own."
+        ) from error
 
 
 def _create(

@@ -184,6 +184,7 @@ class Checkpoints:
             replicas=context.replicas,
             batch_size=context.batch_size,
             accumulate_steps=context.accumulate_steps,
+            overfit_batches=self._state.config.overfit_batches,
             input_saved=input_saved,
             learning_rate=self._state.config.learning_rate,
             frozen=self._state.freezing.flags(),

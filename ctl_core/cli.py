@@ -96,6 +96,12 @@ _CHECKPOINT: dict[str, Any] = {
     )
 }
 _CONTINUE = declare(False, "train on in a run that a hook has ended (StopTraining)")
+_CHECK = declare(
+    False,
+    "try everything once, in a temporary folder: two steps, every host hook, an evaluation of one "
+    "batch, a checkpoint; hooks that write files or call services do so; a run that is there is "
+    "not touched",
+)
 _INPUT = declare(
     None,
     "a .npy file with the model's input, or a .npz file with one array per named input; default: "
@@ -104,7 +110,7 @@ _INPUT = declare(
 _OUTPUT = declare(None, "the .npz file to write; default: predictions.npz in the run folder")
 _EXPORT = declare(None, "the folder to write; default: export in the run folder")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "train": {"continue": (bool, _CONTINUE)},
+    "train": {"continue": (bool, _CONTINUE), "check": (bool, _CHECK)},
     "evaluate": _CHECKPOINT,
     "predict": {**_CHECKPOINT, "input": (_File, _INPUT), "output": (_File, _OUTPUT)},
     "export": {**_CHECKPOINT, "output": (_File, _EXPORT)},

@@ -5,6 +5,7 @@ tests/engine/test_compat.py fails if one of them changes.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import threading
@@ -86,10 +87,49 @@ def _optimizers(summed: bool = False, refusal: str = "") -> Iterator[None]:
 
 
 def is_deterministic() -> bool:
-    """Whether op determinism is on in this process, by us or by the user; it cannot be put off."""
+    """Whether op determinism is on in this process, by us or by the user."""
     from tensorflow.python.framework import config
 
     return bool(config.is_op_determinism_enabled())
+
+
+@contextlib.contextmanager
+def op_determinism(on: bool) -> Iterator[None]:
+    """Within, ops are deterministic, or as they were; afterwards they are as they were.
+
+    There is a public function to switch it on, and none to switch it off.
+    """
+    before = is_deterministic()
+    if on:
+        tf.config.experimental.enable_op_determinism()
+    try:
+        yield
+    finally:
+        if on and not before:
+            from tensorflow.python.framework import config
+
+            config.disable_op_determinism()
+
+
+@contextlib.contextmanager
+def names_anew() -> Iterator[None]:
+    """Within, Keras names objects as in a new process: ``dense``, not ``dense_7``.
+
+    What numbers are taken is kept in Keras' global state; ``clear_session``, which is public, would
+    forget the dtype policy, too. Afterwards objects have names that neither has given.
+    """
+    from keras.src.backend.common import global_state
+
+    before = global_state.get_global_attribute("object_name_uids")
+    global_state.set_global_attribute("object_name_uids", None)
+    try:
+        yield
+    finally:
+        taken: dict[str, int] = collections.defaultdict(int)
+        for uids in (before, global_state.get_global_attribute("object_name_uids")):
+            for name, number in (uids or {}).items():
+                taken[name] = max(taken[name], number)
+        global_state.set_global_attribute("object_name_uids", taken)
 
 
 @contextlib.contextmanager

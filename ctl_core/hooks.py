@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core import defaults
-from ctl_core.autograph import code_of, frames_in, original_lines, traceable, where
+from ctl_core.autograph import code_of, file_name, frames_in, original_lines, traceable, where
 from ctl_core.checks.hooks import (
     arguments_of,
     check_required,
@@ -107,7 +107,7 @@ class Hook:
             filename, lineno = lines.get(frame, frame)
             if filename == code.co_filename:
                 found = lineno
-        return f"{Path(code.co_filename).name}:{found}" if found else None
+        return f"{file_name(code.co_filename)}:{found}" if found else None
 
     def made(self, frames: Iterable[tuple[str, int]]) -> bool:
         """Whether one of the frames is the hook's own body, perhaps as AutoGraph converted it."""
@@ -217,6 +217,8 @@ class Hooks:
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     """Reads the hooks off a module, any object with these attributes, or a dict; checks each.
 
+    ``Hooks`` are returned as they are.
+
     Returns:
         The hooks, and warnings about names that look like a misspelt hook.
 
@@ -224,6 +226,8 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
         SetupError: a required hook is missing, something is no function, names an argument that
             does not exist, or a schedule's key is no positive whole number.
     """
+    if isinstance(callbacks, Hooks):
+        return callbacks, []
     if isinstance(callbacks, Mapping):
         callbacks = types.SimpleNamespace(**callbacks)
     common = {"config": config, "hparams": config.hparams}

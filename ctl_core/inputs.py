@@ -35,7 +35,7 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
-from ctl_core.passes import Tally, cut, on_host, tallied, whole_groups
+from ctl_core.passes import Tally, cut, on_host, overfit, tallied, whole_groups
 from ctl_core.settings import Config
 
 
@@ -187,6 +187,8 @@ def create_input(
         dataset = cut(dataset, sizes, with_tally, pipeline.name)
     if task.processes > 1 and not pipeline.sharded:
         dataset = dataset.shard(task.processes, task.index)
+    if n := config.overfit_batches:
+        pipeline, found, dataset = overfit(pipeline, found, dataset, sizes, n)
     dataset = dataset.prefetch(tf.data.AUTOTUNE)
     return Input(
         strategy,

@@ -17,6 +17,7 @@ from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.state import State
+from ctl_core.summary import show
 
 
 def last_step(state: State, console: Console) -> int:
@@ -36,6 +37,18 @@ def last_step(state: State, console: Console) -> int:
         )
     console.say(f"an epoch has {steps} steps.")
     return steps * config.epochs
+
+
+def announce(state: State, console: Console, start: int, last: int, resumed: bool) -> None:
+    """Says where training begins, how far it goes, and on what; of a new run, on which model."""
+    console.say(opening(state, start, last, resumed))
+    if (batches := state.config.overfit_batches) and start < last and not state.ended:
+        console.say(
+            f"overfit_batches: only the first {batches} global batch{'es' * (batches > 1)} "
+            f"{'are' if batches > 1 else 'is'} trained on, over and over."
+        )
+    if start < last and not state.ended and not resumed:
+        show(state.train_model, state.train_loss, console)
 
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:

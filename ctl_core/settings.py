@@ -151,6 +151,11 @@ class Config:
     epochs: Length = declare(
         None, "the same in passes over the training data (give steps or epochs)"
     )
+    overfit_batches: _Count = declare(
+        0,
+        "train on the first so many global batches only, over and over, to see whether the model "
+        "can learn at all; they are an epoch (0: train on all)",
+    )
     batch_size: _Number = declare(64, "global batch size, shared out evenly over the replicas")
     accumulate_steps: _Number = declare(
         1, "micro-batches that an update is made of, to save memory, not time"
@@ -302,9 +307,11 @@ class Config:
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether a setting is in epochs, so that the steps of one have to be known."""
+        """Whether a setting is in epochs of which the steps have to be counted."""
         periods = (self.ckpt_every, self.eval_every)
-        return self.epochs is not None or any("epoch" in str(period) for period in periods)
+        return not self.overfit_batches and (
+            self.epochs is not None or any("epoch" in str(period) for period in periods)
+        )
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:

@@ -7,7 +7,6 @@ hooks, evaluation, checkpoints, signals.
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -21,29 +20,29 @@ from ctl_core.checks.sums import check_sums, divided_twice
 from ctl_core.checks.traced import check_step
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
-from ctl_core.cluster.strategy import read_task
+from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import TICK, supervised
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.compile_choice import choose
 from ctl_core.console import Console
-from ctl_core.errors import RunError, SetupError, StopTraining
+from ctl_core.errors import RunError, StopTraining
 from ctl_core.evaluate import evaluate
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
 from ctl_core.messages import (
+    announce,
     attributed,
     closing,
     last_step,
     look_at_rate,
     not_finite,
     note_losses,
-    opening,
 )
 from ctl_core.metrics import results
 from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import Noted
-from ctl_core.numerics.precision import policy
 from ctl_core.numerics.randomness import fold_in_replica_id
+from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
 from ctl_core.rhythm import Deadlines
 from ctl_core.run_folder import Run, session
@@ -76,16 +75,12 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
         PeerLost: another process of the cluster is gone.
     """
-    if config.workers > 1 and not os.environ.get("TF_CONFIG"):
-        raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
-    if config.steps is None and config.epochs is None:
-        raise SetupError("steps: say how long to train, with steps or epochs.")
-    task, source = read_task(config), source_of(callbacks)
+    task, source = task_of(config), source_of(callbacks)
     run, console = Run(config, task), Console(shown=task.chief)
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
         session(run, console),
-        policy(config.precision),
+        process_state(config),
         peers(task),
         Signals(console, SAME_SIGNAL - 2 * TICK * supervised()) as signals,
     ):
@@ -176,18 +171,18 @@ class Trainer:
         if state.cluster.task.chief:
             run.open(state.config, self.start, going_on, source, self.functions.devices)
             console.listeners.append(run.write)
-        console.say(opening(state, self.start, target, self._resumed))
+        announce(state, console, self.start, target, self._resumed)
         console.start(self.start, self.last)
         state.clock = Clock()
         seconds = time.monotonic()
         try:
             self._loop()
         except Exception:
-            self._at_end("failed")
+            self.at_end("failed")
             raise
         else:
             if going_on:
-                self._at_end("stopped" if state.stopped_by else "ended" if state.ended else "done")
+                self.at_end("stopped" if state.stopped_by else "ended" if state.ended else "done")
         finally:
             self.checkpoints.close()
             self._profile.end()
@@ -383,7 +378,7 @@ class Trainer:
                 self.checkpoints.save_if_due(due)
             self._deadlines.saved()
 
-    def _at_end(self, reason: str) -> None:
+    def at_end(self, reason: str) -> None:
         """Runs the hooks ``at_end``; where training has failed, what they raise is a warning."""
         state, values = self.state, {"reason": reason, "metrics": dict(self.state.metrics)}
         try:

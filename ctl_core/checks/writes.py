@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from ctl_core.autograph import file_name
 from ctl_core.compat import written_resources
 from ctl_core.context import StepContext
 from ctl_core.errors import SetupError
@@ -187,7 +187,7 @@ def _where(op: tf.Operation) -> str:
     found = ""
     for frame in op.traceback:
         if is_own_file(frame.filename):
-            found = f"{Path(frame.filename).name}:{frame.lineno}"
+            found = f"{file_name(frame.filename)}:{frame.lineno}"
         elif frame.filename.startswith(ENGINE):
             found = ""
     return found

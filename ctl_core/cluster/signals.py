@@ -6,12 +6,14 @@ graph call that never returns. The supervisor of a cluster counts by the same ru
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,7 +91,8 @@ class Signals:
     """Notes SIGTERM and SIGINT instead of dying of them; a second SIGINT is not held back.
 
     It does what it did before, which as a rule raises KeyboardInterrupt. Where that does not end
-    the run at once, as in a graph call or a loop that catches everything, the process is ended.
+    the run at once, as in a graph call or a loop that catches everything, the process is ended; not
+    one that a person works in, such as a notebook's, which has more to lose than the run.
 
     Attributes:
         received: the number of the first one, or None
@@ -139,7 +142,7 @@ class Signals:
             return
         if hasattr(signal, "pthread_kill"):  # wakes the main thread, also out of a sleep
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        if not self._over.wait(HEED):
+        if not self._over.wait(HEED) and not _interactive():
             _apart(self._close, SETTLE)
             _end()
 
@@ -154,6 +157,11 @@ class Signals:
         logging.getLogger("ctl_core").error("interrupted")
         self._console.stop()
         self.settle(SETTLE)
+
+
+def _interactive() -> bool:
+    """Whether a person works in this process: at a prompt of Python's or in a notebook."""
+    return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
 
 
 @contextlib.contextmanager

@@ -69,6 +69,20 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     return Task(len(addresses), place, addresses)
 
 
+def task_of(config: Config) -> Task:
+    """Returns this process's place in the cluster of a training.
+
+    Raises:
+        SetupError: ``read_task`` refuses; the settings do not say how long to train; or they ask
+            for several workers, of which this is none.
+    """
+    if config.workers > 1 and not os.environ.get("TF_CONFIG"):
+        raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
+    if config.steps is None and config.epochs is None:
+        raise SetupError("steps: say how long to train, with steps or epochs.")
+    return read_task(config)
+
+
 def _read_cluster(text: str) -> tuple[tuple[str, ...], int]:
     """Returns the addresses of the processes that train, chief first, and which is this one's.
 

@@ -21,6 +21,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 # Names the file descriptor of a pipe that ends when the supervisor does, in any way.
 PIPE = "SUPERVISOR_PIPE"
+# Names the temporary folder in which the workers of ``train --check`` have the run.
+CHECK_FOLDER = "SUPERVISOR_CHECK_FOLDER"
 # How often the supervisor looks around (seconds).
 TICK = 0.1
 # After one worker failed, how long the others may take to end by themselves (seconds).
@@ -119,6 +122,31 @@ def start_cluster(argv: Sequence[str], config: Config) -> int:
         max_restarts=config.max_restarts,
         gpus=shares,
     )
+
+
+def check_cluster(argv: Sequence[str], config: Config) -> int:
+    """The same for ``train --check``: in a temporary folder, and never started again."""
+    with tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True) as path:
+        os.environ[CHECK_FOLDER] = path
+        try:
+            return start_cluster(argv, dataclasses.replace(config, runs_dir=path, max_restarts=0))
+        finally:
+            del os.environ[CHECK_FOLDER]
+
+
+def check_folder() -> str | None:
+    """Returns the temporary folder of ``check_cluster``, in one of its workers.
+
+    Raises:
+        SetupError: this process is in another cluster, which has none.
+    """
+    folder = os.environ.get(CHECK_FOLDER)
+    if os.environ.get("TF_CONFIG") and folder is None:
+        raise SetupError(
+            "check: the processes of TF_CONFIG have no temporary folder that all of them share; "
+            "check without TF_CONFIG, with --workers 2 say."
+        )
+    return folder
 
 
 def free_ports(count: int) -> list[int]:

@@ -78,7 +78,7 @@ class StagingCopy:
                 for variable, target in self._pairs:
                     target.assign(variable.read_value())
 
-            self._copy = copy
+            self._copy = copy.get_concrete_function()
         self._copy()
 
 
@@ -123,7 +123,7 @@ class ReplicaCopies:
                     with tf.device(target.device):
                         target.assign(source.read_value())
 
-            self._move[to_own] = copy
+            self._move[to_own] = copy.get_concrete_function()
         self._move[to_own]()
 
 

@@ -86,6 +86,8 @@ class InputPosition:
         context, processes = self._state.context, self._state.cluster.task.processes
         if not record.input_saved:
             return "it could not be saved"
+        if record.overfit_batches != self._state.config.overfit_batches:
+            return f"it was saved with overfit_batches {record.overfit_batches}"
         if (record.processes, record.replicas, record.batch_size, record.accumulate_steps) == (
             processes,
             context.replicas,

@@ -52,6 +52,7 @@ class Record:
         noted: of which steps the loss was not finite, as ``Noted`` has it
         best: the best values of the metrics that decide something, as ``Progress`` has them
         scheduled: whether no hook had assigned lr
+        overfit_batches: the setting, which the input position belongs to as well
         format: what ``FORMAT`` was when it was written; 0 of an engine that did not say
         engine: the version of the engine that wrote it, or ""
     """
@@ -76,6 +77,7 @@ class Record:
     noted: dict[str, int] = dataclasses.field(default_factory=dict)
     best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     scheduled: bool = True
+    overfit_batches: int = 0
     format: int = 0
     engine: str = ""
 

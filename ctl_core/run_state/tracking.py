@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import dis
 import functools
 import sysconfig
 import types
@@ -288,9 +289,8 @@ def _of_classes(item: Any) -> dict[str, Any]:
 def _of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
     """What a function of the user's own holds: closure, defaults, attributes, named globals.
 
-    A global is named where its name occurs; the name may be that of an attribute as well, and
-    then one too many is followed. Modules of the user's are looked into in the same way. The path
-    of a global, with a slash in front, does not depend on the function.
+    Modules of the user's are looked into: what of them is named anywhere, and then one too many may
+    be followed. The path of a global, with a slash in front, does not depend on the function.
     """
     code = function.__code__
     if not is_own_file(code.co_filename):
@@ -300,7 +300,7 @@ def _of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
         with contextlib.suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
     names = tuple(_names(code))
-    for name in names:
+    for name in _globals_in(code):
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType) and _is_own(value):
             within = vars(value)
@@ -309,6 +309,20 @@ def _of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
             found[f"/{function.__module__}/{name}"] = value
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return [*found.items(), *((f"default_{i}", value) for i, value in enumerate(defaults))]
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names the globals that code reads or writes: no attributes, which may be called the same."""
+    found = {
+        instruction.argval: None
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= dict.fromkeys(_globals_in(constant))
+    return tuple(found)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -19,9 +19,9 @@ from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
 from ctl_core.evaluate import evaluate as run_evaluation
 from ctl_core.files import from_here, written_whole
-from ctl_core.numerics.precision import policy
 from ctl_core.predict import predict as run_prediction
 from ctl_core.predict import read_inputs
+from ctl_core.process_state import process_state
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.tracking import find
 from ctl_core.settings import Config
@@ -120,7 +120,7 @@ def _restored(
     # Nobody need count the training data.
     config = dataclasses.replace(config, epochs=None, ckpt_every=0, eval_every=0)
     run, console = Run(config, Task(), reading=True), Console()
-    with session(run, console), policy(config.precision):
+    with session(run, console), process_state(config):
         state = create_state(callbacks, config, run, console)
         record = Checkpoints(state, console).restore(options["checkpoint"], with_input=False)
         if record is None:

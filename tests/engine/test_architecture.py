@@ -18,7 +18,7 @@ LAYERS = """
     callbacks_file batch_norm
     layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
-    autograph divergence __main__
+    autograph divergence __main__ summary process_state
     checks.hooks
     hooks
     checks.data returned vocabularies schedule
@@ -33,7 +33,7 @@ LAYERS = """
     compile_choice sums traced writing reading
     checkpoint
     trainer
-    commands
+    rehearsal commands
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 READING_PATH = "hooks defaults inputs step graph trainer schedule chunks checkpoint"

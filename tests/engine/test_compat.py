@@ -38,6 +38,27 @@ def test_is_deterministic() -> None:
     assert compat.is_deterministic() is False
 
 
+def test_op_determinism() -> None:
+    with compat.op_determinism(False):
+        assert compat.is_deterministic() is False
+    with compat.op_determinism(True):
+        assert compat.is_deterministic() is True
+        with compat.op_determinism(True):
+            pass
+        assert compat.is_deterministic() is True
+    assert compat.is_deterministic() is False
+
+
+def test_names_anew() -> None:
+    before = keras.layers.Dense(1)
+    with compat.names_anew():
+        assert [keras.layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
+        keras.backend.clear_session()
+        assert keras.layers.Flatten().name == "flatten"
+    after = keras.layers.Dense(1)
+    assert after.name not in (before.name, "dense", "dense_1")
+
+
 def test_flatten_layers() -> None:
     inner = keras.Sequential([keras.layers.Dense(1)])
     model = keras.Sequential([inner, keras.layers.Dense(2)])

@@ -28,6 +28,7 @@ FIELDS = list(SETTINGS)
 VALUES: dict[str, list[tuple[str, Any]]] = {
     "steps": [("30", 30), ("40", 40), ("50", 50)],
     "epochs": [("3", 3), ("4", 4), ("5", 5)],
+    "overfit_batches": [("1", 1), ("2", 2), ("3", 3)],
     "batch_size": [("8", 8), ("16", 16), ("0x20", 32)],
     "accumulate_steps": [("2", 2), ("3", 3), ("4", 4)],
     "precision": [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16")],

@@ -1,0 +1,248 @@
+"""``train --check``: everything is tried once, what is wrong is said, and nothing stays."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.__main__ import main
+from tests.helpers.cases import dropout_model, make_hooks, regression_data, sliced
+from tests.helpers.project import EVALUATED
+
+Check = Callable[..., ctl_core.State]
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Returns ``check(hooks, **settings)``; afterwards, no temporary folder may be left."""
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def run(hooks: Any, **settings: Any) -> ctl_core.State:
+        own = {"steps": 20_000, "batch_size": 16, "run_name": "run"}
+        own["runs_dir"] = str(tmp_path / "runs")
+        try:
+            return ctl_core.check(hooks, ctl_core.Config(**{**own, **settings}))
+        finally:
+            assert list(temporary.glob("ctl_core-check-*")) == []
+
+    return run
+
+
+def hooks(**more: Any) -> Any:
+    inputs, target = regression_data()
+    own = {"create_eval_dataset": sliced((inputs[:64], target[:64]))}
+    return make_hooks(**{**own, "create_model": dropout_model, **more})
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_hook_runs_once_with_what_it_would_have(
+    check: Check, tmp_path: Path, replicas: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[Any] = []
+
+    def note(name: str) -> Any:
+        def late(step: int, batch: Any, config: Any, chief: bool, manager: Any) -> None:
+            ran.append((name, step, batch[0].shape[0], config.steps, chief))
+            assert manager.latest_checkpoint  # one is there to be restored, as there would be
+
+        return late
+
+    def stop(step: int) -> None:
+        ran.append(("stop", step))
+        raise ctl_core.StopTraining("Enough.")
+
+    examples: list[int] = []
+
+    def eval_pre(loss: Any) -> Any:
+        return tf.reduce_sum(loss), tf.py_function(count(examples), [loss], "float32")
+
+    own = hooks(
+        every_steps={3: note("third"), 10: [ctl_core.deferred(lambda step: ran.append(step))]},
+        at_step={10_000: [stop, note("late")]},
+        after_eval=lambda metrics, step: ran.append((sorted(metrics), step)),
+        at_end=lambda reason: ran.append(reason),
+        eval_pre=eval_pre,
+    )
+    state = check(own, virtual_devices=replicas, keep_best="loss", ckpt_every="10min", warmup=50)
+    assert ran == [
+        ("third", 3, 16, 20_000, True),
+        10,
+        ("stop", 10_000),
+        ("late", 10_000, 16, 20_000, True),
+        (["loss"], 2),
+        "done",
+    ]
+    assert sum(examples) == 16  # a global batch
+    assert state.step == 2 and not (tmp_path / "runs").exists()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("check of run: ")
+    assert said[-1].startswith("check: all well, ") and said[-1].endswith(" s")
+    found = "".join(f"{line}\n" for line in said)
+    for part in (
+        "  create_dataset (cases.py:",
+        f"batches of (float32[{16 // replicas}, 5], float32[{16 // replicas}, 1])",
+        "89 parameters, 73 of them trainable",
+        "  at_step[10000] (test_check.py:",
+        "late ran, as after step 10000",
+        "stop ran, as after step 10000; it ends training there. Enough.",
+        "  evaluation: loss ",
+        "  checkpoint: written and read back, ",
+        f"  predictions: output [{16 // replicas}, 1]",
+    ):
+        assert part in found
+
+
+def count(examples: list[int]) -> Any:
+    def number(loss: Any) -> float:
+        examples.append(loss.shape[0])
+        return 0.0
+
+    return number
+
+
+def test_a_run_that_is_there_is_neither_read_nor_locked(check: Check, tmp_path: Path) -> None:
+    config = ctl_core.Config(
+        steps=4, batch_size=16, run_name="run", runs_dir=str(tmp_path / "runs")
+    )
+    ctl_core.train(hooks(), config)
+    files = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file())
+    before = [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files]
+    with (tmp_path / "runs/run/train.log").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        assert check(hooks()).step == 2
+    files = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file())
+    assert [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files] == before
+
+
+def changing_ckpt(ckpt_path: str, train_model: Any) -> Any:
+    class Changing(tf.train.Checkpoint):
+        def read(self, *args: Any, **kwargs: Any) -> Any:
+            status = super().read(*args, **kwargs)
+            train_model.weights[0].assign(train_model.weights[0] * 2.0)
+            return status
+
+        restore = read
+
+    ckpt = Changing(train_model=train_model)
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=2)
+
+
+def endless(per_replica_batch_size: int) -> tf.data.Dataset:
+    return sliced(regression_data())(per_replica_batch_size).repeat()
+
+
+@pytest.mark.parametrize(
+    ("more", "settings", "error", "said"),
+    [
+        ({"at_step": {10_000: lambda step: 1 / 0}}, {}, ctl_core.RunError,
+         r"^at_step\[10000\] \(test_check.py:\d+\): ZeroDivisionError: division by zero$"),
+        ({"after_eval": lambda metrics: metrics["no"]}, {}, ctl_core.RunError,
+         r"^after_eval .*'no'"),
+        ({"at_end": lambda reason: 1 / 0}, {}, ctl_core.RunError, "^at_end .*ZeroDivisionError"),
+        ({"metric_pre": lambda output: 1 / 0}, {}, ctl_core.SetupError, "^metric_pre|^eval"),
+        ({"create_ckpt": changing_ckpt}, {}, ctl_core.RunError,
+         r"^create_ckpt \(test_check.py:\d+\): train_model/.* is not what it was when"),
+        ({"create_loss": lambda: lambda pair: pair[0][:, 0] * math.nan}, {}, ctl_core.RunError,
+         "^the loss of step 2 is not finite"),
+        ({"create_dataset": endless}, {"steps": None, "epochs": 3}, ctl_core.SetupError,
+         "^epochs: "),
+        ({"create_dataset": endless}, {"eval_every": "1epoch"}, ctl_core.SetupError,
+         "^eval_every: "),
+        ({}, {"early_stop": "los:3"}, ctl_core.SetupError,
+         "^early_stop: no metric is called 'los'"),
+        ({}, {"steps": None}, ctl_core.SetupError, "^steps: say how long"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_as_in_training(
+    check: Check, more: dict[str, Any], settings: dict[str, Any], error: type, said: str
+) -> None:
+    if "metric_pre" in more:
+        more = {**more, "create_metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()}}
+    ends: list[str] = []
+    own = hooks(**{"at_end": lambda reason: ends.append(reason), **more})
+    with pytest.raises(error, match=said) as raised:
+        check(own, **settings)
+    assert "\n" not in str(raised.value) and ends == []
+
+
+def test_it_is_an_option_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "callbacks.py").write_text(EVALUATED + "\n\nat_step = {10000: lambda: None}\n")
+    (tmp_path / "config.yaml").write_text("epochs: 60\nbatch_size: 16\n")
+    monkeypatch.chdir(tmp_path)
+    there = sorted(os.listdir(tmp_path))
+    assert main(["train", "--check"]) == 0
+    assert "check: all well" in capsys.readouterr().out
+    (tmp_path / "callbacks.py").write_text(EVALUATED + "\n\nat_step = {10000: lambda: x}\n")
+    assert main(["train", "--check"]) == 1
+    assert capsys.readouterr().err.startswith("error: at_step[10000] (callbacks.py:")
+    assert sorted(os.listdir(tmp_path)) == there
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:2"]}}')
+    assert main(["train", "--check", "--run-name", "a"]) == 2
+    assert capsys.readouterr().err.startswith("error: check: the processes of TF_CONFIG have no ")
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_cluster_of_this_machine_is_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "callbacks.py").write_text(EVALUATED)
+    (tmp_path / "config.yaml").write_text("epochs: 60\nbatch_size: 16\n")
+    (temporary := tmp_path / "temporary").mkdir()
+    words = ["train", "--check", "--workers", "2", "--virtual-devices", "2"]
+    root = str(Path(ctl_core.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "ctl_core", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("check: all well") == 1
+    assert not (tmp_path / "runs").exists()
+    assert list(temporary.glob("ctl_core-check-*")) == []
+
+
+def test_a_signal_ends_it(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ends: list[str] = []
+
+    def hook() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    state = check(hooks(every_steps={5: hook}, at_end=lambda reason: ends.append(reason)))
+    assert (state.stopped_by, ends) == (signal.SIGTERM, [])
+    said = capsys.readouterr().out
+    assert "SIGTERM: the check stops after what is running now." in said
+    assert said.endswith("check: stopped by SIGTERM; so far, all is well.\n")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_weights_are_what_two_steps_make_of_them(check: Check, tmp_path: Path) -> None:
+    """Whatever is tried in between changes nothing of what it tries later."""
+    config = ctl_core.Config(
+        steps=2, batch_size=16, run_name="two", runs_dir=str(tmp_path / "runs")
+    )
+    two = ctl_core.train(hooks(), config)
+    state = check(hooks(every_steps={7: lambda loss: None}))
+    for ours, theirs in zip(
+        state.train_model.get_weights(), two.train_model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

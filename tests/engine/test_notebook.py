@@ -1,0 +1,307 @@
+"""Several runs in one process, as in a notebook: each trains as it would in a process of its own.
+
+Cells are compiled as IPython does it: under the name of a file that is not there, with their source
+where ``linecache`` finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import gc
+import importlib
+import linecache
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core import compat
+from ctl_core.autograph import file_name
+
+HOOKS = """\
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def create_dataset(per_replica_batch_size):
+    inputs = np.random.normal(size=(100, 5)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((inputs, inputs[:, :1] > 0)).shuffle(100)
+    return data.batch(per_replica_batch_size, drop_remainder=True)
+
+
+def create_eval_dataset(per_replica_batch_size):
+    return create_dataset(per_replica_batch_size).take(2)
+
+
+def create_model():
+    return keras.Sequential(
+        [
+            keras.layers.Dense(WIDTH, activation="tanh"),
+            keras.layers.Dropout(0.3),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def create_loss():
+    return lambda pair: tf.reduce_sum((pair[0] - tf.cast(pair[1], "float32")) ** 2, axis=1)
+
+
+def create_opt(lr):
+    return keras.optimizers.Adam(lr)
+
+
+def update_pre(gradients):
+    if tf.linalg.global_norm(gradients) > 1.0:
+        gradients = [gradient * 0.5 for gradient in gradients]
+    return gradients, gradients
+
+
+def hook(step, loss):
+    BODY
+
+
+at_step = {7: hook}
+"""
+
+# What each run of the notebook is; the same in a process of its own gives the same weights.
+RUNS: list[dict[str, Any]] = [
+    {"width": 8},
+    {"width": 16},
+    {"width": 8, "body": "raise ValueError('no')"},
+    {"width": 8, "settings": {"deterministic": True}},
+    {"width": 8, "body": "raise KeyboardInterrupt"},
+    {"width": 8, "settings": {"precision": "bfloat16"}},
+    {"width": 8, "settings": {"virtual_devices": 2}},
+    {"width": 8},
+]
+PROGRAM = """
+import sys
+from tests.helpers import fixtures
+from tests.engine.test_notebook import RUNS, hooks_of, train, weights_of
+import numpy as np
+for index in map(int, sys.argv[2:]):
+    state = train(sys.argv[1], f"alone-{index}", **RUNS[index])
+    np.savez(f"{sys.argv[1]}/alone-{index}.npz", *weights_of(state))
+"""
+
+
+def hooks_of(cell: int, width: int, body: str = "pass") -> SimpleNamespace:
+    """Runs a cell and returns what it defines."""
+    name, space = f"/tmp/ipykernel_77/{cell}.py", {"__name__": "__main__"}
+    source = HOOKS.replace("WIDTH", str(width)).replace("BODY", body)
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(compile(source, name, "exec"), space)
+    return SimpleNamespace(**{k: v for k, v in space.items() if not k.startswith("__")})
+
+
+def train(runs_dir: str, name: str, width: int, body: str = "pass", settings: Any = None) -> Any:
+    own: dict[str, Any] = {"steps": 10, "batch_size": 20, "eval_every": 5, "ckpt_every": 5}
+    config = ctl_core.Config(**own, runs_dir=runs_dir, run_name=name, **(settings or {}))
+    return ctl_core.train(hooks_of(abs(hash(name)), width, body), config)
+
+
+def weights_of(state: Any) -> list[np.ndarray]:
+    names = [layer.name for layer in state.train_model.layers]
+    return [*state.train_model.get_weights(), np.array(names)]
+
+
+def process_state() -> dict[str, Any]:
+    """What a run may change in its process, and has to put back."""
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "wakeup": signal.set_wakeup_fd(-1),
+        "streams": (sys.stdout, sys.stderr),
+        "logging": list(logging.getLogger("ctl_core").handlers),
+        "policy": keras.config.dtype_policy().name,
+        "deterministic": compat.is_deterministic(),
+        "summaries": (tf.summary.experimental.get_step(), tf.summary.should_record_summaries()),
+        "strategy": tf.distribute.has_strategy(),
+        "folder": os.getcwd(),
+        "environ": dict(os.environ),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def test_each_run_trains_as_in_a_process_of_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after one that failed, was interrupted, or changed precision or determinism."""
+    before, weights, kept = process_state(), {}, []
+    for index, run in enumerate(RUNS):
+        try:
+            state = train(str(folder), f"run-{index}", **run)
+        except ctl_core.RunError as error:
+            assert str(error) == "at_step[7] (cell:42): ValueError: no"
+            continue
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.last_traceback = None
+            assert process_state() == before
+        weights[index] = weights_of(state)
+        kept += [weakref.ref(state.train_model), weakref.ref(state.optimizer)]
+        del state
+    assert "retracing" not in capsys.readouterr().err
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * len(kept)
+    root, processes = Path(ctl_core.__file__).parents[1], {}
+    for number in (1, 6):
+        words = [sys.executable, "-c", PROGRAM, str(folder), str(number)]
+        processes[number] = subprocess.Popen(
+            words, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+    for number, process in processes.items():
+        assert process.wait() == 0
+        alone = np.load(folder / f"alone-{number}.npz")
+        for ours, name in zip(weights[number], alone.files, strict=True):
+            np.testing.assert_array_equal(ours, alone[name])
+    for ours, again in zip(weights[0], weights[7], strict=True):
+        np.testing.assert_array_equal(ours, again)
+
+
+def test_in_a_thread_and_in_a_loop_of_asyncio(folder: Path) -> None:
+    expected = weights_of(train(str(folder), "expected", width=8))
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(train(str(folder), "thread", width=8)))
+    thread.start()
+    thread.join()
+
+    async def cell() -> None:
+        found.append(train(str(folder), "asyncio", width=8))
+
+    asyncio.run(cell())
+    for state in found:
+        for ours, theirs in zip(weights_of(state), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_failed_run_is_gone_on_with(folder: Path) -> None:
+    """Its lock is released, and its checkpoint is where the next one begins."""
+    with pytest.raises(ctl_core.RunError, match=r"at_step\[7\]"):
+        train(str(folder), "mended", width=8, body="raise ValueError")
+    mended = train(str(folder), "mended", width=8)
+    whole = train(str(folder), "whole", width=8)
+    for ours, theirs in zip(weights_of(mended), weights_of(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_interrupting_a_cell_saves_the_run_and_the_kernel_goes_on(folder: Path) -> None:
+    body = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    stopped = train(str(folder), "stopped", width=8, body=body)
+    assert (stopped.step, stopped.stopped_by) == (7, signal.SIGINT)
+    resumed, whole = (train(str(folder), name, width=8) for name in ("stopped", "undisturbed"))
+    for ours, theirs in zip(weights_of(resumed), weights_of(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_kernel_is_not_ended_by_a_second_interrupt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
+    body = (
+        "import os, signal, time\n"
+        "    for wait in (1.1, 1.0):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        end = time.monotonic() + wait\n"
+        "        while time.monotonic() < end:\n"
+        "            try:\n"
+        "                time.sleep(0.05)\n"
+        "            except KeyboardInterrupt:\n"
+        "                pass"
+    )
+    state = train(str(folder), "stubborn", width=8, body=body)
+    assert (state.step, state.stopped_by) == (7, signal.SIGINT)
+
+
+def test_a_module_that_was_edited_and_reloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "notebook_hooks.py"
+    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(tmp_path / "runs"), run_name="a")
+    file.write_text(HOOKS.replace("WIDTH", "8").replace("BODY", "pass"))
+    module = importlib.import_module("notebook_hooks")
+    ctl_core.train(module, config)
+    edited = HOOKS.replace("WIDTH", "9").replace("BODY", "pass").replace("* 0.5", "* tf.nothing")
+    file.write_text("# Edited.\n" + edited)
+    importlib.reload(module)
+    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(tmp_path / "runs"), run_name="b")
+    with pytest.raises(ctl_core.SetupError) as error:
+        ctl_core.train(module, config)
+    line = 1 + HOOKS[: HOOKS.index("* 0.5")].count("\n") + 1
+    assert str(error.value).startswith(f"update_pre (notebook_hooks.py:{line}): AttributeError")
+    file.write_text(edited.replace("* tf.nothing", "* 0.25"))
+    importlib.reload(module)
+    state = ctl_core.train(module, config)
+    assert state.train_model.layers[0].units == 9
+    assert (tmp_path / "runs/b/callbacks.py").read_text() == file.read_text()
+
+
+def test_a_global_of_the_notebook_is_no_part_of_a_run_whose_hooks_do_not_use_it(
+    folder: Path,
+) -> None:
+    """Such as the model of an earlier run, though a hook has an attribute of that name."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    space: dict[str, Any] = {"__name__": "__main__", "model": model, "other": model.layers[0]}
+    space["box"] = SimpleNamespace()
+    source = "def hook(step):\n    box.model = step\n    return box.model, other\n"
+    exec(compile(source, "/tmp/ipykernel_77/91.py", "exec"), space)
+    hooks = hooks_of(92, 8)
+    hooks.at_step = {1: space["hook"]}
+    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(folder), run_name="globals")
+    state = ctl_core.train(hooks, config)
+    found = [path for path in state.found.variables if path.startswith("__main__")]
+    assert len(found) == 2 and all(path.startswith("__main__/other") for path in found)
+
+
+def test_a_hook_that_clears_the_session_is_told_not_to(folder: Path) -> None:
+    hooks = hooks_of(90, 8)
+    create_model = hooks.create_model
+
+    def clearing() -> Any:
+        keras.backend.clear_session()
+        return create_model()
+
+    hooks.create_model = clearing
+    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(folder), run_name="cleared")
+    with pytest.raises(ctl_core.SetupError, match=r"^a hook clears Keras' session"):
+        ctl_core.train(hooks, config)
+    keras.backend.clear_session()  # between two runs it may be called
+    hooks.create_model = create_model
+    assert ctl_core.train(hooks, config).step == 2
+
+
+def test_cells_are_named_by_their_number() -> None:
+    assert file_name("/a/b.py") == "b.py"
+    assert file_name("<ipython-input-3-abcdef>") == "cell 3"
+    assert file_name("/tmp/ipykernel_12/345.py") == "cell"
+
+
+def test_ipython_knows_the_number_of_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = SimpleNamespace(format_code_name=lambda name: ("Cell", "In[7]"))
+    shell = SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert file_name("/tmp/ipykernel_12/345.py") == "cell 7"
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    assert file_name("/tmp/ipykernel_12/345.py") == "cell"

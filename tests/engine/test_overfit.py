@@ -1,0 +1,140 @@
+"""overfit_batches: the first global batches of a pass, over and over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.helpers.cases import (
+    FEATURES,
+    assert_weights,
+    make_hooks,
+    regression_data,
+    sliced,
+    small_model,
+)
+from tests.helpers.fixtures import Train
+
+
+def shuffled(global_batch_size: int) -> tf.data.Dataset:
+    """Shuffled anew in each pass."""
+    data = tf.data.Dataset.from_tensor_slices(regression_data()).shuffle(100, seed=3)
+    return data.batch(global_batch_size, drop_remainder=True)
+
+
+def noisy(global_batch_size: int) -> tf.data.Dataset:
+    """The same with other noise in each pass; its position cannot be saved exactly."""
+    data = tf.data.Dataset.from_tensor_slices(regression_data()).shuffle(100, seed=3)
+    data = tf.data.Dataset.zip(data, tf.data.Dataset.random(seed=4).batch(2))
+
+    def change(pair: Any, seed: Any) -> Any:
+        noise = tf.random.stateless_normal([FEATURES], tf.cast(seed, tf.int64))
+        return pair[0] + noise * 0.1, pair[1]
+
+    return data.map(change).batch(global_batch_size, drop_remainder=True)
+
+
+def plain_loop(batches: list[Any], steps: int) -> keras.Model:
+    model, optimizer = small_model(), keras.optimizers.Adam(0.01)
+    for step in range(steps):
+        inputs, target = batches[step % len(batches)]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(inputs) - target) ** 2)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+    return model
+
+
+def hooks(**more: Any) -> Any:
+    own = {
+        "create_dataset": shuffled,
+        "create_opt": lambda lr: keras.optimizers.Adam(lr),
+        "update_pre": lambda gradients: (gradients, gradients),
+    }
+    return make_hooks(**{**own, **more})
+
+
+@pytest.mark.parametrize(("replicas", "data"), [(1, shuffled), (2, shuffled), (2, noisy)])
+def test_the_same_batches_come_again_in_each_pass(
+    train: Train, replicas: int, data: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keras.utils.set_random_seed(0)
+    first, own = list(data(16).take(3)), hooks(create_dataset=data)
+    whole = train(own, steps=20, overfit_batches=3, virtual_devices=replicas)
+    assert (
+        "only the first 3 global batches are trained on, over and over." in capsys.readouterr().out
+    )
+    assert_weights(whole, plain_loop(first, 20), rtol=2e-4)
+    for steps in (2, 3, 11, 20):  # while the batches are read first, just then, and later
+        parts = train(
+            own, steps=steps, overfit_batches=3, virtual_devices=replicas, run_name="parts"
+        )
+    assert_weights(parts, whole, rtol=0)
+    record = json.loads((Path(parts.run_dir) / "ckpt/engine/ckpt-20.json").read_text())
+    saved = data is shuffled
+    assert (record["input_saved"], record["overfit_batches"]) == (saved, 3)
+    assert ("reading and dropping" in capsys.readouterr().out) is not saved
+
+
+def test_one_and_several_replicas_micro_batches_and_per_replica_batches_see_the_same(
+    train: Train,
+) -> None:
+    batches = sliced(regression_data())
+    one = train(hooks(create_dataset=batches), steps=9, overfit_batches=2, run_name="one")
+    several = train(
+        hooks(create_dataset=batches),
+        steps=9,
+        overfit_batches=2,
+        virtual_devices=2,
+        accumulate_steps=2,
+        run_name="several",
+    )
+    assert_weights(several, one, rtol=2e-4)
+
+
+def test_an_epoch_has_as_many_steps_also_where_the_data_have_no_end_or_unknown_length(
+    train: Train,
+) -> None:
+    def endless(dataset: tf.data.Dataset, global_batch_size: int) -> tf.data.Dataset:
+        return dataset.unbatch().shuffle(50, seed=1).batch(global_batch_size)
+
+    def unknown(global_batch_size: int) -> tf.data.Dataset:
+        return shuffled(global_batch_size).filter(lambda *_: True)
+
+    for number, own in enumerate((hooks(make_batches=endless), hooks(create_dataset=unknown))):
+        settings = {"steps": None, "epochs": 5, "overfit_batches": 2, "eval_every": "1epoch"}
+        state = train(own, run_name=f"run-{number}", **settings)
+        assert state.step == 10 and state.data.steps_per_epoch == 2
+
+
+def test_another_number_of_batches_reads_from_the_start(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[np.ndarray] = []
+    own = hooks(every_steps={1: lambda batch: seen.append(batch[0].numpy())})
+    train(own, steps=4, overfit_batches=2)
+    train(own, steps=8, overfit_batches=3)
+    said = capsys.readouterr().out
+    assert "dropping 64 examples, since it was saved with overfit_batches 2" in said
+    train(own, steps=9)
+    train(own, steps=10, overfit_batches=1)
+    keras.utils.set_random_seed(0)
+    first = [inputs.numpy() for inputs, _ in shuffled(16).take(3)]
+    np.testing.assert_array_equal(seen[4:8], [first[step % 3] for step in (4, 5, 6, 7)])
+    np.testing.assert_array_equal(seen[9], first[0])
+
+
+def test_more_than_there_are_is_refused(train: Train) -> None:
+    with pytest.raises(ctl_core.SetupError) as error:
+        train(hooks(), overfit_batches=7)
+    assert str(error.value).startswith(
+        "overfit_batches: 7 asked for, but create_dataset (test_over"
+    )
+    assert "has 6 global batches in a pass; lower it, or leave it out." in str(error.value)
