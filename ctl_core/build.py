@@ -31,7 +31,7 @@ from ctl_core.compat import global_seed_generator, scratch_graph
 from ctl_core.console import Console
 from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, SetupError
-from ctl_core.evaluate import create_evaluation
+from ctl_core.evaluate import Evaluation, create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
 from ctl_core.metrics import create_metrics, update_train_metrics
@@ -145,9 +145,11 @@ def _create(
             with unfrozen(train_model):
                 weights = trainable_variables(train_model)
             roots["ema"] = context.average = WeightAverage(config.ema, weights, strategy)
+        _create_eval_model(context, roots)
+        evaluation = _create_evaluation(context, strategy, cluster.task, config, per_replica)
+        if hooks.create_eval_model is not None:
+            input_spec = _build_eval_model(context, data, cluster.task, evaluation)
         _build_late(roots, context, data, cluster.task, variables)
-        of_evaluation = (config.eval_batch_size or 0) // replicas or per_replica
-        evaluation = create_evaluation(context, strategy, cluster.task, of_evaluation)
         if cluster.task.chief:
             repair_list(run.ckpt, run.reading)
         hook = hooks.create_ckpt
@@ -219,6 +221,60 @@ def _create_optimizers(
     context.optimizer, context.optimizers = optimizer, optimizers
     context.lr = rate_for_hooks(lr, optimizers, str(hook))
     return optimizers
+
+
+def _create_evaluation(
+    context: StepContext,
+    strategy: tf.distribute.Strategy,
+    task: Task,
+    config: Config,
+    per_replica: int,
+) -> Evaluation | None:
+    """Creates the evaluation, of batches and of a length that do not depend on the replicas."""
+    most, size = config.limit_eval, config.eval_batch_size
+    return create_evaluation(
+        context,
+        strategy,
+        task,
+        (size or 0) // context.replicas or per_replica,
+        None if most is None else most * (size or config.batch_size),
+    )
+
+
+def _create_eval_model(context: StepContext, roots: dict[str, Any]) -> None:
+    """Calls ``create_eval_model``; without it, the model that is trained is evaluated.
+
+    Raises:
+        SetupError: it returns no callable; or a hook asks for what is not there.
+    """
+    hooks = context.hooks
+    hook, after = hooks.create_eval_model, hooks.update_post
+    if hook is None:
+        if after is not None and "eval_model" in after.arguments:
+            raise after.reject("asks for eval_model, which create_eval_model would make; write it.")
+        return
+    made = create_callable(hook, "eval_model", train_model=context.train_model)
+    roots["eval_model"] = context.eval_model = made
+
+
+def _build_eval_model(
+    context: StepContext, data: Input, task: Task, evaluation: Evaluation | None
+) -> Any:
+    """Runs it on placeholders for each set of evaluation data, so that its variables exist.
+
+    Returns:
+        The specification of its input, of the first set; without any, of the training data.
+    """
+    sets = evaluation.sets.values() if evaluation is not None else ()
+    elements = [one.data.dataset.element_spec[1] for one in sets] or [data.element_spec]
+    specs = []
+    for element in elements:
+        with _scratch(data, task):
+            batch = _placeholders(element)
+            inputs = model_input(context, batch, training=False)
+            specs.append(tf.nest.map_structure(tf.type_spec_from_value, inputs))
+            run_model(context, batch, training=False)
+    return specs[0]
 
 
 def _step_variable() -> tf.Variable:

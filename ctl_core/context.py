@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.hooks import Hooks
+from ctl_core.hooks import Hook, Hooks
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.precision import LossScale
@@ -25,6 +25,7 @@ class StepContext:
     Attributes:
         hooks: the hooks
         train_model, train_loss, optimizer: as the create hooks returned them
+        eval_model: what ``create_eval_model`` returned, or train_model
         lr: the learning rate that the optimizer uses
         optimizers: the optimizer by objective; a single one under ""
         batch_size: global batch size B
@@ -63,6 +64,14 @@ class StepContext:
     scalar_losses: set[str] = dataclasses.field(default_factory=set)
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     taking: tf.Tensor | None = None
+    eval_model: Model | None = None
+
+    def model_for(self, training: bool) -> tuple[Hook, str, Model]:
+        """Returns the model that is run, and, for messages, the hook that made it and its name."""
+        hook = self.hooks.create_eval_model
+        if training or hook is None or self.eval_model is None:
+            return self.hooks.create_model, "train_model", self.train_model
+        return hook, "eval_model", self.eval_model
 
     @property
     def micro_batch_size(self) -> int:

@@ -52,12 +52,9 @@ def model_input(context: StepContext, batch: Any, training: bool) -> Any:
 
 def run_model(context: StepContext, batch: Any, training: bool) -> Any:
     """Returns the model's output, in float32 where precision is lower."""
-    hooks = context.hooks
     inputs = model_input(context, batch, training)
-    output = _attributed(
-        hooks.create_model, "train_model", call_model, context.train_model, inputs, training
-    )
-    return to_float32(output)
+    hook, what, model = context.model_for(training)
+    return to_float32(_attributed(hook, what, call_model, model, inputs, training))
 
 
 def loss_of(context: StepContext, batch: Any, output: Any, training: bool) -> Any:
@@ -368,7 +365,8 @@ def after_update(context: StepContext, strategy: tf.distribute.Strategy) -> None
         # A summary's name begins with the scope.
         with tf.name_scope(""), summaries_of_first_replica(context.taking, next(devices)):
             if hook is not None:
-                hook.in_graph(optimizer=context.optimizer, **context.hook_arguments())
+                values = {"optimizer": context.optimizer, "eval_model": context.eval_model}
+                hook.in_graph(**values, **context.hook_arguments())
         if average is not None:
             average.update()
 

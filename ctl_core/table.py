@@ -78,6 +78,16 @@ TABLE: tuple[Spec, ...] = (
         required=True,
     ),
     Spec(
+        "create_eval_model",
+        _names("train_model"),
+        "eval_model, callable: output = eval_model(inputs)",
+        "What evaluation, prediction and export run in place of train_model: it may share its "
+        "weights, or have its own, which update_post keeps up; train_model is built by then.",
+        "train_model itself",
+        optional=True,
+        in_stub=False,
+    ),
+    Spec(
         "create_loss",
         (),
         "train_loss, callable: loss = train_loss(loss_input)",
@@ -143,7 +153,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "update_post",
-        _names("train_model train_loss optimizer lr step"),
+        _names("train_model train_loss eval_model optimizer lr step"),
         "–",
         "What is done after each update, in the graph, on each replica with its own variables: "
         "averages and target networks, weights clipped or projected.",
@@ -190,8 +200,9 @@ TABLE: tuple[Spec, ...] = (
     Spec(
         "create_eval_dataset",
         _names("per_replica_batch_size"),
-        "tf.data.Dataset of batches, the last one may be smaller",
-        "The evaluation data, one pass; each example is used exactly once.",
+        "tf.data.Dataset of batches, the last one may be smaller; or a dict of such by name",
+        "The evaluation data, one pass; each example is used exactly once. With several sets by "
+        "name, values are called NAME/loss and so on.",
         "none: no evaluation",
         optional=True,
     ),

@@ -26,7 +26,8 @@ LAYERS = """
     inputs context
     metrics
     step
-    pairs writes evaluate predict export
+    pairs writes eval_step predict export
+    evaluate
     state
     build graph messages remainder input_position
     sums traced writing reading
