@@ -106,9 +106,14 @@ _EXPORT = declare(None, "the folder to write; default: export in the run folder"
 _DATASET = declare(
     None, "which set to take, if create_eval_dataset returns several by name", title="a text"
 )
+_WATCH = declare(
+    False,
+    "follow a run that another process trains: evaluate each checkpoint as it comes, and write the "
+    "values to watch.jsonl and tb/watch in the run folder, until the run has ended",
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "train": {"continue": (bool, _CONTINUE)},
-    "evaluate": _CHECKPOINT,
+    "evaluate": {**_CHECKPOINT, "watch": (bool, _WATCH)},
     "predict": {
         **_CHECKPOINT,
         "input": (_File, _INPUT),

@@ -154,6 +154,16 @@ def trace_evaluation(
         one.kept = ReplicaCopies(strategy, touched)
 
 
+def trace_anew(
+    evaluation: Evaluation, context: StepContext, strategy: tf.distribute.Strategy, task: Task
+) -> None:
+    """Lets the next evaluation trace its graphs anew, as layers have been frozen or unfrozen."""
+    for one in evaluation.sets.values():
+        one.run_steps = build_run_steps(
+            context, strategy, task, one.metrics, one.sums, one.exchanges
+        )
+
+
 def evaluate(
     evaluation: Evaluation, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
 ) -> dict[str, float] | None:

@@ -29,16 +29,24 @@ from ctl_core.run_state.tracking import find
 from ctl_core.settings import Config, nearest, shown
 from ctl_core.state import State
 from ctl_core.tools.export import check_replaceable, export_model
+from ctl_core.tools.watch import watch
 
 _NO_DATA = "create_eval_dataset: there is none, so there is nothing to evaluate."
 
 
 def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict[str, float]:
-    """Evaluates a checkpoint and prints the values.
+    """Evaluates a checkpoint and prints the values; with ``watch``, each that a run makes.
 
     Raises:
         SetupError: there is no evaluation data, or no checkpoint.
     """
+    if options["watch"]:
+        if options["checkpoint"] is not None:
+            raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
+        with _built(callbacks, config) as (state, run, console):
+            if state.evaluation is None:
+                raise SetupError(_NO_DATA)
+            return watch(state, run, console)
     with _restored(callbacks, config, options) as (state, console):
         if state.evaluation is None:
             raise SetupError(_NO_DATA)

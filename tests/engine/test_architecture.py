@@ -32,7 +32,7 @@ LAYERS = """
     build graph messages remainder input_position
     sums traced writing reading
     checkpoint
-    trainer
+    trainer watch
     commands
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
