@@ -10,7 +10,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.helpers.cases import make_hooks, regression_data, sliced
+from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.steered import Followed
 
@@ -27,7 +27,7 @@ def test_what_is_shown_trains(train: Train, tmp_path: Path, block: str) -> None:
     hooks = {name: value for name, value in shown.items() if callable(value)}
     assert hooks
     own = make_hooks(
-        create_model=Followed,
+        create_model=small_model if "clone_model" in block else Followed,
         create_eval_dataset=sliced(regression_data()),
         **{name: value for name, value in hooks.items() if name not in ("keras", "tf")},
     )
