@@ -84,6 +84,7 @@ class StepContext:
         That is the step that is being taken; outside of one, how many were taken.
         """
         values = {"train_model": self.train_model, "train_loss": self.train_loss, "lr": self.lr}
+        values["eval_model"] = self.model_for(training=False)[-1]
         if self.hooks.graph_names("step"):  # reading it is an op, which others need not pay for
             taken = self.taking
             values["step"] = self.step_variable.read_value() if taken is None else taken

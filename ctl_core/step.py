@@ -365,8 +365,7 @@ def after_update(context: StepContext, strategy: tf.distribute.Strategy) -> None
         # A summary's name begins with the scope.
         with tf.name_scope(""), summaries_of_first_replica(context.taking, next(devices)):
             if hook is not None:
-                values = {"optimizer": context.optimizer, "eval_model": context.eval_model}
-                hook.in_graph(**values, **context.hook_arguments())
+                hook.in_graph(optimizer=context.optimizer, **context.hook_arguments())
         if average is not None:
             average.update()
 

@@ -38,7 +38,7 @@ def _names(text: str) -> tuple[str, ...]:
 # What a host hook can name only at the price of an observed step: these come out of the graph.
 OBSERVED = _names("update_gradients loss output batch display_gradients gradients")
 _HOST = _names(
-    "dev step update_gradients loss output batch train_model train_loss lr optimizer "
+    "dev step update_gradients loss output batch train_model train_loss eval_model lr optimizer "
     "display_gradients gradients ckpt manager chief state"
 )
 # A host hook that belongs to no step of its own may name the rest.

@@ -61,8 +61,7 @@ def averaged(steps: int) -> tuple[keras.Model, keras.Model]:
 
 
 def own_weights(state: ctl_core.State) -> list[np.ndarray]:
-    model: Any = state.context.eval_model
-    return model.get_weights()  # type: ignore[no-any-return]
+    return state.eval_model.get_weights()  # type: ignore[no-any-return]
 
 
 def error_of(model: Any, size: int = 50) -> float:
@@ -76,12 +75,15 @@ def error_of(model: Any, size: int = 50) -> float:
 def test_averaged_weights_as_in_a_plain_loop_also_killed_and_resumed(
     train: Train, settings: Any
 ) -> None:
+    seen: list[Any] = []
     own = hooks(create_eval_model=copied, update_post=follow)
+    own.after_eval = lambda eval_model: seen.append(eval_model)
     more = {"learning_rate": RATE, "ckpt_every": 2, "eval_every": 3, **settings}
     for steps in (5, STEPS):
         state = train(own, steps=steps, **more)
     model, average = averaged(STEPS)
     assert_weights(state, model, rtol=2e-5)
+    assert seen[-1] is state.eval_model is not state.train_model
     for ours, theirs in zip(own_weights(state), average.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
     assert state.metrics["loss"] == pytest.approx(error_of(average), rel=1e-4)
@@ -249,3 +251,17 @@ def test_the_data_of_a_training_batch_if_there_is_no_evaluation(train: Train) ->
     own = make_hooks(create_eval_model=copied, create_dataset=sliced(regression_data()))
     state = train(own, steps=2)
     assert state.evaluation is None and state.input_spec.shape.as_list() == [16, FEATURES]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_averaged_statistics_of_batch_normalisation_are_resumed(
+    train: Train, replicas: int
+) -> None:
+    own = hooks(create_model=norm_model, create_eval_model=copied, update_post=follow)
+    settings = {"virtual_devices": replicas, "ckpt_every": 2, "eval_every": 3}
+    whole = train(own, steps=8, run_name="whole", **settings)
+    for steps in (5, 8):
+        state = train(own, steps=steps, **settings)
+    for ours, theirs in zip(own_weights(state), own_weights(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert state.metrics == whole.metrics
