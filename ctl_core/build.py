@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -26,15 +24,15 @@ from ctl_core.checks.created import (
 )
 from ctl_core.checks.pairs import pairs_refused
 from ctl_core.checks.returned import expect, kind_of
-from ctl_core.checks.writes import Write, forward_writes, same_on_all_replicas
-from ctl_core.cluster.strategy import Task, create_strategy, distribute, local_replicas
+from ctl_core.checks.writes import Write, forward_writes
+from ctl_core.cluster.strategy import Task, create_strategy
 from ctl_core.cluster.sync import Cluster
-from ctl_core.compat import global_seed_generator, scratch_graph
+from ctl_core.compat import global_seed_generator
 from ctl_core.compiled import stack_of
 from ctl_core.console import Console
 from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, SetupError
-from ctl_core.evaluate import create_evaluation
+from ctl_core.evaluate import Evaluation, create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.inputs import Input, create_input
 from ctl_core.metrics import create_loss_parts, create_metrics, update_train_metrics
@@ -48,6 +46,7 @@ from ctl_core.numerics.rate_schedule import schedule_of, wanted
 from ctl_core.run_folder import Run
 from ctl_core.run_state.folder import repair_list
 from ctl_core.run_state.tracking import find, trainable_variables
+from ctl_core.scratch import placeholders, scratch
 from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.step import (
@@ -156,9 +155,11 @@ def _create(
             with unfrozen(train_model):
                 weights = trainable_variables(train_model)
             roots["ema"] = context.average = WeightAverage(config.ema, weights, strategy)
+        _create_eval_model(context, roots)
+        evaluation = _create_evaluation(context, strategy, cluster.task, config, per_replica)
+        if hooks.create_eval_model is not None:
+            input_spec = _build_eval_model(context, data, cluster.task, evaluation)
         _build_late(roots, context, data, cluster.task, variables)
-        of_evaluation = (config.eval_batch_size or 0) // replicas or per_replica
-        evaluation = create_evaluation(context, strategy, cluster.task, of_evaluation)
         if cluster.task.chief:
             repair_list(run.ckpt, run.reading)
         hook = hooks.create_ckpt
@@ -217,9 +218,9 @@ def _create_optimizers(
     hook = context.hooks.create_opt
     if "train_model" in hook.arguments:
         lr.follows = False
-        with _scratch(data, task):
+        with scratch(data, task):
             for _ in context.each_turn(again=False):
-                run_model(context, _placeholders(data.element_spec), training=True)
+                run_model(context, placeholders(data.element_spec), training=True)
         lr.follows = True
     made = hook(lr=lr, train_model=context.train_model)
     lr.follows = False
@@ -232,6 +233,60 @@ def _create_optimizers(
     context.optimizer, context.optimizers = optimizer, optimizers
     context.lr = rate_for_hooks(lr, optimizers, str(hook))
     return optimizers
+
+
+def _create_evaluation(
+    context: StepContext,
+    strategy: tf.distribute.Strategy,
+    task: Task,
+    config: Config,
+    per_replica: int,
+) -> Evaluation | None:
+    """Creates the evaluation, of batches and of a length that do not depend on the replicas."""
+    most, size = config.limit_eval, config.eval_batch_size
+    return create_evaluation(
+        context,
+        strategy,
+        task,
+        (size or 0) // context.replicas or per_replica,
+        None if most is None else most * (size or config.batch_size),
+    )
+
+
+def _create_eval_model(context: StepContext, roots: dict[str, Any]) -> None:
+    """Calls ``create_eval_model``; without it, the model that is trained is evaluated.
+
+    Raises:
+        SetupError: it returns no callable; or a hook asks for what is not there.
+    """
+    hooks = context.hooks
+    hook, after = hooks.create_eval_model, hooks.update_post
+    if hook is None:
+        if after is not None and "eval_model" in after.arguments:
+            raise after.reject("asks for eval_model, which create_eval_model would make; write it.")
+        return
+    made = create_callable(hook, "eval_model", train_model=context.train_model)
+    roots["eval_model"] = context.eval_model = made
+
+
+def _build_eval_model(
+    context: StepContext, data: Input, task: Task, evaluation: Evaluation | None
+) -> Any:
+    """Runs it on placeholders for each set of evaluation data, so that its variables exist.
+
+    Returns:
+        The specification of its input, of the first set; without any, of the training data.
+    """
+    sets = evaluation.sets.values() if evaluation is not None else ()
+    elements = [one.data.dataset.element_spec[1] for one in sets] or [data.element_spec]
+    specs = []
+    for element in elements:
+        with scratch(data, task):
+            batch = placeholders(element)
+            inputs = model_input(context, batch, training=False)
+            specs.append(tf.nest.map_structure(tf.type_spec_from_value, inputs))
+            run_model(context, batch, training=False)
+    return specs[0]
 
 
 def _step_variable() -> tf.Variable:
@@ -280,8 +335,8 @@ def _build_late(
         step.get_concrete_function()
         return
     try:
-        with _scratch(data, task):
-            batch = _placeholders(data.element_spec)
+        with scratch(data, task):
+            batch = placeholders(data.element_spec)
             needed = frozenset({"output", "batch"})
             for _ in context.each_turn(again=False):
                 apply_update(context, forward_backward(context, batch, needed), frozenset())
@@ -314,14 +369,14 @@ def _build_variables(
     Raises:
         SetupError: an objective has no variables, frozen or not.
     """
-    with _scratch(data, task) as graph:
-        batch = _placeholders(data.element_spec)
+    with scratch(data, task) as graph:
+        batch = placeholders(data.element_spec)
         named: list[dict[str, Any]] = []
         for _ in context.each_turn(again=False):
             inputs = model_input(context, batch, training=True)
             input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
             output = run_model(context, batch, training=True)
-            with pairs_refused(context, data.element_spec, _placeholders):
+            with pairs_refused(context, data.element_spec, placeholders):
                 loss = loss_of(context, batch, output, training=True)
                 weight = weight_of(context, batch, output)
                 named.append(objectives(context, batch, output, loss, weight))
@@ -345,14 +400,6 @@ def _build_variables(
     return variables, input_spec, writes, parts
 
 
-def _placeholders(element_spec: Any) -> Any:
-    return tf.nest.map_structure(
-        lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape),
-        element_spec,
-        expand_composites=True,
-    )
-
-
 def _build_train_metrics(context: StepContext, data: Input, task: Task) -> None:
     """Lets metrics that make variables when they are first used make them.
 
@@ -360,54 +407,11 @@ def _build_train_metrics(context: StepContext, data: Input, task: Task) -> None:
         SetupError: one is updated in no turn.
     """
     updated: set[str] = set()
-    with _scratch(data, task):
-        batch = _placeholders(data.element_spec)
+    with scratch(data, task):
+        batch = placeholders(data.element_spec)
         for _ in context.each_turn(again=False):
             output, loss = forward(context, batch, training=True)
             updated |= update_train_metrics(context, batch, output, loss)
     if missing := context.train_metrics.keys() - updated:
         hook = context.hooks.train_metric_pre
         raise hook.reject(f"returned nothing for the metric '{min(missing)}' in any turn.")
-
-
-@contextlib.contextmanager
-def _scratch(data: Input, task: Task) -> Iterator[Any]:
-    """A graph, on this process's first replica, to call hooks in without running anything.
-
-    Variables made in it exist outside of it. In a tf.function, random generators could not be made
-    on several replicas.
-    """
-    first = task.index * data.replicas
-    with scratch_graph("build").as_default() as graph, Alone(data.strategy, first):
-        yield graph
-
-
-class Alone(tf.distribute.ReplicaContext):
-    """A replica that meets no other: what is exchanged has the right shapes and no values."""
-
-    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the function as if every replica of this process gave the same."""
-
-        def merge(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Any:
-            def of_all(part: Any) -> Any:
-                if not isinstance(part, tf.Tensor | tf.IndexedSlices):
-                    return part
-                return distribute(strategy, [part] * local_replicas(strategy))
-
-            args, kwargs = tf.nest.map_structure(of_all, (args, kwargs))
-            merged = merge_fn(strategy, *args, **kwargs)
-            return tf.nest.map_structure(
-                lambda part: strategy.experimental_local_results(part)[0], merged
-            )
-
-        return super().merge_call(merge, (args, kwargs or {}))
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Returns the value as it is."""
-        return same_on_all_replicas(value)
-
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Returns the value once for each replica."""
-        replicas = self.strategy.num_replicas_in_sync
-        gathered = tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)
-        return same_on_all_replicas(gathered)

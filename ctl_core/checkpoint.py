@@ -57,6 +57,7 @@ class Checkpoints:
 
     Attributes:
         remainder: the variables of the run that are not in the user's part
+        reader: reads a checkpoint into the variables
         saved_step: the step of the last checkpoint, or -1
         save_requested: whether a hook has called ``manager.save``
     """
@@ -78,7 +79,7 @@ class Checkpoints:
         self._vocabularies = Vocabularies(state.found, state.hooks)
         self._divergence = Divergence(state.strategy, state.cluster, state.found.variables.values())
         self._position = InputPosition(state, console)
-        self._reader = CheckpointReader(
+        self.reader = CheckpointReader(
             state, console, self.remainder, self._vocabularies, self._engine_part
         )
         self._writer = CheckpointWriter(state, lambda: self._engine_part(self.remainder.names))
@@ -305,7 +306,7 @@ class Checkpoints:
         """Restores one checkpoint; if it is damaged, warns and returns None."""
         record, why = None, "another process cannot read it"
         try:
-            record = self._reader.read(folder, step)
+            record = self.reader.read(folder, step)
         except Damaged as error:
             why = str(error)
         if not self._cluster.all(record is not None) or record is None:

@@ -109,10 +109,23 @@ _INPUT = declare(
 )
 _OUTPUT = declare(None, "the .npz file to write; default: predictions.npz in the run folder")
 _EXPORT = declare(None, "the folder to write; default: export in the run folder")
+_DATASET = declare(
+    None, "which set to take, if create_eval_dataset returns several by name", title="a text"
+)
+_WATCH = declare(
+    False,
+    "follow a run that another process trains: evaluate each checkpoint as it comes, and write the "
+    "values to watch.jsonl and tb/watch in the run folder, until the run has ended",
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "train": {"continue": (bool, _CONTINUE), "check": (bool, _CHECK)},
-    "evaluate": _CHECKPOINT,
-    "predict": {**_CHECKPOINT, "input": (_File, _INPUT), "output": (_File, _OUTPUT)},
+    "evaluate": {**_CHECKPOINT, "watch": (bool, _WATCH)},
+    "predict": {
+        **_CHECKPOINT,
+        "input": (_File, _INPUT),
+        "dataset": (str | None, _DATASET),
+        "output": (_File, _OUTPUT),
+    },
     "export": {**_CHECKPOINT, "output": (_File, _EXPORT)},
 }
 _CONFIG = declare(

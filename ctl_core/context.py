@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ctl_core.checks.returned import assert_weights
 from ctl_core.compiled import Stack
-from ctl_core.hooks import Hooks
+from ctl_core.hooks import Hook, Hooks
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.precision import LossScale
@@ -27,6 +27,7 @@ class StepContext:
     Attributes:
         hooks: the hooks
         train_model, train_loss, optimizer: as the create hooks returned them
+        eval_model: what ``create_eval_model`` returned, or train_model
         lr: the learning rate that the optimizer uses
         optimizers: the optimizer by objective; a single one under ""
         batch_size: global batch size B
@@ -73,6 +74,14 @@ class StepContext:
     stack: Stack | None = None
     weights: list[tf.Tensor] = dataclasses.field(default_factory=list)
     loss_parts: dict[str, keras.Metric] = dataclasses.field(default_factory=dict)
+    eval_model: Model | None = None
+
+    def model_for(self, training: bool) -> tuple[Hook, str, Model]:
+        """Returns the model that is run, and, for messages, the hook that made it and its name."""
+        hook = self.hooks.create_eval_model
+        if training or hook is None or self.eval_model is None:
+            return self.hooks.create_model, "train_model", self.train_model
+        return hook, "eval_model", self.eval_model
 
     @property
     def micro_batch_size(self) -> int:
@@ -112,6 +121,7 @@ class StepContext:
         """
         values: dict[str, Any] = {"objective": self.objective, "turn": self.turn, "lr": self.lr}
         values |= {"train_model": self.train_model, "train_loss": self.train_loss}
+        values["eval_model"] = self.model_for(training=False)[-1]
         if self.hooks.graph_names("step"):  # reading it is an op, which others need not pay for
             taken = self.taking
             values["step"] = self.step_variable.read_value() if taken is None else taken

@@ -1,26 +1,33 @@
-"""The evaluation data: one pass, which every evaluation reads from its start."""
+"""The evaluation data: one pass, or one by name for each set, read anew by every evaluation."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import checked_count, dataset_of, examples_in, first_of, packed, reading
-from ctl_core.hooks import Hooks
+from ctl_core.checks.data import checked_count, examples_in, first_of, packed, reading
+from ctl_core.checks.returned import kind_of
+from ctl_core.hooks import Hook, Hooks
+from ctl_core.settings import shown
+
+_NAME = re.compile(r"\w[\w.-]{0,99}")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationData:
-    """The evaluation data, which every evaluation reads from their start.
+    """A set of evaluation data, which every evaluation reads from their start.
 
     Attributes:
+        hook: that makes them, with the name of the set if it has one
         dataset: one pass; element = (number of examples, batch)
     """
 
+    hook: Hook
     dataset: tf.data.Dataset
     _start: tempfile.TemporaryDirectory[str] | None
 
@@ -36,15 +43,47 @@ class EvaluationData:
         return iterator
 
 
-def create_eval_dataset(hooks: Hooks, per_replica: int) -> EvaluationData:
+def create_eval_data(
+    hooks: Hooks, per_replica: int, most: int | None = None
+) -> dict[str, EvaluationData]:
     """Creates the evaluation data, of all processes; the last batch may be smaller.
 
+    Args:
+        hooks: ``create_eval_dataset`` and ``count_examples``
+        per_replica: how many examples a batch should hold
+        most: batches that begin after so many examples are left out; default: none
+
+    Returns:
+        The sets by name; one without a name under "".
+
     Raises:
-        SetupError: it is no dataset, empty, or endless.
+        SetupError: the hook returns neither a dataset nor a dict of such by name; or one is empty,
+            or endless.
     """
     hook = hooks.create_eval_dataset
     assert hook is not None
-    made = dataset_of(hook, per_replica_batch_size=per_replica)
+    made = hook(per_replica_batch_size=per_replica)
+    if not isinstance(made, dict):
+        return {"": _create(hooks, hook, made, most)}
+    if not made:
+        raise hook.reject("returned an empty dict, expected datasets by name.")
+    for name in made:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise hook.reject(
+                f"returned a dataset by the name {shown(name)}, expected a text of letters, "
+                "digits, '_', '-' and '.', such as 'test'."
+            )
+    return {
+        name: _create(hooks, dataclasses.replace(hook, name=f"{hook.name}['{name}']"), one, most)
+        for name, one in made.items()
+    }
+
+
+def _create(hooks: Hooks, hook: Hook, made: Any, most: int | None) -> EvaluationData:
+    if not isinstance(made, tf.data.Dataset):
+        raise hook.reject(
+            f"returned {kind_of(made)}, expected a tf.data.Dataset, or a dict of such by name."
+        )
     if made.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
@@ -55,13 +94,16 @@ def create_eval_dataset(hooks: Hooks, per_replica: int) -> EvaluationData:
         batch = packed(made, parts)
         return checked_count(hooks.count_examples, batch), batch
 
-    dataset = made.map(count).prefetch(tf.data.AUTOTUNE)
+    dataset = made.map(count)
+    if most is not None:
+        dataset = _first(dataset, most)
+    dataset = dataset.prefetch(tf.data.AUTOTUNE)
     start = tempfile.TemporaryDirectory(prefix="ctl_core-")
-    data = EvaluationData(dataset, start)
+    data = EvaluationData(hook, dataset, start)
     try:
         tf.train.Checkpoint(iterator=iter(dataset)).write(str(Path(start.name) / "start"))
     except tf.errors.FailedPreconditionError:
-        data = EvaluationData(dataset, None)
+        data = EvaluationData(hook, dataset, None)
     with reading(hook):
         if examples_in(hooks.count_examples, first_of(iter(made), hook)) is None:
             raise hook.reject(
@@ -69,3 +111,15 @@ def create_eval_dataset(hooks: Hooks, per_replica: int) -> EvaluationData:
                 "dataset.batch(per_replica_batch_size)."
             )
     return data
+
+
+def _first(dataset: tf.data.Dataset, most: int) -> tf.data.Dataset:
+    """Leaves out the elements that begin after so many examples."""
+
+    @tf.autograph.experimental.do_not_convert
+    def add(before: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
+        return before + element[0], (before, element)
+
+    numbered = dataset.scan(tf.constant(0, tf.int64), add)
+    within = numbered.take_while(lambda before, _: before < min(most, tf.int64.max))
+    return within.map(lambda _, element: element)

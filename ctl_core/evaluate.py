@@ -5,48 +5,35 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ctl_core.checks.returned import checked_extra, expect
 from ctl_core.chunks import ChunkLength
-from ctl_core.cluster.strategy import Task, distribute, local_replicas
+from ctl_core.cluster.strategy import Task
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.context import StepContext
 from ctl_core.errors import RunError
-from ctl_core.eval_data import EvaluationData, create_eval_dataset
+from ctl_core.eval_data import EvaluationData, create_eval_data
+from ctl_core.eval_step import Sums, build_run_steps
 from ctl_core.hooks import Hooks
-from ctl_core.metrics import create_metrics, results, update_metrics
+from ctl_core.metrics import create_metrics, results
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.tracking import plain_variable, written_variables
-from ctl_core.step import batch_sum, forward, weight_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """Running sums of an evaluation, float64 scalars, added up over the replicas.
-
-    With ``batch_weight`` the examples are what it says they weigh.
-    """
-
-    loss: tf.Variable
-    extra_loss: tf.Variable
-    examples: tf.Variable
 
 
 @dataclasses.dataclass
-class Evaluation:
-    """The evaluation data, the metrics and the graph function that updates them.
+class EvaluationSet:
+    """One set of evaluation data, its metrics and the graph function that updates them.
 
     Attributes:
         data: the evaluation data; element = (number of examples, batch)
         metrics: the user's metrics by name
         sums: of the loss, the extra loss and the examples
         run_steps: graph function (iterator, steps, rows) -> whether there may be more; see
-            ``_run_steps``
+            ``eval_step.build_run_steps``
         exchanges: holds an entry, once traced, if replicas exchange something meanwhile
         processes: how many evaluate together
         hooks: the hooks
@@ -80,10 +67,51 @@ class Evaluation:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """All sets of evaluation data, each with a graph and metrics of its own.
+
+    Attributes:
+        sets: by name; a single one without a name under ""
+    """
+
+    sets: dict[str, EvaluationSet]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the values: ``loss``, or ``NAME/loss`` where the sets have names."""
+        return [
+            value_name(name, value)
+            for name, one in self.sets.items()
+            for value in ("loss", *one.metrics)
+        ]
+
+    def lasting_metrics(self) -> dict[str, Any]:
+        """Those that may keep something when they are reset, by name; of named sets, by set."""
+        found = {name: one.lasting_metrics() for name, one in self.sets.items()}
+        return found.get("", found)
+
+
+def value_name(name: str, value: str) -> str:
+    """Returns what a value of the evaluation set ``name`` is called."""
+    return f"{name}/{value}" if name else value
+
+
 def create_evaluation(
-    context: StepContext, strategy: tf.distribute.Strategy, task: Task, per_replica: int
+    context: StepContext,
+    strategy: tf.distribute.Strategy,
+    task: Task,
+    per_replica: int,
+    most: int | None = None,
 ) -> Evaluation | None:
     """Creates what ``create_eval_dataset`` and ``create_metrics`` ask for; None without data.
+
+    Args:
+        context: of the step
+        strategy: whose replicas evaluate
+        task: this process's place in the cluster
+        per_replica: how many examples a batch of full size holds
+        most: how many examples of a set are evaluated; default: all
 
     Raises:
         SetupError: the hooks return something else than they should.
@@ -95,161 +123,21 @@ def create_evaluation(
                 "there is no evaluation that it could run after; write create_eval_dataset."
             )
         return None
-    data = create_eval_dataset(hooks, per_replica)
-    metrics = create_metrics(hooks.create_metrics)
-    sums = Sums(*(_replica_sum(name) for name in ("loss", "extra_loss", "examples")))
-    exchanges: list[str] = []
-    run_steps = _run_steps(context, strategy, task, metrics, sums, exchanges)
-    return Evaluation(data, metrics, sums, run_steps, exchanges, task.processes, hooks, per_replica)
-
-
-def _replica_sum(name: str) -> tf.Variable:
-    return tf.Variable(
-        0.0,
-        dtype=tf.float64,
-        trainable=False,
-        name=name,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.SUM,
-    )
-
-
-def _run_steps(
-    context: StepContext,
-    strategy: tf.distribute.Strategy,
-    task: Task,
-    metrics: dict[str, Any],
-    sums: Sums,
-    exchanges: list[str],
-) -> Callable[[Any, tf.Tensor, tf.Tensor], tf.Tensor]:
-    """Builds the in-graph loop.
-
-    Every process draws the elements of all replicas and keeps its own, so that each knows, without
-    asking, whether all take another step. A replica for which no batch is left takes part in the
-    last one with a stand-in, of which nothing counts: the step's first batch, or as many of its
-    rows as ``rows`` says. With none, what replicas exchange is of true examples only.
-    """
-    replicas, local = strategy.num_replicas_in_sync, local_replicas(strategy)
-
-    def on_replica(element: Any, there: tf.Tensor | None) -> None:
-        if there is not None:  # what a condition returns names no device to reduce to
-            element = tf.nest.map_structure(tf.identity, element, expand_composites=True)
-        examples, batch = element
-        with _noted(exchanges):
-            _update(context, metrics, sums, examples, batch, there)
-
-    def step(iterator: Any, first: Any, rows: tf.Tensor) -> tf.Tensor:
-        if replicas == 1:
-            strategy.run(on_replica, args=(first.get_value(), None))
-            return tf.constant(True)
-        drawn = [first, *(iterator.get_next_as_optional() for _ in range(1, replicas))]
-        own = drawn[task.index :: replicas // local]
-        stand_in = tf.nest.map_structure(lambda part: _cut(part, rows), first.get_value())
-        there = [one.has_value() for one in own]
-        batches = [
-            tf.cond(is_there, one.get_value, lambda: stand_in)
-            for is_there, one in zip(there, own, strict=True)
-        ]
-        strategy.run(on_replica, args=(distribute(strategy, batches), distribute(strategy, there)))
-        return tf.constant(True)
-
-    @tf.function(autograph=False, reduce_retracing=True)
-    def run_steps(iterator: Any, steps: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-        def body(done: tf.Tensor, more: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            first = iterator.get_next_as_optional()
-            more = tf.cond(
-                first.has_value(), lambda: step(iterator, first, rows), lambda: tf.constant(False)
-            )
-            return done + 1, more
-
-        _, more = tf.while_loop(
-            lambda done, more: (done < steps) & more,
-            body,
-            (tf.constant(0, tf.int64), tf.constant(True)),
+    sets = {}
+    for name, data in create_eval_data(hooks, per_replica, most).items():
+        metrics, sums = create_metrics(hooks.create_metrics), Sums.create()
+        exchanges: list[str] = []
+        run_steps = build_run_steps(context, strategy, task, metrics, sums, exchanges)
+        sets[name] = EvaluationSet(
+            data, metrics, sums, run_steps, exchanges, task.processes, hooks, per_replica
         )
-        return more
-
-    return run_steps  # type: ignore[no-any-return]
-
-
-def _cut(part: Any, rows: tf.Tensor) -> Any:
-    """Returns the first ``rows`` rows, or all, of what has no fixed number of them."""
-    if part.shape.rank == 0 or part.shape[0] is not None:
-        return part
-    if isinstance(part, tf.SparseTensor):
-        size = tf.concat([tf.minimum(part.dense_shape[:1], rows), part.dense_shape[1:]], 0)
-        return tf.sparse.slice(part, tf.zeros_like(size), size)
-    return part[:rows]
-
-
-@contextlib.contextmanager
-def _noted(exchanges: list[str]) -> Iterator[None]:
-    """Notes whether this replica, while it is traced, exchanges anything with the others.
-
-    ``merge_call`` is what all of a replica context's exchanges are made of.
-    """
-    context = tf.distribute.get_replica_context()
-    merge_call = context.merge_call
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        exchanges.append("merge_call")
-        return merge_call(*args, **kwargs)
-
-    context.merge_call = noting
-    try:
-        yield
-    finally:
-        del context.merge_call
-
-
-def _update(
-    context: StepContext,
-    metrics: dict[str, Any],
-    sums: Sums,
-    examples: tf.Tensor,
-    batch: Any,
-    there: tf.Tensor | None,
-) -> None:
-    """Adds one replica's batch to the metrics and sums.
-
-    Hooks are called in the replica's own graph, where they can exchange values with the other
-    replicas; a stand-in (``there`` is False) must only not count.
-    """
-    hooks = context.hooks
-    output, loss = forward(context, batch, training=False)
-    values = {"output": output, "batch": batch, **context.hook_arguments()}
-    where = str(hooks.eval_pre)
-    returned = hooks.eval_pre.in_graph(loss=loss, **values)
-    loss_per_batch, extra_loss = expect(returned, ("loss_per_batch", "extra_loss"), where)
-    extra = checked_extra(hooks.create_model, context.train_model, extra_loss, tf.float64, where)
-    weight = weight_of(context, batch, output)
-    examples = tf.cast(examples if weight is None else weight, tf.float64)
-
-    def add(total: tf.Variable, value: tf.Tensor) -> None:
-        total.assign_add(value if there is None else tf.where(there, value, tf.zeros_like(value)))
-
-    add(sums.loss, tf.cast(batch_sum(context, loss_per_batch, batch), tf.float64))
-    add(sums.extra_loss, extra * examples)
-    add(sums.examples, examples)
-    if not metrics:
-        return
-    arguments = hooks.metric_pre.in_graph(
-        output=output, batch=batch, train_model=context.train_model
-    )
-
-    def update() -> None:
-        update_metrics(metrics, hooks.create_metrics, hooks.metric_pre, arguments)
-
-    if there is None:
-        update()
-    else:
-        tf.cond(there, update, lambda: None)
+    return Evaluation(sets)
 
 
 def trace_evaluation(
     evaluation: Evaluation, strategy: tf.distribute.Strategy, variables: list[Any]
 ) -> None:
-    """Traces the graph of an evaluation without running it: its hooks are checked early.
+    """Traces the graphs of an evaluation without running them: its hooks are checked early.
 
     Args:
         evaluation: what to trace
@@ -257,18 +145,29 @@ def trace_evaluation(
         variables: those of the run; the ones that a forward pass writes to, as a stateful layer
             does, are put back after each evaluation
     """
-    graph = evaluation.traced(iter(evaluation.data)).graph
-    own = [variable for metric in evaluation.metrics.values() for variable in metric.variables]
-    mine = {id(plain_variable(variable)) for variable in own}
-    others = [variable for variable in variables if id(plain_variable(variable)) not in mine]
-    touched, _ = written_variables(strategy, others, graph)
-    evaluation.kept = ReplicaCopies(strategy, touched)
+    for one in evaluation.sets.values():
+        graph = one.traced(iter(one.data)).graph
+        own = [variable for metric in one.metrics.values() for variable in metric.variables]
+        mine = {id(plain_variable(variable)) for variable in own}
+        others = [variable for variable in variables if id(plain_variable(variable)) not in mine]
+        touched, _ = written_variables(strategy, others, graph)
+        one.kept = ReplicaCopies(strategy, touched)
+
+
+def trace_anew(
+    evaluation: Evaluation, context: StepContext, strategy: tf.distribute.Strategy, task: Task
+) -> None:
+    """Lets the next evaluation trace its graphs anew, as layers have been frozen or unfrozen."""
+    for one in evaluation.sets.values():
+        one.run_steps = build_run_steps(
+            context, strategy, task, one.metrics, one.sums, one.exchanges
+        )
 
 
 def evaluate(
     evaluation: Evaluation, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
 ) -> dict[str, float] | None:
-    """Goes once over the evaluation data, each process over its part.
+    """Goes once over the evaluation data, set by set, each process over its part.
 
     Args:
         evaluation: what to evaluate
@@ -276,30 +175,42 @@ def evaluate(
             ends the evaluation early
 
     Returns:
-        The mean loss per example (plus the extra loss) and the metrics by name; None if ended
-        early. In a cluster, over all examples, the same on every process. With ``batch_weight`` the
-        loss is the mean by what batches weigh, and NaN if that is nothing.
+        The mean loss per example (plus the extra loss) and the metrics by name, see
+        ``Evaluation.names``; None if ended early. In a cluster, over all examples, the same on
+        every process. With ``batch_weight`` the loss is the mean by what batches weigh, and NaN if
+        that is nothing.
 
     Raises:
-        RunError: the last batch has fewer examples, and the model or a hook cannot take so few.
+        RunError: the last batch has fewer examples, and the model or a hook cannot take so few; or
+            a batch weighs less than nothing.
     """
+    found: dict[str, float] = {}
+    for name, one in evaluation.sets.items():
+        values = _evaluate_set(one, sync)
+        if values is None:
+            return None
+        found |= {value_name(name, value): number for value, number in values.items()}
+    return found
+
+
+def _evaluate_set(
+    evaluation: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]
+) -> dict[str, float] | None:
     with evaluation.kept.put_back_after() if evaluation.kept else contextlib.nullcontext():
         try:
             return _evaluate(evaluation, sync)
         except tf.errors.OpError as error:
             if (size := _last_alone_fails(evaluation)) is None:
                 raise
-            hook = evaluation.hooks.create_eval_dataset
-            assert hook is not None
             raise RunError(
-                f"{hook}: the last evaluation batch has {size} examples, not "
+                f"{evaluation.data.hook}: the last evaluation batch has {size} examples, not "
                 f"{evaluation.per_replica}, which do not fit: "
                 f"{evaluation.hooks.attribute_error(error, 'the model or the loss')}; each example "
                 "is evaluated, so write tf.shape(batch[0])[0] or -1 for the number of examples."
             ) from error
 
 
-def _last_alone_fails(evaluation: Evaluation) -> int | None:
+def _last_alone_fails(evaluation: EvaluationSet) -> int | None:
     """Returns how many examples the last batch has, if that is what fails: a full one does not.
 
     Asked after a failure only; reads the data again. Where processes exchange something, one cannot
@@ -329,13 +240,11 @@ def _last_alone_fails(evaluation: Evaluation) -> int | None:
 
 
 def _evaluate(
-    evaluation: Evaluation, sync: Callable[[LoopStatus], LoopStatus]
+    evaluation: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]
 ) -> dict[str, float] | None:
     for metric in evaluation.metrics.values():
         metric.reset_state()
-    sums = evaluation.sums
-    for total in (sums.loss, sums.extra_loss, sums.examples):
-        total.assign(0.0)
+    evaluation.sums.reset()
     iterator = iter(evaluation.data)
     run_steps = evaluation.traced(iterator)
     rows = tf.constant(0 if evaluation.exchanges else tf.int64.max, tf.int64)
@@ -352,8 +261,23 @@ def _evaluate(
             break
         if status.signal:
             return None
-    examples = float(sums.examples.read_value())
-    loss = float(sums.loss.read_value()) + float(sums.extra_loss.read_value())
-    values = {"loss": loss / examples if examples else math.nan}
+    sums = evaluation.sums.read()
+    _check_weights(evaluation, sums)
+    examples = sums["examples"]
+    values = {"loss": (sums["loss"] + sums["extra_loss"]) / examples if examples else math.nan}
     values |= results(evaluation.metrics, evaluation.hooks.create_metrics)
     return values
+
+
+def _check_weights(evaluation: EvaluationSet, sums: dict[str, float]) -> None:
+    """Refuses weights of batches that are negative or not finite.
+
+    Raises:
+        RunError: a batch has one.
+    """
+    if number := int(sums["refused"]):
+        weigh = "a batch weighs" if number == 1 else f"{number} batches together weigh"
+        raise RunError(
+            f"{evaluation.hooks.batch_weight}: in the evaluation by {evaluation.data.hook.name}, "
+            f"{weigh} {sums['refused_weight']:g}; expected a number from 0 up for each."
+        )

@@ -141,6 +141,7 @@ class Hooks:
     make_batches: Hook
     count_examples: Hook
     create_model: Hook
+    create_eval_model: Hook | None
     create_loss: Hook
     create_opt: Hook
     create_ckpt: Hook

@@ -33,7 +33,8 @@ def predict(context: StepContext, batches: Any, from_hooks: bool) -> dict[str, n
     @tf.function(autograph=False, reduce_retracing=True)
     def outputs(batch: Any) -> Any:
         inputs = model_input(context, batch, training=False) if from_hooks else batch
-        return call_model(context.train_model, inputs, training=False)
+        _, _, model = context.model_for(training=False)
+        return call_model(model, inputs, training=False)
 
     collected: dict[str, list[tuple[np.ndarray, dict[int, np.ndarray]]]] = {}
     for batch in batches:

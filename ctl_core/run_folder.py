@@ -92,15 +92,39 @@ class Run:
         """
         if fcntl is None:
             return
+        for again_after in (0.1, 0.2, 0.0):
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if again_after:
+                    time.sleep(again_after)
+                    continue
+                raise SetupError(
+                    f"{self.shown}: another process is training this run; stop it, or choose "
+                    "another run_name."
+                ) from None
+            except OSError as error:  # a file system without locks
+                logging.getLogger("ctl_core").warning("%s cannot be locked: %s", self.shown, error)
+                return
+
+    def is_held(self) -> bool | None:
+        """Whether a process is training the run; None where there are no locks to tell.
+
+        Looking takes the lock for an instant, which ``lock`` waits out.
+        """
+        if fcntl is None:
+            return None
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with (self.path / "train.log").open() as log:
+                fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SetupError(
-                f"{self.shown}: another process is training this run; stop it, or choose another "
-                "run_name."
-            ) from None
-        except OSError as error:  # a file system without locks
-            logging.getLogger("ctl_core").warning("%s cannot be locked: %s", self.shown, error)
+            return True
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+        return False
 
     @property
     def shown(self) -> str:
@@ -246,11 +270,11 @@ class Run:
         self._held.close()
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Reads a run's metrics.jsonl; a last line that was cut short by a kill is left out."""
-    file = run / "metrics.jsonl"
+    file = run / name
     lines = []
-    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:

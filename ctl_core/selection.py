@@ -115,13 +115,21 @@ def _criterion(setting: str, text: str, names: list[str] | None) -> Criterion:
     metric, mode = text, ""
     if text.endswith((":max", ":min")):
         metric, _, mode = text.rpartition(":")
+    # Of several sets of evaluation data, values are called NAME/loss.
+    meant = [name for name in names if name.partition("/")[2] == metric]
+    if metric not in names and len(meant) > 1:
+        raise SetupError(
+            f"{setting}: {metric!r} is measured on several sets, so name one of {', '.join(meant)}."
+        )
+    metric = meant[0] if metric not in names and meant else metric
     if metric not in names:
         raise SetupError(
             f"{setting}: no metric is called {metric!r}{nearest(metric, names)} (there: "
             f"{', '.join(names)})"
         )
     if not mode:
-        mode = "min" if _LOWER.search(metric) else "max" if _HIGHER.search(metric) else ""
+        plain = metric.rpartition("/")[2]
+        mode = "min" if _LOWER.search(plain) else "max" if _HIGHER.search(plain) else ""
     if not mode:
         raise SetupError(
             f"{setting}: say whether {metric} is better when it is higher or lower: {metric}:max "

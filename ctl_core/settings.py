@@ -214,6 +214,11 @@ class Config:
         "examples that an evaluation takes at once, shared out over the replicas; default: as many "
         "as a step",
     )
+    limit_eval: Annotated[int | None, Field(ge=1, lt=2**31)] = declare(
+        None,
+        "evaluate the first so many batches of each set only, of eval_batch_size examples on all "
+        "replicas together; predict takes all; default: all",
+    )
     max_time: Annotated[str | None, AfterValidator(_check_time)] = declare(
         None,
         "stop and save after this time, as at a SIGTERM; started again, the run goes on",

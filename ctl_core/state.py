@@ -145,6 +145,11 @@ class State:
         return int(self.step_variable.numpy())
 
     @property
+    def eval_model(self) -> Any:
+        """What is evaluated: what ``create_eval_model`` returned, or ``train_model``."""
+        return self.context.model_for(training=False)[-1]
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Values of the last evaluation by name, or {}."""
         return self.progress.metrics

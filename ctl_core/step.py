@@ -53,12 +53,9 @@ def model_input(context: StepContext, batch: Any, training: bool) -> Any:
 
 def run_model(context: StepContext, batch: Any, training: bool) -> Any:
     """Returns the model's output, in float32 where precision is lower."""
-    hooks = context.hooks
     inputs = model_input(context, batch, training)
-    output = _attributed(
-        hooks.create_model, "train_model", call_model, context.train_model, inputs, training
-    )
-    return to_float32(output)
+    hook, what, model = context.model_for(training)
+    return to_float32(_attributed(hook, what, call_model, model, inputs, training))
 
 
 def loss_of(context: StepContext, batch: Any, output: Any, training: bool) -> Any:

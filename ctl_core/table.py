@@ -40,7 +40,7 @@ def _names(text: str) -> tuple[str, ...]:
 # What a host hook can name only at the price of an observed step: these come out of the graph.
 OBSERVED = _names("update_gradients loss output batch display_gradients gradients")
 _HOST = _names(
-    "dev step update_gradients loss output batch train_model train_loss lr optimizer "
+    "dev step update_gradients loss output batch train_model train_loss eval_model lr optimizer "
     "display_gradients gradients ckpt manager chief state"
 )
 # A host hook that belongs to no step of its own may name the rest.
@@ -78,6 +78,16 @@ TABLE: tuple[Spec, ...] = (
         "train_model, callable: output = train_model(inputs)",
         "The model; built under the strategy's scope.",
         required=True,
+    ),
+    Spec(
+        "create_eval_model",
+        _names("train_model"),
+        "eval_model, callable: output = eval_model(inputs)",
+        "What evaluation, prediction and export run in place of train_model: it may share its "
+        "weights, or have its own, which update_post keeps up; train_model is built by then.",
+        "train_model itself",
+        optional=True,
+        in_stub=False,
     ),
     Spec(
         "create_loss",
@@ -148,7 +158,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         "update_post",
-        _names("train_model train_loss optimizer lr step objective turn"),
+        _names("train_model train_loss eval_model optimizer lr step objective turn"),
         "–",
         "What is done after each update, in the graph, on each replica with its own variables: "
         "averages and target networks, weights clipped or projected.",
@@ -207,8 +217,9 @@ TABLE: tuple[Spec, ...] = (
     Spec(
         "create_eval_dataset",
         _names("per_replica_batch_size"),
-        "tf.data.Dataset of batches, the last one may be smaller",
-        "The evaluation data, one pass; each example is used exactly once.",
+        "tf.data.Dataset of batches, the last one may be smaller; or a dict of such by name",
+        "The evaluation data, one pass; each example is used exactly once. With several sets by "
+        "name, values are called NAME/loss and so on.",
         "none: no evaluation",
         optional=True,
     ),

@@ -122,7 +122,7 @@ class Trainer:
             console,
         )
         self._resumed = False
-        names = ["loss", *state.evaluation.metrics] if state.evaluation else None
+        names = state.evaluation.names if state.evaluation else None
         self._deadlines = Deadlines(state.config)
         self._selection = Selection(state.config, names)
         signals.settle = self.checkpoints.settle

@@ -12,10 +12,10 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.autograph import names_in
-from ctl_core.build import Alone
 from ctl_core.numerics.joining import joined
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.tracking import written_variables
+from ctl_core.scratch import Alone
 from ctl_core.state import State
 from ctl_core.step import forward
 

@@ -106,8 +106,9 @@ class Remainder:
             needed = path.split("/")[0] in _NEEDED
             if path not in self._variables:
                 (differences if needed else changes).append(f"{path} is gone")
-            elif path not in names:
-                (differences if needed else changes).append(f"{path} is new")
+            elif path not in names:  # an average cannot begin in the middle of a run
+                of_average = path.startswith("eval_model/")
+                (differences if needed or of_average else changes).append(f"{path} is new")
             else:
                 shape = getattr(self._variables[path], "shape", None)
                 there = shapes[names.index(path)]

@@ -17,6 +17,8 @@ from ctl_core.checkpoint import Checkpoints
 from ctl_core.cluster.strategy import Task
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
+from ctl_core.eval_data import EvaluationData
+from ctl_core.evaluate import Evaluation
 from ctl_core.evaluate import evaluate as run_evaluation
 from ctl_core.files import from_here, written_whole
 from ctl_core.predict import predict as run_prediction
@@ -24,20 +26,30 @@ from ctl_core.predict import read_inputs
 from ctl_core.process_state import process_state
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.tracking import find
-from ctl_core.settings import Config
+from ctl_core.settings import Config, nearest, shown
 from ctl_core.state import State
 from ctl_core.tools.export import check_replaceable, export_model
+from ctl_core.tools.watch import watch
+
+_NO_DATA = "create_eval_dataset: there is none, so there is nothing to evaluate."
 
 
 def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict[str, float]:
-    """Evaluates a checkpoint and prints the values.
+    """Evaluates a checkpoint and prints the values; with ``watch``, each that a run makes.
 
     Raises:
         SetupError: there is no evaluation data, or no checkpoint.
     """
+    if options["watch"]:
+        if options["checkpoint"] is not None:
+            raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
+        with _built(callbacks, config) as (state, run, console):
+            if state.evaluation is None:
+                raise SetupError(_NO_DATA)
+            return watch(state, run, console)
     with _restored(callbacks, config, options) as (state, console):
         if state.evaluation is None:
-            raise SetupError("create_eval_dataset: there is none, so there is nothing to evaluate.")
+            raise SetupError(_NO_DATA)
         values = run_evaluation(state.evaluation)
         assert values is not None
         console.values(state.step, "eval", values)
@@ -50,6 +62,9 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     Raises:
         SetupError: the file does not fit the model, or there is no data or no checkpoint.
     """
+    if options["input"] and options["dataset"]:
+        raise SetupError("input and dataset: give one of the two.")
+    config = dataclasses.replace(config, limit_eval=None)
     with _restored(callbacks, config, options) as (state, console):
         path = Path(options["output"] or state.run_dir / "predictions.npz")
         if path.suffix != ".npz":
@@ -59,7 +74,7 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
             source = Path(options["input"])
             batches = read_inputs(source, state.input_spec, state.context.micro_batch_size)
         elif state.evaluation is not None:
-            batches = (batch for _, batch in state.evaluation.data)
+            batches = (batch for _, batch in _chosen(state.evaluation, options["dataset"]))
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
         outputs = run_prediction(state.context, batches, from_hooks=not options["input"])
@@ -81,12 +96,37 @@ def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
         check_replaceable(path)
         _try(path)
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
-        found = find({"train_model": state.train_model})
+        _, name, model = state.context.model_for(training=False)
+        found = find({name: model})
         reached = [*found.variables.values(), *found.tables]
         with _said(path):
-            export_model(state.train_model, reached, state.input_spec, path)
+            export_model(model, reached, state.input_spec, path)
         console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")
     return path
+
+
+def _chosen(evaluation: Evaluation, name: str | None) -> EvaluationData:
+    """Returns the set of evaluation data of a name, or the only one.
+
+    Raises:
+        SetupError: there is none of that name, or several and no name.
+    """
+    names = list(evaluation.sets)
+    there = f"(there: {', '.join(names)})"
+    if name is None:
+        if len(names) > 1:
+            raise SetupError(
+                f"dataset: create_eval_dataset returns several; name one of them {there}, such as "
+                f"--dataset {names[0]}."
+            )
+        name = names[0]
+    elif names == [""]:
+        raise SetupError(
+            "dataset: create_eval_dataset returns one without a name; leave out --dataset."
+        )
+    elif name not in names:
+        raise SetupError(f"dataset: there is no {shown(name)}{nearest(name, names)} {there}")
+    return evaluation.sets[name].data
 
 
 def _try(path: Path) -> None:
@@ -116,12 +156,7 @@ def _restored(
     callbacks: Any, config: Config, options: Mapping[str, Any]
 ) -> Iterator[tuple[State, Console]]:
     """Builds the state on one device and restores the checkpoint that is asked for."""
-    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
-    # Nobody need count the training data.
-    config = dataclasses.replace(config, epochs=None, ckpt_every=0, eval_every=0)
-    run, console = Run(config, Task(), reading=True), Console()
-    with session(run, console), process_state(config):
-        state = create_state(callbacks, config, run, console)
+    with _built(callbacks, config) as (state, run, console):
         record = Checkpoints(state, console).restore(options["checkpoint"], with_input=False)
         if record is None:
             raise SetupError(
@@ -131,3 +166,14 @@ def _restored(
             state.context.average.put_in()
         console.say(f"{run.shown}: checkpoint of step {record.step}.")
         yield state, console
+
+
+@contextmanager
+def _built(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Console]]:
+    """Builds the state of a run that is only read, on one device."""
+    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
+    # Nobody need count the training data.
+    config = dataclasses.replace(config, epochs=None, ckpt_every=0, eval_every=0)
+    run, console = Run(config, Task(), reading=True), Console()
+    with session(run, console), process_state(config):
+        yield create_state(callbacks, config, run, console), run, console

@@ -26,13 +26,13 @@ LAYERS = """
     inputs context
     metrics
     step
-    pairs writes evaluate predict export
-    stretches
+    pairs writes eval_step predict export
+    evaluate stretches scratch
     state
     build graph messages remainder input_position
     compile_choice sums traced writing reading
     checkpoint
-    trainer
+    trainer watch
     rehearsal commands
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -281,7 +281,7 @@ def logged(folder: Path) -> list[tuple[int, str, float]]:
     """Evaluations and train metrics, rounded."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
-        (line["step"], line["split"], round(line.get("mean", line.get("loss")), 3))
+        (line["step"], line["split"], round(line.get("mean", line.get("a/loss")), 3))
         for line in lines
     ]
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.table import SPECS
-from tests.helpers.cases import make_hooks, regression_data, sliced
+from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.steered import Followed
 
@@ -35,7 +35,13 @@ def test_what_is_shown_trains(train: Train, tmp_path: Path, block: str) -> None:
     hooks = hooks_of(block, tmp_path)
     assert hooks
     evaluated = {"create_eval_dataset": sliced(regression_data())}
-    own = make_hooks(**{"create_model": Followed, **evaluated, **hooks})
+    own = make_hooks(
+        **{
+            "create_model": small_model if "clone_model" in block else Followed,
+            **evaluated,
+            **hooks,
+        }
+    )
     state = train(own, learning_rate=1e-12, **SMALL)
     if "after_eval" in hooks:
         assert float(state.lr) < 1e-12  # it had learnt nothing, four times

@@ -48,7 +48,7 @@ def test_evaluation_leaves_training_alone_and_runs_when_due(train: Train) -> Non
 def test_the_graph_is_traced_once_over_many_evaluations(train: Train) -> None:
     state = train(eval_hooks(23), steps=6, eval_every=1)
     assert state.evaluation is not None
-    assert state.evaluation.run_steps.experimental_get_tracing_count() == 1  # type: ignore[attr-defined]
+    assert state.evaluation.sets[""].run_steps.experimental_get_tracing_count() == 1  # type: ignore[attr-defined]
 
 
 def test_eval_pre_and_regularisation(train: Train) -> None:
@@ -82,7 +82,8 @@ def test_default_metric_pre_passes_target_and_output(train: Train) -> None:
 def test_a_signal_ends_an_evaluation_early(train: Train) -> None:
     state = train(eval_hooks(100), steps=0)
     assert state.evaluation is not None
-    state.evaluation.data = state.evaluation.data.dataset.repeat(50)  # type: ignore[assignment]
+    one = state.evaluation.sets[""]
+    one.data = one.data.dataset.repeat(50)  # type: ignore[assignment]
     assert evaluate(state.evaluation, lambda word: dataclasses.replace(word, signal=15)) is None
     values = evaluate(state.evaluation)
     assert values is not None and values["seen"] == 5000

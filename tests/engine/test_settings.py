@@ -43,6 +43,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "ckpt_every": [("0", 0), ("5", 5), ("6", 6)],
     "eval_every": [("0", 0), ("5", 5), ("6", 6)],
     "eval_batch_size": [("32", 32), ("64", 64), ("8", 8)],
+    "limit_eval": [("3", 3), ("5", 5), ("1", 1)],
     "max_time": [("7h30m", "7h30m"), ("45min", "45min"), ("90s", "90s")],
     "log_every": [("5", 5), ("6", 6), ("7", 7)],
     "keep_best": [("loss", "loss"), ("loss:min", "loss:min"), ("a:max", "a:max")],

@@ -134,7 +134,8 @@ def test_the_number_of_the_step_in_the_graph(train: Train, replicas: int) -> Non
     assert_equal(state.train_model.get_weights(), model.get_weights())
 
 
-def test_training_may_be_named(train: Train) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_training_may_be_named(train: Train, replicas: int) -> None:
     """Noise in training only; the loss of the evaluation is that of the clean inputs."""
 
     def input_pre(batch: Any, training: bool) -> Any:
@@ -152,7 +153,7 @@ def test_training_may_be_named(train: Train) -> None:
         create_loss=lambda: loss,
         create_eval_dataset=sliced(regression_data()),
     )
-    state = train(own, steps=1, learning_rate=RATE)
+    state = train(own, steps=1, learning_rate=RATE, virtual_devices=replicas)
     model = small_model()
     inputs, target = (part[:BATCH] for part in regression_data())
     with tf.GradientTape() as tape:

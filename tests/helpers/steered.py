@@ -21,7 +21,8 @@ STEERED: dict[str, Any] = {
     "lr_schedule": "cosine",
     "warmup": 6,
     "ema": 0.9,
-    "keep_best": "loss:max",
+    "keep_best": "a/loss:max",
+    "limit_eval": 2,
 }
 
 
@@ -40,14 +41,30 @@ class Followed(keras.Model):
 def steered_hooks(ends: Callable[[int], bool]) -> SimpleNamespace:
     """Uses all that acts after an update or an evaluation; ends training when it is told to."""
 
-    def update_post(train_model: Any, step: Any) -> None:
+    def create_eval_model(train_model: Any) -> Any:
+        copy = Followed()
+        copy.set_weights(train_model.get_weights())
+        return copy
+
+    def update_post(train_model: Any, eval_model: Any, step: Any) -> None:
         decay = tf.where(step % 5 == 0, 0.0, 0.9)
         pairs = zip(train_model.target.variables, train_model.online.variables, strict=True)
         for target, online in pairs:
             target.assign(decay * target + (1 - decay) * online)
+        for average, weight in zip(eval_model.variables, train_model.variables, strict=True):
+            average.assign(0.8 * average + 0.2 * weight)
+
+    def create_eval_dataset(per_replica_batch_size: int) -> Any:
+        sizes = {"a": 50, "b": 7}  # of the first, limit_eval takes two batches
+        hooks = {name: eval_hooks(size) for name, size in sizes.items()}
+        return {
+            name: one.create_eval_dataset(per_replica_batch_size) for name, one in hooks.items()
+        }
 
     def after_eval(metrics: Any, step: int, manager: Any, state: dict[str, Any]) -> None:
-        state.setdefault("losses", []).append(round(metrics["loss"], 4))
+        state.setdefault("losses", []).extend(
+            round(metrics[name], 4) for name in ("a/loss", "b/loss")
+        )
         if step == 10:
             manager.save()
         if ends(step):
@@ -60,5 +77,6 @@ def steered_hooks(ends: Callable[[int], bool]) -> SimpleNamespace:
         after_eval=after_eval,
         create_train_metrics=lambda: {"mean": keras.metrics.Mean()},
         train_metric_pre=lambda loss: loss,
-        create_eval_dataset=eval_hooks(50).create_eval_dataset,
+        create_eval_model=create_eval_model,
+        create_eval_dataset=create_eval_dataset,
     )

@@ -1,0 +1,267 @@
+"""``create_eval_model``: what is evaluated, predicted and exported in place of train_model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.__main__ import main
+from tests.helpers.cases import (
+    FEATURES,
+    assert_weights,
+    eval_hooks,
+    make_hooks,
+    norm_model,
+    regression_data,
+    sgd,
+    sliced,
+    small_model,
+)
+from tests.helpers.fixtures import Train
+from tests.helpers.project import EVALUATED
+
+STEPS, BATCH, RATE, DECAY = 12, 16, 0.1, 0.9
+
+
+def copied(train_model: keras.Model) -> keras.Model:
+    """A model with weights of its own, which begin as those of the other one."""
+    copy = keras.models.clone_model(train_model)
+    copy.set_weights(train_model.get_weights())
+    return copy
+
+
+def follow(train_model: Any, eval_model: Any) -> None:
+    for average, weight in zip(eval_model.variables, train_model.variables, strict=True):
+        average.assign(DECAY * average + (1 - DECAY) * weight)
+
+
+def hooks(**more: Any) -> Any:
+    own = {"create_opt": sgd, "update_pre": lambda gradients: (gradients, gradients)}
+    return eval_hooks(50, **{**own, **more})
+
+
+def averaged(steps: int) -> tuple[keras.Model, keras.Model]:
+    """Weights and their average, of a plain loop."""
+    model, average = small_model(), small_model()
+    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
+    for inputs, target in data.repeat().take(steps):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(RATE * gradient)
+        follow(model, average)
+    return model, average
+
+
+def own_weights(state: ctl_core.State) -> list[np.ndarray]:
+    return state.eval_model.get_weights()  # type: ignore[no-any-return]
+
+
+def error_of(model: Any, size: int = 50) -> float:
+    inputs, target = (part[:size] for part in regression_data())
+    return float(((model(inputs).numpy() - target) ** 2).mean())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"virtual_devices": 2}, {"virtual_devices": 2, "accumulate_steps": 2}]
+)
+def test_averaged_weights_as_in_a_plain_loop_also_killed_and_resumed(
+    train: Train, settings: Any
+) -> None:
+    seen: list[Any] = []
+    own = hooks(create_eval_model=copied, update_post=follow)
+    own.after_eval = lambda eval_model: seen.append(eval_model)
+    more = {"learning_rate": RATE, "ckpt_every": 2, "eval_every": 3, **settings}
+    for steps in (5, STEPS):
+        state = train(own, steps=steps, **more)
+    model, average = averaged(STEPS)
+    assert_weights(state, model, rtol=2e-5)
+    assert seen[-1] is state.eval_model is not state.train_model
+    for ours, theirs in zip(own_weights(state), average.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+    assert state.metrics["loss"] == pytest.approx(error_of(average), rel=1e-4)
+    whole = train(own, steps=STEPS, run_name="whole", **more)
+    assert_weights(whole, state, rtol=0)
+    for ours, theirs in zip(own_weights(state), own_weights(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert whole.metrics == state.metrics
+    plain = train(hooks(), steps=STEPS, run_name="plain", **more)
+    assert_weights(whole, plain, rtol=0)  # training does not notice
+
+
+def test_without_an_average_in_the_checkpoint_a_run_does_not_go_on(train: Train) -> None:
+    train(hooks(), steps=2)
+    with pytest.raises(ctl_core.SetupError, match=r"does not fit .* eval_model/.* is new"):
+        train(hooks(create_eval_model=copied, update_post=follow), steps=4)
+    train(hooks(create_eval_model=copied, update_post=follow), steps=2, run_name="b")
+    assert train(hooks(), steps=4, run_name="b").step == 4  # without it again, it does
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_shared_weights_and_elements_that_only_the_evaluation_has(
+    train: Train, replicas: int
+) -> None:
+    """A network of pairs, of which single examples are evaluated; built lazily."""
+
+    class Pairs(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = keras.layers.Dense(3, kernel_initializer="ones")
+
+        def call(self, pair: Any) -> Any:
+            return tf.reduce_sum((self.encoder(pair[0]) - self.encoder(pair[1])) ** 2, 1)
+
+    inputs, target = regression_data()
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices(((inputs, inputs[::-1].copy()), target[:, 0]))
+        return data.batch(per_replica_batch_size, drop_remainder=True)
+
+    def create_eval_model(train_model: Any) -> Any:
+        assert train_model.encoder.built
+        return lambda one: tf.reduce_sum(train_model.encoder(one), 1)
+
+    own = make_hooks(
+        create_dataset=create_dataset,
+        create_eval_dataset=lambda: tf.data.Dataset.from_tensor_slices(
+            {"x": inputs[:50], "y": target[:50, 0]}
+        ).batch(7),
+        create_model=Pairs,
+        create_eval_model=create_eval_model,
+        create_loss=lambda: lambda pair: (pair[0] - pair[1]) ** 2,
+        input_pre=lambda batch, training: batch[0] if training else batch["x"],
+        loss_pre=lambda output, batch, training: (output, batch[1] if training else batch["y"]),
+        grad_pre=lambda loss, train_model: (loss, 0.0, train_model.trainable_variables),
+        eval_pre=lambda loss: (loss, 0.0),
+        create_opt=sgd,
+    )
+    state = train(own, steps=5, learning_rate=1e-4, virtual_devices=replicas)
+    kernel, bias = state.train_model.get_weights()
+    by_hand = (((inputs[:50] @ kernel + bias).sum(1) - target[:50, 0]) ** 2).mean()
+    assert state.metrics["loss"] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_the_average_of_ema_is_what_shared_weights_have(train: Train) -> None:
+    doubled = hooks(create_eval_model=lambda train_model: lambda x: 2.0 * train_model(x))
+    more = {"steps": STEPS, "learning_rate": RATE, "ema": DECAY}
+    state = train(doubled, virtual_devices=2, **more)
+    _, average = averaged(STEPS)
+    assert state.metrics["loss"] == pytest.approx(error_of(lambda x: 2.0 * average(x)), rel=1e-4)
+
+
+def test_statistics_of_batch_normalisation_are_shared(train: Train) -> None:
+    own = hooks(create_model=norm_model, create_eval_model=lambda train_model: train_model)
+    state = train(own, steps=6)
+    assert state.metrics["loss"] == pytest.approx(error_of(state.train_model), rel=1e-4)
+
+
+class Sized(tf.Module):
+    """A model that makes its variables when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: Any = None
+
+    def __call__(self, inputs: Any) -> Any:
+        if self.weight is None:
+            self.weight = tf.Variable(lambda: tf.ones([FEATURES, 1]), trainable=False)
+        return inputs @ self.weight
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_variables_are_made_before_they_are_restored(train: Train, replicas: int) -> None:
+    def move(eval_model: Any) -> None:
+        eval_model.weight.assign_add(tf.ones_like(eval_model.weight))
+
+    own = hooks(create_eval_model=lambda train_model: Sized(), update_post=move)
+    for steps in (2, 5):
+        state = train(own, steps=steps, virtual_devices=replicas)
+    by_hand = error_of(lambda x: tf.constant(x) @ tf.fill([FEATURES, 1], 6.0))
+    assert state.metrics["loss"] == pytest.approx(by_hand, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"create_eval_model": lambda train_model: 3}, "returned an int, expected eval_model, a"),
+        ({"create_eval_model": lambda train_model: None}, "returned nothing, expected eval_model"),
+        ({"create_eval_model": lambda lr: None}, "create_eval_model asks for 'lr'"),
+        ({"create_eval_model": lambda train_model: 1 / 0}, "create_eval_model (test_eval_model.py"),
+        (
+            {"create_eval_model": lambda train_model: lambda x: train_model(x[:, :2])},
+            "eval_model from create_eval_model (test_eval_model.py",
+        ),
+        ({"update_post": lambda eval_model: None}, "asks for eval_model, which create_eval_model"),
+    ],
+)
+def test_what_cannot_work_is_refused(train: Train, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ctl_core.SetupError) as error:
+        train(hooks(**more), steps=2)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+AVERAGED = """
+
+def create_eval_model(train_model):
+    copy = keras.models.clone_model(train_model)
+    copy.set_weights(train_model.get_weights())
+    return copy
+
+
+def update_post(train_model, eval_model):
+    for average, weight in zip(eval_model.variables, train_model.variables):
+        average.assign(0.9 * average + 0.1 * weight)
+"""
+
+
+@pytest.mark.parametrize("kind", ["averaged", "wrapped"])
+def test_predict_and_export_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    wrapped = "\n\ndef create_eval_model(train_model):\n    return lambda x: 2.0 * train_model(x)\n"
+    (tmp_path / "callbacks.py").write_text(
+        EVALUATED + (AVERAGED if kind == "averaged" else wrapped)
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--run-name", "a", "--steps", "6", "--batch-size", "16"]) == 0
+    for command in (["evaluate"], ["predict"], ["export"]):
+        assert main(command) == 0
+    inputs = regression_data()[0]
+    with np.load("runs/a/predictions.npz") as file:
+        predicted = file["output"]
+    exported = tf.saved_model.load("runs/a/export")
+    np.testing.assert_allclose(exported.serve(inputs[:37]), predicted, rtol=1e-5, atol=1e-6)
+    model = small_model()
+    tf.train.Checkpoint(train_model=model).read("runs/a/ckpt/ckpt-6").expect_partial()
+    plain = model(inputs[:37]).numpy()
+    if kind == "wrapped":
+        np.testing.assert_allclose(predicted, 2.0 * plain, rtol=1e-5, atol=1e-6)
+    else:
+        assert abs(predicted - plain).max() > 1e-3
+
+
+def test_the_data_of_a_training_batch_if_there_is_no_evaluation(train: Train) -> None:
+    own = make_hooks(create_eval_model=copied, create_dataset=sliced(regression_data()))
+    state = train(own, steps=2)
+    assert state.evaluation is None and state.input_spec.shape.as_list() == [16, FEATURES]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_averaged_statistics_of_batch_normalisation_are_resumed(
+    train: Train, replicas: int
+) -> None:
+    own = hooks(create_model=norm_model, create_eval_model=copied, update_post=follow)
+    settings = {"virtual_devices": replicas, "ckpt_every": 2, "eval_every": 3}
+    whole = train(own, steps=8, run_name="whole", **settings)
+    for steps in (5, 8):
+        state = train(own, steps=steps, **settings)
+    for ours, theirs in zip(own_weights(state), own_weights(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert state.metrics == whole.metrics

@@ -1,0 +1,339 @@
+"""``evaluate --watch``: each checkpoint of a run that another process trains, until that ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.__main__ import main
+from ctl_core.cluster.strategy import Task
+from ctl_core.run_folder import Run
+from ctl_core.tools import watch as watching
+from tests.helpers.project import EVALUATED
+
+CONFIG = "steps: 8\nbatch_size: 16\nckpt_every: 2\neval_every: 2\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that has ended, at step 8, with checkpoints at 2, 4, 6 and 8."""
+    (tmp_path / "callbacks.py").write_text(EVALUATED)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(watching, "POLL", 0.05)
+    monkeypatch.setattr(watching, "GRACE", 0.5)
+    assert main(["train", "--run-name", "a"]) == 0
+    return tmp_path
+
+
+def lines(run: str, name: str = "watch.jsonl", split: str = "watch") -> list[dict[str, Any]]:
+    text = Path("runs", run, name).read_text()
+    return [line for line in map(json.loads, text.splitlines()) if line.pop("split") == split]
+
+
+def evaluated_in_training(run: str = "a") -> list[dict[str, Any]]:
+    return lines(run, "metrics.jsonl", "eval")
+
+
+def tags(folder: str) -> list[tuple[int, str]]:
+    (file,) = Path(folder).glob("events*")
+    events = tf.compat.v1.train.summary_iterator(str(file))
+    return [(event.step, value.tag) for event in events for value in event.summary.value]
+
+
+def close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    return found == [pytest.approx(line, rel=1e-6) for line in expected]
+
+
+def test_an_ended_run_is_evaluated_from_its_first_checkpoint_on(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(["evaluate", "--watch"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "runs/a: watching; the values go to runs/a/watch.jsonl."
+    assert [line.split("  ")[0] for line in said[1:-1]] == ["step 2", "step 4", "step 6", "step 8"]
+    assert all(line.split("  ")[1].startswith("eval: loss ") for line in said[1:-1])
+    assert said[-1] == "runs/a: has ended; evaluated 4 checkpoints."
+    assert close(lines("a"), evaluated_in_training())
+    assert tags("runs/a/tb/watch") == [(n, t) for n in (2, 4, 6, 8) for t in ("loss", "error")]
+    assert {path: path.read_bytes() for path in before} == before
+    new = {str(path) for path in Path("runs").rglob("*") if path.is_file()} - set(map(str, before))
+    assert {name.split("/events")[0] for name in new} == {"runs/a/watch.jsonl", "runs/a/tb/watch"}
+    assert main(["evaluate", "--watch"]) == 0  # once more, there is nothing new
+    assert capsys.readouterr().out.endswith("has ended; evaluated 0 checkpoints.\n")
+
+
+@contextmanager
+def trained(actions: Any) -> Iterator[None]:
+    """A stand-in for the process that trains: does ``actions(lock, release)`` in a thread."""
+    config = ctl_core.Config(run_name="b", runs_dir="runs")
+    held: list[Any] = []
+
+    def lock() -> None:
+        run = Run(config, Task())
+        run.lock()
+        held.append(run)
+
+    def release() -> None:
+        held.pop().close()
+
+    lock()
+    thread = threading.Thread(target=lambda: actions(lock, release))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        for run in held:
+            run.close()
+
+
+def without_checkpoints() -> None:
+    shutil.copytree("runs/a", "runs/b", ignore=shutil.ignore_patterns("ckpt"))
+
+
+def bring(step: int, record: bool = True) -> None:
+    """Puts a checkpoint in its place, as training does: the record comes last."""
+    for folder in ("ckpt", "ckpt/engine"):
+        Path("runs/b", folder).mkdir(exist_ok=True)
+        for path in Path("runs/a", folder).glob(f"*-{step}*.[id]*"):
+            shutil.copy(path, Path("runs/b", folder))
+    if record:
+        shutil.copy(f"runs/a/ckpt/engine/ckpt-{step}.json", "runs/b/ckpt/engine")
+
+
+def until(step: int) -> None:
+    """Waits until a step was evaluated."""
+    for _ in range(600):
+        if Path("runs/b/watch.jsonl").exists() and lines("b")[-1]["step"] >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not evaluated")
+
+
+def test_checkpoints_are_evaluated_as_they_come_and_a_restart_is_waited_for(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_checkpoints()
+
+    def actions(lock: Any, release: Any) -> None:
+        time.sleep(0.5)  # no checkpoint yet
+        bring(2, record=False)  # being written
+        time.sleep(0.2)
+        bring(2)
+        until(2)
+        release()  # killed, and started again
+        time.sleep(0.2)
+        lock()
+        bring(4)
+        until(4)
+        bring(8)
+        release()
+
+    capsys.readouterr()
+    with trained(actions):
+        assert main(["evaluate", "--watch", "--run-name", "b"]) == 0
+    assert close(lines("b"), [line for line in evaluated_in_training() if line["step"] != 6])
+    out = capsys.readouterr().out
+    assert "runs/b: not trained now; waiting 0.5 s for more.\n" in out
+    assert out.count("waiting") == 1  # at its last step, a run has ended
+
+
+def test_a_run_that_does_not_go_on_has_ended_after_a_while(project: Path) -> None:
+    without_checkpoints()
+
+    def actions(lock: Any, release: Any) -> None:
+        bring(2)
+        until(2)
+        release()
+
+    with trained(actions):
+        start = time.monotonic()
+        assert main(["evaluate", "--watch", "--run-name", "b"]) == 0
+    assert time.monotonic() - start > watching.GRACE
+    assert [line["step"] for line in lines("b")] == [2]
+
+
+def test_what_is_deleted_or_damaged_meanwhile(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_checkpoints()
+    for step in (2, 4, 6, 8):
+        bring(step)
+    Path("runs/b/ckpt/engine/ckpt-4.index").write_bytes(b"cut short")
+    read = ctl_core.run_state.reading.CheckpointReader.read
+
+    def deleted(self: Any, folder: Path, step: int) -> Any:
+        if step == 6:  # the user's part goes first, then the record
+            for path in (*folder.glob("ckpt-6.*"), *folder.glob("engine/ckpt-6.*")):
+                path.unlink()
+        return read(self, folder, step)
+
+    monkeypatch.setattr(ctl_core.run_state.reading.CheckpointReader, "read", deleted)
+    capsys.readouterr()
+    assert main(["evaluate", "--watch", "--run-name", "b"]) == 0
+    captured = capsys.readouterr()
+    assert [line["step"] for line in lines("b")] == [2, 8]
+    warnings = [line for line in captured.out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("warning: the checkpoint of step 4 is damaged (")
+    assert captured.err == ""
+
+
+def test_a_checkpoint_that_is_written_again_is_evaluated_again(project: Path) -> None:
+    assert main(["evaluate", "--watch"]) == 0
+    shutil.rmtree("runs/a/ckpt")
+    assert main(["train", "--run-name", "a", "--learning-rate", "0.5"]) == 0
+    assert main(["evaluate", "--watch"]) == 0
+    assert close(lines("a"), evaluated_in_training())
+
+
+FROZEN = """
+
+create_model = l2_model
+
+
+def freeze(train_model):
+    train_model.layers[0].trainable = False
+
+
+at_step = {5: freeze}
+"""
+
+
+def test_the_values_are_those_of_evaluate(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the average of the weights, and of layers that were frozen in between."""
+    source = EVALUATED.replace("import regression_data", "import l2_model, regression_data")
+    Path("callbacks.py").write_text(source + FROZEN)
+    assert main(["train", "--run-name", "c", "--ema", "0.9", "--learning-rate", "0.1"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", "--watch"]) == 0
+    watched = [line for line in capsys.readouterr().out.splitlines() if "  eval: " in line]
+    for step in (2, 4, 6, 8):
+        assert main(["evaluate", "--checkpoint", str(step)]) == 0
+    one_by_one = [line for line in capsys.readouterr().out.splitlines() if "  eval: " in line]
+    assert len(set(watched)) == 4 and watched == one_by_one
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_at_once(
+    project: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    without_checkpoints()
+
+    def actions(lock: Any, release: Any) -> None:
+        bring(2)
+        until(2)
+        time.sleep(0.2)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with trained(actions), pytest.raises(SystemExit) as ended:
+        main(["evaluate", "--watch", "--run-name", "b"])
+    assert ended.value.code == 128 + number and signal.getsignal(signal.SIGTERM) == before
+    assert capsys.readouterr().out.endswith(f"stopped by {number.name}.\n")
+
+
+def test_what_cannot_work_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    without_checkpoints()
+    capsys.readouterr()
+    for flags, said in (
+        (["--run-name", "b"], "runs/b/ckpt: no checkpoint there yet; train the run first."),
+        (["--checkpoint", "2"], "watch: evaluates every checkpoint; leave out --checkpoint."),
+        (["--run-name", "d"], "run_name: no run 'd' in runs"),
+    ):
+        assert main(["evaluate", "--watch", *flags]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {said}") and error.count("\n") == 1
+    Path("callbacks.py").write_text(EVALUATED.replace("def create_eval_dataset", "def _unused"))
+    assert main(["evaluate", "--watch"]) == 2
+    assert "create_eval_dataset: there is none" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written_the_values_are_shown(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/a/watch.jsonl").mkdir()
+    assert main(["evaluate", "--watch"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("warning: runs/a/watch.jsonl cannot be written: ") == 1
+    assert out.count("  eval: loss ") == 4
+
+
+def test_looking_does_not_keep_a_run_from_being_trained(project: Path) -> None:
+    run = Run(ctl_core.Config(run_name="a", runs_dir="runs"), Task(), reading=True)
+    assert run.is_held() is False
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.005):
+            run.is_held()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(20):
+            one = Run(ctl_core.Config(run_name="a", runs_dir="runs"), Task())
+            one.lock()
+            assert run.is_held() is True
+            one.close()
+    finally:
+        over.set()
+        thread.join()
+
+
+SLOW_STEPS = """
+import time
+
+
+def pause():
+    time.sleep(0.02)
+
+
+every_steps = {1: pause}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_another_process_that_is_killed_and_started_again(project: Path) -> None:
+    Path("callbacks.py").write_text(EVALUATED + SLOW_STEPS)
+    environ = {**os.environ, "PYTHONPATH": str(Path(ctl_core.__file__).parents[1])}
+    flags = ["--run-name", "live", "--steps", "300", "--ckpt-every", "20"]
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "ctl_core", *words]
+        return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE)
+
+    trainer = start("train", *flags)
+    while not Path("runs/live/config.yaml").exists():
+        time.sleep(0.05)
+    watcher = start("evaluate", "--watch", "--run-name", "live")
+    while not Path("runs/live/ckpt/engine/ckpt-40.json").exists():
+        time.sleep(0.02)
+    trainer.kill()
+    trainer.wait()
+    trainer = start("train", *flags)
+    assert trainer.wait(120) == 0
+    out, _ = watcher.communicate(timeout=120)
+    assert watcher.returncode == 0 and "live: has ended; evaluated " in out
+    assert [line["step"] for line in lines("live")] == list(range(20, 301, 20))
+    expected = {line["step"]: line for line in evaluated_in_training("live")}
+    assert close(lines("live"), [expected[step] for step in range(20, 301, 20)])
