@@ -171,7 +171,7 @@ def _made_by(state: State, types: list[str]) -> str | None:
         graph = graphs.pop()
         for op in graph.get_operations():
             graphs += graphs_called(op)
-            frames = [(frame.filename, frame.lineno) for frame in op.traceback]
+            frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
             if op.type in types and (made := state.hooks.made(frames)):
                 return made
     return None
