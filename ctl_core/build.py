@@ -42,6 +42,7 @@ from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes
 from ctl_core.numerics.rate_schedule import schedule_of, wanted
+from ctl_core.numerics.shares import Shares
 from ctl_core.run_folder import Run
 from ctl_core.run_state.folder import repair_list
 from ctl_core.run_state.tracking import find, trainable_variables
@@ -118,6 +119,9 @@ def _create(
             config.jit_compile,
             notes_losses=config.on_nan != "ignore",
         )
+        if data.counted is not None:
+            most, several = config.batch_size // config.accumulate_steps, data.sizes.shares > 1
+            context.shares = Shares(strategy, most, several, cluster.task.processes)
         optimizers = _create_optimizers(context, lr, data, cluster.task)
         optimizer = context.optimizer
         variables, input_spec, writes = _build_variables(context, data, cluster.task)
@@ -169,6 +173,9 @@ def _create(
     if evaluation is not None:
         roots["metrics"] = evaluation.lasting_metrics()
     found = find(roots)
+    if context.shares is not None:
+        context.shares.look_at(writes, found)
+    own = context.shares.own if context.shares else []
     return State(
         config=config,
         run_dir=run.path,
@@ -182,7 +189,7 @@ def _create(
         hooks=hooks,
         strategy=strategy,
         cluster=cluster,
-        statistics=MovingStatistics(found.layers, strategy),
+        statistics=MovingStatistics(found.layers, strategy, own),
         context=context,
         data=data,
         evaluation=evaluation,

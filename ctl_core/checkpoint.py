@@ -184,6 +184,7 @@ class Checkpoints:
             replicas=context.replicas,
             batch_size=context.batch_size,
             accumulate_steps=context.accumulate_steps,
+            last_batch=self._state.config.last_batch,
             input_saved=input_saved,
             learning_rate=self._state.config.learning_rate,
             frozen=self._state.freezing.flags(),

@@ -12,6 +12,7 @@ from ctl_core.checks.returned import kind_of
 from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, RunError, brief
 from ctl_core.hooks import Hook
+from ctl_core.numerics.shares import if_counted
 
 Metrics = dict[str, keras.Metric]
 
@@ -73,9 +74,12 @@ def update_train_metrics(context: StepContext, batch: Any, output: Any, loss: An
         return
     values = {"loss": loss, "output": output, "batch": batch, **context.hook_arguments()}
     arguments = hooks.train_metric_pre.in_graph(**values)
-    update_metrics(
-        context.train_metrics, hooks.create_train_metrics, hooks.train_metric_pre, arguments
-    )
+
+    def update() -> None:
+        made_by = hooks.create_train_metrics
+        update_metrics(context.train_metrics, made_by, hooks.train_metric_pre, arguments)
+
+    if_counted(update)
 
 
 def results(metrics: Metrics, made_by: Hook) -> dict[str, float]:

@@ -19,7 +19,8 @@ def whole_groups(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
     if found.elements < found.together:
         raise SetupError(
             f"{pipeline.name}: the dataset has {found.elements * found.size} examples, fewer than "
-            f"one global batch of {found.together * found.size}; lower batch_size."
+            f"one global batch of {found.together * found.size}; lower batch_size, or keep them "
+            "with --last-batch keep."
         )
     rest = found.elements % found.together
     return pipeline.dataset.take(found.elements - rest) if rest else pipeline.dataset
@@ -89,17 +90,8 @@ def cut(dataset: tf.data.Dataset, sizes: Sizes, with_tally: bool, name: str) -> 
     """Cuts global batches into the shares that the replicas take one after the other."""
 
     def share(tensor: Any, index: tf.Tensor) -> Any:
-        if tensor.shape.rank == 0:
-            return tensor
-        if tensor.shape[0] not in (None, sizes.batch) or isinstance(tensor, tf.SparseTensor):
-            raise SetupError(
-                f"{name}: a global batch cannot be cut into batches of {sizes.per_replica}, since "
-                f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches "
-                "of per_replica_batch_size."
-            )
-        start = tf.cast(index, tf.int32) * sizes.per_replica
-        part = tensor[start : start + sizes.per_replica]
-        if isinstance(part, tf.RaggedTensor):
+        part = share_of(name, sizes, tensor, index * sizes.per_replica)
+        if tensor.shape.rank == 0 or isinstance(part, tf.RaggedTensor):
             return part
         return tf.ensure_shape(part, [sizes.per_replica, *tensor.shape[1:]])
 
@@ -116,6 +108,24 @@ def cut(dataset: tf.data.Dataset, sizes: Sizes, with_tally: bool, name: str) -> 
         )
 
     return dataset.flat_map(pieces)
+
+
+def share_of(name: str, sizes: Sizes, tensor: Any, start: tf.Tensor) -> Any:
+    """Returns a replica's share of a tensor of a global batch: its rows from ``start`` on.
+
+    Raises:
+        SetupError: not all of the batch has as many rows.
+    """
+    if tensor.shape.rank == 0:
+        return tensor
+    if tensor.shape[0] not in (None, sizes.batch) or isinstance(tensor, tf.SparseTensor):
+        raise SetupError(
+            f"{name}: a global batch cannot be cut into batches of {sizes.per_replica}, since "
+            f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches "
+            "of per_replica_batch_size."
+        )
+    start = tf.cast(start, tf.int32)
+    return tensor[start : start + sizes.per_replica]
 
 
 def on_host(value: Any, name: str) -> tf.Variable:

@@ -155,6 +155,11 @@ class Config:
     accumulate_steps: _Number = declare(
         1, "micro-batches that an update is made of, to save memory, not time"
     )
+    last_batch: Literal["drop", "keep"] = declare(
+        "drop",
+        "what happens to the examples at the end of a pass that fill no global batch; keep: they "
+        "are a smaller one, so that each example counts once an epoch",
+    )
     precision: Literal["float32", "bfloat16", "float16"] = declare(
         "float32", "what Keras layers compute in; weights and updates stay float32"
     )
@@ -299,6 +304,8 @@ class Config:
     @property
     def counts_epochs(self) -> bool:
         """Whether a setting is in epochs, so that the steps of one have to be known."""
+        if self.last_batch == "keep" and self.steps is not None:
+            return True
         periods = (self.ckpt_every, self.eval_every)
         return self.epochs is not None or any("epoch" in str(period) for period in periods)
 

@@ -35,6 +35,7 @@ from ctl_core.numerics.micro_batches import accumulate
 from ctl_core.numerics.not_finite import found_nans, seen
 from ctl_core.numerics.precision import all_finite, to_float32
 from ctl_core.numerics.reduction import divide, sum_over_replicas
+from ctl_core.numerics.shares import of_share, weight_of_share
 from ctl_core.run_state.tracking import plain_variable, variable_name
 
 
@@ -96,12 +97,14 @@ def _attributed(hook: Hook, what: str, function: Any, *args: Any) -> Any:
 
 
 def weight_of(context: StepContext, batch: Any, output: Any) -> tf.Tensor | None:
-    """Returns what a replica's batch weighs, a floating-point scalar; None: its examples.
+    """Returns what a replica's batch weighs, a floating-point scalar; None: its share of B.
 
     No gradient goes through it.
     """
-    hook = context.hooks.batch_weight
-    return None if hook is None else checked_weight(hook, hook.in_graph(batch=batch, output=output))
+    hook, weight = context.hooks.batch_weight, None
+    if hook is not None:
+        weight = checked_weight(hook, hook.in_graph(batch=batch, output=output))
+    return weight_of_share(weight)
 
 
 def batch_sum(context: StepContext, loss: Any, batch: Any) -> tf.Tensor:
@@ -144,7 +147,7 @@ def objectives(
             shares = context.replicas * context.accumulate_steps
             objective = total / context.batch_size + extra / shares
         else:
-            objective = (total + tf.cast(weight, total.dtype) * extra) / context.batch_size
+            objective = of_share(total + tf.cast(weight, total.dtype) * extra) / context.batch_size
         found[name] = (objective, list(variables))
     return found
 
@@ -158,7 +161,7 @@ def forward_backward(context: StepContext, batch: Any, kept: frozenset[str]) -> 
         kept: which of ``output`` and ``batch`` the update will need
 
     Returns:
-        ``loss`` and ``gradients``, dicts by objective, and what is kept; with ``batch_weight`` also
+        ``loss`` and ``gradients``, dicts by objective, and what is kept; with a weight also
         ``weight``, what the batch weighs divided by B. With a loss scale the gradients are those of
         the scaled objectives.
     """
@@ -318,7 +321,8 @@ def train_step(
         with optimizers_refused(_IN_MICRO_BATCH):
             return forward_backward(context, batch, kept)
 
-    contribute = compiled(differentiate) if context.jit_compile else differentiate
+    contribute = context.shares.counted(differentiate) if context.shares else differentiate
+    contribute = compiled(contribute) if context.jit_compile else contribute
 
     def update(contributed: dict[str, Any]) -> dict[str, Any]:
         with found_nans() as nans:

@@ -141,7 +141,8 @@ class Trainer:
         state, config = self.state, self.state.config
         record = self.checkpoints.restore()
         progress, self._resumed = state.progress, record is not None
-        fold_in_replica_id(state.found.generators, state.strategy, state.cluster.task)
+        generators = state.statistics.not_back(state.found.generators)
+        fold_in_replica_id(generators, state.strategy, state.cluster.task)
         self.start, self.last = state.step, last_step(state, self._console)
         if progress.ended is not None:
             go_on = bool(state.cluster.gather([go_on]).any())
@@ -212,7 +213,7 @@ class Trainer:
             before, stop = step, schedule.next_stop(step)
             with attributed(state, step), clock.time("steps"):
                 step, values = self._advance(step, stop, schedule)
-            state.progress.examples += (step - before) * state.config.batch_size
+            state.progress.examples += state.data.examples_in(step - before)
             with clock.time("hooks"):
                 self._run_deferred(before, step, stop, schedule)
                 if step == stop:

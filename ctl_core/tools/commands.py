@@ -118,7 +118,7 @@ def _restored(
     """Builds the state on one device and restores the checkpoint that is asked for."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
     # Nobody need count the training data.
-    config = dataclasses.replace(config, epochs=None, ckpt_every=0, eval_every=0)
+    config = dataclasses.replace(config, steps=None, epochs=None, ckpt_every=0, eval_every=0)
     run, console = Run(config, Task(), reading=True), Console()
     with session(run, console), policy(config.precision):
         state = create_state(callbacks, config, run, console)

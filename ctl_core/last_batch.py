@@ -1,0 +1,175 @@
+"""``last_batch: keep``: passes whose last global batch may be smaller, so that no example is lost.
+
+A replica takes its share of each step as before: the first replicas full ones, the last of those
+that get something the rest, and others a stand-in, which is a true batch of the same step that has
+no examples to count. What a share counts for is in numerics/shares.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.checks.data import Found, Kept, Pipeline, Sizes, checked_count
+from ctl_core.cluster.sync import Cluster
+from ctl_core.hooks import Hooks
+from ctl_core.passes import share_of
+
+
+def kept(found: Found, pipeline: Pipeline, sizes: Sizes, hooks: Hooks, cluster: Cluster) -> Found:
+    """Returns what was found, with ``Found.kept`` where a pass ends with a smaller batch.
+
+    Where none does, nothing is to be kept: the data are read as with ``drop``. In a cluster whose
+    processes shard for themselves all of them take part, and make as many steps as the one with
+    most elements.
+
+    Args:
+        found: of one pass; without its elements, nobody trains
+        pipeline: of one pass
+        sizes: how a global batch is shared out
+        hooks: of which ``create_model`` may want batches of one size
+        cluster: its processes
+
+    Raises:
+        SetupError: elements of a pass are larger than they should be, or smaller before its end
+            where a step is made of several; or the model is one for batches of one size.
+    """
+    if found.elements is None or found.left_out is None:
+        return found
+    whole, (odd, odd_examples, _) = found.elements, found.left_out
+    if found.misfits:
+        raise pipeline.hook.reject(
+            f"{found.misfits} elements of a pass hold more than {found.size} examples, or fewer "
+            "before its end; last_batch keep needs all but the last one of that size, unless each "
+            "is a global batch: make them of global_batch_size, which the hook may name and the "
+            "engine shares out."
+        )
+    own = [whole + odd, whole * found.size + odd_examples]
+    table = cluster.gather(own) if pipeline.sharded else [own]
+    parts = [(int(elements), int(examples)) for elements, examples in table]
+    longest = max(elements for elements, _ in parts)
+    even = all(part == parts[0] for part in parts)
+    if even and not odd and whole % found.together == 0:
+        return found
+    if "per_replica_batch_size" in hooks.create_model.arguments and pipeline.static_size() is None:
+        raise hooks.create_model.reject(
+            "names per_replica_batch_size, for a model of batches of one size, but with last_batch "
+            "keep the last one of a pass is smaller; leave out one of the two."
+        )
+    steps = -(-longest // found.together)
+    numbers = Kept(*own, tuple(examples for _, examples in parts), steps)
+    return dataclasses.replace(found, left_out=(0, 0, 0), kept=numbers)
+
+
+def whole_passes(pipeline: Pipeline, found: Found, sizes: Sizes) -> tf.data.Dataset:
+    """Repeats a pass, dealt out in shares that fill whole steps.
+
+    Returns:
+        A dataset of ((examples, together), element), one for each replica's share in turn, where
+        the former two are an int64 vector: how many examples the share has, and how many the
+        micro-batch over all replicas. A share without examples has an element all the same.
+    """
+    shares = _cut if found.together == 1 and not pipeline.sharded else _filled
+    # No stage of a pass that reads ahead may stand before repeat, see ``tallied``.
+    return shares(pipeline, found, sizes, pipeline.dataset.enumerate().repeat())
+
+
+def _cut(
+    pipeline: Pipeline, found: Found, sizes: Sizes, dataset: tf.data.Dataset
+) -> tf.data.Dataset:
+    """Cuts elements that are a global batch each, or what is there of it."""
+    most = sizes.per_replica
+
+    @tf.autograph.experimental.do_not_convert
+    def pieces(_: tf.Tensor, element: Any) -> tf.data.Dataset:
+        number = checked_count(pipeline.count_examples, element)
+        fits = tf.debugging.Assert((number > 0) & (number <= sizes.batch), [_FITS, number])
+        with tf.control_dependencies([fits]):
+            number = tf.identity(number)
+
+        @tf.autograph.experimental.do_not_convert
+        def pick(index: tf.Tensor) -> Any:
+            first = index // sizes.replicas * sizes.replicas * most
+            examples = tf.clip_by_value(number - index * most, 0, most)
+            together = tf.clip_by_value(number - first, 0, sizes.replicas * most)
+            if sizes.shares == 1:
+                return tf.stack([examples, together]), element
+            start = tf.where(examples > 0, index * most, 0)
+            own = tf.nest.map_structure(
+                lambda tensor: share_of(pipeline.name, sizes, tensor, start), element
+            )
+            return tf.stack([examples, together]), own
+
+        return tf.data.Dataset.range(sizes.shares).map(pick)
+
+    return dataset.flat_map(pieces)
+
+
+def _filled(
+    pipeline: Pipeline, found: Found, sizes: Sizes, dataset: tf.data.Dataset
+) -> tf.data.Dataset:
+    """Puts copies of the last element of a pass behind it, as far as its last step has room.
+
+    They come out of that element, before its pass is found to have ended: a shuffle whose end was
+    seen has no state that a checkpoint could hold.
+    """
+    numbers, size = found.kept, found.size
+    assert numbers is not None
+    width = found.together // sizes.accumulate_steps
+    missing = numbers.steps * found.together - numbers.elements
+    last = numbers.elements - 1
+
+    def follows(before: tf.Tensor, item: Any) -> tuple[tf.Tensor, Any]:
+        index, element = item
+        ended = tf.debugging.Assert((index > 0) | (before == last), [_LENGTH, before + 1])
+        with tf.control_dependencies([ended]):
+            return tf.identity(index), (tf.identity(index), element)
+
+    @tf.autograph.experimental.do_not_convert
+    def pieces(index: tf.Tensor, element: Any) -> tf.data.Dataset:
+        number = checked_count(pipeline.count_examples, element)
+        expected = tf.clip_by_value(numbers.own - index * size, 0, size)
+        as_counted = tf.debugging.Assert(number == expected, [_LENGTH, index + 1])
+        with tf.control_dependencies([as_counted]):
+            number = tf.identity(number)
+
+        @tf.autograph.experimental.do_not_convert
+        def pick(copy: tf.Tensor) -> Any:
+            first = (index + copy) // width * width * size
+            parts = [tf.clip_by_value(n - first, 0, width * size) for n in numbers.examples]
+            examples = tf.where(copy == 0, number, 0)
+            return tf.stack([examples, tf.add_n(parts)]), element
+
+        copies = 1 + missing * tf.cast(index == last, tf.int64)
+        return tf.data.Dataset.range(copies).map(pick)
+
+    start = tf.constant(last, tf.int64)
+    return dataset.scan(start, tf.autograph.experimental.do_not_convert(follows)).flat_map(pieces)
+
+
+@tf.function(autograph=False)
+def skip_examples(iterator: Any, count: tf.Tensor, shares: int, in_step: int) -> None:
+    """Draws whole steps and drops them, until so many examples are gone, in one graph call.
+
+    Args:
+        iterator: of what ``whole_passes`` returned
+        count: of examples, over all processes; an int64 scalar
+        shares: that this process draws for a micro-batch
+        in_step: micro-batches in a step
+    """
+
+    def drop(gone: tf.Tensor) -> tuple[tf.Tensor]:
+        for _ in range(in_step):
+            gone += [next(iterator) for _ in range(shares)][0][0][1]
+        return (gone,)
+
+    tf.while_loop(lambda gone: gone < count, drop, (tf.constant(0, tf.int64),))
+
+
+_FITS = "a global batch holds no examples, or more than batch_size"
+_LENGTH = (
+    "a pass is not as long as the one that was read to count its examples, which last_batch keep "
+    "needs; at its element"
+)
