@@ -212,7 +212,7 @@ def create_input(
         iter(dataset),
         dataset.element_spec[-1] if with_tally or found.kept else dataset.element_spec,
         why_not_checkpointable(pipeline.dataset.repeat()),
-        Tally(pipeline.name, found, sizes, with_tally),
+        Tally(pipeline.name, found, sizes, with_tally, pipeline.endless),
         None if found.kept is None else on_host(0, "counted"),
         clock=not is_deterministic(),
     )

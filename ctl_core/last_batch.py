@@ -73,7 +73,53 @@ def whole_passes(pipeline: Pipeline, found: Found, sizes: Sizes) -> tf.data.Data
     """
     shares = _cut if found.together == 1 and not pipeline.sharded else _filled
     # No stage of a pass that reads ahead may stand before repeat, see ``tallied``.
-    return shares(pipeline, found, sizes, pipeline.dataset.enumerate().repeat())
+    assert found.kept is not None
+    dataset = pipeline.dataset.enumerate().repeat()
+    return shares(pipeline, found, sizes, _held_back(dataset, found.kept.elements - 1))
+
+
+def _held_back(dataset: tf.data.Dataset, last: int) -> tf.data.Dataset:
+    """Gives out the last element of a pass when the first of the next has been read.
+
+    Where it is smaller, what has batched it has read its pass to the end, and until the next pass
+    begins, a shuffle before it has no state that a checkpoint could hold.
+
+    Args:
+        dataset: repeated, of (index in the pass, element)
+        last: the index of the last element
+    """
+
+    def parts(item: Any) -> tuple[tf.Tensor, ...]:  # a state is of dense tensors
+        return tuple(tf.nest.flatten(item, expand_composites=True))
+
+    @tf.autograph.experimental.do_not_convert
+    def exchange(held: Any, item: Any) -> Any:
+        return (item[0] == last, parts(item)), (*held, item)
+
+    @tf.autograph.experimental.do_not_convert
+    def pieces(there: tf.Tensor, held: Any, item: Any) -> tf.data.Dataset:
+        held = tf.nest.pack_sequence_as(item, held, expand_composites=True)
+        before = tf.data.Dataset.from_tensors(held).take(tf.cast(there, tf.int64))
+        now = tf.data.Dataset.from_tensors(item).take(tf.cast(item[0] != last, tf.int64))
+        return before.concatenate(now)
+
+    nothing = parts(tf.nest.map_structure(_nothing, dataset.element_spec))
+    return dataset.scan((tf.constant(False), nothing), exchange).flat_map(pieces)
+
+
+def _nothing(spec: tf.TypeSpec) -> Any:
+    """Returns something small of a type, dense, ragged or sparse."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        sizes = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]
+        ragged = tf.zeros([0, *sizes], spec.dtype)
+        for _ in range(spec.ragged_rank):
+            ragged = tf.RaggedTensor.from_row_splits(ragged, tf.zeros([1], spec.row_splits_dtype))
+        return ragged
+    if isinstance(spec, tf.SparseTensorSpec):
+        rank = spec.shape.rank
+        indices, size = tf.zeros([0, rank], tf.int64), tf.zeros([rank], tf.int64)
+        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), size)
+    return tf.zeros([size or 0 for size in (spec.shape if spec.shape.rank else ())], spec.dtype)
 
 
 def _cut(
@@ -110,11 +156,7 @@ def _cut(
 def _filled(
     pipeline: Pipeline, found: Found, sizes: Sizes, dataset: tf.data.Dataset
 ) -> tf.data.Dataset:
-    """Puts copies of the last element of a pass behind it, as far as its last step has room.
-
-    They come out of that element, before its pass is found to have ended: a shuffle whose end was
-    seen has no state that a checkpoint could hold.
-    """
+    """Puts copies of the last element of a pass behind it, as far as its last step has room."""
     numbers, size = found.kept, found.size
     assert numbers is not None
     width = found.together // sizes.accumulate_steps

@@ -142,7 +142,9 @@ class Tally:
         variable: where elements carry it, that of the last watched step; see ``tallied``
     """
 
-    def __init__(self, name: str, found: Found, sizes: Sizes, carried: bool) -> None:
+    def __init__(
+        self, name: str, found: Found, sizes: Sizes, carried: bool, endless: bool
+    ) -> None:
         """Takes what is known.
 
         Args:
@@ -150,9 +152,10 @@ class Tally:
             found: what was found out about them
             sizes: how a global batch is shared out
             carried: whether elements carry it
+            endless: whether the data are no passes that the engine repeats
         """
         self.variable = on_host([0] * 4, "tally") if carried else None
-        self._of = name, found, sizes
+        self._of = name, found, sizes, endless
         self._told = False
 
     def say(self, console: Console, following: Any = None) -> None:
@@ -163,7 +166,7 @@ class Tally:
             following: an iterator, if training has ended, so that no more will be known; where no
                 step was watched, its next element is drawn for the tally
         """
-        name, found, sizes = self._of
+        name, found, sizes, endless = self._of
         if self._told or (found.left_out is None and self.variable is None):
             return
         passes, left_out = 2, found.left_out
@@ -178,6 +181,8 @@ class Tally:
             return
         self._told = True
         number, line = said_left_out(name, found, sizes, passes, left_out)
+        if number == 1 and not endless:
+            line = f"{line.removesuffix('.')}; --last-batch keep trains on them, too."
         if number:
             (console.warn if number > 1 else console.say)(line)
 

@@ -153,13 +153,11 @@ class Shares:
         to the statistics of the batch.
         """
         replicas = self._strategy.num_replicas_in_sync
-        index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        local = len(self._strategy.extended.worker_devices)
 
         def parts(variables: list[Any]) -> list[tuple[Any, Any, tf.Tensor]]:
             results = self._strategy.experimental_local_results
-            found = [(v, results(v)[index % local]) for v in variables]
-            return [(v, part, part.read_value()) for v, part in found]
+            own = [next(p for p in results(v) if p.handle is v.handle) for v in variables]
+            return [(v, p, p.read_value()) for v, p in zip(variables, own, strict=True)]
 
         own, alike = parts(self.own), parts(self._alike)
         yield
