@@ -46,10 +46,10 @@ def kept(found: Found, pipeline: Pipeline, sizes: Sizes, hooks: Hooks, cluster: 
             "is a global batch: make them of global_batch_size, which the hook may name and the "
             "engine shares out."
         )
-    own = [whole + odd, whole * found.size + odd_examples]
+    elements, examples = whole + odd, whole * found.size + odd_examples
+    own = [elements, examples]
     table = cluster.gather(own) if pipeline.sharded else [own]
-    parts = [(int(elements), int(examples)) for elements, examples in table]
-    longest = max(elements for elements, _ in parts)
+    parts = [(int(part[0]), int(part[1])) for part in table]
     even = all(part == parts[0] for part in parts)
     if even and not odd and whole % found.together == 0:
         return found
@@ -58,8 +58,8 @@ def kept(found: Found, pipeline: Pipeline, sizes: Sizes, hooks: Hooks, cluster: 
             "names per_replica_batch_size, for a model of batches of one size, but with last_batch "
             "keep the last one of a pass is smaller; leave out one of the two."
         )
-    steps = -(-longest // found.together)
-    numbers = Kept(*own, tuple(examples for _, examples in parts), steps)
+    steps = -(-max(part[0] for part in parts) // found.together)
+    numbers = Kept(elements, examples, tuple(part[1] for part in parts), steps)
     return dataclasses.replace(found, left_out=(0, 0, 0), kept=numbers)
 
 

@@ -142,9 +142,7 @@ class Tally:
         variable: where elements carry it, that of the last watched step; see ``tallied``
     """
 
-    def __init__(
-        self, name: str, found: Found, sizes: Sizes, carried: bool, endless: bool
-    ) -> None:
+    def __init__(self, name: str, found: Found, sizes: Sizes, carried: bool, endless: bool) -> None:
         """Takes what is known.
 
         Args:

@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.sync import Cluster
@@ -288,8 +287,9 @@ def look(
         totals = tf.zeros([5], tf.int64)
         for count in counts:
             totals = _with(totals, tf.constant(count, tf.int64), size, alone)
-        whole, *left_out, misfits, _ = _count(iterator, pipeline, size, alone, totals)
-    return Found(size, together, whole, (*left_out, whole % together * size), misfits)
+        whole, odd, odd_examples, misfits, _ = _count(iterator, pipeline, size, alone, totals)
+    left_out = odd, odd_examples, whole % together * size
+    return Found(size, together, whole, left_out, misfits)
 
 
 @contextlib.contextmanager
@@ -418,9 +418,7 @@ def _count(
         def body(_: tf.Tensor, totals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             element = iterator.get_next_as_optional()
             there = element.has_value()
-            return there, tf.cond(
-                there, lambda: add(element.get_value(), totals), lambda: totals
-            )
+            return there, tf.cond(there, lambda: add(element.get_value(), totals), lambda: totals)
 
         return tf.while_loop(lambda more, _: more, body, (tf.constant(True), totals))[1]
 

@@ -127,7 +127,11 @@ def test_a_resumed_run_is_the_whole_run(train: Train, replicas: int) -> None:
     """From within a pass, from its end, and from the first step of the next."""
 
     def model() -> keras.Model:
-        layers = [keras.Input((FEATURES,)), keras.layers.Dense(8), keras.layers.Dropout(0.5, seed=1)]
+        layers = [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8),
+            keras.layers.Dropout(0.5, seed=1),
+        ]
         return set_weights(keras.Sequential([*layers, keras.layers.Dense(1)]))
 
     some = hooks(create_dataset=shuffled(19), create_model=model)
@@ -195,7 +199,7 @@ def test_synchronized_batch_normalization(train: Train, number: int, replicas: i
 
 @pytest.mark.parametrize("number", [10, 14])
 def test_moving_statistics_count_each_example_once(train: Train, number: int) -> None:
-    """A replica without examples keeps its own; that of r of R takes a step N r / R times as long."""
+    """A replica without examples keeps its own; one of r of R goes N r / R times as far."""
 
     def still(gradients: Any) -> Any:
         return [tf.zeros_like(gradient) for gradient in gradients], gradients
@@ -444,8 +448,11 @@ def test_global_batches_may_be_smaller_anywhere(train: Train) -> None:
     """As those of length buckets, whose remainders come in any order."""
 
     def data() -> tf.data.Dataset:
-        return examples(14).batch(8).concatenate(examples(5).batch(8)).concatenate(
-            examples(16).batch(8)
+        return (
+            examples(14)
+            .batch(8)
+            .concatenate(examples(5).batch(8))
+            .concatenate(examples(16).batch(8))
         )
 
     state = keep(train, hooks(create_dataset=lambda global_batch_size: data()), virtual_devices=2)
@@ -569,7 +576,8 @@ def test_what_cannot_be_kept_is_refused(train: Train) -> None:
         return l2_model()
 
     with pytest.raises(
-        ctl_core.SetupError, match=r"create_model \(.*\): names per_replica_batch_size, .* of the two"
+        ctl_core.SetupError,
+        match=r"create_model \(.*\): names per_replica_batch_size, .* of the two",
     ):
         keep(train, hooks(create_dataset=of_replicas(9), create_model=fixed), virtual_devices=2)
 
@@ -591,7 +599,7 @@ def test_the_message_of_what_is_left_out_names_the_cure(
     keep(train, hooks(create_dataset=of_steps(10), update_pre=clipped), last_batch="drop")
     said = capsys.readouterr().out
     assert "leaves out 2 examples, which fill no global batch of 8; --last-batch keep " in said
-    with pytest.raises(ctl_core.SetupError, match="fewer than one .* with --last-batch keep"):
+    with pytest.raises(ctl_core.SetupError, match=r"fewer than one .* with --last-batch keep"):
         data = examples(4).batch(4, drop_remainder=True)
         some = hooks(create_dataset=lambda: data)
         keep(train, some, last_batch="drop", run_name="few", virtual_devices=2)
