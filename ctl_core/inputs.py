@@ -151,7 +151,8 @@ def create_input(
 
     Where ``make_batches`` leaves the dataset as it is, a pass ends with its last full global
     batch, so that every pass has the same steps on any number of replicas; smaller elements are
-    left out, unless ``last_batch`` is keep. A ``make_batches`` that batches the repeated dataset itself loses no example.
+    left out, unless ``last_batch`` is keep. A ``make_batches`` that batches the repeated dataset
+    itself loses no example.
 
     The two hooks are called once if the datasets' descriptions say all there is to know, and twice
     if something has to be read to find it out.

@@ -12,8 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import Found, Kept, Pipeline, Sizes, checked_count
+from ctl_core.checks.data import RESHUFFLING, Found, Kept, Pipeline, Sizes, checked_count
 from ctl_core.cluster.sync import Cluster
+from ctl_core.compat import stages
 from ctl_core.hooks import Hooks
 from ctl_core.passes import share_of
 
@@ -75,7 +76,9 @@ def whole_passes(pipeline: Pipeline, found: Found, sizes: Sizes) -> tf.data.Data
     # No stage of a pass that reads ahead may stand before repeat, see ``tallied``.
     assert found.kept is not None
     dataset = pipeline.dataset.enumerate().repeat()
-    return shares(pipeline, found, sizes, _held_back(dataset, found.kept.elements - 1))
+    if any(type(stage).__name__ in _WITH_STATE for stage in stages(pipeline.dataset)):
+        dataset = _held_back(dataset, found.kept.elements - 1)
+    return shares(pipeline, found, sizes, dataset)
 
 
 def _held_back(dataset: tf.data.Dataset, last: int) -> tf.data.Dataset:
@@ -128,20 +131,26 @@ def _cut(
     """Cuts elements that are a global batch each, or what is there of it."""
     most = sizes.per_replica
 
-    @tf.autograph.experimental.do_not_convert
-    def pieces(_: tf.Tensor, element: Any) -> tf.data.Dataset:
+    def examples_of(element: Any) -> tf.Tensor:
         number = checked_count(pipeline.count_examples, element)
         fits = tf.debugging.Assert((number > 0) & (number <= sizes.batch), [_FITS, number])
         with tf.control_dependencies([fits]):
-            number = tf.identity(number)
+            return tf.identity(number)
+
+    @tf.autograph.experimental.do_not_convert
+    def whole(_: tf.Tensor, element: Any) -> Any:
+        number = examples_of(element)
+        return tf.stack([number, number]), element
+
+    @tf.autograph.experimental.do_not_convert
+    def pieces(_: tf.Tensor, element: Any) -> tf.data.Dataset:
+        number = examples_of(element)
 
         @tf.autograph.experimental.do_not_convert
         def pick(index: tf.Tensor) -> Any:
             first = index // sizes.replicas * sizes.replicas * most
             examples = tf.clip_by_value(number - index * most, 0, most)
             together = tf.clip_by_value(number - first, 0, sizes.replicas * most)
-            if sizes.shares == 1:
-                return tf.stack([examples, together]), element
             start = tf.where(examples > 0, index * most, 0)
             own = tf.nest.map_structure(
                 lambda tensor: share_of(pipeline.name, sizes, tensor, start), element
@@ -150,7 +159,7 @@ def _cut(
 
         return tf.data.Dataset.range(sizes.shares).map(pick)
 
-    return dataset.flat_map(pieces)
+    return dataset.map(whole) if sizes.shares == 1 else dataset.flat_map(pieces)
 
 
 def _filled(
@@ -204,12 +213,15 @@ def skip_examples(iterator: Any, count: tf.Tensor, shares: int, in_step: int) ->
 
     def drop(gone: tf.Tensor) -> tuple[tf.Tensor]:
         for _ in range(in_step):
-            gone += [next(iterator) for _ in range(shares)][0][0][1]
+            drawn = [next(iterator) for _ in range(shares)]
+            gone += drawn[0][0][1]
         return (gone,)
 
     tf.while_loop(lambda gone: gone < count, drop, (tf.constant(0, tf.int64),))
 
 
+# Stages whose state is lost once they have been read to their end; see ``holds_shuffles``.
+_WITH_STATE = {*RESHUFFLING, "CacheDataset"}
 _FITS = "a global batch holds no examples, or more than batch_size"
 _LENGTH = (
     "a pass is not as long as the one that was read to count its examples, which last_batch keep "
