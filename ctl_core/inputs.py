@@ -76,8 +76,6 @@ class Input:
     def next_batch(self, watch: bool) -> Any:
         """Draws the next element for each local replica; runs inside a graph function.
 
-        Where the last batch of a pass is kept, that is a pair: see ``whole_passes``.
-
         Args:
             watch: whether to add to ``waited`` and to note the tally, which costs some ten
                 microseconds
@@ -186,11 +184,11 @@ def create_input(
         compared = task.processes > 1 and not pipeline.sharded
         if found is None or compared or uneven(pipeline, found.together):
             counting = config.counts_epochs and not pipeline.endless
-            compare = cluster if compared else None
-            found = look(pipeline, sizes, compare, counting, console, keeping)
+            others = cluster if compared else None
+            found = look(pipeline, sizes, others, counting, console, keeping)
             looked_at, pipeline = pipeline, create()
             check_made_anew(looked_at, pipeline)
-        found = kept(found, pipeline, sizes, hooks, cluster) if keeping else found
+        found = kept(found, pipeline, sizes, hooks, cluster, console) if keeping else found
     dataset = pipeline.dataset
     with_tally = found.kept is None and known(pipeline, sizes) is None
     if found.kept is not None:

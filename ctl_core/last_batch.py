@@ -15,11 +15,19 @@ import tensorflow as tf
 from ctl_core.checks.data import RESHUFFLING, Found, Kept, Pipeline, Sizes, checked_count
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import stages
+from ctl_core.console import Console
 from ctl_core.hooks import Hooks
 from ctl_core.passes import share_of
 
 
-def kept(found: Found, pipeline: Pipeline, sizes: Sizes, hooks: Hooks, cluster: Cluster) -> Found:
+def kept(
+    found: Found,
+    pipeline: Pipeline,
+    sizes: Sizes,
+    hooks: Hooks,
+    cluster: Cluster,
+    console: Console | None,
+) -> Found:
     """Returns what was found, with ``Found.kept`` where a pass ends with a smaller batch.
 
     Where none does, nothing is to be kept: the data are read as with ``drop``. In a cluster whose
@@ -32,6 +40,7 @@ def kept(found: Found, pipeline: Pipeline, sizes: Sizes, hooks: Hooks, cluster: 
         sizes: how a global batch is shared out
         hooks: of which ``create_model`` may want batches of one size
         cluster: its processes
+        console: to warn of batches that have lost their remainder before
 
     Raises:
         SetupError: elements of a pass are larger than they should be, or smaller before its end
@@ -39,6 +48,11 @@ def kept(found: Found, pipeline: Pipeline, sizes: Sizes, hooks: Hooks, cluster: 
     """
     if found.elements is None or found.left_out is None:
         return found
+    if console is not None and pipeline.static_size() is not None:
+        console.warn(
+            f"{pipeline.name}: its batches are of one fixed size, so that last_batch keep gets no "
+            "smaller one; leave out drop_remainder=True to keep every example."
+        )
     whole, (odd, odd_examples, _) = found.elements, found.left_out
     if found.misfits:
         raise pipeline.hook.reject(

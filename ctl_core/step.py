@@ -101,10 +101,10 @@ def weight_of(context: StepContext, batch: Any, output: Any) -> tf.Tensor | None
 
     No gradient goes through it.
     """
-    hook, weight = context.hooks.batch_weight, None
-    if hook is not None:
-        weight = checked_weight(hook, hook.in_graph(batch=batch, output=output))
-    return weight_of_share(weight)
+    hook = context.hooks.batch_weight
+    if hook is None:
+        return weight_of_share(None)
+    return weight_of_share(checked_weight(hook, hook.in_graph(batch=batch, output=output)))
 
 
 def batch_sum(context: StepContext, loss: Any, batch: Any) -> tf.Tensor:

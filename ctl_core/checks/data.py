@@ -259,8 +259,8 @@ def look(
     with reading(pipeline.hook):
         elements = [first_of(iterator, pipeline.hook)]
         counts = [examples_in(pipeline.count_examples, elements[0])]
-        odd = keep and counts[0] not in (None, sizes.per_replica, sizes.batch)
-        if odd and (second := next(iterator, None)) is not None:
+        another = keep and counts[0] not in (None, sizes.per_replica, sizes.batch)
+        if another and (second := next(iterator, None)) is not None:
             elements.append(second)
             counts.append(examples_in(pipeline.count_examples, second))
         if len(elements) == 1 and keep and 0 < (counts[0] or 0) < sizes.batch:

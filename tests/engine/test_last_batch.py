@@ -415,7 +415,9 @@ def test_examples_that_are_not_rows(train: Train) -> None:
     assert_weights(state, plain(graphs(8), set_weights(Pool())))
 
 
-def test_shares_of_the_hooks_own_and_whole_elements(train: Train) -> None:
+def test_shares_of_the_hooks_own_and_whole_elements(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``input_context`` is named; and elements of one fixed size that fill no step."""
 
     def own(per_replica_batch_size: int, input_context: Any) -> tf.data.Dataset:
@@ -442,6 +444,7 @@ def test_shares_of_the_hooks_own_and_whole_elements(train: Train) -> None:
     state = keep(train, some, virtual_devices=2, run_name="fixed")
     assert_weights(state, plain(examples(12).batch(8), model(None)))  # type: ignore[arg-type]
     assert state.progress.examples == 36
+    assert "leave out drop_remainder=True to keep every example" in capsys.readouterr().out
 
 
 def test_global_batches_may_be_smaller_anywhere(train: Train) -> None:
