@@ -87,17 +87,17 @@ def plain(
 @pytest.mark.parametrize(
     ("number", "batch_size", "replicas", "accumulate"),
     [
-        (10, 4, 1, 1),
+        pytest.param(10, 4, 1, 1, marks=pytest.mark.slow),
         (10, 4, 2, 1),
         (9, 8, 2, 1),
         (9, 8, 1, 2),
-        (12, 8, 1, 2),
+        pytest.param(12, 8, 1, 2, marks=pytest.mark.slow),
         (9, 8, 2, 2),
-        (14, 8, 2, 2),
-        (17, 8, 4, 1),
-        (3, 8, 2, 1),
+        pytest.param(14, 8, 2, 2, marks=pytest.mark.slow),
+        pytest.param(17, 8, 4, 1, marks=pytest.mark.slow),
+        pytest.param(3, 8, 2, 1, marks=pytest.mark.slow),
         (6, 8, 2, 1),
-        (16, 8, 2, 1),
+        pytest.param(16, 8, 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_weights_are_those_of_a_plain_loop(
