@@ -28,7 +28,6 @@ from ctl_core.checks.writes import Write, forward_writes
 from ctl_core.cluster.strategy import Task, create_strategy
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import global_seed_generator
-from ctl_core.compiled import stack_of
 from ctl_core.console import Console
 from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, SetupError
@@ -43,6 +42,7 @@ from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes
 from ctl_core.numerics.rate_schedule import schedule_of, wanted
+from ctl_core.numerics.shares import Shares
 from ctl_core.run_folder import Run
 from ctl_core.run_state.folder import repair_list
 from ctl_core.run_state.tracking import find, trainable_variables
@@ -60,6 +60,7 @@ from ctl_core.step import (
     train_step,
     weight_of,
 )
+from ctl_core.stretches import stack_for
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -126,6 +127,9 @@ def _create(
             config.jit_compile is True,
             notes_losses=config.on_nan != "ignore",
         )
+        if data.counted is not None:
+            most, several = config.batch_size // config.accumulate_steps, data.sizes.shares > 1
+            context.shares = Shares(strategy, most, several, cluster.task.processes)
         optimizers = _create_optimizers(context, lr, data, cluster.task)
         optimizer = context.optimizer
         variables, input_spec, writes, parts = _build_variables(context, data, cluster.task)
@@ -136,8 +140,8 @@ def _create(
         for name, one in optimizers.items():
             if isinstance(one, keras.Optimizer) and not one.built:
                 one.build(variables[name])
-        if context.jit_compile and replicas == 1:
-            context.stack = stack_of(data.element_spec, data.rows, config.accumulate_steps)
+        if context.jit_compile:
+            context.stack = stack_for(context, data)
             context.jit_compile = context.stack is None
         roots = _roots(context)
         computed = {*lower_dtypes(find(roots).layers), config.precision} - {"float32"}
@@ -181,6 +185,9 @@ def _create(
     if evaluation is not None:
         roots["metrics"] = evaluation.lasting_metrics()
     found = find(roots)
+    if context.shares is not None:
+        context.shares.look_at(writes, found)
+    own = context.shares.own if context.shares else []
     return State(
         config=config,
         run_dir=run.path,
@@ -194,7 +201,7 @@ def _create(
         hooks=hooks,
         strategy=strategy,
         cluster=cluster,
-        statistics=MovingStatistics(found.layers, strategy),
+        statistics=MovingStatistics(found.layers, strategy, own),
         context=context,
         data=data,
         evaluation=evaluation,

@@ -15,7 +15,6 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.compat import GraphWriter, graphs_called, iterator_handle
-from ctl_core.compiled import stack_of
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, not_compiled
 from ctl_core.graph import StepFunctions
@@ -24,6 +23,7 @@ from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.remainder import own_variables
 from ctl_core.run_state.tracking import written_variables
 from ctl_core.state import State
+from ctl_core.stretches import stack_for
 
 # What is timed takes about so long (seconds), three times each.
 _LONG = 0.3
@@ -66,10 +66,7 @@ def _known(state: State) -> bool | None:
 
 
 def _set(state: State, compiled: bool) -> None:
-    context, data = state.context, state.data
-    context.stack = (
-        stack_of(data.element_spec, data.rows, context.accumulate_steps) if compiled else None
-    )
+    state.context.stack = stack_for(state.context, state.data) if compiled else None
 
 
 class _Trial:

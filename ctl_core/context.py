@@ -17,6 +17,7 @@ from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.precision import LossScale
 from ctl_core.numerics.rate_schedule import RateSchedule
+from ctl_core.numerics.shares import Shares
 from ctl_core.types import Loss, Model, Optimizer
 
 
@@ -40,6 +41,7 @@ class StepContext:
         rate_schedule: what assigns lr at each step, or None
         train_metrics: by name
         average: the moving average of the weights, or None
+        shares: what a step does with shares that may be smaller (``last_batch``), or None
         notes_losses: whether losses that are not finite are noted
         without_gradient: names of variables that the loss does not depend on, found in tracing
         scalar_losses: the objectives whose loss is one number, found in tracing
@@ -65,6 +67,7 @@ class StepContext:
     rate_schedule: RateSchedule | None = None
     train_metrics: dict[str, keras.Metric] = dataclasses.field(default_factory=dict)
     average: WeightAverage | None = None
+    shares: Shares | None = None
     notes_losses: bool = False
     without_gradient: list[str] = dataclasses.field(default_factory=list)
     scalar_losses: set[str] = dataclasses.field(default_factory=set)

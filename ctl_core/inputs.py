@@ -35,7 +35,16 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
-from ctl_core.passes import Tally, cut, on_host, overfit, tallied, whole_groups
+from ctl_core.last_batch import kept, skip_examples, whole_passes
+from ctl_core.passes import (
+    Tally,
+    cut,
+    on_host,
+    overfit,
+    skip_elements,
+    tallied,
+    whole_groups,
+)
 from ctl_core.settings import Config
 
 
@@ -53,6 +62,7 @@ class Input:
         element_spec: of one replica's batch
         why_not_checkpointable: why the position cannot be saved exactly, or None
         tally: of what a pass leaves out
+        counted: examples drawn for steps, where the last batch of a pass is kept, else None
         clock: whether there is one in the graph; not where ops are deterministic
         waited: seconds that watched steps have waited for elements, a float64 scalar
         watched: how many steps that are
@@ -67,6 +77,7 @@ class Input:
     element_spec: Any
     why_not_checkpointable: str | None
     tally: Tally
+    counted: tf.Variable | None
     clock: bool
     waited: tf.Variable = dataclasses.field(default_factory=lambda: on_host(0.0, "waited"))
     watched: int = 0
@@ -89,6 +100,8 @@ class Input:
             if watch:
                 self.tally.variable.assign(values[-1][1])
             values = [element for _, _, element in values]
+        if self.counted is not None:
+            self.counted.assign_add(values[0][0][1])
         return distribute(self.strategy, values)
 
     @property
@@ -107,26 +120,26 @@ class Input:
             return None
         return float(self.waited.numpy()) / self.watched * steps
 
-    def skip(self, elements: int) -> None:
-        """Moves on by so many elements: the way to a position that could not be saved."""
-        skip_elements(self.iterator, tf.constant(elements, tf.int64))
+    def examples_in(self, steps: int) -> int:
+        """How many examples the last steps had, so many of them, since it was last asked."""
+        if self.counted is None:
+            return steps * self.sizes.batch
+        examples = int(self.counted.numpy())
+        self.counted.assign(0)
+        return examples
+
+    def skip(self, examples: int) -> None:
+        """Moves on by so many examples: the way to a position that could not be saved."""
+        count = tf.constant(examples, tf.int64)
+        if self.counted is not None:
+            skip_examples(self.iterator, count, self.replicas, self.sizes.accumulate_steps)
+        else:
+            skip_elements(self.iterator, count // self.sizes.per_replica // self.sizes.processes)
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Global batches in a pass, or None: it has no end, or the steps were not counted."""
-        elements = self.found.elements
-        return None if elements is None else elements // self.found.together
-
-
-@tf.function(autograph=False)
-def skip_elements(iterator: Any, count: tf.Tensor) -> None:
-    """Draws ``count`` elements and drops them, in one graph call."""
-
-    def drop(done: tf.Tensor) -> tuple[tf.Tensor]:
-        next(iterator)
-        return (done + 1,)
-
-    tf.while_loop(lambda done: done < count, drop, (tf.constant(0, tf.int64),))
+        return self.found.steps
 
 
 def create_input(
@@ -141,7 +154,8 @@ def create_input(
 
     Where ``make_batches`` leaves the dataset as it is, a pass ends with its last full global
     batch, so that every pass has the same steps on any number of replicas; smaller elements are
-    left out. A ``make_batches`` that batches the repeated dataset itself loses no example.
+    left out, unless ``last_batch`` is keep. A ``make_batches`` that batches the repeated dataset
+    itself loses no example.
 
     The two hooks are called once if the datasets' descriptions say all there is to know, and twice
     if something has to be read to find it out.
@@ -169,21 +183,26 @@ def create_input(
         return create_pipeline(hooks, sizes, context)
 
     pipeline = create()
+    keeping = config.keeps_last_batch and not pipeline.endless
     if found is None:
         found = known(pipeline, sizes)
         compared = task.processes > 1 and not pipeline.sharded
         if found is None or compared or uneven(pipeline, found.together):
             counting = config.counts_epochs and not pipeline.endless
-            found = look(pipeline, sizes, cluster if compared else None, counting, console)
+            others = cluster if compared else None
+            found = look(pipeline, sizes, others, counting, console, keeping)
             looked_at, pipeline = pipeline, create()
             check_made_anew(looked_at, pipeline)
+        found = kept(found, pipeline, sizes, hooks, cluster, console) if keeping else found
     dataset = pipeline.dataset
-    with_tally = known(pipeline, sizes) is None
-    if with_tally:
+    with_tally = found.kept is None and known(pipeline, sizes) is None
+    if found.kept is not None:
+        dataset = whole_passes(pipeline, found, sizes)
+    elif with_tally:
         dataset = tallied(pipeline, found)
     elif not pipeline.endless:
         dataset = whole_groups(pipeline, found).repeat()
-    if found.size != sizes.per_replica:
+    if found.kept is None and found.size != sizes.per_replica:
         dataset = cut(dataset, sizes, with_tally, pipeline.name)
     if task.processes > 1 and not pipeline.sharded:
         dataset = dataset.shard(task.processes, task.index)
@@ -197,8 +216,9 @@ def create_input(
         pipeline,
         found,
         iter(dataset),
-        dataset.element_spec[-1] if with_tally else dataset.element_spec,
+        dataset.element_spec[-1] if with_tally or found.kept else dataset.element_spec,
         why_not_checkpointable(pipeline.dataset.repeat()),
-        Tally(pipeline.name, found, sizes, with_tally),
+        Tally(pipeline.name, found, sizes, with_tally, pipeline.endless),
+        None if found.kept is None else on_host(0, "counted"),
         clock=not is_deterministic(),
     )

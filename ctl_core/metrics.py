@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,9 +12,11 @@ import tensorflow as tf
 
 from ctl_core.checks.data import examples_in
 from ctl_core.checks.returned import kind_of
+from ctl_core.console import Console
 from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, RunError, brief
 from ctl_core.hooks import Hook
+from ctl_core.numerics.shares import if_counted
 
 Metrics = dict[str, keras.Metric]
 
@@ -81,7 +84,8 @@ def update_train_metrics(context: StepContext, batch: Any, output: Any, loss: An
     arguments = hooks.train_metric_pre.in_graph(**values)
     if context.turn is not None and isinstance(arguments, Mapping):
         metrics = {name: metric for name, metric in metrics.items() if name in arguments}
-    update_metrics(metrics, hooks.create_train_metrics, hooks.train_metric_pre, arguments)
+    made_by, pre = hooks.create_train_metrics, hooks.train_metric_pre
+    if_counted(lambda: update_metrics(metrics, made_by, pre, arguments))
     return set(metrics)
 
 
@@ -121,9 +125,13 @@ def update_loss_parts(context: StepContext, parts: Mapping[str, Any], batch: Any
                 "expected one number per example, or one for all of them."
             )
         examples = examples_in(context.hooks.count_examples, batch)
-        context.loss_parts[name].update_state(
-            tf.reduce_mean(part), 1 if examples is None else examples
-        )
+        weight = 1 if examples is None else examples
+        update = context.loss_parts[name].update_state
+        if_counted(functools.partial(_update, update, tf.reduce_mean(part), weight))
+
+
+def _update(update: Any, value: Any, weight: Any) -> None:
+    update(value, weight)  # a branch of a graph returns nothing
 
 
 def results(metrics: Metrics, made_by: Hook) -> dict[str, float]:
@@ -142,3 +150,15 @@ def results(metrics: Metrics, made_by: Hook) -> dict[str, float]:
             )
         values[name] = float(result.reshape(()))
     return values
+
+
+def log(context: StepContext, console: Console, step: int, due: bool, anew: bool) -> None:
+    """Writes the train metrics, if that is due; at the end of a period they begin anew.
+
+    A run that ends within one keeps what it has, for when it goes on.
+    """
+    if due:
+        values = results(context.logged(), context.hooks.create_train_metrics)
+        console.values(step, "train", values)
+    for metric in context.logged().values() if anew else ():
+        metric.reset_state()

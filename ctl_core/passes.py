@@ -20,7 +20,8 @@ def whole_groups(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
     if found.elements < found.together:
         raise SetupError(
             f"{pipeline.name}: the dataset has {found.elements * found.size} examples, fewer than "
-            f"one global batch of {found.together * found.size}; lower batch_size."
+            f"one global batch of {found.together * found.size}; lower batch_size, or keep them "
+            "with --last-batch keep."
         )
     rest = found.elements % found.together
     return pipeline.dataset.take(found.elements - rest) if rest else pipeline.dataset
@@ -90,17 +91,8 @@ def cut(dataset: tf.data.Dataset, sizes: Sizes, with_tally: bool, name: str) -> 
     """Cuts global batches into the shares that the replicas take one after the other."""
 
     def share(tensor: Any, index: tf.Tensor) -> Any:
-        if tensor.shape.rank == 0:
-            return tensor
-        if tensor.shape[0] not in (None, sizes.batch) or isinstance(tensor, tf.SparseTensor):
-            raise SetupError(
-                f"{name}: a global batch cannot be cut into batches of {sizes.per_replica}, since "
-                f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches "
-                "of per_replica_batch_size."
-            )
-        start = tf.cast(index, tf.int32) * sizes.per_replica
-        part = tensor[start : start + sizes.per_replica]
-        if isinstance(part, tf.RaggedTensor):
+        part = share_of(name, sizes, tensor, index * sizes.per_replica)
+        if tensor.shape.rank == 0 or isinstance(part, tf.RaggedTensor):
             return part
         return tf.ensure_shape(part, [sizes.per_replica, *tensor.shape[1:]])
 
@@ -117,6 +109,24 @@ def cut(dataset: tf.data.Dataset, sizes: Sizes, with_tally: bool, name: str) -> 
         )
 
     return dataset.flat_map(pieces)
+
+
+def share_of(name: str, sizes: Sizes, tensor: Any, start: tf.Tensor) -> Any:
+    """Returns a replica's share of a tensor of a global batch: its rows from ``start`` on.
+
+    Raises:
+        SetupError: not all of the batch has as many rows.
+    """
+    if tensor.shape.rank == 0:
+        return tensor
+    if tensor.shape[0] not in (None, sizes.batch) or isinstance(tensor, tf.SparseTensor):
+        raise SetupError(
+            f"{name}: a global batch cannot be cut into batches of {sizes.per_replica}, since "
+            f"not all of it has {sizes.batch} rows, such as {describe(tensor)}; return batches "
+            "of per_replica_batch_size."
+        )
+    start = tf.cast(start, tf.int32)
+    return tensor[start : start + sizes.per_replica]
 
 
 def overfit(
@@ -166,7 +176,7 @@ class Tally:
         variable: where elements carry it, that of the last watched step; see ``tallied``
     """
 
-    def __init__(self, name: str, found: Found, sizes: Sizes, carried: bool) -> None:
+    def __init__(self, name: str, found: Found, sizes: Sizes, carried: bool, endless: bool) -> None:
         """Takes what is known.
 
         Args:
@@ -174,9 +184,10 @@ class Tally:
             found: what was found out about them
             sizes: how a global batch is shared out
             carried: whether elements carry it
+            endless: whether the data are no passes that the engine repeats
         """
         self.variable = on_host([0] * 4, "tally") if carried else None
-        self._of = name, found, sizes
+        self._of = name, found, sizes, endless
         self._told = False
 
     def say(self, console: Console, following: Any = None) -> None:
@@ -187,7 +198,7 @@ class Tally:
             following: an iterator, if training has ended, so that no more will be known; where no
                 step was watched, its next element is drawn for the tally
         """
-        name, found, sizes = self._of
+        name, found, sizes, endless = self._of
         if self._told or (found.left_out is None and self.variable is None):
             return
         passes, left_out = 2, found.left_out
@@ -202,6 +213,8 @@ class Tally:
             return
         self._told = True
         number, line = said_left_out(name, found, sizes, passes, left_out)
+        if number == 1 and not endless:
+            line = f"{line.removesuffix('.')}; --last-batch keep trains on them, too."
         if number:
             (console.warn if number > 1 else console.say)(line)
 
@@ -231,3 +244,14 @@ def said_left_out(
             f"each{more}"
         )
     return min(odd_examples + tail, 1), f"{start} {odd_examples + tail} examples, {end}"
+
+
+@tf.function(autograph=False)
+def skip_elements(iterator: Any, count: tf.Tensor) -> None:
+    """Draws ``count`` elements and drops them, in one graph call."""
+
+    def drop(done: tf.Tensor) -> tuple[tf.Tensor]:
+        next(iterator)
+        return (done + 1,)
+
+    tf.while_loop(lambda done: done < count, drop, (tf.constant(0, tf.int64),))

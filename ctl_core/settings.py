@@ -160,6 +160,11 @@ class Config:
     accumulate_steps: _Number = declare(
         1, "micro-batches that an update is made of, to save memory, not time"
     )
+    last_batch: Literal["drop", "keep"] = declare(
+        "drop",
+        "what happens to the examples at the end of a pass that fill no global batch; keep: they "
+        "are a smaller one, so that each example counts once an epoch",
+    )
     precision: Literal["float32", "bfloat16", "float16"] = declare(
         "float32", "what Keras layers compute in; weights and updates stay float32"
     )
@@ -311,8 +316,15 @@ class Config:
             raise SetupError(explain(error, SETTINGS)) from error
 
     @property
+    def keeps_last_batch(self) -> bool:
+        """Whether a smaller batch is kept; of the first batches alone, none is smaller."""
+        return self.last_batch == "keep" and not self.overfit_batches
+
+    @property
     def counts_epochs(self) -> bool:
         """Whether a setting is in epochs of which the steps have to be counted."""
+        if self.keeps_last_batch and self.steps is not None:
+            return True
         periods = (self.ckpt_every, self.eval_every)
         return not self.overfit_batches and (
             self.epochs is not None or any("epoch" in str(period) for period in periods)

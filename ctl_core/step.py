@@ -31,10 +31,11 @@ from ctl_core.context import StepContext
 from ctl_core.errors import CtlError, HookFailed
 from ctl_core.hooks import Hook
 from ctl_core.metrics import update_loss_parts, update_train_metrics
-from ctl_core.numerics.micro_batches import accumulate
+from ctl_core.numerics.micro_batches import ONCE_IN_MICRO_BATCH, accumulate
 from ctl_core.numerics.not_finite import found_nans, seen
 from ctl_core.numerics.precision import all_finite, to_float32
 from ctl_core.numerics.reduction import divide, sum_over_replicas
+from ctl_core.numerics.shares import of_share, weight_of_share
 from ctl_core.run_state.tracking import plain_variable, variable_name
 from ctl_core.types import Batches
 
@@ -94,14 +95,14 @@ def _attributed(hook: Hook, what: str, function: Any, *args: Any) -> Any:
 
 
 def weight_of(context: StepContext, batch: Any, output: Any) -> tf.Tensor | None:
-    """Returns what a replica's batch weighs, a floating-point scalar; None: its examples.
+    """Returns what a replica's batch weighs, a floating-point scalar; None: its share of B.
 
     No gradient goes through it.
     """
     if (hook := context.hooks.batch_weight) is None:
-        return None
+        return weight_of_share(None)
     values = {"batch": batch, "output": output, **context.hook_arguments()}
-    return checked_weight(hook, hook.in_graph(**values))
+    return weight_of_share(checked_weight(hook, hook.in_graph(**values)))
 
 
 def batch_sum(context: StepContext, loss: Any, batch: Any) -> tf.Tensor:
@@ -146,7 +147,7 @@ def objectives(
             shares = context.replicas * context.accumulate_steps
             objective = total / context.batch_size + extra / shares
         else:
-            objective = (total + tf.cast(weight, total.dtype) * extra) / context.batch_size
+            objective = of_share(total + tf.cast(weight, total.dtype) * extra) / context.batch_size
         found[name] = (objective, list(variables), parts)
     return found
 
@@ -160,7 +161,7 @@ def forward_backward(context: StepContext, batch: Any, kept: frozenset[str]) -> 
         kept: which of ``output`` and ``batch`` the update will need
 
     Returns:
-        ``loss`` and ``gradients``, dicts by objective, and what is kept; with ``batch_weight`` also
+        ``loss`` and ``gradients``, dicts by objective, and what is kept; with a weight also
         ``weight``, what the batch weighs divided by B. With a loss scale the gradients are those of
         the scaled objectives.
     """
@@ -276,7 +277,8 @@ def _summed(context: StepContext, contributed: dict[str, Any], with_loss: bool) 
         }
     if weight is not None:
         assert own is not None
-        weight = context.watched_weight(own, weight)
+        if context.hooks.batch_weight is not None:
+            weight = context.watched_weight(own, weight)
         values = tf.nest.map_structure(lambda value: divide(value, weight), values)
     return values
 
@@ -353,10 +355,11 @@ def make_update(
     def differentiate(batch: Any) -> Any:
         if context.accumulate_steps == 1:
             return forward_backward(context, batch, kept)
-        with optimizers_refused(_IN_MICRO_BATCH):
+        with optimizers_refused(ONCE_IN_MICRO_BATCH):
             return forward_backward(context, batch, kept)
 
-    contribute = compiled(differentiate) if context.jit_compile else differentiate
+    contribute = context.shares.counted(differentiate) if context.shares else differentiate
+    contribute = compiled(contribute) if context.jit_compile else contribute
 
     def update(contributed: dict[str, Any]) -> dict[str, Any]:
         with found_nans() as nans:
@@ -412,10 +415,3 @@ def after_update(context: StepContext, strategy: tf.distribute.Strategy) -> None
             average.update()
 
     strategy.extended.update(plain_variable(some[0]), on_device, group=False)
-
-
-_IN_MICRO_BATCH = (
-    "grad_pre: applies an optimizer by itself, which with accumulate_steps would be once for each "
-    "micro-batch; make it an objective of its own (create_opt and grad_pre return dicts with the "
-    "same names), or leave out accumulate_steps."
-)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ctl_core.checks.returned import assert_weights
 from ctl_core.compat import GraphWriter
-from ctl_core.compiled import Stack, no_summaries
+from ctl_core.compiled import Stack, no_summaries, stack_of
 from ctl_core.context import StepContext
 from ctl_core.inputs import Input
 from ctl_core.numerics.not_finite import NEVER
@@ -33,6 +33,17 @@ class _Drawn:
     def next_batch(self, watch: bool, index: tf.Tensor | int = 0) -> Any:
         """Returns the micro-batch of this index."""
         return tf.nest.map_structure(lambda stacked: stacked[self.first + index], self.elements)
+
+
+def stack_for(context: StepContext, data: Input) -> Stack | None:
+    """Returns how elements are stacked; None where steps cannot be part of one executable.
+
+    That is where gradients are summed over replicas, elements are not of one shape, or the last
+    batch of a pass is kept.
+    """
+    if context.replicas > 1 or data.counted is not None:
+        return None
+    return stack_of(data.element_spec, data.rows, context.accumulate_steps)
 
 
 def train_stretches(

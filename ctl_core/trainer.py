@@ -38,7 +38,7 @@ from ctl_core.messages import (
     not_finite,
     note_losses,
 )
-from ctl_core.metrics import results
+from ctl_core.metrics import log
 from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import fold_in_replica_id
@@ -137,7 +137,8 @@ class Trainer:
         state, config = self.state, self.state.config
         record = self.checkpoints.restore()
         progress, self._resumed = state.progress, record is not None
-        fold_in_replica_id(state.found.generators, state.strategy, state.cluster.task)
+        generators = state.statistics.not_back(state.found.generators)
+        fold_in_replica_id(generators, state.strategy, state.cluster.task)
         self.start, self.last = state.step, last_step(state, self._console)
         if progress.ended is not None:
             go_on = bool(state.cluster.gather([go_on]).any())
@@ -209,7 +210,7 @@ class Trainer:
             before, stop = step, schedule.next_stop(step)
             with attributed(state, step), clock.time("steps"):
                 step, values = self._advance(step, stop, schedule)
-            state.progress.examples += (step - before) * state.config.batch_size
+            state.progress.examples += state.data.examples_in(step - before)
             with clock.time("hooks"):
                 self._run_deferred(before, step, stop, schedule)
                 if step == stop:
@@ -221,7 +222,7 @@ class Trainer:
                 self._end(step, schedule)
             if step == stop:
                 self._profile.at(step)
-                self._log_train_metrics(step, schedule)
+                log(state.context, self._console, step, *schedule.log_due(step))
                 self._evaluate(step, schedule)
             if step == stop or self.checkpoints.save_requested:
                 self._save(step, schedule)
@@ -326,18 +327,6 @@ class Trainer:
             found = Noted(status.first, status.latest, status.bad, noted.zeroed)
             note_losses(self.state, found, self.checkpoints.saved_step, self._console)
         return status
-
-    def _log_train_metrics(self, step: int, schedule: Schedule) -> None:
-        """Writes the train metrics, if that is due; at the end of a period they begin anew.
-
-        A run that ends within one keeps what it has, for when it goes on.
-        """
-        (due, anew), context = schedule.log_due(step), self.state.context
-        if due:
-            values = results(context.logged(), context.hooks.create_train_metrics)
-            self._console.values(step, "train", values)
-        for metric in context.logged().values() if anew else ():
-            metric.reset_state()
 
     def _evaluate(self, step: int, schedule: Schedule) -> None:
         """Evaluates, if that is due and not done; what its values decide is decided here."""

@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.sync import Cluster
@@ -59,6 +58,23 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kept:
+    """A pass whose last global batch may be smaller.
+
+    Attributes:
+        elements: how many elements a pass has, of this process or of all if they share them
+        own: how many examples those hold
+        examples: the same of each process that shards for itself; otherwise one number
+        steps: in a pass
+    """
+
+    elements: int
+    own: int
+    examples: tuple[int, ...]
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Found:
     """What was found out about the training data.
 
@@ -68,12 +84,23 @@ class Found:
         elements: of the right size in a pass; None if it has no end, or nobody has counted
         left_out: of a pass: elements of another size, examples in them, and examples in the
             elements at its end that fill no step; None if that is not known yet
+        misfits: elements that cannot be kept, since they are larger, or smaller before the end
+        kept: what is known where the last batch of a pass is kept, and smaller
     """
 
     size: int
     together: int
     elements: int | None = None
     left_out: tuple[int, int, int] | None = None
+    misfits: int = 0
+    kept: Kept | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """Global batches in a pass, or None: it has no end, or nobody has counted."""
+        if self.kept is not None:
+            return self.kept.steps
+        return None if self.elements is None else self.elements // self.together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +238,7 @@ def look(
     cluster: Cluster | None,
     counting: bool,
     console: Console | None,
+    keep: bool = False,
 ) -> Found:
     """Reads some elements, or a whole pass, of a pipeline that the run does not read.
 
@@ -220,6 +248,7 @@ def look(
         cluster: whose processes have to read the same, if they take their parts of it
         counting: whether to count the elements of a pass
         console: for warnings
+        keep: whether the last batch of a pass is kept, so that it may be the only one
 
     Raises:
         SetupError: reading fails; an element has another size, or it is not clear which; or the
@@ -230,7 +259,14 @@ def look(
     with reading(pipeline.hook):
         elements = [first_of(iterator, pipeline.hook)]
         counts = [examples_in(pipeline.count_examples, elements[0])]
-        size = _check_size(pipeline, counts[0], sizes)
+        another = keep and counts[0] not in (None, sizes.per_replica, sizes.batch)
+        if another and (second := next(iterator, None)) is not None:
+            elements.append(second)
+            counts.append(examples_in(pipeline.count_examples, second))
+        if len(elements) == 1 and keep and 0 < (counts[0] or 0) < sizes.batch:
+            size = sizes.per_replica if counts[0] <= sizes.per_replica else sizes.batch
+        else:
+            size = _check_size(pipeline, counts[0], sizes)
         if cluster is not None:
             _check_same(pipeline, cluster, elements[0])
         together = _together(pipeline, size, sizes)
@@ -247,10 +283,13 @@ def look(
             return found or Found(size, together)
         if console is not None:
             console.say(f"{pipeline.name}: reading the data once, to count the steps of a pass.")
-        rest = _count(iterator, pipeline, size)
-    odd = [count for count in counts if count != size]
-    whole, *left_out = (np.array([len(counts) - len(odd), len(odd), sum(odd)]) + rest).tolist()
-    return Found(size, together, whole, (*left_out, whole % together * size))
+        alone = together == 1 and not pipeline.sharded
+        totals = tf.zeros([5], tf.int64)
+        for count in counts:
+            totals = _with(totals, tf.constant(count, tf.int64), size, alone)
+        whole, odd, odd_examples, misfits, _ = _count(iterator, pipeline, size, alone, totals)
+    left_out = odd, odd_examples, whole % together * size
+    return Found(size, together, whole, left_out, misfits)
 
 
 @contextlib.contextmanager
@@ -347,22 +386,40 @@ def _warn_of_shapes(
             return
 
 
-def _count(iterator: Any, pipeline: Pipeline, size: int) -> np.ndarray:
-    """Reads the rest of a pass: elements of that size, others, and examples in those others."""
+def _with(totals: tf.Tensor, number: tf.Tensor, size: int, alone: bool) -> tf.Tensor:
+    """Counts one element more.
+
+    Args:
+        totals: elements of that size, others, examples in those others, ``Found.misfits``, and
+            whether the last element was smaller
+        number: of examples in the element
+        size: that it should hold
+        alone: whether each element is a step, so that a smaller one may be anywhere
+    """
+    whole, larger, smaller = (
+        tf.cast(is_so, tf.int64) for is_so in (number == size, number > size, number < size)
+    )
+    misfit = larger if alone else larger + totals[4]
+    more = tf.stack([whole, 1 - whole, (1 - whole) * number, misfit])
+    return tf.concat([totals[:4] + more, [smaller]], 0)
+
+
+def _count(
+    iterator: Any, pipeline: Pipeline, size: int, alone: bool, totals: tf.Tensor
+) -> list[int]:
+    """Reads the rest of a pass, and returns the totals with it; see ``_with``."""
 
     @tf.function(autograph=False)
     def count(iterator: Any) -> tf.Tensor:
-        def one(element: Any) -> tf.Tensor:
+        def add(element: Any, totals: tf.Tensor) -> tf.Tensor:
             number = checked_count(pipeline.count_examples, element)
-            whole = tf.cast(number == size, tf.int64)
-            return tf.stack([whole, 1 - whole, (1 - whole) * number])
+            return _with(totals, number, size, alone)
 
         def body(_: tf.Tensor, totals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             element = iterator.get_next_as_optional()
             there = element.has_value()
-            return there, tf.cond(there, lambda: totals + one(element.get_value()), lambda: totals)
+            return there, tf.cond(there, lambda: add(element.get_value(), totals), lambda: totals)
 
-        start = (tf.constant(True), tf.zeros([3], tf.int64))
-        return tf.while_loop(lambda more, _: more, body, start)[1]
+        return tf.while_loop(lambda more, _: more, body, (tf.constant(True), totals))[1]
 
-    return count(iterator).numpy()  # type: ignore[no-any-return]
+    return count(iterator).numpy().tolist()  # type: ignore[no-any-return]

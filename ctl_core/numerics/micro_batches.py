@@ -14,6 +14,11 @@ import tensorflow as tf
 from ctl_core.cluster.strategy import distribute
 from ctl_core.numerics.joining import joined
 
+ONCE_IN_MICRO_BATCH = (
+    "grad_pre: applies an optimizer by itself, which with accumulate_steps would be once for each "
+    "micro-batch; make it an objective of its own (create_opt and grad_pre return dicts with the "
+    "same names), or leave out accumulate_steps."
+)
 _KEPT = ("output", "batch")
 _UNLIKE = (
     "the {name} of micro-batches differs in shape and cannot be joined; pad to one shape in "

@@ -78,8 +78,7 @@ class InputPosition:
             f"the position in the training data is reached by reading and dropping "
             f"{record.examples} examples, since {why}."
         )
-        elements = record.examples // self._state.context.micro_batch_size
-        data.skip(elements // cluster.task.processes)
+        data.skip(record.examples)
 
     def _why_not(self, record: Record) -> str | None:
         """Says why the saved position is not that of this run, if it is not."""
@@ -88,6 +87,8 @@ class InputPosition:
             return "it could not be saved"
         if record.overfit_batches != self._state.config.overfit_batches:
             return f"it was saved with overfit_batches {record.overfit_batches}"
+        if record.last_batch != self._state.config.last_batch:
+            return f"it was saved with last_batch {record.last_batch}"
         if (record.processes, record.replicas, record.batch_size, record.accumulate_steps) == (
             processes,
             context.replicas,

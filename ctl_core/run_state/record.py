@@ -43,7 +43,7 @@ class Record:
         frozen: the freeze flags of the model
         evaluated: the step of the last evaluation, or -1
         metrics: its values
-        accumulate_steps: also what the input position belongs to
+        accumulate_steps, last_batch: also what the input position belongs to
         state: what host hooks keep; the chief's
         remainder: what the engine's part holds of what the user's leaves out; None of an engine
             that did not look for it
@@ -78,6 +78,7 @@ class Record:
     best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     scheduled: bool = True
     overfit_batches: int = 0
+    last_batch: str = "drop"
     format: int = 0
     engine: str = ""
 

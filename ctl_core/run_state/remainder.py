@@ -195,7 +195,8 @@ def _shared(state: State) -> list[Any]:
 
 def own_variables(state: State) -> list[Any]:
     """The engine's own variables, which it saves by itself or need not save."""
-    own = [state.step_variable, state.lr.variable, state.data.waited, state.data.tally.variable]
+    data = state.data
+    own = [state.step_variable, state.lr.variable, data.waited, data.counted, data.tally.variable]
     if state.context.rate_schedule is not None:
         own += state.context.rate_schedule.variables
     if state.context.loss_scale is not None:

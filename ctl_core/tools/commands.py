@@ -173,7 +173,7 @@ def _built(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Console
     """Builds the state of a run that is only read, on one device."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
     # Nobody need count the training data.
-    config = dataclasses.replace(config, epochs=None, ckpt_every=0, eval_every=0)
+    config = dataclasses.replace(config, steps=None, epochs=None, ckpt_every=0, eval_every=0)
     run, console = Run(config, Task(), reading=True), Console()
     with session(run, console), process_state(config):
         yield create_state(callbacks, config, run, console), run, console

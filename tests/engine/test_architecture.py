@@ -18,11 +18,13 @@ LAYERS = """
     callbacks_file batch_norm
     layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
+    shares
     autograph divergence __main__ summary process_state
     checks.hooks
     hooks
     checks.data returned vocabularies schedule
     position passes eval_data created
+    last_batch
     inputs context
     metrics
     step

@@ -78,6 +78,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "exchanges_on_one_device",
         "contrastive",
         "examples_of_an_epoch",
+        "kept_batches",
         "dropout",
         "generators",
         "batch_norm",
@@ -215,6 +216,19 @@ def test_each_example_is_used_once_in_an_epoch(
         parts = [values["ids"] for values in kept(folder, f"ids-{kind}", processes)]
     assert [len(part) for part in parts] == [cases.IDS // processes] * processes
     assert sorted(np.concatenate(parts)) == list(range(cases.IDS))
+
+
+def test_a_last_batch_that_one_process_has_no_example_of(train: Train, two: Path) -> None:
+    settings = {"steps": None, "epochs": 3, "batch_size": 24, "learning_rate": 0.1}
+    expected = train(cases.kept_hooks("plain"), **settings, last_batch="keep")
+    for kind in ("engine", "hook"):
+        for values in kept(two, f"kept-{kind}", 2):
+            assert int(values.pop("examples")) == 75 == expected.progress.examples
+            found = [values[str(number)] for number in range(len(values))]
+            for weight, other in zip(found, expected.train_model.get_weights(), strict=True):
+                np.testing.assert_allclose(weight, other, rtol=1e-4, atol=1e-5)
+    for values in kept(two, "kept-gather", 2):
+        assert "last_batch: with keep, replicas may have batches of diff" in str(values["message"])
 
 
 @pytest.mark.parametrize("name", ["dropout-{}/masks", "generator-{}/noise"])

@@ -31,6 +31,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "overfit_batches": [("1", 1), ("2", 2), ("3", 3)],
     "batch_size": [("8", 8), ("16", 16), ("0x20", 32)],
     "accumulate_steps": [("2", 2), ("3", 3), ("4", 4)],
+    "last_batch": [("keep", "keep"), ("drop", "drop"), ("keep", "keep")],
     "precision": [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16")],
     "jit_compile": [("true", True), ("auto", "auto"), ("", True)],
     "on_nan": [("stop", "stop"), ("ignore", "ignore"), ("stop", "stop")],

@@ -194,6 +194,46 @@ def by_hand(kind: str, steps: int, batch_size: int, rate: float) -> list[np.ndar
     return model.get_weights()  # type: ignore[no-any-return]
 
 
+def kept_hooks(kind: str) -> SimpleNamespace:
+    """A last batch of one example, which only the first process has; ``synchronized`` statistics.
+
+    ``hook`` shards for itself, and the second process then has fewer elements; ``gather`` exchanges
+    rows, of which there is another number in the last step.
+    """
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices(regression_data()).take(25)
+        return examples.batch(per_replica_batch_size)
+
+    def sharded(per_replica_batch_size: int, input_context: Any) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices(regression_data()).take(25)
+        pipelines, index = input_context.num_input_pipelines, input_context.input_pipeline_id
+        return examples.shard(pipelines, index).batch(per_replica_batch_size)
+
+    def gathered(output: Any, batch: Any) -> Any:
+        return output - tf.reduce_mean(ctl_core.all_gather(output)), batch[1]
+
+    hooks = make_hooks(
+        create_dataset=sharded if kind == "hook" else create_dataset,
+        create_model=lambda: synchronized_model(kind != "plain"),
+        create_opt=sgd,
+        update_pre=unclipped,
+    )
+    if kind == "gather":
+        hooks.loss_pre = gathered
+    return hooks
+
+
+def synchronized_model(synchronized: bool) -> keras.Model:
+    """With batch normalisation over all replicas, and regularisation."""
+    hidden = keras.layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.01))
+    norm = keras.layers.BatchNormalization(momentum=0.9, synchronized=synchronized)
+    model = keras.Sequential([keras.Input((FEATURES,)), hidden, norm, keras.layers.Dense(1)])
+    for layer, seed in ((model.layers[0], 1), (model.layers[2], 2)):
+        set_weights(layer, seed)
+    return model
+
+
 # ---- Sequences of varying length --------------------------------------------------------------
 
 WORDS = [[1 + (i * j) % 9 for j in range(1 + i % 7)] for i in range(48)]

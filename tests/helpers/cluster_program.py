@@ -132,6 +132,23 @@ def examples_of_an_epoch(folder: Path) -> None:
         keep(folder, f"ids-{kind}", ids=np.concatenate(seen))
 
 
+def kept_batches(folder: Path) -> None:
+    """Epochs whose last batch has an example for one process only, across a resume."""
+    more: dict[str, Any] = {"last_batch": "keep", "learning_rate": 0.1}
+    for steps in (3, 6):
+        state = run(folder, "kept-engine", cases.kept_hooks("engine"), steps=steps, **more)
+    keep_weights(folder, "kept-engine", state, examples=state.progress.examples)
+    hooks = cases.kept_hooks("hook")
+    state = run(folder, "kept-hook", hooks, steps=None, epochs=3, **more)
+    keep_weights(folder, "kept-hook", state, examples=state.progress.examples)
+    message = "nothing found"
+    try:
+        run(folder, "kept-gather", cases.kept_hooks("gather"), steps=4, **more)
+    except ctl_core.SetupError as error:
+        message = str(error)
+    keep(folder, "kept-gather", message=message)
+
+
 def dropout(folder: Path) -> None:
     """What three steps of Dropout on ones give, and two of them after a resume at step 1."""
     for name, cuts in (("whole", [3]), ("parts", [1, 3])):
