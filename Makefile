@@ -66,6 +66,8 @@ lint: $(VENV)/.made
 	"$(VENV)/bin/shellcheck" .ci/run "{{cookiecutter.project_slug}}/train.sh"
 
 bench: $(VENV)/.made
+	"$(VENV)/bin/python" -c "import jax" 2>/dev/null || \
+		"$(VENV)/bin/python" -m pip install --quiet --disable-pip-version-check ".[bench]"
 	"$(VENV)/bin/python" -m benchmarks
 
 $(DEMO_VENV)/.made: | python

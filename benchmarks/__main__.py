@@ -19,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import first_step
-from benchmarks.installed import has_orbit
-from benchmarks.report import Memory, Results, Timing, print_report
+from benchmarks.installed import has_jax, has_orbit
+from benchmarks.report import REPORTED_COMPILED, Memory, Results, Timing, print_report
 
 # By number of devices; each line is a process. Memory needs one that did nothing before, and what
 # distributed iterators leave behind must not slow down who comes next.
@@ -56,6 +56,10 @@ def main(argv: list[str] | None = None) -> int:
                 text = f"error: on {devices} devices, {', '.join(wanted)} ended early, see above."
                 print(text, file=sys.stderr)
                 failed = True
+        on_jax = [name for name in REPORTED_COMPILED if name in chosen]
+        if has_jax() and on_jax:
+            words = [str(rounds), str(file), "quick" if arguments.quick else "whole", *on_jax]
+            failed |= not _run("benchmarks.jax_peers", words)
         for line in file.read_text(encoding="utf-8").splitlines():
             values = json.loads(line)
             if "peer" in values:
@@ -93,7 +97,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _work(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]) -> bool:
     """Lets a process of its own measure; its messages go to stderr. Returns whether it could."""
     words = [str(devices), str(rounds), str(file), "quick" if quick else "whole", *sections]
-    command = [sys.executable, "-m", "benchmarks.worker", *words]
+    return _run("benchmarks.worker", words)
+
+
+def _run(module: str, words: list[str]) -> bool:
+    command = [sys.executable, "-m", module, *words]
     return subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
 
 
@@ -108,6 +116,8 @@ def _notes(rounds: int, seconds: float) -> list[str]:
     ]
     if not has_orbit():
         notes.append("Orbit is not installed, and was left out.")
+    if not has_jax():
+        notes.append("JAX is not installed, and was left out; make bench installs it.")
     return notes
 
 

@@ -6,6 +6,11 @@ import importlib.util
 from pathlib import Path
 
 
+def has_jax() -> bool:
+    """Whether JAX is installed."""
+    return importlib.util.find_spec("jax") is not None
+
+
 def has_orbit() -> bool:
     """Whether Orbit is installed; another package of this name is not meant."""
     found = importlib.util.find_spec("orbit")
