@@ -30,8 +30,7 @@ def kept(state: Any) -> Any:
     return yaml.safe_load((state.run_dir / "config.yaml").read_text())["jit_compile"]
 
 
-@pytest.mark.parametrize("faster", [True, False])
-@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize(("faster", "saved"), [(True, True), (True, False), (False, True)])
 def test_what_is_tried_trains_nothing(
     train: Train,
     monkeypatch: pytest.MonkeyPatch,
