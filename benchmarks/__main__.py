@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import first_step
+from benchmarks import first_step, processes
 from benchmarks.installed import has_jax, has_orbit
 from benchmarks.report import REPORTED_COMPILED, Memory, Results, Timing, print_report
 
@@ -34,7 +34,7 @@ SECTIONS: list[tuple[int, list[str]]] = [
     (4, ["cnn/50"]),
     (1, ["memory"]),
 ]
-OWN_PROCESS = "start"
+OWN_PROCESS, CLUSTER = "start", "processes"
 NAMES = sorted({section.split("/")[0] for _, names in SECTIONS for section in names})
 
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures and reports; returns the exit code."""
     arguments = _parse(argv)
     begun = time.monotonic()
-    chosen = arguments.only or [*NAMES, OWN_PROCESS]
+    chosen = arguments.only or [*NAMES, OWN_PROCESS, CLUSTER]
     rounds = arguments.rounds or (2 if arguments.quick else 5)
     timings: list[Timing] = []
     memory = None
@@ -68,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
                 memory = Memory(**values)
     if OWN_PROCESS in chosen:
         timings += first_step.measure(max(1, rounds // 2))
+    if CLUSTER in chosen:
+        timings += processes.measure(rounds)
     results = Results(timings, memory)
     notes = _notes(rounds, time.monotonic() - begun)
     print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)
@@ -83,7 +85,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[*NAMES, OWN_PROCESS],
+        choices=[*NAMES, OWN_PROCESS, CLUSTER],
         help="one workload or measurement (may be given several times)",
     )
     parser.add_argument("--rounds", type=int, help="how often each peer is timed (default: 5)")

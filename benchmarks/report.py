@@ -20,6 +20,7 @@ from rich.table import Table
 
 MIB = 2**20
 COMPILED = "engine, compiled"
+IN_GRAPH, ALL_REDUCE, SHARE = "textbook loop in the graph", "all-reduce alone", "share alone"
 JAX_FIT, JAX_SCAN = "Keras fit on JAX", "JAX scan"
 # Workloads on which compiled stretches are timed, and how much faster than the best of Keras' fit
 # they have to be.
@@ -151,6 +152,13 @@ class Results:
             for devices in (2, 4):
                 ratios = self.ratios((name, devices, 50), "textbook loop")
                 yield Goal(f"{name} on {devices} devices: textbook loop / engine", ratios, 1.5)
+        two = ("mlp, 2 processes", 2, 0)
+        for peer, needed in (("textbook loop", 2.5), (IN_GRAPH, 1.4)):
+            yield Goal(f"mlp, 2 processes: {peer} / engine", self.ratios(two, peer), needed)
+        parts = (self.seconds(*two, peer) for peer in ("engine", ALL_REDUCE, SHARE))
+        above = [ours / (reduce + step) for ours, reduce, step in zip(*parts, strict=False)]
+        text = f"mlp, 2 processes: engine / ({ALL_REDUCE} + {SHARE})"
+        yield Goal(text, above, 1.15, at_most=True)
         inverse = [1 / ratio for ratio in self.ratios(("images", 1, 50), "input alone")]
         yield Goal("images: engine / input alone", inverse, 1.05, at_most=True)
         inverse = [1 / ratio for ratio in self.ratios(("first step", 1, 0), "Keras fit")]

@@ -1,0 +1,210 @@
+"""Two processes that train the MLP together: the engine beside the loops of TensorFlow's guides.
+
+``python -m benchmarks.processes`` is one process of a cluster, which ``measure`` starts once for
+each loop, since a process has one cluster in its life. The chief writes down the seconds of a step,
+one for each segment. Beside the loops stand an all-reduce of as many numbers as the model has
+weights, in a loop in the graph, and the step of one process on its share of the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import ALL_REDUCE, IN_GRAPH, SHARE, Timing
+
+PROCESSES, SEGMENT, WARM = 2, 100, 2
+SECTION = "mlp, 2 processes"
+
+
+def measure(rounds: int) -> list[Timing]:
+    """Starts a cluster for each loop, one after the other."""
+    from ctl_core.cluster.supervisor import free_ports
+
+    timings = []
+    for name in LOOPS:
+        hosts = [f"127.0.0.1:{port}" for port in free_ports(PROCESSES)]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "seconds.json"
+            command = [sys.executable, "-m", "benchmarks.processes", name, str(rounds), str(file)]
+            started = []
+            for index in range(PROCESSES):
+                place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
+                environ = {**os.environ, "TF_CONFIG": json.dumps(place)}
+                environ |= {"TF_CPP_MIN_LOG_LEVEL": "3"}
+                quiet = subprocess.DEVNULL
+                started.append(subprocess.Popen(command, env=environ, stdout=quiet))
+            failed = any([process.wait() for process in started])
+            seconds = [] if failed else json.loads(file.read_text(encoding="utf-8"))
+        failure = "fails" if failed else None
+        timings.append(Timing(SECTION, PROCESSES, 0, name, seconds, failure=failure))
+    return timings
+
+
+def _workload() -> Any:
+    from benchmarks.workloads import mlp
+
+    return mlp().on(PROCESSES)
+
+
+def _segments(run: Callable[[int], Any], rounds: int) -> list[float]:
+    """Times calls that take a segment of steps each."""
+    seconds = []
+    for number in range(WARM + rounds):
+        start = time.perf_counter()
+        run(SEGMENT)
+        if number >= WARM:
+            seconds.append((time.perf_counter() - start) / SEGMENT)
+    return seconds
+
+
+def _engine(rounds: int) -> list[float]:
+    import ctl_core
+    from benchmarks.peers import callbacks, settings
+
+    stamps: list[float] = []
+    work = _workload()
+    hooks = callbacks(work, every_steps={SEGMENT: lambda loss: stamps.append(time.perf_counter())})
+    steps = SEGMENT * (1 + WARM + rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = os.environ.get("BENCHMARK_RUNS", folder)
+        ctl_core.train(hooks, settings(work, shared, steps=steps, run_name="benchmark"))
+    ends = stamps[WARM:]
+    return [(b - a) / SEGMENT for a, b in itertools.pairwise(ends)]
+
+
+def _parts(strategy: Any) -> tuple[Any, Any]:
+    """Returns the guide's step on all replicas, and the iterator that it draws from."""
+    import tensorflow as tf
+
+    from benchmarks.workloads import LEARNING_RATE, losses
+
+    work = _workload()
+    with strategy.scope():
+        model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+        optimizer.build(model.trainable_variables)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    data = strategy.experimental_distribute_dataset(work.endless().with_options(options))
+
+    def on_replica(batch: Any) -> Any:
+        inputs, labels = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(losses(labels, model(inputs, training=True))) / work.batch_size
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    def step(iterator: Any) -> Any:
+        loss = strategy.run(on_replica, (next(iterator),))
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None)
+
+    return step, iter(data)
+
+
+def _textbook(rounds: int) -> list[float]:
+    import tensorflow as tf
+
+    step, iterator = _parts(tf.distribute.MultiWorkerMirroredStrategy())
+    one = tf.function(lambda: step(iterator))
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            loss = one()
+        float(loss)
+
+    return _segments(run, rounds)
+
+
+def _in_graph(rounds: int) -> list[float]:
+    import tensorflow as tf
+
+    step, iterator = _parts(tf.distribute.MultiWorkerMirroredStrategy())
+
+    @tf.function
+    def several(steps: Any) -> Any:
+        loss = 0.0
+        for _ in tf.range(steps):
+            loss = step(iterator)
+        return loss
+
+    return _segments(lambda steps: float(several(tf.constant(steps))), rounds)
+
+
+def _all_reduce(rounds: int) -> list[float]:
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    numbers = sum(int(w.size) for w in _workload().create_model().get_weights())
+
+    def reduced(value: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.MEAN, value + 1.0)
+
+    @tf.function(autograph=False)
+    def several(steps: Any) -> Any:
+        def body(done: Any, value: Any) -> Any:
+            values = strategy.run(reduced, (value,))
+            return done + 1, strategy.experimental_local_results(values)[0]
+
+        start = (tf.constant(0), tf.zeros([numbers]))
+        return tf.while_loop(lambda done, _: done < steps, body, start, parallel_iterations=1)[1]
+
+    return _segments(lambda steps: several(tf.constant(steps)).numpy(), rounds)
+
+
+def _share(rounds: int) -> list[float]:
+    """Both processes at once, each for itself: they have the same cores."""
+    import dataclasses
+
+    import tensorflow as tf
+
+    from benchmarks.workloads import LEARNING_RATE, losses
+
+    work = _workload()
+    work = dataclasses.replace(work, batch_size=work.batch_size // PROCESSES)
+    model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+    optimizer.build(model.trainable_variables)
+    iterator = iter(work.endless())
+
+    @tf.function
+    def several(steps: Any) -> None:
+        for _ in tf.range(steps):
+            inputs, labels = next(iterator)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(losses(labels, model(inputs, training=True)))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    return _segments(lambda steps: several(tf.constant(steps)), rounds)
+
+
+LOOPS: dict[str, Callable[[int], list[float]]] = {
+    "engine": _engine,
+    "textbook loop": _textbook,
+    IN_GRAPH: _in_graph,
+    ALL_REDUCE: _all_reduce,
+    SHARE: _share,
+}
+
+
+def main(name: str, rounds: int, file: Path) -> None:
+    """What one process runs."""
+    os.environ["BENCHMARK_RUNS"] = str(file.parent / "runs")
+    seconds = LOOPS[name](rounds)
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+        file.write_text(json.dumps(seconds), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    sys.stdout.flush()
+    os._exit(0)
