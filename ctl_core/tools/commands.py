@@ -40,7 +40,7 @@ def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict
     Raises:
         SetupError: there is no evaluation data, or no checkpoint.
     """
-    if options["watch"]:
+    if options.get("watch"):
         if options["checkpoint"] is not None:
             raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
         with _built(callbacks, config) as (state, run, console):
@@ -62,7 +62,7 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     Raises:
         SetupError: the file does not fit the model, or there is no data or no checkpoint.
     """
-    if options["input"] and options["dataset"]:
+    if options["input"] and options.get("dataset"):
         raise SetupError("input and dataset: give one of the two.")
     config = dataclasses.replace(config, limit_eval=None)
     with _restored(callbacks, config, options) as (state, console):
@@ -74,7 +74,7 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
             source = Path(options["input"])
             batches = read_inputs(source, state.input_spec, state.context.micro_batch_size)
         elif state.evaluation is not None:
-            batches = (batch for _, batch in _chosen(state.evaluation, options["dataset"]))
+            batches = (batch for _, batch in _chosen(state.evaluation, options.get("dataset")))
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
         outputs = run_prediction(state.context, batches, from_hooks=not options["input"])

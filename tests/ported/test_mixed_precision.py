@@ -8,7 +8,7 @@ import pytest
 
 from ctl_core.numerics import precision
 from tests.helpers.fixtures import Train
-from tests.ported.compare import BATCH, RATE, STEPS, assert_close, numbers
+from tests.ported.compare import BATCH, RATE, STEPS, numbers
 from tests.ported.mixed_precision import GROWTH, hooks, plain
 
 
@@ -27,10 +27,9 @@ def test_weights_are_those_of_the_plain_loop(
     assert keras.config.dtype_policy().name == "float32"
     assert state.context.loss_scale is not None
     assert float(state.context.loss_scale.scale.numpy()) == scale != precision.INITIAL
-    if devices == 1:
-        assert_close(state.train_model.weights, expected.weights)
     found = numbers(state.train_model.weights), numbers(expected.weights)
     for (name, value), (_, other) in zip(*found, strict=True):
-        # Each device rounds the gradients of its examples to float16.
+        # Each device rounds the gradients of its examples to float16; a processor that multiplies in
+        # float16 itself rounds otherwise in a graph than step by step.
         np.testing.assert_allclose(value, other, atol=1e-4, err_msg=name)
     assert int(state.optimizer.iterations.numpy()) == STEPS - 1
