@@ -15,10 +15,10 @@ import yaml
 from tensorflow.python.framework import config
 
 from ctl_core import compile_choice
-from tests.engine.test_stretches import IMAGES, TARGET, image_hooks, words_hooks
 from tests.helpers.cases import sliced
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import values
+from tests.helpers.stretched import IMAGES, TARGET, image_hooks, words_hooks
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> str:

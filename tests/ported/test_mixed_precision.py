@@ -29,7 +29,7 @@ def test_weights_are_those_of_the_plain_loop(
     assert float(state.context.loss_scale.scale.numpy()) == scale != precision.INITIAL
     found = numbers(state.train_model.weights), numbers(expected.weights)
     for (name, value), (_, other) in zip(*found, strict=True):
-        # Each device rounds the gradients of its examples to float16; a processor that multiplies in
-        # float16 itself rounds otherwise in a graph than step by step.
+        # Each device rounds the gradients of its examples to float16; a processor that multiplies
+        # in float16 itself rounds otherwise in a graph than step by step.
         np.testing.assert_allclose(value, other, atol=1e-4, err_msg=name)
     assert int(state.optimizer.iterations.numpy()) == STEPS - 1
