@@ -70,3 +70,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"ctl_core.{_HOME[name]}"), name)
     raise AttributeError(f"module 'ctl_core' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

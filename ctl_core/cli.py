@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -128,6 +129,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "export": {**_CHECKPOINT, "output": (_File, _EXPORT)},
 }
+# How long evaluate --watch waits for a run to begin (seconds).
+BEGINNING = 30.0
 _CONFIG = declare(
     None,
     "settings file, before the run's own; may be repeated: a later one goes before; default: "
@@ -175,7 +178,8 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         if name in RENAMED.values() and name not in where.lower().replace("-", "_")
     ]
     if command != "train":
-        run: Path | None = find_run(Path(near.runs_dir), near.run_name)
+        waits = bool(values.get("watch")) and near.run_name is not None
+        run: Path | None = find_run(Path(near.runs_dir), near.run_name, waits)
     else:
         run = Path(near.runs_dir, near.run_name) if near.run_name else None
     trained_with = DEFAULT
@@ -231,12 +235,22 @@ def _flat(layer: Layer) -> dict[str, Any]:
     return flat
 
 
-def find_run(runs_dir: Path, run_name: str | None) -> Path:
+def find_run(runs_dir: Path, run_name: str | None, waits: bool = False) -> Path:
     """Returns the folder of a run that was trained before; without a name, the newest.
+
+    Args:
+        runs_dir: the folder of the runs
+        run_name: one's name
+        waits: whether it may be about to begin
 
     Raises:
         SetupError: there is no such run.
     """
+    end = time.monotonic() + BEGINNING * waits
+    while waits and run_name and not (runs_dir / run_name / "config.yaml").is_file():
+        if time.monotonic() > end:
+            break
+        time.sleep(0.2)
     runs = [path.parent for path in runs_dir.glob("*/config.yaml")]
     if not runs:
         raise SetupError(f"{label(from_here(runs_dir))}: no run there yet; train one first.")

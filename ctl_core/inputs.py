@@ -36,15 +36,7 @@ from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
 from ctl_core.last_batch import kept, skip_examples, whole_passes
-from ctl_core.passes import (
-    Tally,
-    cut,
-    on_host,
-    overfit,
-    skip_elements,
-    tallied,
-    whole_groups,
-)
+from ctl_core.passes import Tally, cut, on_host, overfit, skip_elements, tallied, whole_groups
 from ctl_core.settings import Config
 
 
@@ -207,7 +199,7 @@ def create_input(
     if task.processes > 1 and not pipeline.sharded:
         dataset = dataset.shard(task.processes, task.index)
     if n := config.overfit_batches:
-        pipeline, found, dataset = overfit(pipeline, found, dataset, sizes, n)
+        found, dataset = overfit(pipeline, found, dataset, sizes, n)
     dataset = dataset.prefetch(tf.data.AUTOTUNE)
     return Input(
         strategy,

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -114,6 +114,8 @@ def read_value(text: str) -> Any:
 
 def read_text(setting: FieldInfo, text: Any) -> Any:
     """Reads what a flag or variable says of a setting."""
+    if text == "null" and type(None) in get_args(setting.annotation):
+        return None  # as in a file
     if kind_of(setting) in (int, float, bool, dict) and isinstance(text, str):
         value = read_value(text)
         return text if value is None else value

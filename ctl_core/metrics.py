@@ -11,12 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.checks.data import examples_in
-from ctl_core.checks.returned import kind_of
+from ctl_core.checks.returned import kind_of, something
 from ctl_core.console import Console
 from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, RunError, brief
 from ctl_core.hooks import Hook
 from ctl_core.numerics.shares import if_counted
+from ctl_core.settings import nearest
 
 Metrics = dict[str, keras.Metric]
 
@@ -82,7 +83,16 @@ def update_train_metrics(context: StepContext, batch: Any, output: Any, loss: An
         return set()
     values = {"loss": loss, "output": output, "batch": batch, **context.hook_arguments()}
     arguments = hooks.train_metric_pre.in_graph(**values)
+    if arguments is None:
+        raise hooks.train_metric_pre.reject(
+            "returned nothing; is a return missing? In a turn without metrics, return {}."
+        )
     if context.turn is not None and isinstance(arguments, Mapping):
+        if wrong := [name for name in arguments if name not in metrics]:
+            raise hooks.train_metric_pre.reject(
+                f"returned something for '{wrong[0]}', which is no metric"
+                f"{nearest(wrong[0], metrics)} (there: {', '.join(metrics)})."
+            )
         metrics = {name: metric for name, metric in metrics.items() if name in arguments}
     made_by, pre = hooks.create_train_metrics, hooks.train_metric_pre
     if_counted(lambda: update_metrics(metrics, made_by, pre, arguments))
@@ -117,7 +127,7 @@ def update_loss_parts(context: StepContext, parts: Mapping[str, Any], batch: Any
     for name, value in parts.items() if context.loss_parts else ():
         if name not in context.loss_parts:
             raise hook.reject(f"returned the part '{name}' of the loss, which was not there first.")
-        part = tf.convert_to_tensor(value)
+        part = tf.convert_to_tensor(something(hook, value, context.hook_arguments()))
         real = part.dtype.is_floating or part.dtype.is_integer
         if part.shape.rank not in (0, 1, None) or not real:
             raise hook.reject(

@@ -131,7 +131,7 @@ def share_of(name: str, sizes: Sizes, tensor: Any, start: tf.Tensor) -> Any:
 
 def overfit(
     pipeline: Pipeline, found: Found, dataset: tf.data.Dataset, sizes: Sizes, batches: int
-) -> tuple[Pipeline, Found, tf.data.Dataset]:
+) -> tuple[Found, tf.data.Dataset]:
     """Keeps the first global batches of a stream, and repeats these.
 
     They are kept as they were read first, so that neither a shuffle nor a random change to examples
@@ -159,7 +159,7 @@ def overfit(
         )
     dataset = dataset.take(batches * sizes.shares // sizes.processes).cache().repeat()
     found = dataclasses.replace(found, elements=batches * found.together, left_out=(0, 0, 0))
-    return dataclasses.replace(pipeline, dataset=dataset), found, dataset
+    return found, dataset
 
 
 def on_host(value: Any, name: str) -> tf.Variable:

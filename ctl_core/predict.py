@@ -77,7 +77,13 @@ def read_inputs(path: Path, spec: Any, batch_size: int) -> Any:
         arrays: Any = dict(content) if isinstance(content, np.lib.npyio.NpzFile) else content
     except (OSError, ValueError) as error:
         raise SetupError(f"input: {path} cannot be read as a .npy or .npz file: {error}") from error
-    if isinstance(arrays, dict) and not isinstance(spec, dict):
+    if isinstance(spec, tuple | list):
+        names = [f"input_{index}" for index in range(len(spec))]
+        if not isinstance(arrays, dict) or set(arrays) != set(names):
+            there = ", ".join(names)
+            raise SetupError(f"input: {path} must be a .npz file with the arrays {there}.")
+        arrays = tf.nest.pack_sequence_as(spec, [arrays[name] for name in names])
+    elif isinstance(arrays, dict) and not isinstance(spec, dict):
         if len(arrays) != 1:
             raise SetupError(f"input: {path} holds {', '.join(arrays)}; the model takes one array.")
         arrays = next(iter(arrays.values()))

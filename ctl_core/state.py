@@ -82,7 +82,7 @@ class Progress:
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class State:
     """The trained state: what ``ctl_core.train`` returns.
 
@@ -138,6 +138,11 @@ class State:
     timed_out: bool = False
     functions: Any = None
     clock: Clock = dataclasses.field(default_factory=Clock)
+
+    def __repr__(self) -> str:
+        """One line, as a notebook shows what a cell ends with."""
+        values = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        return f"State(run_dir={str(self.run_dir)!r}, step={self.step}, metrics=({values}))"
 
     @property
     def step(self) -> int:

@@ -24,6 +24,7 @@ from ctl_core.checks.returned import (
     checked_weight,
     expect,
     not_negative,
+    something,
 )
 from ctl_core.compat import gradients_are_summed, optimizers_refused, summaries_of_first_replica
 from ctl_core.compiled import compiled
@@ -48,14 +49,14 @@ def forward(context: StepContext, batch: Any, training: bool) -> tuple[Any, Any]
 
 def model_input(context: StepContext, batch: Any, training: bool) -> Any:
     """Returns what the model is called with."""
-    values = context.hook_arguments()
-    return context.hooks.input_pre.in_graph(batch=batch, training=training, **values)
+    hook, values = context.hooks.input_pre, context.hook_arguments()
+    return something(hook, hook.in_graph(batch=batch, training=training, **values), values)
 
 
-def run_model(context: StepContext, batch: Any, training: bool) -> Any:
-    """Returns the model's output, in float32 where precision is lower."""
+def run_model(context: StepContext, batch: Any, training: bool, trained: bool = False) -> Any:
+    """Returns the output, in float32 where precision is lower; ``trained``: of train_model."""
     inputs = model_input(context, batch, training)
-    hook, what, model = context.model_for(training)
+    hook, what, model = context.model_for(training or trained)
     return to_float32(_attributed(hook, what, call_model, model, inputs, training))
 
 
@@ -64,6 +65,7 @@ def loss_of(context: StepContext, batch: Any, output: Any, training: bool) -> An
     hooks = context.hooks
     values = {"batch": batch, "training": training, **context.hook_arguments()}
     loss_input = hooks.loss_pre.in_graph(output=output, **values)
+    loss_input = something(hooks.loss_pre, loss_input, values)
     loss = _attributed(
         hooks.create_loss, "train_loss", call_model, context.train_loss, loss_input, training
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,11 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 def check_required(callbacks: Any, origin: str) -> None:
     """Refuses callbacks that lack what has no default."""
+    if callbacks is None or isinstance(callbacks, str | bytes | os.PathLike):
+        raise SetupError(
+            f"callbacks: expected a module, a dict or an object with the hooks, got "
+            f"{one_line(repr(callbacks), 60)}; import the file first."
+        )
     missing = [spec.name for spec in TABLE if spec.required and not hasattr(callbacks, spec.name)]
     if not missing:
         return

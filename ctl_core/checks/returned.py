@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +22,19 @@ def kind_of(value: Any) -> str:
         return f"the class {value.__name__}"
     name = type(value).__name__
     return f"a{'n' * (name[0] in 'aeiou')} {name}"
+
+
+def something(hook: Hook, value: Any, arguments: Mapping[str, Any]) -> Any:
+    """Returns what a hook returned, unless that is nothing.
+
+    Raises:
+        SetupError: it is.
+    """
+    if value is not None:
+        return value
+    nobodys = "objective" in hook.arguments and arguments.get("objective") is None
+    of_turns = "; in an evaluation it is nobody's turn, and objective is None" * nobodys
+    raise hook.reject(f"returned nothing; is a return missing{of_turns}?")
 
 
 def expect(values: Any, names: tuple[str, ...], where: str) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.tracking import written_variables
 from ctl_core.scratch import Alone
 from ctl_core.state import State
-from ctl_core.step import forward
+from ctl_core.step import loss_of, run_model
 
 
 def divided_twice(state: State) -> str | None:
@@ -100,7 +100,8 @@ def _losses(state: State, batch: Any) -> Any:
         with Alone(state.strategy, first):
             named: dict[str, Any] = {}
             for _ in context.each_turn(again=False):
-                output, loss = forward(context, batch, training=False)
+                output = run_model(context, batch, training=False, trained=True)
+                loss = loss_of(context, batch, output, training=False)
                 result = context.hooks.grad_pre.in_graph(
                     loss=loss, output=output, batch=batch, **context.hook_arguments()
                 )

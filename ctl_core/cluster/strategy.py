@@ -76,6 +76,11 @@ def task_of(config: Config) -> Task:
         SetupError: ``read_task`` refuses; the settings do not say how long to train; or they ask
             for several workers, of which this is none.
     """
+    if not isinstance(config, Config):
+        raise SetupError(
+            f"config: expected a ctl_core.Config, such as ctl_core.Config(steps=300), got a "
+            f"{type(config).__name__}."
+        )
     if config.workers > 1 and not os.environ.get("TF_CONFIG"):
         raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
     if config.steps is None and config.epochs is None:

@@ -30,6 +30,8 @@ import tensorflow as tf
 import ctl_core
 from ctl_core import compat
 from ctl_core.autograph import file_name
+from tests.helpers.cases import make_hooks
+from tests.helpers.fixtures import Train
 
 HOOKS = """\
 import keras
@@ -305,3 +307,18 @@ def test_ipython_knows_the_number_of_a_cell(monkeypatch: pytest.MonkeyPatch) -> 
     assert file_name("/tmp/ipykernel_12/345.py") == "cell 7"
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
     assert file_name("/tmp/ipykernel_12/345.py") == "cell"
+
+
+def test_what_a_cell_shows_is_short(train: Train) -> None:
+    state = train(make_hooks(), steps=2)
+    assert repr(state).startswith("State(run_dir=") and "step=2" in repr(state)
+    assert len(repr(state)) < 300
+    assert {"train", "check", "Config"} <= set(dir(ctl_core))
+
+
+def test_what_is_no_configuration_or_module_is_one_line() -> None:
+    with pytest.raises(ctl_core.SetupError, match=r"^config: expected a ctl_core.Config, .*dict"):
+        ctl_core.train(make_hooks(), {"steps": 3})  # type: ignore[arg-type]
+    for callbacks in ("callbacks.py", None):
+        with pytest.raises(ctl_core.SetupError, match=r"^callbacks: expected a module, a dict or"):
+            ctl_core.train(callbacks, ctl_core.Config(steps=3))

@@ -102,6 +102,13 @@ def test_switches_can_be_switched_off_again() -> None:
         assert getattr(resolve(f"--{name}", config="", environ=off), name) is True
 
 
+def test_a_setting_is_taken_back_by_null() -> None:
+    Path("config.yaml").write_text("early_stop: loss:3\nlimit_eval: 4\nema: 0.9\n")
+    flags = ["--steps=1", "--early-stop", "null", "--ema=null"]
+    config = parse_command(["train", *flags], {"CTL_LIMIT_EVAL": "null"}).config
+    assert config.early_stop is config.ema is config.limit_eval is None
+
+
 def test_what_is_empty_says_nothing() -> None:
     assert resolve(config="seed:\nhparams:\n# nothing else\n", environ={"CTL_SEED": ""}) == Config()
     assert resolve(config="") == Config()

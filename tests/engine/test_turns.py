@@ -39,6 +39,7 @@ class GAN(keras.Model):
         )
         self.generator = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5)])
         set_weights(self)
+        self.discriminator.layers[1].moving_variance.assign(tf.ones(8))
 
     def call(self, batch: Any, training: bool = False) -> Any:
         made = self.generator(batch["noise"], training=training)
@@ -197,7 +198,7 @@ def test_metrics_of_a_turn(train: Train) -> None:
     (line,) = (line for line in state.history if line["split"] == "train")
     np.testing.assert_allclose([line[name] for name in names], loop(1)[1][0][:2], rtol=1e-5)
     own = gan_hooks(
-        create_train_metrics=lambda: {"critic": keras.metrics.Mean()}, train_metric_pre=arguments
+        create_train_metrics=lambda: {"critic": keras.metrics.Mean()}, train_metric_pre=lambda: {}
     )
     with pytest.raises(ctl_core.SetupError, match=r"^train_metric_pre .*'critic' in any turn\.$"):
         train(own, run_name="other")
@@ -264,12 +265,66 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def silent(output: Any, objective: str | None) -> Any:
+    return loss_pre(output, objective) if objective else None
+
+
+def of_objective(loss: Any, train_model: Any, objective: str) -> Any:
+    return loss, 0.0, getattr(train_model, objective).trainable_variables
+
+
+REFUSED |= {
+    "a part that is nothing": (
+        {
+            "grad_pre": lambda loss, train_model, objective: (
+                *of_objective(loss[:BATCH], train_model, objective),
+                {"part": None},
+            )
+        },
+        r"^grad_pre .*: returned nothing; is a return missing\?$",
+    ),
+    "no input": (
+        {"input_pre": lambda batch: None},
+        r"^input_pre .*: returned nothing; is a return missing\?$",
+    ),
+    "no loss in evaluation": (
+        {"create_eval_dataset": sliced(DATA), "loss_pre": silent},
+        r"^loss_pre .*: returned nothing; is a return missing; in an evaluation it is",
+    ),
+    "no metrics": (
+        {
+            "create_train_metrics": lambda: {"critic": keras.metrics.Mean()},
+            "train_metric_pre": lambda: None,
+        },
+        r"^train_metric_pre .*: returned nothing; .* return \{\}\.$",
+    ),
+    "another metric": (
+        {
+            "create_train_metrics": lambda: {"critic": keras.metrics.Mean()},
+            "train_metric_pre": lambda loss: {"critics": loss},
+        },
+        r"^train_metric_pre .*: returned something for 'critics', which is no metric; did you mean",
+    ),
+}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused(train: Train, name: str) -> None:
     hooks, message = REFUSED[name]
     with pytest.raises(ctl_core.SetupError, match=message) as caught:
         train(gan_hooks(**hooks), batch_size=BATCH, steps=2)
     assert "\n" not in str(caught.value)
+
+
+def test_a_mean_is_refused_whatever_is_evaluated(train: Train) -> None:
+    """It is tried with the model that is trained, not with that of create_eval_model."""
+    own = gan_hooks(
+        create_loss=lambda: lambda pair: tf.reduce_mean(BCE(*pair)),
+        grad_pre=of_objective,
+        create_eval_model=lambda train_model: lambda batch: train_model.generator(batch["noise"]),
+    )
+    with pytest.raises(ctl_core.SetupError, match=r"so it is a mean over the batch"):
+        train(own, batch_size=BATCH, steps=2)
 
 
 def test_micro_batches_are_refused(train: Train) -> None:
