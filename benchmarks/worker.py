@@ -34,8 +34,6 @@ from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
 from ctl_core.evaluate import evaluate
 
-# Of the same sums in another order; far below what another update would make.
-TOLERANCE = 1e-5
 ONE_DEVICE_ONLY = ("floor", "input alone")
 MEMORY_STEPS = 10_000
 EVALUATED = 100  # batches
@@ -58,7 +56,7 @@ def steps(
     names = names or tuple(name for name in PEERS if _fits(name, work.name, devices, every))
     loops = {name: functools.partial(PEERS[name], work, strategy, every) for name in names}
     paces = {name: Pace(loop, work.segment) for name, loop in loops.items()}
-    yield from _rounds(work.name, devices, every, paces, rounds)
+    yield from _rounds(work.name, devices, every, paces, rounds, tolerance=work.tolerance)
 
 
 def _fits(name: str, workload: str, devices: int, every: int) -> bool:
@@ -86,7 +84,13 @@ def _strategy(devices: int) -> tf.distribute.Strategy:
 
 
 def _rounds(
-    name: str, devices: int, every: int, paces: dict[str, Pace], rounds: int, warm: int = 1
+    name: str,
+    devices: int,
+    every: int,
+    paces: dict[str, Pace],
+    rounds: int,
+    warm: int = 1,
+    tolerance: float = 1e-5,
 ) -> Iterator[Timing]:
     """Checks, warms up, times and ends the loops. One that fails, but the engine's, is noted."""
     reference: list[Any] | None = None
@@ -103,7 +107,7 @@ def _rounds(
         _note(f"{name}, {devices} devices, {peer}: {time.perf_counter() - begun:.1f} s to begin")
         if pace.weights is not None:
             reference = reference or pace.weights()
-            check_equal(pace.weights(), reference, f"{name}: {peer}")
+            check_equal(pace.weights(), reference, f"{name}: {peer}", tolerance)
     timed(paces, warm)
     for peer, seconds in timed(paces, rounds).items():
         yield Timing(name, devices, every, peer, seconds)
@@ -112,15 +116,17 @@ def _rounds(
     gc.collect()
 
 
-def check_equal(weights: list[Any], reference: list[Any], what: str) -> None:
+def check_equal(
+    weights: list[Any], reference: list[Any], what: str, tolerance: float = 1e-5
+) -> None:
     """Compares the weights of two peers.
 
     Raises:
-        AssertionError: a weight differs by more than 1e-5 of itself or of its tensor's largest.
+        AssertionError: a weight differs by more than ``Workload.tolerance`` says.
     """
     for weight, other in zip(weights, reference, strict=True):
         np.testing.assert_allclose(
-            weight, other, TOLERANCE, TOLERANCE * np.abs(other).max(), err_msg=what
+            weight, other, tolerance, tolerance * np.abs(other).max(), err_msg=what
         )
 
 

@@ -22,11 +22,11 @@ def test_peers_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     check_equal = worker.check_equal
 
-    def check(weights: Any, reference: Any, what: str) -> None:
+    def check(weights: Any, reference: Any, what: str, tolerance: float) -> None:
         compared.append(what)
         start = mlp().create_model().get_weights()
         assert any(not np.allclose(w, s, rtol=1e-3) for w, s in zip(weights, start, strict=True))
-        check_equal(weights, reference, what)
+        check_equal(weights, reference, what, tolerance)
 
     monkeypatch.setattr(worker, "check_equal", check)
     work = worker.shortened(mlp())
