@@ -124,10 +124,9 @@ def check_equal(
     Raises:
         AssertionError: a weight differs by more than ``Workload.tolerance`` says.
     """
+    largest = max(float(np.abs(other).max()) for other in reference)
     for weight, other in zip(weights, reference, strict=True):
-        np.testing.assert_allclose(
-            weight, other, tolerance, tolerance * np.abs(other).max(), err_msg=what
-        )
+        np.testing.assert_allclose(weight, other, tolerance, tolerance * largest, err_msg=what)
 
 
 def evaluation(rounds: int) -> Iterator[Timing]:

@@ -30,7 +30,7 @@ class Workload:
         create_opt: (learning rate) -> optimizer
         clip: the global norm that gradients are clipped at; None: they are not. Keras clips the
             gradients of each replica, not their sum, so that with several, nobody clips.
-        tolerance: by how much of themselves, or of their tensor's largest, weights of two peers may
+        tolerance: by how much of themselves, or of the model's largest, weights of two peers may
             differ after 50 steps: far below what another update would make
     """
 
