@@ -38,7 +38,7 @@ def test_peers_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_update_is_found() -> None:
     weights = [np.ones((2, 3)), np.full(3, 0.1)]
-    other = [weights[0], weights[1] * (1 + 1e-4)]
+    other = [weights[0], weights[1] * (1 + 1e-3)]
     worker.check_equal(weights, weights, "same")
     with pytest.raises(AssertionError, match="other"):
         worker.check_equal(other, weights, "other")
