@@ -300,6 +300,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
             continue
         choices = f"{{{','.join(map(str, get_args(setting.annotation)))}}}"
         metavar = {int: "N", float: "X", Literal: choices, list: "FILE"}.get(kind, "TEXT")
+        metavar = (setting.examples or [metavar])[0]
         action = "append" if kind is list else "store"
         parser.add_argument(flag, action=action, dest=name, metavar=metavar, help=text)
     return parser

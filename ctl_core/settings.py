@@ -132,7 +132,7 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 def declare(default: Any, text: str, **more: Any) -> Any:
     """Declares a setting; its help is no docstring, of which -OO leaves nothing.
 
-    ``title`` says what is expected where the type does not.
+    ``title`` says what is expected where the type does not; ``examples`` has what the help shows.
     """
     return Field(default, description=text, **more)
 
@@ -228,6 +228,7 @@ class Config:
         None,
         "stop and save after this time, as at a SIGTERM; started again, the run goes on",
         title="a time such as 7h30m, 45min or 90s",
+        examples=["TIME"],
     )
     log_every: _Number = declare(
         100, "write the train metrics, if there are any, every so many steps, and begin anew"
@@ -236,11 +237,13 @@ class Config:
         None,
         "keep the checkpoint with the best value of a metric, apart from the newest ones",
         title="a metric of the evaluation, as METRIC, METRIC:max or METRIC:min",
+        examples=["METRIC"],
     )
     early_stop: _EarlyStop = declare(
         None,
         "end training when a metric has not become better for so many evaluations",
         title="METRIC:PATIENCE, METRIC:max:PATIENCE or METRIC:min:PATIENCE, such as loss:3",
+        examples=["METRIC:PATIENCE"],
     )
     strategy: Literal["auto", "one_device", "mirrored", "multi_worker"] = declare(
         "auto", "auto joins the cluster of TF_CONFIG; else it takes all GPUs, or the one device"
