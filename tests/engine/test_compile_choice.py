@@ -20,6 +20,8 @@ from tests.helpers.fixtures import Train
 from tests.helpers.resume import values
 from tests.helpers.stretched import IMAGES, TARGET, image_hooks, words_hooks
 
+pytestmark = pytest.mark.slow
+
 
 def said(capfd: pytest.CaptureFixture[str]) -> str:
     (line,) = (x for x in capfd.readouterr().out.splitlines() if "jit_compile auto" in x)

@@ -22,6 +22,8 @@ from tests.helpers.cases import (
 )
 from tests.helpers.fixtures import Train
 
+pytestmark = pytest.mark.slow
+
 
 def normed_model() -> keras.Model:
     return set_weights(

@@ -30,6 +30,8 @@ from tests.helpers.fixtures import Train
 from tests.helpers.plain_loop import BATCH, CASES, STEPS, by_hand
 from tests.helpers.project import EVALUATED
 
+pytestmark = pytest.mark.slow
+
 OVERFLOW = 3  # the step whose batch has an infinite target
 
 

@@ -21,6 +21,8 @@ from ctl_core.errors import RunError, SetupError
 from tests.helpers.cases import make_hooks, regression_data, sgd
 from tests.helpers.fixtures import Train
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES, BATCH = 50, 8
 Make = Callable[..., tf.data.Dataset]
 

@@ -20,6 +20,8 @@ from tests.helpers.resume import values
 from tests.helpers.stretched import RANDOM, TARGET, image_hooks, words_hooks
 from tests.ported import multi_task, wgan_gp
 
+pytestmark = pytest.mark.slow
+
 BATCH, STEPS = 8, 12
 
 
