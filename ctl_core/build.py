@@ -367,11 +367,10 @@ def _build_variables(
 
     Returns:
         The variables that each objective's optimizer has to know, the specification of the model's
-        input, what is written to where not all examples of a step are seen at once, and the names
-        of the parts of the loss. An
-        optimizer has to know the trainable_vars of its objective, also what is frozen now: those
-        that ``grad_pre`` returns once more with no layer frozen. Where there is one objective, it
-        knows all that the model could train, too.
+        input, of the last turn's, what is written to where not all examples of a step are seen at
+        once, and the names of the parts of the loss. An optimizer has to know the trainable_vars of
+        its objective, also what is frozen now: those that ``grad_pre`` returns once more with no
+        layer frozen. Where there is one objective, it knows all that the model could train, too.
 
     Raises:
         SetupError: an objective has no variables, frozen or not.

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -179,6 +179,21 @@ def graphs_called(op: Any) -> list[Any]:
     named = [f for a in attributes for f in (*([a.func] * a.HasField("func")), *a.list.func)]
     functions = [op.graph._get_function(function.name) for function in named]
     return [function.graph for function in functions if function is not None]
+
+
+def with_called(operations: Iterable[Any]) -> Iterator[Any]:
+    """Yields ops, each before those of the functions that it calls; a function's once."""
+    seen: dict[int, Any] = {}  # holds the graphs, so that no other one gets the same id
+
+    def walk(operations: Iterable[Any]) -> Iterator[Any]:
+        for op in operations:
+            yield op
+            for graph in graphs_called(op):
+                if id(graph) not in seen:
+                    seen[id(graph)] = graph
+                    yield from walk(graph.get_operations())
+
+    return walk(operations)
 
 
 class GraphWriter(tf.summary.SummaryWriter):

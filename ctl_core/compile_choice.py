@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.compat import GraphWriter, graphs_called, iterator_handle
+from ctl_core.compat import GraphWriter, iterator_handle, with_called
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, not_compiled
 from ctl_core.graph import StepFunctions
@@ -109,7 +109,8 @@ class _Trial:
         plain = StepFunctions(state, Console(shown=False), GraphWriter(lambda: None))
         graph = plain.graph(None).graph
         on_cpu = "GPU" not in plain.devices[0]
-        if on_cpu and (name := _op_of(graph, _CONVOLUTIONS)):
+        types = (op.type for op in with_called(graph.get_operations()))
+        if on_cpu and (name := next((t for t in types if t.startswith(_CONVOLUTIONS)), None)):
             return False, f"since {name} is slow in an executable on a CPU"
         written, others = written_variables(
             state.strategy,
@@ -147,32 +148,15 @@ class _Trial:
 
 def _seconds_per_step(functions: StepFunctions) -> float:
     """Returns the quickest of three rounds, after one that finds out how many steps to take."""
-    steps, best = 1, 0.0
-    for _ in range(20):
+    steps = 1
+
+    def round_() -> float:
         start = time.perf_counter()
         functions.train_steps(steps)
-        seconds = time.perf_counter() - start
-        if seconds > _LONG / 2:
+        return time.perf_counter() - start
+
+    for _ in range(20):
+        if (seconds := round_()) > _LONG / 2:
             break
         steps *= 4 if seconds < _LONG / 8 else 2
-    best = seconds / steps
-    for _ in range(2):
-        start = time.perf_counter()
-        functions.train_steps(steps)
-        best = min(best, (time.perf_counter() - start) / steps)
-    return best
-
-
-def _op_of(graph: Any, prefixes: tuple[str, ...]) -> str | None:
-    """Returns the type of the first op of a graph, also in functions, that begins so."""
-    graphs, seen = [graph], set()
-    while graphs:
-        one = graphs.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        for op in one.get_operations():
-            if op.type.startswith(prefixes):
-                return str(op.type)
-            graphs += graphs_called(op)
-    return None
+    return min(seconds, round_(), round_()) / steps

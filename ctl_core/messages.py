@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ctl_core.checks.data import EMPTY
 from ctl_core.checks.returned import bad_weight
-from ctl_core.compat import graphs_called
+from ctl_core.compat import with_called
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
@@ -166,12 +166,8 @@ def attributed(state: State, step: int) -> Iterator[None]:
 
 def _made_by(state: State, types: list[str]) -> str | None:
     """Returns the hook of the graph, and its line, that the first op of such a type is of."""
-    graphs = [state.functions.graph(None).graph]
-    while graphs:
-        graph = graphs.pop()
-        for op in graph.get_operations():
-            graphs += graphs_called(op)
-            frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
-            if op.type in types and (made := state.hooks.made(frames)):
-                return made
+    for op in with_called(state.functions.graph(None).graph.get_operations()):
+        frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
+        if op.type in types and (made := state.hooks.made(frames)):
+            return made
     return None

@@ -137,11 +137,7 @@ def update_loss_parts(context: StepContext, parts: Mapping[str, Any], batch: Any
         examples = examples_in(context.hooks.count_examples, batch)
         weight = 1 if examples is None else examples
         update = context.loss_parts[name].update_state
-        if_counted(functools.partial(_update, update, tf.reduce_mean(part), weight))
-
-
-def _update(update: Any, value: Any, weight: Any) -> None:
-    update(value, weight)  # a branch of a graph returns nothing
+        if_counted(functools.partial(update, tf.reduce_mean(part), weight))
 
 
 def results(metrics: Metrics, made_by: Hook) -> dict[str, float]:

@@ -18,7 +18,7 @@ from ctl_core.compat import GraphWriter
 from ctl_core.compiled import Stack, no_summaries, stack_of
 from ctl_core.context import StepContext
 from ctl_core.inputs import Input
-from ctl_core.numerics.not_finite import NEVER
+from ctl_core.numerics.not_finite import nothing, of_step, then
 from ctl_core.step import train_step
 
 
@@ -60,7 +60,6 @@ def train_stretches(
     Returns:
         The numbers of ``Noted``, an int64 vector.
     """
-
     stack = context.stack
     assert stack is not None
 
@@ -69,12 +68,12 @@ def train_stretches(
         def body(done: tf.Tensor, noted: Any, weights: Any) -> tuple[Any, ...]:
             step = before + tf.cast(done, tf.int64) + 1
             drawn = _Drawn(data.strategy, elements, done * context.accumulate_steps)
-            found, of_step = _step(context, drawn, frozenset(), step)
-            noted = _then(noted, _of_step(found.get("noted", []), step))
-            return done + 1, noted, _worse(weights, step, of_step)
+            found, own = _step(context, drawn, frozenset(), step)
+            noted = then(noted, of_step(found.get("noted", []), step))
+            return done + 1, noted, _worse(weights, step, own)
 
         return tf.while_loop(
-            lambda done, *_: done < steps, body, (tf.constant(0), _start(), _WELL)
+            lambda done, *_: done < steps, body, (tf.constant(0), nothing(), _WELL)
         )[1:]
 
     def body(done: tf.Tensor, noted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -82,9 +81,9 @@ def train_stretches(
         elements = _draw(context, data, stack, tf.cast(number, tf.int32))
         found, weights = stretch(elements, before + done, tf.cast(number, tf.int32))
         with tf.control_dependencies([assert_weights(*weights)]):
-            return done + number, _then(noted, found)
+            return done + number, then(noted, found)
 
-    start = (tf.constant(0, tf.int64), _start())
+    start = (tf.constant(0, tf.int64), nothing())
     return tf.while_loop(lambda done, _: done < steps, body, start)[1]
 
 
@@ -95,7 +94,6 @@ def train_one(
     step: tf.Tensor,
 ) -> dict[str, Any]:
     """Takes a single step, in one executable, and returns what ``train_step`` does."""
-
     stack = context.stack
     assert stack is not None
 
@@ -145,11 +143,6 @@ def _draw(context: StepContext, data: Input, stack: Stack, steps: tf.Tensor) -> 
     return tf.nest.pack_sequence_as(stack.spec, stacked)
 
 
-def _start() -> tf.Tensor:
-    """Returns the numbers of ``Noted`` of no step."""
-    return tf.constant((NEVER, 0, 0, 0), tf.int64)
-
-
 # The first step whose weights are wrong, and these; or such as are right.
 _WELL = (np.int64(0), np.ones(2, np.float32))
 
@@ -160,19 +153,3 @@ def _worse(before: Any, step: tf.Tensor, weights: list[tf.Tensor]) -> Any:
         bad = tf.logical_and(before[1][1] > 0, tf.logical_not(one[1] > 0))
         before = tf.where(bad, step, before[0]), tf.where(bad, one, before[1])
     return tuple(map(tf.convert_to_tensor, before))
-
-
-def _of_step(noted: list[dict[str, tf.Tensor]], step: tf.Tensor) -> tf.Tensor:
-    """Returns the numbers of ``Noted`` for one step."""
-    if not noted:
-        return _start()
-    bad = tf.logical_not(tf.math.is_finite(tf.add_n([one["loss"] for one in noted])))
-    nans = tf.reduce_any([one["nans"] for one in noted if "nans" in one] or [False])
-    counts = [tf.cast(part, tf.int64) for part in (bad, nans)]
-    never = tf.constant(NEVER, tf.int64)
-    return tf.stack([tf.where(bad, step, never), tf.where(bad, step, 0), *counts])
-
-
-def _then(before: tf.Tensor, later: tf.Tensor) -> tf.Tensor:
-    first, latest = tf.minimum(before[0], later[0]), tf.maximum(before[1], later[1])
-    return tf.stack([first, latest, before[2] + later[2], before[3] + later[3]])

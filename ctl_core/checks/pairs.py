@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.compat import graphs_called
+from ctl_core.compat import with_called
 from ctl_core.context import StepContext
 from ctl_core.errors import SetupError
 from ctl_core.step import loss_of, run_model
@@ -82,10 +82,7 @@ def _find(operations: list[Any], columns: set[int | None], rows: set[int | None]
 
     A vector that the column is made of, as in ``x[:, None] - x``, is meant.
     """
-    for op in operations:
-        for graph in graphs_called(op):
-            if (found := _find(graph.get_operations(), columns, rows)) is not None:
-                return found
+    for op in with_called(operations):
         if op.type not in _ARITHMETIC:
             continue
         for column, row in (op.inputs, reversed(op.inputs)):

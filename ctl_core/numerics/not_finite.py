@@ -56,12 +56,10 @@ class Notes:
     def write(self, arrays: Any, index: Any, by_replica: list[list[dict[str, tf.Tensor]]]) -> Any:
         """Returns the arrays with what ``seen`` returned on each local replica, by turn."""
         losses, nans = arrays
-        found = list(itertools.chain(*by_replica))
+        loss, any_nans = _together(list(itertools.chain(*by_replica)))
         index = tf.cast(index, tf.int32)
-        losses = losses.write(index, tf.add_n([one["loss"] for one in found]))
-        if some := [one["nans"] for one in found if "nans" in one]:
-            nans = nans.write(index, tf.reduce_any(some))
-        return losses, nans
+        losses = losses.write(index, loss)
+        return losses, nans if any_nans is None else nans.write(index, any_nans)
 
     @staticmethod
     def summary(arrays: Any, before: Any) -> tf.Tensor:
@@ -87,6 +85,35 @@ def seen(losses: Mapping[str, tf.Tensor], nans: list[tf.Tensor]) -> dict[str, tf
     if nans:
         found["nans"] = tf.reduce_any(tf.stack(nans))
     return found
+
+
+def _together(found: list[dict[str, tf.Tensor]]) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Returns the sum of the losses, and whether there were NaN gradients, if that is known."""
+    some = [one["nans"] for one in found if "nans" in one]
+    return tf.add_n([one["loss"] for one in found]), tf.reduce_any(some) if some else None
+
+
+# The numbers of ``Noted`` as an int64 vector, step by step: in an executable arrays do not grow.
+def nothing() -> tf.Tensor:
+    """Returns those of no step."""
+    return tf.constant(dataclasses.astuple(Noted()), tf.int64)
+
+
+def of_step(found: list[dict[str, tf.Tensor]], step: tf.Tensor) -> tf.Tensor:
+    """Returns those of one step, of what ``seen`` returned in its turns."""
+    if not found:
+        return nothing()
+    loss, nans = _together(found)
+    bad = tf.logical_not(tf.math.is_finite(loss))
+    counts = [tf.cast(part, tf.int64) for part in (bad, False if nans is None else nans)]
+    never = tf.constant(NEVER, tf.int64)
+    return tf.stack([tf.where(bad, step, never), tf.where(bad, step, 0), *counts])
+
+
+def then(before: tf.Tensor, later: tf.Tensor) -> tf.Tensor:
+    """Adds those of later steps, as ``Noted.then`` does."""
+    first, latest = tf.minimum(before[0], later[0]), tf.maximum(before[1], later[1])
+    return tf.stack([first, latest, before[2] + later[2], before[3] + later[3]])
 
 
 _tracing = threading.local()

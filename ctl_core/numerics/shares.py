@@ -56,13 +56,17 @@ def of_share(value: tf.Tensor) -> tf.Tensor:
     return tf.where(share.there, value, tf.zeros_like(value))
 
 
-def if_counted(function: Callable[[], None]) -> None:
+def if_counted(function: Callable[[], Any]) -> None:
     """Calls a function that changes something, but for a stand-in."""
     share: _Share | None = getattr(_tracing, "share", None)
     if share is None or share.there is None:
         function()
     else:
-        tf.cond(share.there, function, lambda: None)
+
+        def counted() -> None:
+            function()  # whatever it returns: the other branch returns nothing
+
+        tf.cond(share.there, counted, lambda: None)
 
 
 class Shares:

@@ -24,6 +24,7 @@ from tests.helpers.cases import (
     small_model,
 )
 from tests.helpers.fixtures import Train
+from tests.helpers.plain_loop import sgd_steps
 from tests.helpers.project import EVALUATED
 
 STEPS, BATCH, RATE, DECAY = 12, 16, 0.1, 0.9
@@ -49,13 +50,7 @@ def hooks(**more: Any) -> Any:
 def averaged(steps: int) -> tuple[keras.Model, keras.Model]:
     """Weights and their average, of a plain loop."""
     model, average = small_model(), small_model()
-    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
-    for inputs, target in data.repeat().take(steps):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
-        gradients = tape.gradient(loss, model.trainable_variables)
-        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-            variable.assign_sub(RATE * gradient)
+    for _ in sgd_steps(model, steps, RATE):
         follow(model, average)
     return model, average
 

@@ -14,6 +14,7 @@ import ctl_core
 from ctl_core.__main__ import main
 from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
+from tests.helpers.plain_loop import sgd_steps
 from tests.helpers.steered import Followed
 
 STEPS, BATCH, RATE = 12, 16, 0.1
@@ -172,13 +173,7 @@ def averaged(steps: int, decay: float) -> tuple[list[Any], list[Any]]:
     """Weights and their average, of a plain loop."""
     model = small_model()
     averages = [variable.numpy() for variable in model.trainable_variables]
-    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
-    for inputs, target in data.repeat().take(steps):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
-        gradients = tape.gradient(loss, model.trainable_variables)
-        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-            variable.assign_sub(RATE * gradient)
+    for _ in sgd_steps(model, steps, RATE):
         averages = [
             decay * average + (1 - decay) * variable.numpy()
             for average, variable in zip(averages, model.trainable_variables, strict=True)

@@ -21,6 +21,18 @@ from tests.helpers.cases import (
 STEPS, BATCH = 20, 16
 
 
+def sgd_steps(model: keras.Model, steps: int, rate: float) -> Iterator[None]:
+    """Trains on the regression data without an optimizer; yields after each step."""
+    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
+    for inputs, target in data.repeat().take(steps):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(rate * gradient)
+        yield
+
+
 def two_by_two_model() -> keras.Model:
     left, right = keras.Input((FEATURES,), name="left"), keras.Input((FEATURES,), name="right")
     both = keras.layers.Concatenate()([left, right])
