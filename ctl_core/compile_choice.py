@@ -18,10 +18,12 @@ from ctl_core.compat import GraphWriter, iterator_handle, with_called
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, not_compiled
 from ctl_core.graph import StepFunctions
+from ctl_core.inputs import Input
 from ctl_core.layers import read_file
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.remainder import own_variables
 from ctl_core.run_state.tracking import written_variables
+from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.stretches import stack_for
 
@@ -30,12 +32,23 @@ _LONG = 0.3
 _CONVOLUTIONS = ("Conv", "Depthwise")
 
 
+def as_chosen(config: Config, run_dir: Path, console: Console) -> Config:
+    """Returns the settings with what the run has chosen before, if it has; and says so."""
+    if config.jit_compile != "auto":
+        return config
+    value = read_file(run_dir / "config.yaml", required=False).get("jit_compile", ("", None))[1]
+    if not isinstance(value, bool):
+        return config
+    _say(console, value, "as the run was trained before")
+    return dataclasses.replace(config, jit_compile=value)
+
+
 def choose(state: State, functions: StepFunctions, console: Console) -> None:
     """Decides whether steps are compiled, and says so; then ``state.config`` has the answer.
 
-    A run that has taken steps goes on as it has them. Otherwise: not where gradients are summed
-    over replicas, elements differ in shape, XLA does not know an op, or a convolution would run on
-    a CPU; with ``deterministic`` else yes; without, if a clock says so.
+    Not where gradients are summed over replicas, elements differ in shape, XLA does not know an
+    op, or a convolution would run on a CPU; with ``deterministic`` else yes; without, if a clock
+    says so.
 
     Args:
         state: of the run
@@ -44,29 +57,21 @@ def choose(state: State, functions: StepFunctions, console: Console) -> None:
     """
     if state.config.jit_compile != "auto":
         return
-    known = _known(state)
-    if known is not None:
-        compiled, why = known, "as the run was trained before"
+    if state.step:
+        compiled, why = False, "as the run began without"
     else:
         with _Trial(state) as trial:
             compiled, why = trial.decide(functions)
+            trial.take(compiled)
         if not compiled or trial.renews:
             functions.forget()
         functions.noted = None
-    _set(state, compiled)
     state.config = dataclasses.replace(state.config, jit_compile=compiled)
+    _say(console, compiled, why)
+
+
+def _say(console: Console, compiled: bool, why: str) -> None:
     console.say(f"jit_compile auto: {'compiled stretches' if compiled else 'plain graphs'}, {why}.")
-
-
-def _known(state: State) -> bool | None:
-    """Returns what the run's own settings say, if it has any."""
-    file = Path(state.run_dir) / "config.yaml"
-    value = read_file(file, required=False).get("jit_compile", ("", None))[1]
-    return value if isinstance(value, bool) else None
-
-
-def _set(state: State, compiled: bool) -> None:
-    state.context.stack = stack_for(state.context, state.data) if compiled else None
 
 
 class _Trial:
@@ -79,33 +84,48 @@ class _Trial:
     def __init__(self, state: State) -> None:
         self._state = state
         self._folder = tempfile.TemporaryDirectory(prefix="ctl_core-")
-        self._position = str(Path(self._folder.name) / "position")
+        self._inputs: dict[bool, Input] = {}
+        self.renews = state.data.why_not_checkpointable is not None
 
     def __enter__(self) -> _Trial:
-        data = self._state.data
-        try:
-            tf.train.Checkpoint(iterator=data.iterator).write(self._position)
-            self.renews = False
-        except tf.errors.OpError:  # a stage that cannot be saved
-            self.renews = True
+        self._begun(False)
         return self
 
     def __exit__(self, *_: Any) -> None:
         if self.renews:
             self._state.renew_input()
         else:
-            tf.train.Checkpoint(iterator=self._state.data.iterator).read(self._position)
+            tf.train.Checkpoint(iterator=self._state.data.iterator).read(self._position())
         self._folder.cleanup()
+
+    def take(self, compiled: bool) -> None:
+        """Takes the data and the stack of one of the two ways from here on."""
+        state = self._state
+        if compiled not in self._inputs:  # compiled steps may read their elements otherwise
+            config = state.config
+            state.config = dataclasses.replace(config, jit_compile=True)
+            state.renew_input()
+            state.config = config
+            self._begun(compiled)
+        state.data = self._inputs[compiled]
+        state.context.stack = stack_for(state.context, state.data) if compiled else None
+
+    def _begun(self, compiled: bool) -> None:
+        """Keeps where the data of a way begin."""
+        self._inputs[compiled] = data = self._state.data
+        if not self.renews:
+            tf.train.Checkpoint(iterator=data.iterator).write(self._position())
+
+    def _position(self) -> str:
+        return str(Path(self._folder.name) / f"position-{self._state.data.unit}")
 
     def decide(self, functions: StepFunctions) -> tuple[bool, str]:
         """Returns whether to compile, and why."""
         state = self._state
         if state.context.replicas > 1:
             return False, f"since gradients are summed over {state.context.replicas} replicas"
-        _set(state, True)
-        if state.context.stack is None:
+        if stack_for(state.context, state.data) is None:
             return False, "since not all elements are dense and of one shape"
-        _set(state, False)
         plain = StepFunctions(state, Console(shown=False), GraphWriter(lambda: None))
         graph = plain.graph(None).graph
         on_cpu = "GPU" not in plain.devices[0]
@@ -125,7 +145,7 @@ class _Trial:
 
     def _time(self, plain: StepFunctions, functions: StepFunctions) -> tuple[bool, str]:
         state, seconds = self._state, {}
-        _set(state, True)
+        self.take(True)
         try:
             functions.train_steps(1)
         except tf.errors.OpError as error:
@@ -137,7 +157,7 @@ class _Trial:
         if state.config.deterministic:
             return True, "with deterministic, which no clock may decide"
         for name, one in (("plain", plain), ("compiled", functions)):
-            _set(state, one is functions)
+            self.take(one is functions)
             seconds[name] = _seconds_per_step(one)
         plainly, compiled = seconds["plain"], seconds["compiled"]
         took = f"{1e6 * compiled:.3g} µs a step against {1e6 * plainly:.3g}"

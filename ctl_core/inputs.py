@@ -35,9 +35,10 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
-from ctl_core.last_batch import kept, skip_examples, whole_passes
-from ctl_core.passes import Tally, cut, on_host, overfit, skip_elements, tallied, whole_groups
+from ctl_core.last_batch import kept, whole_passes
+from ctl_core.passes import Tally, cut, on_host, overfit, tallied, whole_groups
 from ctl_core.settings import Config
+from ctl_core.units import Units, begin
 
 
 @dataclasses.dataclass
@@ -50,8 +51,9 @@ class Input:
         sizes: how they share a global batch
         pipeline: what the hooks made
         found: what was found out about it before
-        iterator: its position; part of every checkpoint
+        iterator: its position; part of every checkpoint; ``Units`` or an iterator of tf.data
         element_spec: of one replica's batch
+        rows: how many each tensor of an element has, if examples are counted so
         why_not_checkpointable: why the position cannot be saved exactly, or None
         tally: of what a pass leaves out
         counted: examples drawn for steps, where the last batch of a pass is kept, else None
@@ -67,6 +69,7 @@ class Input:
     found: Found
     iterator: Any
     element_spec: Any
+    rows: int | None
     why_not_checkpointable: str | None
     tally: Tally
     counted: tf.Variable | None
@@ -91,16 +94,19 @@ class Input:
         if self.tally.variable is not None:
             if watch:
                 self.tally.variable.assign(values[-1][1])
-            values = [element for _, _, element in values]
+            values = [self.untagged(value) for value in values]
         if self.counted is not None:
             self.counted.assign_add(values[0][0][1])
         return distribute(self.strategy, values)
 
+    def untagged(self, value: Any) -> Any:
+        """Returns the element of what the iterator gives, which may carry counts as well."""
+        return value[-1] if self.tally.variable is not None or self.counted is not None else value
+
     @property
-    def rows(self) -> int | None:
-        """How many rows each tensor of an element has, if examples are counted so."""
-        by_rows = is_default(self.pipeline.count_examples.function)
-        return self.sizes.per_replica if by_rows else None
+    def unit(self) -> int:
+        """How many elements are read at once; 0 if they are read one by one."""
+        return self.iterator.number if isinstance(self.iterator, Units) else 0
 
     def seconds_waited(self, steps: int) -> float | None:
         """How long so many steps have waited for their elements, as far as the watched ones tell.
@@ -119,14 +125,6 @@ class Input:
         examples = int(self.counted.numpy())
         self.counted.assign(0)
         return examples
-
-    def skip(self, examples: int) -> None:
-        """Moves on by so many examples: the way to a position that could not be saved."""
-        count = tf.constant(examples, tf.int64)
-        if self.counted is not None:
-            skip_examples(self.iterator, count, self.replicas, self.sizes.accumulate_steps)
-        else:
-            skip_elements(self.iterator, count // self.sizes.per_replica // self.sizes.processes)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -200,16 +198,19 @@ def create_input(
         dataset = dataset.shard(task.processes, task.index)
     if n := config.overfit_batches:
         found, dataset = overfit(pipeline, found, dataset, sizes, n)
-    dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    stuck = why_not_checkpointable(pipeline.dataset.repeat())
+    rows = sizes.per_replica if is_default(pipeline.count_examples.function) else None
+    in_units = config.jit_compile is True and sizes.replicas == 1 and not (keeping or stuck)
     return Input(
         strategy,
         local_replicas(strategy),
         sizes,
         pipeline,
         found,
-        iter(dataset),
+        begin(dataset, rows, sizes.accumulate_steps if in_units else 0),
         dataset.element_spec[-1] if with_tally or found.kept else dataset.element_spec,
-        why_not_checkpointable(pipeline.dataset.repeat()),
+        rows,
+        stuck,
         Tally(pipeline.name, found, sizes, with_tally, pipeline.endless),
         None if found.kept is None else on_host(0, "counted"),
         clock=not is_deterministic(),

@@ -1,8 +1,8 @@
 """Compiled stretches: many steps as one XLA executable, on elements that are drawn before.
 
-For one replica in one process; the sum over several has to leave the executable. What the data
-give is drawn element by element outside of it, as in a plain graph, and stacked, so that the
-position in the data is that of the last step whatever the length of a stretch.
+For one replica in one process; the sum over several has to leave the executable. Elements are
+stacked outside of it: small ones by tf.data, in units (units.py), others as they are drawn, one by
+one. The position in the data is that of the last step whatever the length of a stretch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ctl_core.context import StepContext
 from ctl_core.inputs import Input
 from ctl_core.numerics.not_finite import nothing, of_step, then
 from ctl_core.step import train_step
+from ctl_core.units import Units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +65,12 @@ def train_stretches(
     assert stack is not None
 
     @tf.function(jit_compile=True, autograph=False)
-    def stretch(elements: Any, before: tf.Tensor, steps: tf.Tensor) -> tuple[Any, Any]:
+    def stretch(
+        elements: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor
+    ) -> tuple[Any, Any]:
         def body(done: tf.Tensor, noted: Any, weights: Any) -> tuple[Any, ...]:
             step = before + tf.cast(done, tf.int64) + 1
-            drawn = _Drawn(data.strategy, elements, done * context.accumulate_steps)
+            drawn = _Drawn(data.strategy, elements, first + done * context.accumulate_steps)
             found, own = _step(context, drawn, frozenset(), step)
             noted = then(noted, of_step(found.get("noted", []), step))
             return done + 1, noted, _worse(weights, step, own)
@@ -77,9 +80,8 @@ def train_stretches(
         )[1:]
 
     def body(done: tf.Tensor, noted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        number = tf.minimum(steps - done, stack.steps)
-        elements = _draw(context, data, stack, tf.cast(number, tf.int32))
-        found, weights = stretch(elements, before + done, tf.cast(number, tf.int32))
+        elements, first, number = _elements(context, data, stack, steps - done)
+        found, weights = stretch(elements, first, before + done, tf.cast(number, tf.int32))
         with tf.control_dependencies([assert_weights(*weights)]):
             return done + number, then(noted, found)
 
@@ -120,6 +122,22 @@ def _step(
     with GraphWriter(no_summaries).as_default(), context.taking_step(step):
         found = train_step(context, drawn, fetches, step=step)
     return found, list(context.weights)
+
+
+def _elements(
+    context: StepContext, data: Input, stack: Stack, most: tf.Tensor
+) -> tuple[Any, tf.Tensor, tf.Tensor]:
+    """Draws elements of the next steps, ``most`` at most; an int64 scalar.
+
+    Returns:
+        The elements, stacked; the index of the first to use, an int32 scalar; for how many steps
+        they are, an int64 scalar.
+    """
+    if isinstance(data.iterator, Units):
+        unit, first, number = data.iterator.take(most * context.accumulate_steps)
+        return data.untagged(unit), tf.cast(first, tf.int32), number // context.accumulate_steps
+    number = tf.minimum(most, stack.steps)
+    return _draw(context, data, stack, tf.cast(number, tf.int32)), tf.constant(0), number
 
 
 def _draw(context: StepContext, data: Input, stack: Stack, steps: tf.Tensor) -> Any:

@@ -23,7 +23,7 @@ from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import TICK, supervised
 from ctl_core.cluster.sync import LoopStatus, peers
-from ctl_core.compile_choice import choose
+from ctl_core.compile_choice import as_chosen, choose
 from ctl_core.console import Console
 from ctl_core.errors import RunError, StopTraining
 from ctl_core.evaluate import evaluate
@@ -86,6 +86,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
     ):
         if task.chief:
             run.lock()
+        config = as_chosen(config, run.path, console)
         state = create_state(callbacks, config, run, console)
         check_sums(state)
         if said := divided_twice(state):

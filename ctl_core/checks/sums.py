@@ -71,9 +71,7 @@ def check_sums(state: State) -> None:
 
 def _try(state: State) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the losses by objective, for a batch and for the same batch twice over."""
-    element = next(state.data.iterator)
-    tagged = state.data.tally.variable is not None or state.data.counted is not None
-    batch = element[-1] if tagged else element
+    batch = state.data.untagged(next(state.data.iterator))
     twice = tf.nest.map_structure(_doubled, batch)
     traced = [_losses(state, one) for one in (batch, twice)]
     graphs = (function.graph for function in traced)

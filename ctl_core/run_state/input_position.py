@@ -11,6 +11,9 @@ from ctl_core.checks.position import holds_shuffles
 from ctl_core.compat import GraphCheckpoint
 from ctl_core.console import Console
 from ctl_core.errors import op_message
+from ctl_core.inputs import Input
+from ctl_core.last_batch import skip_examples
+from ctl_core.passes import skip_elements
 from ctl_core.run_state.fitting import UNREADABLE
 from ctl_core.run_state.record import Damaged, Record, regular
 from ctl_core.state import State
@@ -78,7 +81,7 @@ class InputPosition:
             f"the position in the training data is reached by reading and dropping "
             f"{record.examples} examples, since {why}."
         )
-        data.skip(record.examples)
+        skip(data, record.examples)
 
     def _why_not(self, record: Record) -> str | None:
         """Says why the saved position is not that of this run, if it is not."""
@@ -89,6 +92,8 @@ class InputPosition:
             return f"it was saved with overfit_batches {record.overfit_batches}"
         if record.last_batch != self._state.config.last_batch:
             return f"it was saved with last_batch {record.last_batch}"
+        if record.unit != self._state.data.unit:
+            return f"it was saved with{'' if record.unit else 'out'} stretches that are compiled"
         if (record.processes, record.replicas, record.batch_size, record.accumulate_steps) == (
             processes,
             context.replicas,
@@ -103,3 +108,12 @@ class InputPosition:
         if record.accumulate_steps > 1 or context.accumulate_steps > 1:
             why += f", accumulate_steps {record.accumulate_steps}"
         return why
+
+
+def skip(data: Input, examples: int) -> None:
+    """Moves on by so many examples: the way to a position that could not be saved."""
+    count = tf.constant(examples, tf.int64)
+    if data.counted is not None:
+        skip_examples(data.iterator, count, data.replicas, data.sizes.accumulate_steps)
+    else:
+        skip_elements(data.iterator, count // data.sizes.per_replica // data.sizes.processes)

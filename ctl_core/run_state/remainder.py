@@ -22,6 +22,7 @@ from ctl_core.run_state.tracking import (
     written_variables,
 )
 from ctl_core.state import State
+from ctl_core.units import Units
 
 # What a resumed run cannot do without; the rest is of hooks, which may change between two starts.
 _NEEDED = ("train_model", "train_loss", "optimizer")
@@ -197,6 +198,8 @@ def own_variables(state: State) -> list[Any]:
     """The engine's own variables, which it saves by itself or need not save."""
     data = state.data
     own = [state.step_variable, state.lr.variable, data.waited, data.counted, data.tally.variable]
+    if isinstance(data.iterator, Units):
+        own += data.iterator.variables
     if state.context.rate_schedule is not None:
         own += state.context.rate_schedule.variables
     if state.context.loss_scale is not None:

@@ -25,6 +25,7 @@ LAYERS = """
     checks.data returned vocabularies schedule
     position passes eval_data created
     last_batch
+    units
     inputs context
     metrics
     step
