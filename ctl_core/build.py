@@ -285,7 +285,7 @@ def _build_eval_model(
         The specification of its input, of the first set; without any, of the training data.
     """
     sets = evaluation.sets.values() if evaluation is not None else ()
-    elements = [one.data.dataset.element_spec[1] for one in sets] or [data.element_spec]
+    elements = [one.data.dataset.element_spec for one in sets] or [data.element_spec]
     specs = []
     for element in elements:
         with scratch(data, task):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import tempfile
@@ -10,8 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import checked_count, examples_in, first_of, packed, reading
+from ctl_core.checks.data import checked_count, examples_in, first_of, reading
 from ctl_core.checks.returned import kind_of
+from ctl_core.compat import stages
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.settings import shown
 
@@ -24,7 +26,7 @@ class EvaluationData:
 
     Attributes:
         hook: that makes them, with the name of the set if it has one
-        dataset: one pass; element = (number of examples, batch)
+        dataset: one pass of batches
     """
 
     hook: Hook
@@ -35,7 +37,8 @@ class EvaluationData:
         """Returns an iterator that reads what the first did: shuffles have the same order again.
 
         A resumed run thus evaluates on what the whole run does. Where a stage has a state that
-        cannot be saved, shuffles go on to other orders.
+        cannot be saved, shuffles go on to other orders. (Going back to the start costs more than
+        a small evaluation does; ``_START_ANYWAY`` are stages for which there is no need.)
         """
         iterator = iter(self.dataset)
         if self._start is not None:
@@ -89,21 +92,14 @@ def _create(hooks: Hooks, hook: Hook, made: Any, most: int | None) -> Evaluation
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
         )
 
-    @tf.autograph.experimental.do_not_convert
-    def count(*parts: Any) -> tuple[tf.Tensor, Any]:
-        batch = packed(made, parts)
-        return checked_count(hooks.count_examples, batch), batch
-
-    dataset = made.map(count)
-    if most is not None:
-        dataset = _first(dataset, most)
+    dataset = made if most is None else _first(made, hooks.count_examples, most)
     dataset = dataset.prefetch(tf.data.AUTOTUNE)
-    start = tempfile.TemporaryDirectory(prefix="ctl_core-")
-    data = EvaluationData(hook, dataset, start)
-    try:
-        tf.train.Checkpoint(iterator=iter(dataset)).write(str(Path(start.name) / "start"))
-    except tf.errors.FailedPreconditionError:
-        data = EvaluationData(hook, dataset, None)
+    data = EvaluationData(hook, dataset, None)
+    if not all(type(stage).__name__ in _START_ANYWAY for stage in stages(dataset)):
+        start = tempfile.TemporaryDirectory(prefix="ctl_core-")
+        with contextlib.suppress(tf.errors.FailedPreconditionError):
+            tf.train.Checkpoint(iterator=iter(dataset)).write(str(Path(start.name) / "start"))
+            data = dataclasses.replace(data, _start=start)
     with reading(hook):
         if examples_in(hooks.count_examples, first_of(iter(made), hook)) is None:
             raise hook.reject(
@@ -113,13 +109,24 @@ def _create(hooks: Hooks, hook: Hook, made: Any, most: int | None) -> Evaluation
     return data
 
 
-def _first(dataset: tf.data.Dataset, most: int) -> tf.data.Dataset:
-    """Leaves out the elements that begin after so many examples."""
+def _first(dataset: tf.data.Dataset, count_examples: Hook, most: int) -> tf.data.Dataset:
+    """Leaves out the batches that begin after so many examples."""
 
     @tf.autograph.experimental.do_not_convert
-    def add(before: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
-        return before + element[0], (before, element)
+    def add(before: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
+        return before + checked_count(count_examples, batch), (before, batch)
 
     numbered = dataset.scan(tf.constant(0, tf.int64), add)
     within = numbered.take_while(lambda before, _: before < min(most, tf.int64.max))
-    return within.map(lambda _, element: element)
+    return within.map(lambda _, batch: batch)
+
+
+# What reads the same again from a new iterator on; of what TensorFlow may add, nobody knows. The
+# names are TensorFlow's own: one that is no longer known costs time, nothing else.
+_START_ANYWAY = {
+    *("_TensorDataset", "_TensorSliceDataset", "_RangeDataset", "_MapDataset"),
+    *("_BatchDataset", "_PaddedBatchDataset", "_RebatchDataset", "_UnbatchDataset"),
+    *("_ParallelMapDataset", "_ParallelBatchDataset", "_PrefetchDataset", "_OptionsDataset"),
+    *("_TakeDataset", "_SkipDataset", "_ShardDataset", "_RepeatDataset", "_ZipDataset"),
+    *("_AssertCardinalityDataset", "_RestructuredDataset"),
+}

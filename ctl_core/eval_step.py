@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.checks.data import checked_count
 from ctl_core.checks.returned import checked_extra, expect
 from ctl_core.cluster.strategy import Task, distribute, local_replicas
 from ctl_core.context import StepContext
@@ -74,12 +75,11 @@ def build_run_steps(
     """
     replicas, local = strategy.num_replicas_in_sync, local_replicas(strategy)
 
-    def on_replica(element: Any, there: tf.Tensor | None) -> None:
+    def on_replica(batch: Any, there: tf.Tensor | None) -> None:
         if there is not None:  # what a condition returns names no device to reduce to
-            element = tf.nest.map_structure(tf.identity, element, expand_composites=True)
-        examples, batch = element
+            batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
         with _noted(exchanges):
-            _update(context, metrics, sums, examples, batch, there)
+            _update(context, metrics, sums, batch, there)
 
     def step(iterator: Any, first: Any, rows: tf.Tensor) -> tf.Tensor:
         if replicas == 1:
@@ -149,7 +149,6 @@ def _update(
     context: StepContext,
     metrics: dict[str, Any],
     sums: Sums,
-    examples: tf.Tensor,
     batch: Any,
     there: tf.Tensor | None,
 ) -> None:
@@ -166,7 +165,8 @@ def _update(
     loss_per_batch, extra_loss = expect(returned, ("loss_per_batch", "extra_loss"), where)
     extra = checked_extra(hooks.create_model, context.train_model, extra_loss, tf.float64, where)
     weight = weight_of(context, batch, output)
-    examples = tf.cast(examples if weight is None else weight, tf.float64)
+    counted = checked_count(hooks.count_examples, batch)
+    examples = tf.cast(counted if weight is None else weight, tf.float64)
 
     def add(total: tf.Variable, value: tf.Tensor) -> None:
         total.assign_add(value if there is None else tf.where(there, value, tf.zeros_like(value)))

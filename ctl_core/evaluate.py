@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.checks.data import checked_count
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.strategy import Task
 from ctl_core.cluster.sync import LoopStatus
@@ -29,7 +30,7 @@ class EvaluationSet:
     """One set of evaluation data, its metrics and the graph function that updates them.
 
     Attributes:
-        data: the evaluation data; element = (number of examples, batch)
+        data: the evaluation data
         metrics: the user's metrics by name
         sums: of the loss, the extra loss and the examples
         run_steps: graph function (iterator, steps, rows) -> whether there may be more; see
@@ -230,7 +231,7 @@ def _last_alone_fails(evaluation: EvaluationSet) -> int | None:
         return False
 
     try:
-        sizes = [int(examples) for examples, _ in dataset]
+        sizes = [int(checked_count(evaluation.hooks.count_examples, batch)) for batch in dataset]
     except tf.errors.OpError:  # of the data's own
         return None
     full = sizes[-1:] == [evaluation.per_replica]

@@ -74,7 +74,7 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
             source = Path(options["input"])
             batches = read_inputs(source, state.input_spec, state.context.micro_batch_size)
         elif state.evaluation is not None:
-            batches = (batch for _, batch in _chosen(state.evaluation, options.get("dataset")))
+            batches = _chosen(state.evaluation, options.get("dataset"))
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
         outputs = run_prediction(state.context, batches, from_hooks=not options["input"])
