@@ -32,6 +32,7 @@ SECTIONS: list[tuple[int, list[str]]] = [
     (2, ["cnn/50"]),
     (4, ["mlp/50"]),
     (4, ["cnn/50"]),
+    *((devices, ["scaling"]) for devices in (1, 2, 4, 8)),
     (1, ["memory"]),
 ]
 OWN_PROCESS, CLUSTER = "start", "processes"

@@ -80,6 +80,36 @@ def engine(
     raise Over
 
 
+def all_reduce(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+    """Nothing but sums over the replicas, of as many numbers as the model has weights."""
+    several = summing(strategy, sum(int(w.size) for w in work.create_model().get_weights()))
+    steps = 0
+    while True:
+        several(tf.constant(every)).numpy()
+        steps += every
+        if pace.due(steps):
+            pace.stop()
+
+
+def summing(strategy: tf.distribute.Strategy, numbers: int) -> Any:
+    """Returns a graph function that sums up so many numbers over the replicas, so often."""
+
+    def reduced(value: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.MEAN, value + 1.0)
+
+    @tf.function(autograph=False)
+    def several(steps: Any) -> Any:
+        def body(done: Any, value: Any) -> Any:
+            values = strategy.run(reduced, (value,))
+            return done + 1, strategy.experimental_local_results(values)[0]
+
+        start = (tf.constant(0), tf.zeros([numbers]))
+        return tf.while_loop(lambda done, _: done < steps, body, start, parallel_iterations=1)[1]
+
+    return several
+
+
 class _Stops(keras.callbacks.Callback):
     """Times epochs, each of which is a segment; that leaves out what Keras does between them."""
 

@@ -142,22 +142,11 @@ def _in_graph(rounds: int) -> list[float]:
 def _all_reduce(rounds: int) -> list[float]:
     import tensorflow as tf
 
+    from benchmarks.peers import summing
+
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     numbers = sum(int(w.size) for w in _workload().create_model().get_weights())
-
-    def reduced(value: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.MEAN, value + 1.0)
-
-    @tf.function(autograph=False)
-    def several(steps: Any) -> Any:
-        def body(done: Any, value: Any) -> Any:
-            values = strategy.run(reduced, (value,))
-            return done + 1, strategy.experimental_local_results(values)[0]
-
-        start = (tf.constant(0), tf.zeros([numbers]))
-        return tf.while_loop(lambda done, _: done < steps, body, start, parallel_iterations=1)[1]
-
+    several = summing(strategy, numbers)
     return _segments(lambda steps: several(tf.constant(steps)).numpy(), rounds)
 
 

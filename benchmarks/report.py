@@ -21,6 +21,7 @@ from rich.table import Table
 MIB = 2**20
 COMPILED = "engine, compiled"
 IN_GRAPH, ALL_REDUCE, SHARE = "textbook loop in the graph", "all-reduce alone", "share alone"
+TRAIN_SH = "engine, by train.sh"
 JAX_FIT, JAX_SCAN = "Keras fit on JAX", "JAX scan"
 # Workloads on which compiled stretches are timed, and how much faster than the best of Keras' fit
 # they have to be.
@@ -163,6 +164,10 @@ class Results:
         yield Goal("images: engine / input alone", inverse, 1.05, at_most=True)
         inverse = [1 / ratio for ratio in self.ratios(("first step", 1, 0), "Keras fit")]
         yield Goal("first step: engine / Keras fit", inverse, 1.1, at_most=True)
+        key = ("first step", 1, 0)
+        theirs, ours = self.seconds(*key, "Keras fit"), self.seconds(*key, TRAIN_SH)
+        ratios = [one / other for one, other in zip(ours, theirs, strict=False)]
+        yield Goal("first step: train.sh / Keras fit", ratios, 1.1, at_most=True)
         if self.memory is not None:
             grown = [self.memory.after / self.memory.before]
             text = f"memory after {self.memory.steps} steps / before"
@@ -198,7 +203,16 @@ class Results:
 
 def is_peer(name: str) -> bool:
     """Whether this trains, from data that it has to read."""
-    return name not in ("engine", COMPILED, JAX_FIT, JAX_SCAN, "floor", "input alone")
+    return name not in (
+        "engine",
+        COMPILED,
+        TRAIN_SH,
+        ALL_REDUCE,
+        JAX_FIT,
+        JAX_SCAN,
+        "floor",
+        "input alone",
+    )
 
 
 def print_report(results: Results, console: Console, notes: Iterable[str] = ()) -> None:

@@ -30,22 +30,11 @@ def _all_reduces(strategy: Any) -> dict[int, float]:
     """Times all-reduces inside one graph call; returns seconds by size."""
     import tensorflow as tf
 
-    def reduced(value: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.MEAN, value + 1.0)
+    from benchmarks.peers import summing
 
     found = {}
     for size in SIZES:
-
-        @tf.function(autograph=False)
-        def loop(count: Any, size: int = size) -> Any:
-            def body(done: Any, value: Any) -> tuple[Any, Any]:
-                values = strategy.run(reduced, (value,))
-                return done + 1, strategy.experimental_local_results(values)[0]
-
-            start = (tf.constant(0), tf.zeros([size]))
-            return tf.while_loop(lambda done, _: done < count, body, start, parallel_iterations=1)
-
+        loop = summing(strategy, size)
         count = 50 if size <= 100_000 else 8
         loop(tf.constant(2))
         times = []

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.worker DEVICES ROUNDS FILE QUICK SECTION...`` writes what it measures as
 JSON, a line for each result. A section is a workload with how often the loss is read, such as
-``mlp/50``, or one of ``evaluation``, ``checkpoints`` and ``memory``.
+``mlp/50``, or one of ``evaluation``, ``checkpoints``, ``scaling`` and ``memory``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import tensorflow as tf
 import ctl_core
 from benchmarks.installed import has_orbit
 from benchmarks.pace import CHECKED, Pace, timed
-from benchmarks.peers import PEERS, callbacks, compiled, engine, settings
-from benchmarks.report import COMPILED, REPORTED_COMPILED, Memory, Timing, memory_used
+from benchmarks.peers import PEERS, all_reduce, callbacks, compiled, engine, settings
+from benchmarks.report import ALL_REDUCE, COMPILED, REPORTED_COMPILED, Memory, Timing, memory_used
 from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
 from ctl_core.evaluate import evaluate
@@ -129,6 +129,24 @@ def check_equal(
         np.testing.assert_allclose(weight, other, tolerance, tolerance * largest, err_msg=what)
 
 
+def scaled(devices: int, rounds: int) -> Iterator[Timing]:
+    """Times the CNN on so many replicas: the same global batch, and the same batch per replica.
+
+    Replicas are parts of one CPU, so that what is seen is what dealing out and adding up cost. The
+    sum alone stands beside: of as many numbers as the model has weights, in a loop in the graph.
+    """
+    strategy = _strategy(devices)
+    for name, batch_size in (("strong", 64), ("weak", 16 * devices)):
+        work = WORKLOADS["cnn"]()
+        work = dataclasses.replace(work, clip=None, batch_size=batch_size, segment=50)
+        loops = {"engine": engine} | ({ALL_REDUCE: all_reduce} if devices > 1 else {})
+        paces = {
+            peer: Pace(functools.partial(loop, work, strategy, 50), work.segment)
+            for peer, loop in loops.items()
+        }
+        yield from _rounds(f"cnn, {name} scaling, batch {batch_size}", devices, 50, paces, rounds)
+
+
 def evaluation(rounds: int) -> Iterator[Timing]:
     """Times evaluations of the same weights on the same data; a step is a batch."""
     for make in (WORKLOADS["mlp"], WORKLOADS["cnn"]):
@@ -217,6 +235,7 @@ def main(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]
         prepare(ctl_core.Config(steps=1, virtual_devices=devices))
     others: dict[str, Callable[[], Any]] = {
         "evaluation": lambda: evaluation(rounds),
+        "scaling": lambda: scaled(devices, rounds),
         "checkpoints": lambda: checkpoints(rounds),
         "memory": lambda: [memory(MEMORY_STEPS // 10 if quick else MEMORY_STEPS)],
     }
