@@ -7,6 +7,7 @@ A run that is there already has its own config.yaml, which takes the place of th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -47,6 +48,7 @@ from ctl_core.settings import (
     nearest,
     shown,
 )
+from ctl_core.sources import read_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +171,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     files = [read_file(Path(path), required=bool(named)) for path in named or ["config.yaml"]]
     place: Layer = {}
     for layer in (*files, env, flags):
-        place |= {key: layer[key] for key in ("run_name", "runs_dir") if key in layer}
+        place |= {key: layer[key] for key in ("run_name", "runs_dir", "fork") if key in layer}
     near = checked(place)
     notes = [
         f"{where} is called {name} now."
@@ -198,12 +200,33 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
             )
         files = [own, *(files if named else ())]
         flags |= {"run_name": ("run_name", run.name), "runs_dir": ("runs_dir", str(run.parent))}
+    elif command == "train" and (source := _forked(place | {"runs_dir": ("", near.runs_dir)})):
+        own = read_file(source / "config.yaml")
+        trained_with = str(own.get("callbacks", ("", DEFAULT))[1])
+        for name in ("workers", "run_name", "runs_dir", "fork", "init_from"):
+            own.pop(name, None)
+        if not named and (differ := _differ(own, files[0], env | flags)):
+            notes.append(
+                f"fork: goes on with the settings of {label(from_here(source))}; config.yaml "
+                f"differs: {differ}; --config config.yaml takes those."
+            )
+        files = [own, *(files if named else ())]
     if command != "train":  # a trained run is used in one process
         for layer in (*files, env, flags):
             layer.pop("workers", None)
     config = merge(files, [env, flags], notes)
     config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
     return Command(command, config, values, notes, run, trained_with)
+
+
+def _forked(place: Layer) -> Path | None:
+    """Returns the folder of the run that another begins from, if it does and is there."""
+    text, runs_dir = (place.get(name, ("", None))[1] for name in ("fork", "runs_dir"))
+    with contextlib.suppress(SetupError):  # training says that there is none
+        folder = read_source("fork", text, runs_dir).run if text is not None else None
+        if folder is not None and (folder / "config.yaml").is_file():
+            return folder
+    return None
 
 
 def _differ(own: Layer, project: Layer, above: Layer) -> str:

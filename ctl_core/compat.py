@@ -253,19 +253,44 @@ def summaries_of_first_replica(step: Any, replica: int | None = None) -> Iterato
 
 
 def checkpointed_names(reader: Any) -> dict[str, str]:
-    """Returns the names that the variables of a checkpoint had, by their keys.
+    """Returns the names that the variables of a checkpoint had, by their keys."""
+    return {
+        attribute.checkpoint_key: attribute.full_name.split(":")[0]
+        for node in _object_graph(reader).nodes
+        for attribute in node.attributes
+    }
 
-    The form of a checkpoint's object graph is not among TensorFlow's public names.
+
+def checkpointed_below(reader: Any, name: str) -> dict[str, str]:
+    """Returns where below an attribute of a checkpoint its variables were, by their keys.
+
+    A key names one of the ways to a variable, which may lead over the optimizer.
+
+    Returns:
+        The names of attributes, with slashes; of all variables, where there is no such attribute.
     """
+    nodes = _object_graph(reader).nodes
+    start = [child.node_id for child in nodes[0].children if child.local_name == name] or [0]
+    queue, seen = collections.deque([("", start[0])]), set(start)
+    found: dict[str, str] = {}
+    while queue:
+        path, number = queue.popleft()
+        for attribute in nodes[number].attributes:
+            found[attribute.checkpoint_key] = path[1:]
+        for child in nodes[number].children:
+            if child.node_id not in seen:
+                seen.add(child.node_id)
+                queue.append((f"{path}/{child.local_name}", child.node_id))
+    return found
+
+
+def _object_graph(reader: Any) -> Any:
+    """Reads a checkpoint's object graph, whose form is not among TensorFlow's public names."""
     from tensorflow.core.protobuf import trackable_object_graph_pb2
 
     graph = trackable_object_graph_pb2.TrackableObjectGraph()
     graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
-    return {
-        attribute.checkpoint_key: attribute.full_name.split(":")[0]
-        for node in graph.nodes
-        for attribute in node.attributes
-    }
+    return graph
 
 
 @contextlib.contextmanager

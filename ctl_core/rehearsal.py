@@ -90,7 +90,7 @@ def _try_everything(
     )
     state = create_state(_rehearsed(hooks, console), short, run, console)
     _check_length(state, config, console)
-    check_sums(state)
+    check_sums(state, console)
     console.done(hooks.create_dataset, _described(state.data.element_spec))
     console.done(hooks.create_model, Summary(state.train_model, state.train_loss).total())
     trainer = Trainer(state, run, console, signals)

@@ -122,6 +122,7 @@ _Number = Annotated[int, Field(ge=1, lt=2**63)]
 Length = Annotated[int | None, Field(ge=0, lt=2**63)]
 Folder = Annotated[str, AfterValidator(check_path)]
 _Name = Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+_Source = Annotated[str | None, Field(min_length=1, max_length=2000)]
 _Profile = Annotated[str | None, AfterValidator(_check_profile)]
 _KeepBest = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?$")]
 _EarlyStop = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?:[1-9][0-9]{0,8}$")]
@@ -204,6 +205,23 @@ class Config:
         title="a folder name of letters, digits, '.', '_' and '-' that starts with a letter or "
         "digit, at most 200 of them",
     )
+    fork: _Source = declare(
+        None,
+        "begin a new run as another goes on: its settings, weights, optimizer, position in the "
+        "data and random state; a, a@300 or a@best",
+        title="a run, as RUN, RUN@STEP or RUN@best",
+        examples=["RUN[@STEP]"],
+    )
+    init_from: _Source = declare(
+        None,
+        "begin a new run with the weights of another, of a .keras or .weights.h5 file, or of a "
+        "SavedModel",
+        title="a run, as RUN, RUN@STEP or RUN@best, or a file",
+        examples=["RUN|FILE"],
+    )
+    init_partial: bool = declare(
+        False, "let init_from take what fits; otherwise, all weights have to"
+    )
     ckpt_every: Annotated[int | str, AfterValidator(_check_period)] = declare(
         1000,
         "save a checkpoint every so many steps (0: only at the end), every 1epoch, or every 10min",
@@ -251,6 +269,11 @@ class Config:
     virtual_devices: _Number = declare(
         1, "split the CPU into so many devices, to try multi-GPU code on a laptop"
     )
+    gpu_memory_limit: Annotated[int | None, Field(ge=1, lt=2**31)] = declare(
+        None,
+        "most memory of each GPU, in MB, where there are any; default: it grows as needed",
+        examples=["MB"],
+    )
     workers: Annotated[int, Field(ge=1, lt=2**10)] = declare(
         1, "start a cluster of so many processes on this machine"
     )
@@ -290,6 +313,8 @@ class Config:
                 f"strategy: one_device uses one device, but virtual_devices is "
                 f"{self.virtual_devices}; leave one of them out."
             )
+        if self.fork is not None and self.init_from is not None:
+            raise SetupError("fork and init_from: give one of the two.")
         if self.workers > 1 and self.strategy in ("one_device", "mirrored"):
             raise SetupError(
                 f"strategy: {self.strategy} trains in one process, but workers is {self.workers}; "

@@ -16,7 +16,7 @@ from typing import Any
 from ctl_core.build import create_state
 from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.checks.sums import check_sums, divided_twice
+from ctl_core.checks.sums import check_sums
 from ctl_core.checks.traced import check_step
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
@@ -46,7 +46,9 @@ from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
 from ctl_core.rhythm import Deadlines
 from ctl_core.run_folder import Run, session
+from ctl_core.run_state.forking import fork
 from ctl_core.run_state.hook_state import check_state
+from ctl_core.run_state.initial_weights import load_initial_weights
 from ctl_core.schedule import Schedule
 from ctl_core.selection import Selection, best_step
 from ctl_core.settings import Config
@@ -86,11 +88,10 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
     ):
         if task.chief:
             run.lock()
+            fork(config, run, console)
         config = as_chosen(config, run.path, console)
         state = create_state(callbacks, config, run, console)
-        check_sums(state)
-        if said := divided_twice(state):
-            console.warn(said)
+        check_sums(state, console)
         trainer = Trainer(state, run, console, signals)
         trainer.restore(go_on)
         trainer.train(source)
@@ -137,6 +138,8 @@ class Trainer:
         """
         state, config = self.state, self.state.config
         record = self.checkpoints.restore()
+        if record is None:
+            load_initial_weights(state, self._console)
         progress, self._resumed = state.progress, record is not None
         generators = state.statistics.not_back(state.found.generators)
         fold_in_replica_id(generators, state.strategy, state.cluster.task)

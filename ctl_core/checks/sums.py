@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.autograph import names_in
+from ctl_core.console import Console
 from ctl_core.numerics.joining import joined
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.run_state.tracking import written_variables
@@ -20,33 +21,22 @@ from ctl_core.state import State
 from ctl_core.step import loss_of, run_model
 
 
-def divided_twice(state: State) -> str | None:
-    """Warns of ``tf.nn.compute_average_loss``, whose result doubles with the batch as a sum does.
-
-    It is found by its name, in the code of the loss and of ``grad_pre``.
-    """
-    hooks = state.hooks
-    pairs = [(hook, hook.function) for hook in (hooks.create_loss, hooks.loss_pre, hooks.grad_pre)]
-    for hook, function in [*pairs, (hooks.create_loss, state.train_loss)]:
-        if "compute_average_loss" in names_in(function):
-            return (
-                f"{hook}: uses tf.nn.compute_average_loss, which divides by "
-                "the global batch size, as the engine does itself; return the sum, or one number "
-                "per example, in its place."
-            )
-    return None
-
-
-def check_sums(state: State) -> None:
+def check_sums(state: State, console: Console) -> None:
     """Tries the loss on a batch, and on the same batch twice over, without training.
 
     Costs two small graphs and one more call of ``create_dataset``, and nothing where the loss has
     one number per example. What cannot be tried, or draws random numbers, gives no verdict; all
     variables and the data are as before.
 
+    Args:
+        state: of the run
+        console: for a warning of a loss that is divided twice
+
     Raises:
         SetupError: the loss is a mean.
     """
+    if said := _divided_twice(state):
+        console.warn(said)
     if not state.context.scalar_losses:
         return
     try:
@@ -67,6 +57,23 @@ def check_sums(state: State) -> None:
                 "batch; return one number per example, or their sum (tf.reduce_sum): the engine "
                 "divides by the global batch size itself, or by what batch_weight says."
             )
+
+
+def _divided_twice(state: State) -> str | None:
+    """Warns of ``tf.nn.compute_average_loss``, whose result doubles with the batch as a sum does.
+
+    It is found by its name, in the code of the loss and of ``grad_pre``.
+    """
+    hooks = state.hooks
+    pairs = [(hook, hook.function) for hook in (hooks.create_loss, hooks.loss_pre, hooks.grad_pre)]
+    for hook, function in [*pairs, (hooks.create_loss, state.train_loss)]:
+        if "compute_average_loss" in names_in(function):
+            return (
+                f"{hook}: uses tf.nn.compute_average_loss, which divides by "
+                "the global batch size, as the engine does itself; return the sum, or one number "
+                "per example, in its place."
+            )
+    return None
 
 
 def _try(state: State) -> tuple[dict[str, float], dict[str, float]]:

@@ -156,6 +156,7 @@ def prepare(config: Config) -> Task:
     task = read_task(config)
     if config.virtual_devices > 1:
         _split_cpu(config.virtual_devices)
+    _limit_gpu_memory(config.gpu_memory_limit)
     if task.processes > 1:
         _join_cluster(config, task)
     return task
@@ -283,6 +284,28 @@ def _devices(config: Config) -> list[str]:
     if config.strategy == "one_device":
         gpus = gpus[:1]
     return gpus or ["CPU:0"]
+
+
+def _limit_gpu_memory(limit: int | None) -> None:
+    """Lets TensorFlow take memory of the GPUs as it needs it, or ``limit`` MB of each at once.
+
+    By itself it takes nearly all, of which other processes then have none.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    try:
+        for gpu in gpus:
+            if limit is None:
+                tf.config.experimental.set_memory_growth(gpu, True)
+            else:
+                only = tf.config.LogicalDeviceConfiguration(memory_limit=limit)
+                tf.config.set_logical_device_configuration(gpu, [only])
+    except RuntimeError:  # TensorFlow has started, in a notebook say: its devices are fixed
+        there = [tf.config.get_logical_device_configuration(gpu) for gpu in gpus]
+        if limit is not None and any(not one or one[0].memory_limit != limit for one in there):
+            raise SetupError(
+                f"gpu_memory_limit: {limit} MB asked for, but TensorFlow has already started; "
+                "restart the Python process, or train before other TensorFlow calls."
+            ) from None
 
 
 def _split_cpu(count: int) -> None:

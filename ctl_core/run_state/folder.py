@@ -89,22 +89,48 @@ def remove_orphans(folder: Path) -> None:
 def keep_best(folder: Path, record: Record) -> None:
     """Keeps a checkpoint in the folder ``best`` as well, instead of the one that is there.
 
-    Its files are shared, not copied, where the file system can do that; the record comes last, and
-    before the other one goes.
+    The record comes last, and before the other one goes.
     """
-    best, step = folder / "best", record.step
-    (best / "engine").mkdir(parents=True, exist_ok=True)
-    parts = [*folder.glob(f"{record.path}.*"), *folder.glob(f"engine/ckpt-{step}.[id]*")]
+    best = folder / "best"
+    kept = copy_checkpoint(folder, record, best, ("ckpt",))
+    stale = [path for path in best.rglob("*") if path.is_file() and path not in kept]
+    for path in sorted(stale, key=lambda path: path.suffix != ".json"):
+        path.unlink()
+
+
+def copy_checkpoint(
+    folder: Path, record: Record, to: Path, kinds: tuple[str, ...] = ("ckpt", "input", "statistics")
+) -> list[Path]:
+    """Copies a checkpoint to another folder; its record last.
+
+    Its files are shared, not copied, where the file system can do that.
+
+    Args:
+        folder: where it is
+        record: its record
+        to: where it is copied to
+        kinds: of what the engine has written of it
+
+    Returns:
+        The copies.
+
+    Raises:
+        OSError: one cannot be written.
+    """
+    step = record.step
+    (to / "engine").mkdir(parents=True, exist_ok=True)
+    parts = [*folder.glob(f"{record.path}.*")]
+    for kind in kinds:
+        for form in (f"{kind}-{step}.[id]*", f"{kind}-{step}-*.[id]*"):
+            parts += folder.glob(f"engine/{form}")
     if record.vocabularies is not None:
         parts.append(folder / "engine" / record.vocabularies)
     parts.append(folder / "engine" / f"ckpt-{step}.json")
-    kept = [best / path.relative_to(folder) for path in parts]
-    for path, to in zip(parts, kept, strict=True):
-        with written_whole(to) as beside:
+    copies = [to / path.relative_to(folder) for path in parts]
+    for path, copy in zip(parts, copies, strict=True):
+        with written_whole(copy) as beside:
             try:
                 os.link(path, beside)
             except OSError:
                 shutil.copy2(path, beside)
-    stale = [path for path in best.rglob("*") if path.is_file() and path not in kept]
-    for path in sorted(stale, key=lambda path: path.suffix != ".json"):
-        path.unlink()
+    return copies

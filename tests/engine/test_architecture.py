@@ -15,7 +15,7 @@ LAYERS = """
     errors table types
     chunks collectives compat console data files precision not_finite reduction signals
     compiled helpers joining profile settings staging hook_state record gpus verdict hook_table
-    callbacks_file batch_norm
+    callbacks_file batch_norm sources
     layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
     shares
@@ -32,7 +32,7 @@ LAYERS = """
     pairs writes eval_step predict export
     evaluate stretches scratch
     state
-    build graph messages remainder input_position
+    build graph messages remainder input_position forking initial_weights
     compile_choice sums traced writing reading
     checkpoint
     trainer watch

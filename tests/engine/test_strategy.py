@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from ctl_core.__main__ import main
-from ctl_core.cluster.strategy import Task, read_task
+from ctl_core.cluster.strategy import Task, prepare, read_task
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config
 
@@ -136,3 +137,42 @@ def test_a_cluster_needs_a_run_name() -> None:
 def test_multi_worker_needs_tf_config() -> None:
     with pytest.raises(SetupError, match=r"multi_worker needs TF_CONFIG .* --workers K"):
         read_task(Config(strategy="multi_worker"), {})
+
+
+@pytest.mark.parametrize("limit", [None, 512])
+def test_gpu_memory_is_asked_of_tensorflow(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    """No GPU is here: what TensorFlow is asked for."""
+    asked: list[Any] = []
+    gpus = ["gpu 0", "gpu 1"]
+    monkeypatch.setattr(
+        tf.config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else []
+    )
+    monkeypatch.setattr(
+        tf.config.experimental, "set_memory_growth", lambda gpu, grows: asked.append((gpu, grows))
+    )
+
+    def configure(gpu: str, parts: list[Any]) -> None:
+        asked.append((gpu, [part.memory_limit for part in parts]))
+
+    monkeypatch.setattr(tf.config, "set_logical_device_configuration", configure)
+    prepare(Config(steps=1, gpu_memory_limit=limit))
+    assert asked == [(gpu, True if limit is None else [512]) for gpu in gpus]
+
+
+def test_gpu_memory_cannot_be_limited_once_tensorflow_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def started(*_: Any) -> None:
+        raise RuntimeError
+
+    there = {"gpu 0": [tf.config.LogicalDeviceConfiguration(memory_limit=512)]}
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: list(there))
+    monkeypatch.setattr(tf.config, "set_logical_device_configuration", started)
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", started)
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", there.get)
+    prepare(Config(steps=1))
+    prepare(Config(steps=1, gpu_memory_limit=512))  # as it is
+    with pytest.raises(SetupError, match="^gpu_memory_limit: 256 MB asked for, but TensorFlow has"):
+        prepare(Config(steps=1, gpu_memory_limit=256))

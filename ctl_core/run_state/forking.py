@@ -1,0 +1,84 @@
+"""A run that begins as another goes on: ``fork`` copies a checkpoint with all that it holds."""
+
+from __future__ import annotations
+
+from ctl_core.console import Console
+from ctl_core.errors import SetupError, reason
+from ctl_core.files import from_here
+from ctl_core.layers import read_file
+from ctl_core.run_folder import Run
+from ctl_core.run_state.folder import copy_checkpoint
+from ctl_core.run_state.record import Damaged, Record, read_record, saved_steps
+from ctl_core.selection import best_step
+from ctl_core.settings import Config
+from ctl_core.sources import Source, read_source
+
+
+def fork(config: Config, run: Run, console: Console) -> None:
+    """Gives a run that has no checkpoint that of another, if ``fork`` says so.
+
+    It then resumes as from its own: weights, optimizer, position in the data, random state. A run
+    that has checkpoints goes on with them, so that a command may be given again.
+
+    Args:
+        config: with the name of the other run
+        run: which is held by this process
+        console: where to say so
+
+    Raises:
+        SetupError: there is no such checkpoint, it cannot be copied, or the run began otherwise.
+    """
+    if config.fork is None:
+        return
+    if saved_steps(run.ckpt / "engine"):
+        begun = read_file(run.config_file, required=False).get("fork", ("", None))[1]
+        if begun != config.fork:
+            how = "by itself" if begun is None else f"from {begun}"
+            raise SetupError(
+                f"fork: {run.shown} has checkpoints and began {how}, not from {config.fork}; "
+                "choose another run_name."
+            )
+        return
+    source = read_source("fork", config.fork, config.runs_dir)
+    record = _record(source)
+    where = f"{from_here(source.run)}, step {record.step}"
+    try:
+        best = source.run / "ckpt" / "best"
+        if best_step(record.best) in saved_steps(best / "engine"):
+            copy_checkpoint(
+                best, read_record(best / "engine", best_step(record.best)), run.ckpt / "best"
+            )
+        copy_checkpoint(source.folder, record, run.ckpt)
+    except (OSError, Damaged) as error:
+        why = reason(error) if isinstance(error, OSError) else error
+        raise SetupError(f"fork: {where}: the checkpoint cannot be copied: {why}.") from error
+    console.say(f"{run.shown} goes on from {where}.")
+
+
+def _record(source: Source) -> Record:
+    """Returns the record of the checkpoint that is meant.
+
+    Raises:
+        SetupError: there is none, or it cannot be read.
+    """
+    engine, shown = source.folder / "engine", from_here(source.run)
+    steps = saved_steps(engine)
+    step = source.step if isinstance(source.step, int) else next(iter(steps), None)
+    if step not in steps:
+        there = ", ".join(map(str, steps[:10])) or "none"
+        best = ", train with keep_best for a best one" * (source.step == "best")
+        raise SetupError(
+            f"fork: {shown} has no checkpoint of {_words(source)} (there: {there}){best}."
+        )
+    assert step is not None
+    try:
+        return read_record(engine, step)
+    except Damaged as error:
+        why = f"the checkpoint of step {step} is damaged: {error}"
+        raise SetupError(f"fork: {shown}: {why}.") from error
+
+
+def _words(source: Source) -> str:
+    if source.step is None:
+        return "any step"
+    return f"step {source.step}" if isinstance(source.step, int) else "its best step"

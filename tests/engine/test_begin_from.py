@@ -1,0 +1,189 @@
+"""Runs that begin from another: as it goes on (fork), or with weights of something (init_from)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core.errors import SetupError
+from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, shuffled
+from tests.helpers.fixtures import Train
+from tests.helpers.resume import values
+
+SHORT = {"batch_size": 10, "learning_rate": 0.05, "ckpt_every": 2}
+
+
+def model(units: int = 8, classes: int = 1, head: str = "head") -> keras.Model:
+    """Random numbers, a statistic and a head of its own name."""
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(units, activation="tanh", name="hidden"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dropout(0.3, name="drop"),
+            keras.layers.Dense(classes, name=head),
+        ]
+    )
+
+
+def hooks(**more: Any) -> Any:
+    own = {
+        "create_model": model,
+        "create_opt": nadam,
+        "create_dataset": lambda per_replica_batch_size: shuffled(per_replica_batch_size),
+    }
+    return make_hooks(**{**own, **more})
+
+
+def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+def test_a_fork_goes_on_as_the_other_run_does(train: Train, tmp_path: Path) -> None:
+    """Optimizer, position in the data and random numbers; killed and started again, too."""
+    whole = train(hooks(), run_name="a", steps=8, **SHORT)
+    settings = {"run_name": "b", "fork": "a@4", **SHORT}
+    train(hooks(), steps=6, **settings)
+    forked = train(hooks(), steps=8, **settings)
+    assert_equal(values(forked), values(whole))
+    assert forked.progress.examples == whole.progress.examples
+    away = tmp_path / "elsewhere"
+    shutil.move(whole.run_dir, away)
+    by_path = train(hooks(), run_name="c", steps=8, fork=str(away), **SHORT)
+    assert by_path.step == 8
+    assert_equal(values(by_path), values(whole))
+
+
+def test_a_fork_has_other_settings_and_the_best_of_the_other(
+    train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = eval_hooks(40)
+    short = {**SHORT, "eval_every": 2, "keep_best": "loss"}
+    whole = train(evaluated, run_name="a", steps=6, **short)
+    best = (whole.run_dir / "ckpt" / "best" / "engine").glob("ckpt-*.json")
+    short["learning_rate"] = 0.5
+    forked = train(evaluated, run_name="b", fork="a@best", steps=8, **short)
+    assert int(next(best).stem.removeprefix("ckpt-")) == 6
+    assert forked.step == 8
+    said = "".join(capfd.readouterr())
+    assert "b goes on from" in said and "learning_rate is 0.5 from here on" in said
+
+
+REFUSED = {
+    "no run": ({"fork": "nobody"}, r"^fork: there is no run 'nobody' \(there: a\); name a run"),
+    "no step": ({"fork": "a@3"}, r"^fork: .*a has no checkpoint of step 3 \(there: 4, 2\)\.$"),
+    "no best": ({"fork": "a@best"}, r"^fork: .*a has no checkpoint of its best step .*keep_best"),
+    "both": ({"fork": "a", "init_from": "a"}, r"^fork and init_from: give one of the two\.$"),
+    "no weights": ({"init_from": "nobody"}, r"^init_from: there is no run 'nobody'"),
+    "not those": ({"init_from": "a@7"}, r"^init_from: .*a has no such checkpoint \(there: 4, 2\)"),
+}
+
+
+def test_what_cannot_be_begun_from_is_refused(train: Train) -> None:
+    train(hooks(), run_name="a", steps=4, **SHORT)
+    for settings, message in REFUSED.values():
+        with pytest.raises(SetupError, match=message):
+            train(hooks(), run_name="b", steps=8, **SHORT, **settings)
+    train(hooks(), run_name="b", steps=2, **SHORT)
+    with pytest.raises(SetupError, match="has checkpoints and began by itself, not from a; choose"):
+        train(hooks(), run_name="b", steps=8, **SHORT, fork="a")
+
+
+def written(source: str, trained: Any, folder: Path) -> str:
+    """Writes a model as people have it, and returns what names it."""
+    if source == "a":
+        return source
+    if source == "saved":
+        trained.export(str(folder / source), verbose=False)
+    elif source.endswith(".keras"):
+        trained.save(folder / source)
+    else:
+        trained.save_weights(folder / source)
+    return str(folder / source)
+
+
+@pytest.mark.parametrize("source", ["a", "m.keras", "m.weights.h5", "saved"])
+def test_weights_are_those_of_what_is_named(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str
+) -> None:
+    """All of them; or, with another head, all the others."""
+    trained = train(hooks(), run_name="a", steps=4, **SHORT).train_model
+    named = written(source, trained, tmp_path)
+    expected = [np.array(weight) for weight in trained.weights]
+
+    def began_with(**more: Any) -> list[np.ndarray]:
+        state = train(hooks(**more), steps=0, virtual_devices=2, **SHORT, **settings)
+        assert int(state.optimizer.iterations.numpy()) == 0
+        return [np.array(weight) for weight in state.train_model.weights]
+
+    settings: dict[str, Any] = {"run_name": "b", "init_from": named}
+    for ours, theirs in zip(began_with(), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert "8 of 8 weights" in "".join(capfd.readouterr())
+
+    settings["run_name"] = "c"
+    other = {"create_model": lambda: model(classes=3), "create_loss": lambda: _sums}
+    with pytest.raises(SetupError, match=r"fits 6 of the 8 weights of create_model .*, 1\]"):
+        began_with(**other)
+    settings["init_partial"] = True
+    found = began_with(**other)
+    for ours, theirs in zip(found[:6], expected[:6], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert found[6].shape == (8, 3) and "6 of 8 weights" in "".join(capfd.readouterr())
+
+
+def _sums(pair: Any) -> tf.Tensor:
+    return tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)
+
+
+def test_a_run_that_is_there_takes_no_other_weights(train: Train) -> None:
+    train(hooks(), run_name="a", steps=4, **SHORT)
+    begun = train(hooks(), run_name="b", steps=2, init_from="a", **SHORT)
+    resumed = train(hooks(), run_name="b", steps=2, init_from="a", **SHORT)
+    assert_equal(values(resumed), values(begun))
+
+
+def test_weights_that_are_averaged_begin_with_those(train: Train) -> None:
+    trained = train(hooks(), run_name="a", steps=4, **SHORT)
+    state = train(hooks(), run_name="b", steps=0, init_from="a", ema=0.9, **SHORT)
+    assert state.context.average is not None
+    state.context.average.put_in()
+    kernel = state.train_model.get_layer("hidden").kernel
+    np.testing.assert_array_equal(kernel, trained.train_model.get_layer("hidden").kernel)
+
+
+class Linear(tf.Module):
+    """A model that is none of Keras'; all its variables have one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [tf.Variable(tf.ones([FEATURES, 1])), tf.Variable(tf.zeros([1]))]
+
+    def __call__(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs @ self.parts[0] + self.parts[1]
+
+
+def test_a_module_takes_weights_by_their_place(train: Train, tmp_path: Path) -> None:
+    own = hooks(create_model=Linear)
+    trained = train(own, run_name="a", steps=4, **SHORT)
+    state = train(own, run_name="b", steps=0, init_from="a", **SHORT)
+    for ours, theirs in zip(state.train_model.parts, trained.train_model.parts, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    named = written("m.keras", model(), tmp_path)
+    with pytest.raises(SetupError, match="is for a Keras model, and create_model"):
+        train(own, run_name="c", steps=0, init_from=named, **SHORT)
+
+
+def test_files_that_cannot_be_read_are_named(train: Train, tmp_path: Path) -> None:
+    for name in ("m.keras", "m.weights.h5", "m.bin"):
+        (tmp_path / name).write_bytes(b"no weights")
+        with pytest.raises(SetupError, match=rf"^init_from: .*{name}.*"):
+            train(hooks(), run_name="b", steps=0, init_from=str(tmp_path / name), **SHORT)
