@@ -174,5 +174,7 @@ def test_gpu_memory_cannot_be_limited_once_tensorflow_has_started(
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", there.get)
     prepare(Config(steps=1))
     prepare(Config(steps=1, gpu_memory_limit=512))  # as it is
-    with pytest.raises(SetupError, match="^gpu_memory_limit: 256 MB asked for, but TensorFlow has"):
+    with pytest.raises(
+        SetupError, match=r"^gpu_memory_limit: 256 MB asked for, but TensorFlow has"
+    ):
         prepare(Config(steps=1, gpu_memory_limit=256))
