@@ -32,8 +32,13 @@ class _Drawn:
     first: tf.Tensor
 
     def next_batch(self, watch: bool, index: tf.Tensor | int = 0) -> Any:
-        """Returns the micro-batch of this index."""
-        return tf.nest.map_structure(lambda stacked: stacked[self.first + index], self.elements)
+        """Returns the micro-batch of this index.
+
+        By gather: the index of a slice would be a constant of the executable, and another one be
+        made for each.
+        """
+        position = self.first + index
+        return tf.nest.map_structure(lambda stacked: tf.gather(stacked, position), self.elements)
 
 
 def stack_for(context: StepContext, data: Input) -> Stack | None:

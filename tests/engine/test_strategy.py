@@ -174,7 +174,5 @@ def test_gpu_memory_cannot_be_limited_once_tensorflow_has_started(
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", there.get)
     prepare(Config(steps=1))
     prepare(Config(steps=1, gpu_memory_limit=512))  # as it is
-    with pytest.raises(
-        SetupError, match=r"^gpu_memory_limit: 256 MB asked for, but Tensor"
-    ):
+    with pytest.raises(SetupError, match=r"^gpu_memory_limit: 256 MB asked for, but Tensor"):
         prepare(Config(steps=1, gpu_memory_limit=256))

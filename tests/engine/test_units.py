@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +90,22 @@ def test_a_run_is_cut_in_the_middle_of_a_unit(
     whole = train(words_hooks(), steps=24, run_name="whole", **settings)
     for ours, other in zip(plain.train_model.weights, whole.train_model.weights, strict=True):
         np.testing.assert_allclose(ours.numpy(), other.numpy(), 1e-4, 1e-5)
+
+
+PROGRAM = """
+import sys
+import ctl_core
+from tests.helpers.stretched import words_hooks
+settings = {"steps": 9, "ckpt_every": 1, "batch_size": 8, "jit_compile": True}
+ctl_core.train(words_hooks(), ctl_core.Config(runs_dir=sys.argv[1], **settings))
+"""
+
+
+@pytest.mark.slow
+def test_one_executable_is_for_every_place_in_a_unit(tmp_path: Path) -> None:
+    """XLA would make another for each value of what it takes as a constant."""
+    environ = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path / 'xla'}"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "runs")]
+    subprocess.run(command, env=environ, check=True, capture_output=True)
+    made = [path.name for path in (tmp_path / "xla").glob("*before_optimizations.txt")]
+    assert len([name for name in made if "stretch" in name]) == 1
