@@ -142,6 +142,22 @@ def global_seed_generator_kept() -> Iterator[None]:
     global_state.set_global_attribute("global_seed_generator", before)
 
 
+@contextlib.contextmanager
+def seed_of_ops_kept() -> Iterator[None]:
+    """Around ``tf.random.set_seed``: afterwards eager random ops go on as they would have.
+
+    The seed, and the generator that gives each op its own, are private to TensorFlow's context.
+    """
+    from tensorflow.python.eager import context
+
+    of_process = context.context()
+    before = of_process._seed, of_process._rng
+    try:
+        yield
+    finally:
+        of_process._seed, of_process._rng = before
+
+
 def written_resources(graph: Any) -> list[Any]:
     """Returns the handles, of what a function's graph captures, that it does not only read.
 

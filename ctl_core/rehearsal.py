@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.build import create_state
+from ctl_core.checks.data import first_of
 from ctl_core.checks.sums import check_sums
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
@@ -28,11 +29,12 @@ from ctl_core.console import LOG, Console
 from ctl_core.errors import RunError, StopTraining
 from ctl_core.hooks import Hook, Hooks, describe, load_hooks
 from ctl_core.messages import last_step
-from ctl_core.predict import predict
+from ctl_core.nested import output_names
 from ctl_core.process_state import process_state
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.tracking import tf_variable
 from ctl_core.schedule import Schedule
+from ctl_core.serving import create_serving
 from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.summary import Summary
@@ -274,8 +276,8 @@ def _predict(state: State, hook: Hook) -> list[str]:
     """Predicts for the first batch of each set; returns what that gives."""
     made = hook(per_replica_batch_size=state.context.micro_batch_size)
     sets = made.values() if isinstance(made, Mapping) else [made]
-    found = []
+    serving, found = create_serving(state), []
     for dataset in sets:
-        for name, array in predict(state.context, dataset.take(1), from_hooks=True).items():
-            found.append(f"{name} {list(array.shape)}")
+        for name, value in output_names(serving.of_batch(first_of(iter(dataset), hook))).items():
+            found.append(f"{name} {value.shape.as_list()}")
     return found

@@ -241,3 +241,15 @@ def test_cpu_devices_of_a_worker() -> None:
             "/job:worker/device:CPU:1",
         )
     assert module.CollectiveAllReduceExtended._initialize_local_devices is before
+
+
+def test_the_seed_of_ops_is_put_back() -> None:
+    tf.random.set_seed(3)
+    first = tf.random.uniform([]).numpy()
+    second = tf.random.uniform([]).numpy()
+    tf.random.set_seed(3)
+    assert tf.random.uniform([]).numpy() == first
+    with compat.seed_of_ops_kept():
+        tf.random.set_seed(5)
+        assert tf.random.uniform([]).numpy() not in (first, second)
+    assert tf.random.uniform([]).numpy() == second
