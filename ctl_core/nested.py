@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.errors import SetupError
+from ctl_core.errors import SetupError, one_line
 
 
 def named(structure: Any, alone: str, several: str) -> dict[str, Any]:
@@ -64,6 +64,39 @@ def output_names(output: Any) -> dict[str, Any]:
 def structured(structure: Any, values: Mapping[str, Any]) -> Any:
     """Returns values by name in the structure that ``input_names`` named."""
     return tf.nest.pack_sequence_as(structure, [values[name] for name in input_names(structure)])
+
+
+def matched(spec: Any, values: Any, what: str) -> dict[str, Any]:
+    """Returns the values for the parts of a specification, by the names of ``input_names``.
+
+    Args:
+        spec: dicts, tuples and lists of specifications
+        values: the same of anything, such as lists of numbers
+        what: what a message begins with
+
+    Raises:
+        SetupError: they are structured otherwise.
+    """
+    names = list(input_names(spec))
+    found: list[Any] = []
+
+    def walk(spec: Any, value: Any) -> bool:
+        if isinstance(spec, Mapping):
+            same = isinstance(value, Mapping) and value.keys() == spec.keys()
+            return same and all(walk(spec[key], value[key]) for key in sorted(spec))
+        if isinstance(spec, tuple | list):
+            same = isinstance(value, tuple | list) and len(value) == len(spec)
+            return same and all(map(walk, spec, value))
+        found.append(value)
+        return True
+
+    if not walk(spec, values):
+        keys = f"a dict of {', '.join(map(str, values))}" if isinstance(values, Mapping) else ""
+        raise SetupError(
+            f"{what}: expected {', '.join(names)}, in dicts and tuples as input_spec has them, got "
+            f"{one_line(keys or type(values).__name__, 100)}."
+        )
+    return dict(zip(names, found, strict=True))
 
 
 def any_number(spec: Any, name: str | None = None) -> Any:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ctl_core.errors import SetupError, one_line, reason
 from ctl_core.files import from_here
-from ctl_core.nested import described, input_names, output_names, structured
+from ctl_core.nested import described, input_names, matched, output_names, structured
 from ctl_core.npz import ArraysOnDisk
 from ctl_core.settings import label
 
@@ -102,16 +102,13 @@ def converted(spec: Any, inputs: Any, what: str = "input") -> Any:
     Raises:
         SetupError: they do not fit it.
     """
-    names = input_names(spec)
-    given = {"inputs": inputs} if names.keys() == {"inputs"} else input_names(inputs)
-    if given.keys() != names.keys():
-        raise SetupError(
-            f"{what}: expected {', '.join(names)}, got {one_line(', '.join(given), 200)}."
-        )
+    names, given = input_names(spec), matched(spec, inputs, what)
     return structured(spec, {name: _tensor(what, name, names[name], given[name]) for name in names})
 
 
 def _tensor(what: str, name: str, spec: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        raise _unfit(what, name, spec, "a dict")
     if tf.is_tensor(value) and not isinstance(value, tf.Tensor):
         if not spec.is_compatible_with(value):
             raise _unfit(what, name, spec, f"{value.dtype.name} {value.shape.as_list()}")

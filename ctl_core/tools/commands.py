@@ -22,7 +22,9 @@ from ctl_core.predict import predict as run_prediction
 from ctl_core.predict import read_inputs
 from ctl_core.serving import Serving, create_serving
 from ctl_core.settings import Config, nearest, shown
+from ctl_core.tools.card import model_card
 from ctl_core.tools.export import next_version, save_model
+from ctl_core.tools.formats import WRITE, check_format
 from ctl_core.tools.restored import built, restored
 from ctl_core.tools.watch import watch
 
@@ -86,28 +88,50 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
 
 
 def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
-    """Writes the model of a checkpoint: the next version of a SavedModel in runs/NAME/export.
+    """Writes the model of a checkpoint, and its model card.
+
+    A SavedModel is the next version in runs/NAME/export, with the card in it; another format is one
+    file, with the card beside it, and replaces the one that was there.
 
     Returns:
         Where it is, runs/NAME/export/1 say.
 
     Raises:
-        SetupError: there is no checkpoint, or the place cannot be written.
+        SetupError: there is no checkpoint, the place cannot be written, or the format cannot hold
+            the model.
     """
-    with restored(callbacks, config, options["checkpoint"]) as (state, _, console):
-        base = Path(options["output"] or state.run_dir / "export")
-        if not options["output"]:
-            refuse_links(state.run_dir, [base])
-        path = next_version(base)
-        _try(base if not base.is_dir() else path)
+    kind, output = options.get("format", "savedmodel"), options["output"]
+    with restored(callbacks, config, options["checkpoint"]) as (state, record, console):
+        if kind == "savedmodel":
+            base = Path(output or state.run_dir / "export")
+            if output is None:
+                refuse_links(state.run_dir, [base])
+            path = next_version(base)
+            _try(path if base.is_dir() else base)
+        else:
+            path = Path(output or state.run_dir / f"model.{kind}")
+            if path.suffix != f".{kind}" or path.is_dir():
+                raise SetupError(f"output: expected the name of a .{kind} file, got {path}.")
+            _try(path)
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
         serving = create_serving(state)
         _note(serving, console)
         with _said(path):
-            base.mkdir(exist_ok=True)
-            with written_whole(path, folder=True) as beside:
-                save_model(serving, beside)
-        console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")
+            if kind == "savedmodel":
+                base.mkdir(exist_ok=True)
+                with written_whole(path, folder=True) as beside:
+                    signatures = save_model(serving, beside)
+                    card = model_card(state, config, record, serving, kind, signatures)
+                    (beside / "model_card.md").write_text(card, encoding="utf-8")
+            else:
+                check_format(serving, kind, str(state.hooks.serve or state.hooks.input_pre))
+                with written_whole(path) as beside:
+                    WRITE[kind](serving, beside)
+                with written_whole(path.with_name(f"{path.name}.md")) as beside:
+                    card = model_card(state, config, record, serving, kind)
+                    beside.write_text(card, encoding="utf-8")
+        what = "a SavedModel" if kind == "savedmodel" else "the model"
+        console.say(f"step {state.step}: wrote {what} to {from_here(path)}")
     return path
 
 

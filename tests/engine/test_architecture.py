@@ -34,7 +34,7 @@ LAYERS = """
     build graph messages remainder input_position raw_inputs
     compile_choice sums traced writing reading serving
     checkpoint export
-    trainer watch restored
+    trainer watch restored card formats
     rehearsal commands load
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
