@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -19,8 +20,9 @@ import tensorflow as tf
 
 from ctl_core.checks.returned import kind_of
 from ctl_core.errors import SetupError, brief
+from ctl_core.nested import any_number, input_names, structured
 from ctl_core.serving import Serving
-from ctl_core.tools.export import save_model, signature
+from ctl_core.tools.export import dense_outputs, save_model
 
 # The version of ONNX' operators that is asked for; runtimes know older ones too.
 OPSET = 18
@@ -117,7 +119,8 @@ def save_tflite(serving: Serving, path: Path) -> None:
             folder, signature_keys=["serving_default"]
         )
         try:
-            content = converter.convert()
+            with _without_stderr():  # the exception says the same
+                content = converter.convert()
         except Exception as error:  # its class is not public
             ops = re.findall(r"(?:TF Select|Custom) ops: ([\w, ]+)", str(error))
             why = f"it has no {', '.join(sorted(set(ops)))}" if ops else brief(error, 200)
@@ -132,12 +135,20 @@ def save_onnx(serving: Serving, path: Path) -> None:
         SetupError: an op of the model has none in ONNX that it could become.
     """
     convert, onnx = _tf2onnx()
-    function = signature(serving)
+    names = input_names(serving.input_spec)
+
+    # One argument for each input: those of a dict would be called otherwise.
+    def by_place(*parts: Any) -> dict[str, tf.Tensor]:
+        inputs = structured(serving.input_spec, dict(zip(names, parts, strict=True)))
+        return dense_outputs(serving.traced(inputs))
+
+    specs = [any_number(part, name) for name, part in names.items()]
+    function = tf.function(by_place, autograph=False, input_signature=specs)
     try:
         with _quiet("tf2onnx"):
             model, _ = convert.from_function(
                 function,
-                input_signature=function.input_signature,
+                input_signature=specs,
                 opset=OPSET,
                 custom_op_handlers={"Erfc": (_erfc, [])},
             )
@@ -195,6 +206,21 @@ def _quiet(name: str) -> Iterator[None]:
         logger.disabled = before
         for one in others:
             one.disabled = False
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Within, nothing is printed to standard error, by C++ neither."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _cannot(kind: str, serving: Serving, why: str) -> SetupError:
