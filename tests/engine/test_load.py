@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import sys
 import threading
@@ -421,3 +422,40 @@ def test_averaged_weights_are_what_is_loaded(
     tf.train.Checkpoint(train_model=model).read("runs/a/ckpt/ckpt-6").expect_partial()
     differs = abs(served(inputs).numpy() - model(inputs).numpy()).max()
     assert (differs > 1e-3) == (kind == "ema")
+
+
+def test_what_the_page_shows_works(cli: Cli) -> None:
+    """The hooks of docs/serving.md, for images of 8 by 8 that clients send as files."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    serve, around, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    images = "x = np.random.default_rng(0).uniform(size=(48, 8, 8, 1)).astype('float32')\n"
+    source = SCALED.replace("def create_dataset", images + "\n\ndef create_dataset", 1)
+    source = source.replace("keras.Input((5,))", "keras.Input((8, 8, 1)), keras.layers.Flatten()")
+    source = source.replace("tf.cast(images, tf.float32) / 255.0 - 0.5", "images")
+    outcome = cli(source.replace("Dense(1)", "Dense(3)") + serve + around, command=FLAGS)
+    assert outcome.code == 0, outcome
+    served = ctl_core.load("runs/a")
+    pixels = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 1)).astype("uint8")
+    sent = [tf.io.encode_png(image).numpy() for image in pixels]
+    found = served(sent).numpy()
+    np.testing.assert_allclose(found.sum(1), 1.0, rtol=1e-5)
+    network = served.model.__closure__[0].cell_contents
+    expected = tf.nn.softmax(network(pixels.astype("float32") / 255.0))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert cli(None, command=("export",)).code == 0
+    exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
+    np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], found)
+
+
+def test_a_check_tries_what_comes_after_training(cli: Cli) -> None:
+    own = "\n\ndef create_inference_model(model):\n    return {}\n"
+    outcome = cli(SCALED + own.format("lambda x: {'a': model(x)}"), "--check", command=FLAGS)
+    assert outcome.code == 0 and "predictions: a [16, 1]" in outcome.out, outcome
+    outcome = cli(SCALED + own.format("3"), "--check", command=FLAGS)
+    assert outcome.code == 2 and "create_inference_model (callbacks.py:" in outcome.err
+    without = SCALED.replace("def create_eval_dataset", "def unused")
+    serve = "\n\ndef serve(inputs):\n    return tf.cast(inputs, tf.float32) / 0\n"
+    outcome = cli(without + serve, "--check", command=FLAGS)
+    assert outcome.code == 0 and "predictions: output float32 [None, 1]" in outcome.out, outcome
+    outcome = cli(without + serve.replace("/ 0", "@ 0"), "--check", command=FLAGS)
+    assert outcome.code == 2 and "serve (callbacks.py:" in outcome.err, outcome
