@@ -151,7 +151,8 @@ def seed_of_ops_kept() -> Iterator[None]:
     from tensorflow.python.eager import context
 
     of_process = context.context()
-    before = of_process._seed, of_process._rng
+    # There is no generator before a seed is set, nor is one asked without a seed.
+    before = of_process._seed, getattr(of_process, "_rng", None)
     try:
         yield
     finally:

@@ -59,8 +59,10 @@ def read_inputs(path: Path, spec: Any, batch_size: int) -> Iterator[Any]:
         alone = not isinstance(content, np.lib.npyio.NpzFile)
         arrays: dict[str, np.ndarray] = {"": content} if alone else dict(content)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        why = reason(error) if isinstance(error, OSError) else one_line(error, 160)
-        raise SetupError(f"input: {shown} cannot be read as a .npy or .npz file: {why}") from error
+        why = "it is none, or it holds Python objects"
+        if isinstance(error, OSError):
+            why = reason(error)
+        raise SetupError(f"input: {shown} cannot be read as a .npy or .npz file: {why}.") from error
     if len(names) == 1 and len(arrays) == 1:
         arrays = dict(zip(names, arrays.values(), strict=True))
     if arrays.keys() != names.keys():

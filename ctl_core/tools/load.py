@@ -17,11 +17,13 @@ from ctl_core.callbacks_file import DEFAULT, MODULE, find_callbacks, load_callba
 from ctl_core.cli import find_run
 from ctl_core.compat import global_seed_generator_kept, seed_of_ops_kept
 from ctl_core.console import Console
+from ctl_core.errors import SetupError
+from ctl_core.files import from_here
 from ctl_core.layers import load_config
 from ctl_core.nested import described, input_names
 from ctl_core.predict import converted
 from ctl_core.serving import Serving, create_serving
-from ctl_core.settings import Config
+from ctl_core.settings import Config, label
 from ctl_core.tools.restored import restored
 
 
@@ -93,7 +95,10 @@ def load(
     Raises:
         SetupError: there is no such run or checkpoint, or a hook cannot work.
     """
-    folder = find_run(Path(run).absolute().parent, Path(run).name)
+    asked = Path(run).absolute()
+    if not any(asked.parent.glob("*/config.yaml")):
+        raise SetupError(f"run: {label(from_here(asked))} is no folder of a run, such as runs/a.")
+    folder = find_run(asked.parent, asked.name)
     config = load_config(folder / "config.yaml", run_name=folder.name, runs_dir=str(folder.parent))
     config = dataclasses.replace(config, workers=1)
     console = Console()

@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_one_line(cli: Cli) -> None:
         assert said in str(error.value) and "\n" not in str(error.value), error.value
     for run, checkpoint, said in (
         ("runs/b", None, "run_name: no run 'b' in runs (there: a)"),
-        ("elsewhere/a", None, "elsewhere: no run there yet"),
+        ("elsewhere/a", None, "run: elsewhere/a is no folder of a run, such as runs/a."),
         ("runs/a", 5, "has none of step 5 (there: 6)"),
         ("runs/a", "best", "has no best one; train with keep_best"),
     ):
