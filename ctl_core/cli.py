@@ -307,7 +307,8 @@ def find_run(runs_dir: Path, run_name: str | None, waits: bool = False) -> Path:
 
 def default_options(command: str) -> dict[str, Any]:
     """Returns the options of a command as they are where no flag says otherwise."""
-    return _options(command)().model_dump()
+    values = _options(command)().model_dump()
+    return {name: value for name, value in values.items() if name != "config"}
 
 
 @functools.cache
