@@ -424,6 +424,7 @@ def test_averaged_weights_are_what_is_loaded(
     assert (differs > 1e-3) == (kind == "ema")
 
 
+@pytest.mark.slow
 def test_what_the_page_shows_works(cli: Cli) -> None:
     """The hooks of docs/serving.md, for images of 8 by 8 that clients send as files."""
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
@@ -447,6 +448,7 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], found)
 
 
+@pytest.mark.slow
 def test_a_check_tries_what_comes_after_training(cli: Cli) -> None:
     own = "\n\ndef create_inference_model(model):\n    return {}\n"
     outcome = cli(SCALED + own.format("lambda x: {'a': model(x)}"), "--check", command=FLAGS)
