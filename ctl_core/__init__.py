@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ctl_core.run_state.tracking import trainable_variables as trainable_variables
     from ctl_core.settings import Config as Config
     from ctl_core.state import State as State
+    from ctl_core.tools.load import LoadedModel as LoadedModel
+    from ctl_core.tools.load import load as load
     from ctl_core.trainer import train as train
 
 __version__ = "0.3.0"
@@ -39,6 +41,7 @@ __version__ = "0.3.0"
 _HOME = {
     "Config": "settings",
     "CtlError": "errors",
+    "LoadedModel": "tools.load",
     "RunError": "errors",
     "SetupError": "errors",
     "State": "state",
@@ -48,6 +51,7 @@ _HOME = {
     "check": "rehearsal",
     "deferred": "helpers",
     "leading_dimension": "helpers",
+    "load": "tools.load",
     "load_config": "layers",
     "nan_to_zero": "helpers",
     "num_replicas": "collectives",

@@ -24,11 +24,11 @@ from ctl_core.errors import CtlError, PeerLost, SetupError, brief
 
 _MISSING = "{} is not installed in {}; in the project's folder: {} -m pip install --editable ."
 try:
-    from ctl_core.callbacks_file import find_callbacks, load_callbacks
-    from ctl_core.cli import COMMANDS, Command, parse_command
+    from ctl_core.callbacks_file import Source, find_callbacks, load_callbacks
+    from ctl_core.cli import COMMANDS, Command, default_options, parse_command
     from ctl_core.cluster import supervisor
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
-    from ctl_core.settings import free_name, nearest
+    from ctl_core.settings import Config, free_name, nearest
 except ModuleNotFoundError as error:
     print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)
     sys.exit(2)
@@ -145,7 +145,11 @@ def _run(command: Command, argv: list[str]) -> int:
         if command.config.workers > 1 and not supervisor.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))
             start = supervisor.check_cluster if checking else supervisor.start_cluster
-            return start(argv, dataclasses.replace(command.config, run_name=name))
+            config = dataclasses.replace(command.config, run_name=name)
+            code = start(argv, config)
+            if code or not command.options["then"]:
+                return code
+            return _follow(dataclasses.replace(command, config=config), _load(source, config))
         with interruptible():
             _import_libraries(command.config.debug)
         from ctl_core.cluster.strategy import prepare
@@ -153,30 +157,54 @@ def _run(command: Command, argv: list[str]) -> int:
         if command.config.virtual_devices > 1:
             _find_devices(command.config.debug)
         prepare(command.config)
-    with interruptible():
-        _import_libraries(command.config.debug)
-        from ctl_core.console import quiet_libraries
-
-        quiet_libraries(not command.config.debug)
-        here = Path.cwd()
-        callbacks = load_callbacks(source)
-        _find_devices(command.config.debug)  # now: callbacks.py may say which are visible
+    here = Path.cwd()
+    callbacks = _load(source, command.config)
     config = command.config
     if source.path != source.stands_for:
         config = dataclasses.replace(config, callbacks=command.trained_with)
     if Path.cwd() != here:  # callbacks.py has gone elsewhere; the run stays where it was to be
         config = dataclasses.replace(config, runs_dir=here / config.runs_dir)  # type: ignore[arg-type]
     if command.name == "train":
+        from ctl_core.checks.hooks import check_following
         from ctl_core.rehearsal import check
         from ctl_core.trainer import train
 
+        check_following(command.options["then"], callbacks)
         go_on = bool(command.options["continue"])
         state = check(callbacks, config) if checking else train(callbacks, config, go_on)
         if state.stopped_by is not None:
             return 128 + state.stopped_by
-        return int(state.diverged)
+        command = dataclasses.replace(command, config=state.config)
+        alone = state.cluster.task.chief and not supervisor.supervised()  # the supervisor does it
+        code = int(state.diverged)
+        del state  # with what only training needs
+        return (
+            _follow(command, callbacks) if command.options["then"] and alone and not code else code
+        )
     with interruptible():
         return _use_run(dataclasses.replace(command, config=config), callbacks)
+
+
+def _load(source: Source, config: Config) -> ModuleType:
+    """Imports the file with the hooks."""
+    with interruptible():
+        _import_libraries(config.debug)
+        from ctl_core.console import quiet_libraries
+
+        quiet_libraries(not config.debug)
+        callbacks = load_callbacks(source)
+        _find_devices(config.debug)  # now: callbacks.py may say which are visible
+    return callbacks
+
+
+def _follow(command: Command, callbacks: ModuleType) -> int:
+    """Runs the commands of ``--then``, one after the other."""
+    for name in command.options["then"].split(","):
+        with interruptible():
+            _use_run(
+                dataclasses.replace(command, name=name, options=default_options(name)), callbacks
+            )
+    return 0
 
 
 def _import_libraries(debug: bool) -> None:

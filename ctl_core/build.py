@@ -54,7 +54,6 @@ from ctl_core.step import (
     forward,
     forward_backward,
     loss_of,
-    model_input,
     objectives,
     run_model,
     train_step,
@@ -132,7 +131,7 @@ def _create(
             context.shares = Shares(strategy, most, several, cluster.task.processes)
         optimizers = _create_optimizers(context, lr, data, cluster.task)
         optimizer = context.optimizer
-        variables, input_spec, writes, parts = _build_variables(context, data, cluster.task)
+        variables, writes, parts = _build_variables(context, data, cluster.task)
         check_groups(hooks.create_opt, optimizers, variables)
         check_variables(hooks.create_model, variables)
         if said := of_sample_weights(hooks, data.element_spec):
@@ -162,7 +161,7 @@ def _create(
         _create_eval_model(context, roots)
         evaluation = _create_evaluation(context, strategy, cluster.task, config, per_replica)
         if hooks.create_eval_model is not None:
-            input_spec = _build_eval_model(context, data, cluster.task, evaluation)
+            _build_eval_model(context, data, cluster.task, evaluation)
         _build_late(roots, context, data, cluster.task, variables)
         if cluster.task.chief:
             repair_list(run.ckpt, run.reading)
@@ -205,7 +204,6 @@ def _create(
         context=context,
         data=data,
         evaluation=evaluation,
-        input_spec=input_spec,
         roots=roots,
         found=found,
         freezing=Freezing(found),
@@ -278,22 +276,13 @@ def _create_eval_model(context: StepContext, roots: dict[str, Any]) -> None:
 
 def _build_eval_model(
     context: StepContext, data: Input, task: Task, evaluation: Evaluation | None
-) -> Any:
-    """Runs it on placeholders for each set of evaluation data, so that its variables exist.
-
-    Returns:
-        The specification of its input, of the first set; without any, of the training data.
-    """
+) -> None:
+    """Runs it on placeholders for each set of evaluation data, so that its variables exist."""
     sets = evaluation.sets.values() if evaluation is not None else ()
     elements = [one.data.dataset.element_spec for one in sets] or [data.element_spec]
-    specs = []
     for element in elements:
         with scratch(data, task):
-            batch = placeholders(element)
-            inputs = model_input(context, batch, training=False)
-            specs.append(tf.nest.map_structure(tf.type_spec_from_value, inputs))
-            run_model(context, batch, training=False)
-    return specs[0]
+            run_model(context, placeholders(element), training=False)
 
 
 def _step_variable() -> tf.Variable:
@@ -360,17 +349,17 @@ def _build_late(
 
 def _build_variables(
     context: StepContext, data: Input, task: Task
-) -> tuple[dict[str, list[Any]], Any, list[Write], list[str]]:
+) -> tuple[dict[str, list[Any]], list[Write], list[str]]:
     """Runs the forward hooks once on placeholders, so that every variable exists.
 
     Nothing is computed: the graph is thrown away, and Keras creates variables outside of it.
 
     Returns:
-        The variables that each objective's optimizer has to know, the specification of the model's
-        input, of the last turn's, what is written to where not all examples of a step are seen at
-        once, and the names of the parts of the loss. An optimizer has to know the trainable_vars of
-        its objective, also what is frozen now: those that ``grad_pre`` returns once more with no
-        layer frozen. Where there is one objective, it knows all that the model could train, too.
+        The variables that each objective's optimizer has to know, what is written to where not all
+        examples of a step are seen at once, and the names of the parts of the loss. An optimizer
+        has to know the trainable_vars of its objective, also what is frozen now: those that
+        ``grad_pre`` returns once more with no layer frozen. Where there is one objective, it knows
+        all that the model could train, too.
 
     Raises:
         SetupError: an objective has no variables, frozen or not.
@@ -379,8 +368,6 @@ def _build_variables(
         batch = placeholders(data.element_spec)
         named: list[dict[str, Any]] = []
         for _ in context.each_turn(again=False):
-            inputs = model_input(context, batch, training=True)
-            input_spec = tf.nest.map_structure(tf.type_spec_from_value, inputs)
             output = run_model(context, batch, training=True)
             with pairs_refused(context, data.element_spec, placeholders):
                 loss = loss_of(context, batch, output, training=True)
@@ -403,7 +390,7 @@ def _build_variables(
     shared = context.replicas * context.accumulate_steps > 1
     writes = forward_writes(graph) if shared else []
     parts = [part for one in named for _, _, parts in one.values() for part in parts]
-    return variables, input_spec, writes, parts
+    return variables, writes, parts
 
 
 def _build_train_metrics(context: StepContext, data: Input, task: Task) -> None:

@@ -44,7 +44,9 @@ class Source:
     note: str = ""
 
 
-def find_callbacks(name: str, run: Path | None, trained_with: str, training: bool) -> Source:
+def find_callbacks(
+    name: str, run: Path | None, trained_with: str, training: bool, project: Path | None = None
+) -> Source:
     """Finds the file with the hooks; the run's copy of it, if it is gone.
 
     Args:
@@ -52,15 +54,17 @@ def find_callbacks(name: str, run: Path | None, trained_with: str, training: boo
         run: the folder of the run that is there already, if one is
         trained_with: what that run's own settings name
         training: whether the run goes on, perhaps with other hooks; otherwise it is used as it was
+        project: the folder that names are relative to; default: the current one
 
     Raises:
         SetupError: there is no such file.
     """
-    path = Path(name).absolute()
+    project = project or Path.cwd()
+    path = project / name
     copy = (run / COPY).absolute() if run else None
     kept = label(from_here(copy)) if copy else ""
     if copy and os.path.realpath(path) == os.path.realpath(copy):
-        return Source(path, Path(trained_with).absolute())
+        return Source(path, project / trained_with)
     text = _read(copy) if copy and name == trained_with else None
     if not path.is_file():
         if copy is None or text is None:
@@ -107,20 +111,24 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.source, self.path)
 
 
-def load_callbacks(source: Source) -> types.ModuleType:
+def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleType:
     """Imports the file, as Python would run it; modules beside it and in the project are found.
+
+    Args:
+        source: the file
+        project: the folder of the project; default: the current one
 
     Raises:
         SetupError: it cannot be imported; with its own line and message.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    path, original = source.path, source.stands_for
-    of_project = original == Path.cwd() / DEFAULT
+    path, original, project = source.path, source.stands_for, project or Path.cwd()
+    of_project = original == project / DEFAULT
     if not path.name.endswith(".py"):
         raise SetupError(
             f"callbacks: expected a Python file, whose name ends in .py, got {shown(str(path))}."
         )
-    _search(Path.cwd())
+    _search(project)
     if not of_project:
         _search(original.parent, last=_hides(original.stem))
     name = "callbacks" if of_project else MODULE

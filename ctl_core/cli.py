@@ -98,6 +98,25 @@ _CHECKPOINT: dict[str, Any] = {
         ),
     )
 }
+# What may follow a training, by --then.
+FOLLOWING = ("evaluate", "predict", "export")
+
+
+def _check_then(text: Any) -> Any:
+    names = text.split(",") if text is not None else []
+    if len(set(names)) < len(names) or not set(names) <= set(FOLLOWING):
+        raise ValueError
+    return text
+
+
+_Then = Annotated[str | None, AfterValidator(_check_then)]
+_THEN = declare(
+    None,
+    "commands that follow a training which has come to its end, on its last checkpoint, such as "
+    "evaluate,export; the first that fails ends it, with its exit code",
+    title=f"one or several of {', '.join(FOLLOWING)}, each once, with commas between them",
+    examples=["COMMANDS"],
+)
 _CONTINUE = declare(False, "train on in a run that a hook has ended (StopTraining)")
 _CHECK = declare(
     False,
@@ -107,11 +126,20 @@ _CHECK = declare(
 )
 _INPUT = declare(
     None,
-    "a .npy file with the model's input, or a .npz file with one array per named input; default: "
+    "a .npy file with what clients send, or a .npz file with one array per named input; default: "
     "the data of create_eval_dataset",
 )
 _OUTPUT = declare(None, "the .npz file to write; default: predictions.npz in the run folder")
-_EXPORT = declare(None, "the folder to write; default: export in the run folder")
+_EXPORT = declare(
+    None,
+    "savedmodel: the folder that versions 1, 2, ... are written into, default: export in the run "
+    "folder; other formats: the file to write, default: model.keras and so on in the run folder",
+)
+_FORMAT = declare(
+    "savedmodel",
+    "savedmodel: for TensorFlow Serving, with what comes before the model; tflite and onnx: the "
+    "same in one file; keras: a Keras model alone",
+)
 _DATASET = declare(
     None, "which set to take, if create_eval_dataset returns several by name", title="a text"
 )
@@ -121,7 +149,11 @@ _WATCH = declare(
     "values to watch.jsonl and tb/watch in the run folder, until the run has ended",
 )
 OPTIONS: dict[str, dict[str, Any]] = {
-    "train": {"continue": (bool, _CONTINUE), "check": (bool, _CHECK)},
+    "train": {
+        "continue": (bool, _CONTINUE),
+        "check": (bool, _CHECK),
+        "then": (_Then, _THEN),
+    },
     "evaluate": {**_CHECKPOINT, "watch": (bool, _WATCH)},
     "predict": {
         **_CHECKPOINT,
@@ -129,7 +161,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "dataset": (str | None, _DATASET),
         "output": (_File, _OUTPUT),
     },
-    "export": {**_CHECKPOINT, "output": (_File, _EXPORT)},
+    "export": {
+        **_CHECKPOINT,
+        "format": (Literal["savedmodel", "keras", "tflite", "onnx"], _FORMAT),
+        "output": (_File, _EXPORT),
+    },
 }
 # How long evaluate --watch waits for a run to begin (seconds).
 BEGINNING = 30.0
@@ -142,7 +178,7 @@ COMMANDS = {
     "train": "train, or resume a run",
     "evaluate": "evaluate a run's checkpoint",
     "predict": "write a run's predictions to a file",
-    "export": "write a run's model as a SavedModel",
+    "export": "write a run's model for others to use",
     "hooks": "print the table of hooks",
 }
 
@@ -168,6 +204,8 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     except ValidationError as error:
         raise SetupError(explain(error, options.model_fields)) from error
     named = values.pop("config")
+    if values.get("then") and values["check"]:
+        raise SetupError("then: a check trains nothing that a command could use; leave one out.")
     files = [read_file(Path(path), required=bool(named)) for path in named or ["config.yaml"]]
     place: Layer = {}
     for layer in (*files, env, flags):
@@ -288,6 +326,12 @@ def find_run(runs_dir: Path, run_name: str | None, waits: bool = False) -> Path:
         f"run_name: no run {shown(run_name)} in {where}{nearest(run_name, names)} "
         f"(there: {one_line(', '.join(names), 100)})"
     )
+
+
+def default_options(command: str) -> dict[str, Any]:
+    """Returns the options of a command as they are where no flag says otherwise."""
+    values = _options(command)().model_dump()
+    return {name: value for name, value in values.items() if name != "config"}
 
 
 @functools.cache

@@ -142,6 +142,23 @@ def global_seed_generator_kept() -> Iterator[None]:
     global_state.set_global_attribute("global_seed_generator", before)
 
 
+@contextlib.contextmanager
+def seed_of_ops_kept() -> Iterator[None]:
+    """Around ``tf.random.set_seed``: afterwards eager random ops go on as they would have.
+
+    The seed, and the generator that gives each op its own, are private to TensorFlow's context.
+    """
+    from tensorflow.python.eager import context
+
+    of_process = context.context()
+    # There is no generator before a seed is set, nor is one asked without a seed.
+    before = of_process._seed, getattr(of_process, "_rng", None)
+    try:
+        yield
+    finally:
+        of_process._seed, of_process._rng = before
+
+
 def written_resources(graph: Any) -> list[Any]:
     """Returns the handles, of what a function's graph captures, that it does not only read.
 

@@ -142,6 +142,8 @@ class Hooks:
     count_examples: Hook
     create_model: Hook
     create_eval_model: Hook | None
+    create_inference_model: Hook | None
+    serve: Hook | None
     create_loss: Hook
     create_opt: Hook
     create_ckpt: Hook

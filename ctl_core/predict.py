@@ -1,106 +1,171 @@
-"""Prediction: a model's outputs for a file, or for the evaluation data."""
+"""Prediction: a model's outputs for a file of raw inputs, or for the evaluation data."""
 
 from __future__ import annotations
 
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.context import StepContext
-from ctl_core.errors import SetupError
-from ctl_core.numerics.joining import on_host, padded
-from ctl_core.step import call_model, model_input
+from ctl_core.errors import SetupError, one_line, reason
+from ctl_core.files import from_here
+from ctl_core.nested import described, input_names, matched, output_names, structured
+from ctl_core.npz import ArraysOnDisk
+from ctl_core.settings import label
 
 
-def predict(context: StepContext, batches: Any, from_hooks: bool) -> dict[str, np.ndarray]:
-    """Runs the model over batches.
+def predict(model: Callable[[Any], Any], batches: Iterable[Any], arrays: ArraysOnDisk) -> int:
+    """Runs a model over batches, one after the other, and keeps its outputs in their order.
 
     Args:
-        context: the model and its hooks
-        batches: an iterable of batches, each with the examples along the first dimension
-        from_hooks: whether ``input_pre`` makes the model's input from each; False: they are it
+        model: from a batch to the output
+        batches: each with the examples along the first dimension
+        arrays: where the outputs go, by the names of ``output_names``
 
     Returns:
-        The model's outputs by name, along the first dimension; a single one is "output". Where
-        their sizes vary, they are padded: see ``joining.padded``.
+        How many batches there were.
 
     Raises:
         RunError: outputs do not fit into one array.
     """
-
-    @tf.function(autograph=False, reduce_retracing=True)
-    def outputs(batch: Any) -> Any:
-        inputs = model_input(context, batch, training=False) if from_hooks else batch
-        _, _, model = context.model_for(training=False)
-        return call_model(model, inputs, training=False)
-
-    collected: dict[str, list[tuple[np.ndarray, dict[int, np.ndarray]]]] = {}
-    for batch in batches:
-        for name, value in _named(outputs(batch)).items():
-            collected.setdefault(name, []).append(on_host(value))
-    return {
-        part: array
-        for name, values in collected.items()
-        for part, array in padded(name, values).items()
-    }
+    number = 0
+    for number, batch in enumerate(batches, 1):  # noqa: B007
+        for name, value in output_names(model(batch)).items():
+            arrays.add(name, value)
+    return number
 
 
-def _named(output: Any) -> dict[str, Any]:
-    """Names the tensors of an output: a dict's by its keys, a tuple's output_0, output_1, …"""
-    if isinstance(output, dict):
-        return {
-            name if inner == "output" else f"{name}.{inner}": tensor
-            for name, part in output.items()
-            for inner, tensor in _named(part).items()
-        }
-    if isinstance(output, tuple | list):
-        flat = enumerate(tf.nest.flatten(output))
-        return {f"output_{index}": _named(part)["output"] for index, part in flat}
-    return {"output": output}
-
-
-def read_inputs(path: Path, spec: Any, batch_size: int) -> Any:
-    """Reads the model's input from a .npy or .npz file and batches it.
+def read_inputs(path: Path, spec: Any, batch_size: int) -> Iterator[Any]:
+    """Reads raw inputs from a .npy or .npz file; checked at once, read as they are asked for.
 
     Args:
-        path: the file
-        spec: the specification of the model's input; a dict for a .npz file with its keys
+        path: the file; a .npy file of any size, since it is not read as a whole
+        spec: the specification of the raw inputs; several are in a .npz file under the names of
+            ``input_names``
         batch_size: examples in a batch
+
+    Returns:
+        Batches as ``spec`` has them.
 
     Raises:
         SetupError: the file is missing, or does not hold what the model takes.
     """
+    names, shown = input_names(spec), label(from_here(path))
     try:
-        content = np.load(path, allow_pickle=False)
-        arrays: Any = dict(content) if isinstance(content, np.lib.npyio.NpzFile) else content
-    except (OSError, ValueError) as error:
-        raise SetupError(f"input: {path} cannot be read as a .npy or .npz file: {error}") from error
-    if isinstance(spec, tuple | list):
-        names = [f"input_{index}" for index in range(len(spec))]
-        if not isinstance(arrays, dict) or set(arrays) != set(names):
-            there = ", ".join(names)
-            raise SetupError(f"input: {path} must be a .npz file with the arrays {there}.")
-        arrays = tf.nest.pack_sequence_as(spec, [arrays[name] for name in names])
-    elif isinstance(arrays, dict) and not isinstance(spec, dict):
-        if len(arrays) != 1:
-            raise SetupError(f"input: {path} holds {', '.join(arrays)}; the model takes one array.")
-        arrays = next(iter(arrays.values()))
-    if isinstance(spec, dict) and (not isinstance(arrays, dict) or set(arrays) != set(spec)):
+        content = np.load(path, mmap_mode="r", allow_pickle=False)
+        alone = not isinstance(content, np.lib.npyio.NpzFile)
+        arrays: dict[str, np.ndarray] = {"": content} if alone else dict(content)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        why = "it is none, or it holds Python objects"
+        if isinstance(error, OSError):
+            why = reason(error)
+        raise SetupError(f"input: {shown} cannot be read as a .npy or .npz file: {why}.") from error
+    if len(names) == 1 and len(arrays) == 1:
+        arrays = dict(zip(names, arrays.values(), strict=True))
+    if arrays.keys() != names.keys():
+        there = "one array without a name" if alone else one_line(", ".join(arrays), 100)
         raise SetupError(
-            f"input: {path} must be a .npz file with the arrays {', '.join(map(str, spec))}."
+            f"input: {shown} holds {there or 'nothing'}; the model takes one array."
+            if len(names) == 1
+            else f"input: {shown} must be a .npz file with the arrays {', '.join(names)}; it holds "
+            f"{there or 'nothing'}."
         )
+    fitted = {
+        name: (arrays[name], _converter(f"input: {shown}", name, part, arrays[name]))
+        for name, part in names.items()
+    }
+    sizes = {len(array) for array, _ in fitted.values() if array.ndim}
+    if len(sizes) > 1:
+        several = " and ".join(map(str, sorted(sizes)))
+        raise SetupError(f"input: {shown} holds {several} examples; all arrays need as many.")
+    if not any(sizes):
+        raise SetupError(f"input: {shown} holds no examples.")
+    (examples,) = sizes
 
-    def fitting(expected: Any, array: np.ndarray) -> np.ndarray:
-        if array.ndim != expected.shape.rank or not expected.shape[1:].is_compatible_with(
-            array.shape[1:]
-        ):
-            raise SetupError(
-                f"input: {path} has an array of shape {list(array.shape)}; the model takes "
-                f"{[None, *expected.shape[1:].as_list()]}."
+    def batches() -> Iterator[Any]:
+        for start in range(0, examples, batch_size):
+            yield structured(
+                spec,
+                {
+                    name: convert(array[start : start + batch_size] if array.ndim else array)
+                    for name, (array, convert) in fitted.items()
+                },
             )
-        return array.astype(expected.dtype.as_numpy_dtype)
 
-    tensors = tf.nest.map_structure(fitting, spec, arrays)
-    return tf.data.Dataset.from_tensor_slices(tensors).batch(batch_size)
+    return batches()
+
+
+def converted(spec: Any, inputs: Any, what: str = "input") -> Any:
+    """Returns arrays, lists or tensors as the tensors of a specification.
+
+    Raises:
+        SetupError: they do not fit it.
+    """
+    names, given = input_names(spec), matched(spec, inputs, what)
+    return structured(spec, {name: _tensor(what, name, names[name], given[name]) for name in names})
+
+
+def _tensor(what: str, name: str, spec: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        raise _unfit(what, name, spec, "a dict")
+    if tf.is_tensor(value) and not isinstance(value, tf.Tensor):
+        if not spec.is_compatible_with(value):
+            raise _unfit(what, name, spec, f"{value.dtype.name} {value.shape.as_list()}")
+        return value
+    if isinstance(spec, tf.RaggedTensorSpec):
+        try:
+            value = tf.ragged.constant(value, spec.dtype, ragged_rank=spec.ragged_rank)
+        except (TypeError, ValueError) as error:
+            raise _unfit(what, name, spec, one_line(error, 100)) from error
+        return value.with_row_splits_dtype(spec.row_splits_dtype)
+    if isinstance(value, tf.Tensor):
+        if value.dtype == spec.dtype and spec.shape.is_compatible_with(value.shape):
+            return value
+        value = value.numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise _unfit(what, name, spec, "lists of different lengths") from error
+    return _converter(what, name, spec, array)(array)
+
+
+def _converter(what: str, name: str, spec: Any, array: Any) -> Callable[[np.ndarray], tf.Tensor]:
+    """Returns what makes tensors of an array, or of a slice of it, if it fits.
+
+    Raises:
+        SetupError: shape or dtype are others.
+    """
+    if not isinstance(spec, tf.TensorSpec):
+        raise _unfit(what, name, spec, f"an array {list(array.shape)}")
+    kind = array.dtype.kind
+    text = kind in "SUO" and spec.dtype == tf.string
+    target = None if spec.dtype == tf.string else spec.dtype.as_numpy_dtype
+    number = target is not None and kind in "iuf" and spec.dtype != tf.bool
+    same = target is not None and array.dtype == target
+    if not (text or number or same) or not _fits(spec, array.shape):
+        raise _unfit(what, name, spec, f"{array.dtype.name} {list(array.shape)}")
+
+    def convert(part: np.ndarray) -> tf.Tensor:
+        if target is None:
+            return tf.constant(part.astype(object) if kind == "U" else part, tf.string)
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = np.asarray(part).astype(target)
+        if not spec.dtype.is_floating and not np.array_equal(values, part):
+            raise _unfit(what, name, spec, "numbers that it cannot hold")
+        return tf.constant(values)
+
+    return convert
+
+
+def _fits(spec: Any, shape: tuple[int, ...]) -> bool:
+    return spec.shape.rank is None or (
+        len(shape) == spec.shape.rank and spec.shape.is_compatible_with(shape)
+    )
+
+
+def _unfit(what: str, name: str, spec: Any, got: str) -> SetupError:
+    one = "" if name == "inputs" else f"{name}: "
+    return SetupError(f"{what}: {one}the model takes {described(spec)}, got {got}.")

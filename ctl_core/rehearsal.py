@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.build import create_state
+from ctl_core.checks.data import first_of
 from ctl_core.checks.sums import check_sums
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
@@ -28,11 +29,12 @@ from ctl_core.console import LOG, Console
 from ctl_core.errors import RunError, StopTraining
 from ctl_core.hooks import Hook, Hooks, describe, load_hooks
 from ctl_core.messages import last_step
-from ctl_core.predict import predict
+from ctl_core.nested import described, output_names
 from ctl_core.process_state import process_state
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.tracking import tf_variable
 from ctl_core.schedule import Schedule
+from ctl_core.serving import create_serving
 from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.summary import Summary
@@ -105,9 +107,8 @@ def _try_everything(
     console.done(f"{STEPS} steps", "taken")
     count = _write_and_read(state, trainer)
     console.done("checkpoint", f"written and read back, {count} variables are as they were")
-    if hooks.create_eval_dataset is not None:
-        shapes = _predict(state, hooks.create_eval_dataset)
-        console.done("predictions", ", ".join(shapes))
+    if hooks.create_eval_dataset or hooks.create_inference_model or hooks.serve:
+        console.done("predictions", ", ".join(_predict(state, hooks.create_eval_dataset)))
     if hooks.at_end:
         state.hooks = dataclasses.replace(state.hooks, at_end=_noted(hooks.at_end, console))
         trainer.at_end("done")
@@ -270,12 +271,14 @@ def _parts(state: State) -> Iterator[tuple[str, list[Any]]]:
             yield path, list(parts)
 
 
-def _predict(state: State, hook: Hook) -> list[str]:
-    """Predicts for the first batch of each set; returns what that gives."""
+def _predict(state: State, hook: Hook | None) -> list[str]:
+    """Traces what an export holds, predicts for the first batch of each set, and says what came."""
+    serving = create_serving(state)
+    if hook is None:
+        return [f"{n} {described(part)}" for n, part in output_names(serving.output_spec).items()]
     made = hook(per_replica_batch_size=state.context.micro_batch_size)
-    sets = made.values() if isinstance(made, Mapping) else [made]
     found = []
-    for dataset in sets:
-        for name, array in predict(state.context, dataset.take(1), from_hooks=True).items():
-            found.append(f"{name} {list(array.shape)}")
+    for dataset in made.values() if isinstance(made, Mapping) else [made]:
+        output = serving.of_batch(first_of(iter(dataset), hook))
+        found += [f"{n} {value.shape.as_list()}" for n, value in output_names(output).items()]
     return found

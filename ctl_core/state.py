@@ -126,7 +126,6 @@ class State:
     context: StepContext
     data: Input
     evaluation: Evaluation | None
-    input_spec: Any
     roots: dict[str, Any]
     found: Found
     freezing: Freezing

@@ -90,6 +90,28 @@ TABLE: tuple[Spec, ...] = (
         in_stub=False,
     ),
     Spec(
+        "create_inference_model",
+        _names("model train_model"),
+        "inference model, callable: output = inference_model(inputs)",
+        "What load, predict and export run: a part of the model, such as an encoder, or something "
+        "around it, such as a softmax; model is what is evaluated, with the weights of the "
+        "checkpoint.",
+        "model itself",
+        optional=True,
+        in_stub=False,
+    ),
+    Spec(
+        "serve",
+        _names("inputs"),
+        "model input",
+        "The model's input, made from what a client sends: the inputs of a batch, of any number of "
+        "examples, or what the input_signature says where serve is a tf.function with one.",
+        "as input_pre makes it, from the part of a batch that it uses",
+        in_graph=True,
+        optional=True,
+        in_stub=False,
+    ),
+    Spec(
         "create_loss",
         (),
         "train_loss, callable: loss = train_loss(loss_input)",

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.errors import RunError
-
 
 def joined(values: Sequence[Any], where: str = "") -> Any:
     """Puts values one behind the other along the batch axis; scalars become a vector.
@@ -105,53 +103,3 @@ def on_host(batch: Any) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         array = array.astype(bytes)
     # NumPy has no bfloat16 of its own: a file with it could not be read back.
     return array.astype("float32") if batch.dtype == tf.bfloat16 else array, lengths
-
-
-def padded(
-    name: str, batches: Sequence[tuple[np.ndarray, dict[int, np.ndarray]]]
-) -> dict[str, np.ndarray]:
-    """Joins what a model returned for each batch of some data, as arrays that a file can hold.
-
-    Args:
-        name: of the output
-        batches: what ``on_host`` returned for each
-
-    Returns:
-        The outputs under their name. Where they have different sizes along an axis, they are
-        padded with zeros to the largest, and ``NAME.lengths`` (of axis 1; ``NAME.lengths_2`` of
-        axis 2) says how much of each example is its own.
-
-    Raises:
-        RunError: the number of dimensions differs from batch to batch.
-    """
-    arrays = [array for array, _ in batches]
-    if any(array.ndim != arrays[0].ndim for array in arrays):
-        several = " and ".join(str(list(shape)) for shape in sorted({a.shape for a in arrays})[:2])
-        raise RunError(
-            f"predict: the output '{name}' has shapes {several}; one file needs one rank."
-        )
-    if arrays[0].ndim == 0:
-        return {name: np.stack(arrays)}
-    shapes = [array.shape for array in arrays]
-    lengths = {axis: [sizes[axis] for _, sizes in batches] for axis in batches[0][1]}
-    for axis in varying_axes(shapes):
-        lengths.setdefault(axis, [np.full(shape[0], shape[axis]) for shape in shapes])
-    found = {name: _stacked(arrays)}
-    for axis, parts in lengths.items():
-        found[f"{name}.lengths" + (f"_{axis}" if axis > 1 else "")] = _stacked(parts)
-    return found
-
-
-def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Puts arrays behind one another, each padded with zeros to the largest."""
-    if not varying_axes([array.shape for array in arrays]):
-        return np.concatenate(arrays)
-    most = np.max([array.shape[1:] for array in arrays], axis=0)
-    kind = np.result_type(*arrays)  # texts of different lengths are of different types
-    whole = np.zeros((sum(map(len, arrays)), *most), kind)
-    start = 0
-    for array in arrays:
-        rows = (slice(start, start + len(array)), *map(slice, array.shape[1:]))
-        whole[rows] = array
-        start += len(array)
-    return whole

@@ -9,26 +9,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import create_state
-from ctl_core.checkpoint import Checkpoints
-from ctl_core.cluster.strategy import Task
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
 from ctl_core.eval_data import EvaluationData
 from ctl_core.evaluate import Evaluation
 from ctl_core.evaluate import evaluate as run_evaluation
-from ctl_core.files import from_here, written_whole
+from ctl_core.files import from_here, refuse_links, written_whole
+from ctl_core.npz import ArraysOnDisk
 from ctl_core.predict import predict as run_prediction
 from ctl_core.predict import read_inputs
-from ctl_core.process_state import process_state
-from ctl_core.run_folder import Run, session
-from ctl_core.run_state.tracking import find
+from ctl_core.serving import Serving, create_serving
 from ctl_core.settings import Config, nearest, shown
-from ctl_core.state import State
-from ctl_core.tools.export import check_replaceable, export_model
+from ctl_core.tools.card import model_card
+from ctl_core.tools.export import next_version, save_model
+from ctl_core.tools.formats import WRITE, check_format
+from ctl_core.tools.restored import built, restored
 from ctl_core.tools.watch import watch
 
 _NO_DATA = "create_eval_dataset: there is none, so there is nothing to evaluate."
@@ -43,11 +40,11 @@ def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict
     if options.get("watch"):
         if options["checkpoint"] is not None:
             raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
-        with _built(callbacks, config) as (state, run, console):
+        with built(callbacks, config) as (state, run, console):
             if state.evaluation is None:
                 raise SetupError(_NO_DATA)
             return watch(state, run, console)
-    with _restored(callbacks, config, options) as (state, console):
+    with restored(callbacks, config, options["checkpoint"]) as (state, _, console):
         if state.evaluation is None:
             raise SetupError(_NO_DATA)
         values = run_evaluation(state.evaluation)
@@ -65,44 +62,82 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     if options["input"] and options.get("dataset"):
         raise SetupError("input and dataset: give one of the two.")
     config = dataclasses.replace(config, limit_eval=None)
-    with _restored(callbacks, config, options) as (state, console):
+    with restored(callbacks, config, options["checkpoint"]) as (state, _, console):
         path = Path(options["output"] or state.run_dir / "predictions.npz")
         if path.suffix != ".npz":
             raise SetupError(f"output: expected the name of a .npz file, got {path}.")
         _try(path)
+        serving = create_serving(state)
         if options["input"]:
             source = Path(options["input"])
-            batches = read_inputs(source, state.input_spec, state.context.micro_batch_size)
+            size = state.context.micro_batch_size
+            model, batches = serving.traced, read_inputs(source, serving.input_spec, size)
+            _note(serving, console)
         elif state.evaluation is not None:
-            batches = _chosen(state.evaluation, options.get("dataset"))
+            data = _chosen(state.evaluation, options.get("dataset"))
+            model, batches = serving.of_batch, iter(data)
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
-        outputs = run_prediction(state.context, batches, from_hooks=not options["input"])
-        with _said(path), written_whole(path) as beside, beside.open("wb") as file:
-            np.savez_compressed(file, **outputs)  # type: ignore[arg-type]
-        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in outputs.items())
+        with _said(path), ArraysOnDisk(path.parent) as arrays:
+            run_prediction(model, batches, arrays)
+            with written_whole(path) as beside:
+                found = arrays.write(beside)
+        shapes = ", ".join(f"{name} {shape}" for name, shape in found.items())
         console.say(f"step {state.step}: wrote {shapes} to {from_here(path)}")
     return path
 
 
 def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
-    """Writes the model of a checkpoint as a SavedModel, to runs/NAME/export unless told otherwise.
+    """Writes the model of a checkpoint, and its model card.
+
+    A SavedModel is the next version in runs/NAME/export, with the card in it; another format is one
+    file, with the card beside it, and replaces the one that was there.
+
+    Returns:
+        Where it is, runs/NAME/export/1 say.
 
     Raises:
-        SetupError: there is no checkpoint, or the folder cannot be written or holds other things.
+        SetupError: there is no checkpoint, the place cannot be written, or the format cannot hold
+            the model.
     """
-    with _restored(callbacks, config, options) as (state, console):
-        path = Path(options["output"] or state.run_dir / "export")
-        check_replaceable(path)
-        _try(path)
+    kind, output = options.get("format", "savedmodel"), options["output"]
+    with restored(callbacks, config, options["checkpoint"]) as (state, record, console):
+        if kind == "savedmodel":
+            base = Path(output or state.run_dir / "export")
+            if output is None:
+                refuse_links(state.run_dir, [base])
+            path = next_version(base)
+            _try(path if base.is_dir() else base)
+        else:
+            path = Path(output or state.run_dir / f"model.{kind}")
+            if path.suffix != f".{kind}" or path.is_dir():
+                raise SetupError(f"output: expected the name of a .{kind} file, got {path}.")
+            _try(path)
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
-        _, name, model = state.context.model_for(training=False)
-        found = find({name: model})
-        reached = [*found.variables.values(), *found.tables]
+        serving = create_serving(state)
+        _note(serving, console)
         with _said(path):
-            export_model(model, reached, state.input_spec, path)
-        console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")
+            if kind == "savedmodel":
+                base.mkdir(exist_ok=True)
+                with written_whole(path, folder=True) as beside:
+                    signatures = save_model(serving, beside)
+                    card = model_card(state, config, record, serving, kind, signatures)
+                    (beside / "model_card.md").write_text(card, encoding="utf-8")
+            else:
+                check_format(serving, kind, str(state.hooks.serve or state.hooks.input_pre))
+                with written_whole(path) as beside:
+                    WRITE[kind](serving, beside)
+                with written_whole(path.with_name(f"{path.name}.md")) as beside:
+                    card = model_card(state, config, record, serving, kind)
+                    beside.write_text(card, encoding="utf-8")
+        what = "a SavedModel" if kind == "savedmodel" else "the model"
+        console.say(f"step {state.step}: wrote {what} to {from_here(path)}")
     return path
+
+
+def _note(serving: Serving, console: Console) -> None:
+    if serving.note:
+        console.say(serving.note)
 
 
 def _chosen(evaluation: Evaluation, name: str | None) -> EvaluationData:
@@ -149,31 +184,3 @@ def _said(path: Path) -> Iterator[None]:
             f"output: {from_here(path)} cannot be written: {reason(error)}; name another place by "
             "--output."
         ) from error
-
-
-@contextmanager
-def _restored(
-    callbacks: Any, config: Config, options: Mapping[str, Any]
-) -> Iterator[tuple[State, Console]]:
-    """Builds the state on one device and restores the checkpoint that is asked for."""
-    with _built(callbacks, config) as (state, run, console):
-        record = Checkpoints(state, console).restore(options["checkpoint"], with_input=False)
-        if record is None:
-            raise SetupError(
-                f"{from_here(run.ckpt)}: no checkpoint there yet; train the run first."
-            )
-        if state.context.average and record.holds("ema"):
-            state.context.average.put_in()
-        console.say(f"{run.shown}: checkpoint of step {record.step}.")
-        yield state, console
-
-
-@contextmanager
-def _built(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Console]]:
-    """Builds the state of a run that is only read, on one device."""
-    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
-    # Nobody need count the training data.
-    config = dataclasses.replace(config, steps=None, epochs=None, ckpt_every=0, eval_every=0)
-    run, console = Run(config, Task(), reading=True), Console()
-    with session(run, console), process_state(config):
-        yield create_state(callbacks, config, run, console), run, console

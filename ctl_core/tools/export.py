@@ -2,82 +2,142 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import re
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from ctl_core.errors import SetupError
-from ctl_core.files import from_here, written_whole
-from ctl_core.settings import shown
-from ctl_core.step import call_model
-from ctl_core.types import Model
-
-# What a SavedModel is made of.
-_PARTS = {"saved_model.pb", "fingerprint.pb", "variables", "assets", "assets.extra"}
+from ctl_core.errors import SetupError, one_line
+from ctl_core.files import from_here
+from ctl_core.nested import any_number, input_names, output_names, structured
+from ctl_core.serving import Serving
 
 
-def export_model(model: Model, reached: list[Any], input_spec: Any, folder: Path) -> None:
-    """Writes the model as a SavedModel, whole or not at all.
-
-    The signature ``serve`` (and ``serving_default``) takes what ``train_model`` takes, any number
-    of examples at once, and runs it with ``training=False``.
-
-    Args:
-        model: a Keras model, a tf.Module or another callable
-        reached: the variables and lookup tables that it reaches
-        input_spec: the specification of the model's input while training
-        folder: where to write; an earlier export there is replaced
+def next_version(base: Path) -> Path:
+    """Returns the folder of the next version, as TensorFlow Serving counts them: 1, 2, ...
 
     Raises:
+        SetupError: there is no folder that it could be in.
+    """
+    if base.exists() and not base.is_dir():
+        raise SetupError(
+            f"output: {from_here(base)} is no folder; versions of an export are written into one, "
+            "as 1, 2 and so on."
+        )
+    names = [path.name for path in base.iterdir()] if base.is_dir() else []
+    versions = [int(name) for name in names if re.fullmatch("[0-9]{1,18}", name)]
+    return base / str(max(versions, default=0) + 1)
+
+
+def save_model(serving: Serving, folder: Path) -> list[str]:
+    """Writes a SavedModel, from raw inputs to the output.
+
+    The function ``serve`` takes raw inputs in their structure; the signature ``serving_default``
+    takes them by the names of ``input_names`` and returns the output by those of ``output_names``;
+    ``tf_example``, where the raw inputs can be in a tf.Example, takes a vector of such, serialized.
+
+    Returns:
+        The signatures.
+
+    Raises:
+        SetupError: something that the model uses cannot be found, so that it cannot be saved.
         OSError, tf.errors.OpError: it cannot be written.
     """
-    if isinstance(input_spec, dict):  # the signature's arguments get the names of the inputs
-        spec = {name: _any_number(part, name) for name, part in input_spec.items()}
-    else:
-        spec = tf.nest.map_structure(_any_number, input_spec)
-    with written_whole(folder, folder=True) as beside:
-        if isinstance(model, keras.Layer):
-            archive = keras.export.ExportArchive()
-            archive.track(model)
-            archive.add_endpoint(
-                "serve", lambda inputs: call_model(model, inputs, training=False), [spec]
-            )
-            with contextlib.redirect_stdout(io.StringIO()):  # Keras prints its endpoints
-                archive.write_out(str(beside), verbose=False)
-        else:
-            served = tf.Module()  # of its own, with what TensorFlow would not find in the model
-            served.reached_by_model = reached
-            served.serve = tf.function(
-                lambda inputs: call_model(model, inputs, training=False), input_signature=[spec]
-            )
-            signatures = {"serve": served.serve, "serving_default": served.serve}
-            tf.saved_model.save(served, str(beside), signatures)
+    module = tf.Module()
+    module.resources = serving.resources
+    module.serve = tf.function(
+        lambda inputs: serving.traced(inputs),
+        autograph=False,
+        input_signature=[serving.input_spec],
+    )
+    by_name = signature(serving)
+    signatures = {"serving_default": by_name, "serve": by_name}
+    features = example_features(serving.input_spec)
+    if features is not None:
+        signatures["tf_example"] = _of_examples(serving, features)
+    try:
+        tf.saved_model.save(module, str(folder), signatures)
+    except AssertionError as error:  # a resource that no attribute leads to
+        raise serving.hook.reject(
+            "uses something that cannot be found by its attributes, so that it cannot be saved: "
+            f"{one_line(error, 200)}"
+        ) from error
+    return sorted(signatures.keys() - {"serve"})
 
 
-def check_replaceable(folder: Path) -> None:
-    """Refuses to replace what is there unless it is an export, or an empty folder.
+def signature(serving: Serving) -> Any:
+    """Returns the graph function of ``serving_default``: raw inputs and outputs by name."""
+    spec = {name: any_number(part, name) for name, part in input_names(serving.input_spec).items()}
 
-    Raises:
-        SetupError: it is something else.
+    @tf.function(autograph=False, input_signature=[spec])
+    def by_name(inputs: dict[str, Any]) -> dict[str, Any]:
+        return dense_outputs(serving.traced(structured(serving.input_spec, inputs)))
+
+    return by_name
+
+
+def dense_outputs(output: Any) -> dict[str, tf.Tensor]:
+    """Returns the parts of an output by name: ragged ones padded, as ``predict`` writes them."""
+    found = {}
+    for name, part in output_names(output).items():
+        if isinstance(part, tf.RaggedTensor):
+            for axis in range(1, 1 + part.ragged_rank):
+                lengths = part.row_lengths(axis)
+                if isinstance(lengths, tf.RaggedTensor):
+                    lengths = lengths.to_tensor()
+                found[f"{name}.lengths" + (f"_{axis}" if axis > 1 else "")] = lengths
+            part = part.to_tensor()
+        elif isinstance(part, tf.SparseTensor):
+            part = tf.sparse.to_dense(part)
+        found[name] = part
+    return found
+
+
+def example_features(spec: Any) -> dict[str, Any] | None:
+    """Returns the features of a tf.Example that holds the raw inputs; None if it cannot.
+
+    Such a one has lists of floats, whole numbers and texts. Where the second dimension is open, the
+    lists of a batch are padded with zeros to the longest.
     """
-    if folder.is_symlink() or not folder.exists():  # a link is replaced, not what it leads to
-        return
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
-    others = sorted(names - _PARTS)
-    if others:
-        raise SetupError(
-            f"output: {from_here(folder)} holds what is no export ({shown(others[0])}) and would "
-            "be lost; name another folder by --output."
-        )
+    features: dict[str, Any] = {}
+    for name, part in input_names(spec).items():
+        dtype, shape = _of_example(part.dtype), part.shape
+        if dtype is None or not shape.rank or isinstance(part, tf.SparseTensorSpec):
+            return None
+        if isinstance(part, tf.RaggedTensorSpec):
+            if shape.rank != 2 or part.ragged_rank != 1:
+                return None
+            features[name] = tf.io.RaggedFeature(dtype, row_splits_dtype=part.row_splits_dtype)
+        elif shape[1:].is_fully_defined():
+            features[name] = tf.io.FixedLenFeature(shape[1:], dtype)
+        elif shape[2:].is_fully_defined():
+            features[name] = tf.io.FixedLenSequenceFeature(shape[2:], dtype, allow_missing=True)
+        else:
+            return None
+    return features
 
 
-def _any_number(spec: Any, name: str | None = None) -> Any:
-    """Leaves the number of examples open."""
-    shape = spec.shape.as_list()
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec([None, *shape[1:]], spec.dtype, spec.ragged_rank)
-    return tf.TensorSpec([None, *shape[1:]], spec.dtype, name)
+def _of_example(dtype: tf.DType) -> tf.DType | None:
+    if dtype == tf.string:
+        return tf.string
+    if dtype.is_floating:
+        return tf.float32
+    return tf.int64 if dtype.is_integer or dtype.is_bool else None
+
+
+def _of_examples(serving: Serving, features: dict[str, Any]) -> Any:
+    names = input_names(serving.input_spec)
+
+    @tf.function(
+        autograph=False, input_signature=[tf.TensorSpec([None], tf.string, name="examples")]
+    )
+    def of_examples(examples: tf.Tensor) -> dict[str, Any]:
+        parsed = tf.io.parse_example(examples, features)
+        inputs = {
+            name: parsed[name] if part.dtype == tf.string else tf.cast(parsed[name], part.dtype)
+            for name, part in names.items()
+        }
+        return dense_outputs(serving.traced(structured(serving.input_spec, inputs)))
+
+    return of_examples

@@ -14,9 +14,9 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     errors table types
     chunks collectives compat console data files precision not_finite reduction signals
-    compiled helpers joining profile settings staging hook_state record gpus verdict hook_table
-    callbacks_file batch_norm sources
-    layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
+    compiled helpers joining nested profile settings staging hook_state record gpus verdict
+    callbacks_file batch_norm hook_table sources
+    npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
     cli run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
     shares
     autograph divergence __main__ summary process_state
@@ -29,14 +29,14 @@ LAYERS = """
     inputs context
     metrics
     step
-    pairs writes eval_step predict export
+    pairs writes eval_step predict
     evaluate stretches scratch
     state
-    build graph messages remainder input_position forking initial_weights
-    compile_choice sums traced writing reading
-    checkpoint
-    trainer watch
-    rehearsal commands
+    build graph messages remainder input_position raw_inputs forking initial_weights
+    compile_choice sums traced writing reading serving
+    checkpoint export
+    trainer watch restored card formats
+    rehearsal commands load
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 READING_PATH = "hooks defaults inputs step graph trainer schedule chunks checkpoint"

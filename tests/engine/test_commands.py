@@ -68,7 +68,7 @@ def test_predict_from_the_evaluation_data_and_from_a_file(
     np.save("wrong.npy", inputs[:, :3])
     capsys.readouterr()
     for flags, words in (
-        (["--input", "wrong.npy"], "the model takes [None, 5]"),
+        (["--input", "wrong.npy"], "the model takes float32 [None, 5], got float32 [100, 3]"),
         (["--input", "nowhere.npy"], "nowhere.npy cannot be read"),
         (["--output", "x.csv"], "expected the name of a .npz file"),
     ):
@@ -78,9 +78,11 @@ def test_predict_from_the_evaluation_data_and_from_a_file(
 
 
 def test_export_serves_without_the_engine(project: Path) -> None:
-    for _ in range(2):  # an earlier export is replaced
+    for _ in range(2):
         assert main(["export"]) == 0
-    served = tf.saved_model.load(str(project / "runs/first/export"))
+    export = project / "runs/first/export"
+    assert sorted(os.listdir(export)) == ["1", "2"]
+    served = tf.saved_model.load(str(export / "2"))
     inputs = regression_data()[0]
     model = small_model()
     model.set_weights(weights_at(project, 6))
@@ -88,7 +90,6 @@ def test_export_serves_without_the_engine(project: Path) -> None:
         np.testing.assert_allclose(
             served.serve(inputs[:count]), model(inputs[:count]), rtol=1e-5, atol=1e-6
         )
-    assert not (project / "runs/first/export.tmp").exists()
 
 
 def test_the_runs_own_settings_are_used_and_left_as_they_are(project: Path) -> None:
@@ -154,7 +155,11 @@ def test_messages_name_a_run_from_where_the_user_is(
             assert main([*command, "--run-name", "first", "--runs-dir", runs]) == 0
         out = capsys.readouterr().out
         assert f"\n{shown}/first: " in f"\n{out}" and str(project) not in out
-        for words in ("is in {}/first\n", "to {}/first/predictions.npz\n", "to {}/first/export\n"):
+        for words in (
+            "is in {}/first\n",
+            "to {}/first/predictions.npz\n",
+            "to {}/first/export/",
+        ):
             assert words.format(shown) in out
     (project / "below").mkdir()
     shutil.copy(project / "callbacks.py", project / "below")
@@ -185,7 +190,7 @@ def test_without_docstrings_and_assertions(project: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for name in ("ckpt/ckpt-6.index", "predictions.npz", "export/saved_model.pb"):
+    for name in ("ckpt/ckpt-6.index", "predictions.npz", "export/1/saved_model.pb"):
         assert (project / "runs/again" / name).exists(), name
     metrics = [project / f"runs/{run}/metrics.jsonl" for run in ("first", "again")]
     assert metrics[0].read_text() == metrics[1].read_text()

@@ -241,3 +241,27 @@ def test_cpu_devices_of_a_worker() -> None:
             "/job:worker/device:CPU:1",
         )
     assert module.CollectiveAllReduceExtended._initialize_local_devices is before
+
+
+def test_the_seed_of_ops_is_put_back() -> None:
+    tf.random.set_seed(3)
+    first = tf.random.uniform([]).numpy()
+    second = tf.random.uniform([]).numpy()
+    tf.random.set_seed(3)
+    assert tf.random.uniform([]).numpy() == first
+    with compat.seed_of_ops_kept():
+        tf.random.set_seed(5)
+        assert tf.random.uniform([]).numpy() not in (first, second)
+    assert tf.random.uniform([]).numpy() == second
+
+
+def test_the_seed_of_ops_in_a_new_process_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorflow.python.eager import context
+
+    monkeypatch.setattr(context.context(), "_seed", None)
+    monkeypatch.delattr(context.context(), "_rng", raising=False)
+    with compat.seed_of_ops_kept():
+        tf.random.set_seed(5)
+        once = tf.random.uniform([]).numpy()
+    several = {float(tf.random.uniform([])) for _ in range(3)}
+    assert len(several) == 3 and once not in several and context.global_seed() is None

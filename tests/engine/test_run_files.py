@@ -83,11 +83,16 @@ def test_what_is_written_whole_replaces_a_link(project: Path, outside: Path) -> 
     for name in ("predictions.npz", "predictions.npz.tmp"):
         link(run / name, outside / "file")
         assert main(["predict"]) == 0
-    for name in ("export", "export.tmp"):
-        for target in (outside, outside / "file"):
-            link(run / name, target)
-            assert main(["export"]) == 0
-    assert tf.saved_model.load(str(run / "export"))
+    for target in (outside, outside / "file"):
+        link(run / "export", target)
+        assert main(["export"]) == 2
+    (run / "export").unlink()
+    (run / "export").mkdir()
+    link(run / "export/1.tmp", outside)
+    assert main(["export"]) == 2
+    (run / "export/1.tmp").unlink()
+    assert main(["export"]) == 0
+    assert tf.saved_model.load(str(run / "export/1"))
     assert (outside / "file").read_bytes() == KEPT
     assert sorted(os.listdir(outside)) == ["config.yaml", "file"]
     assert not list(run.glob("*.tmp"))
@@ -190,29 +195,26 @@ def test_a_run_of_somebody_elses_is_used_and_left_as_it_is(
     ckpt = tf.train.Checkpoint(train_model=model)
     ckpt.read("runs/a/ckpt/ckpt-4").expect_partial()
     inputs = regression_data()[0][:7]
-    served = tf.saved_model.load("mine/model")
+    served = tf.saved_model.load("mine/model/1")
     for value in (served.serve(inputs), np.load("mine/out.npz")["output"]):
         np.testing.assert_allclose(value, model(inputs), rtol=1e-5, atol=1e-6)
     for path in (run, *run.rglob("*")):
         path.chmod(path.stat().st_mode | 0o200)
 
 
-def test_export_replaces_an_export_and_nothing_else(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (project / "empty").mkdir()
-    for _ in range(2):
-        assert main(["export", "--output", "empty"]) == 0
-    assert tf.saved_model.load("empty")
-    (project / "runs/a/export").mkdir()
-    (project / "runs/a/export/notes.txt").write_text("mine")
+def test_an_export_replaces_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "mine").mkdir()
+    (project / "mine/notes.txt").write_text("mine")
+    (project / "mine/7").mkdir()
+    (project / "mine/9.old").mkdir()
+    for version in (8, 9):
+        assert main(["export", "--output", "mine"]) == 0
+        assert tf.saved_model.load(f"mine/{version}")
+    assert sorted(os.listdir("mine")) == ["7", "8", "9", "9.old", "notes.txt"]
     before = tree(project)
     capsys.readouterr()
     for flags, words in (
-        (["--output", "."], "holds what is no export ('callbacks.py') and would be lost"),
-        (["--output", "runs"], "holds what is no export ('a')"),
-        (["--output", "callbacks.py"], "holds what is no export"),
-        ([], "runs/a/export holds what is no export ('notes.txt') and would be lost; name another"),
+        (["--output", "callbacks.py"], "callbacks.py is no folder; versions of an export are"),
         (["--output", "not/there"], "cannot be written: No such file or directory; name another"),
         (["--output", ""], "output: expected the name of a file or folder, got ''"),
     ):

@@ -238,7 +238,7 @@ def test_commands_use_the_average(
     model.set_weights(averages)
     expected = model(regression_data()[0]).numpy()
     np.testing.assert_allclose(np.load("o.npz")["output"], expected, rtol=1e-4, atol=1e-5)
-    served = tf.saved_model.load("runs/a/export").signatures["serving_default"]
+    served = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
     (found,) = served(tf.constant(regression_data()[0])).values()
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
 

@@ -293,7 +293,7 @@ def test_predict_and_export_take_batches_with_sample_weights(
     assert main(["predict"]) == main(["export"]) == 0
     with np.load(tmp_path / "runs/a/predictions.npz") as file:
         assert file["output"].shape == (23, 1)
-    assert tf.saved_model.load(tmp_path / "runs/a/export").serve(
+    assert tf.saved_model.load(tmp_path / "runs/a/export/1").serve(
         regression_data()[0][:3]
     ).shape == (3, 1)
 

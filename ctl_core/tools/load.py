@@ -1,0 +1,170 @@
+"""``ctl_core.load``: the trained model of a run as a function, for a notebook or a server."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.callbacks_file import DEFAULT, MODULE, find_callbacks, load_callbacks
+from ctl_core.cli import find_run
+from ctl_core.compat import global_seed_generator_kept, seed_of_ops_kept
+from ctl_core.console import Console
+from ctl_core.errors import SetupError
+from ctl_core.files import from_here
+from ctl_core.layers import load_config
+from ctl_core.nested import described, input_names
+from ctl_core.predict import converted
+from ctl_core.serving import Serving, create_serving
+from ctl_core.settings import Config, label
+from ctl_core.tools.restored import restored
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadedModel:
+    """The model of a checkpoint, with what comes before it; several threads may call it at once.
+
+    Attributes:
+        model: what ``create_inference_model`` returned, or the model that is evaluated
+        input_spec: what it is called with, in its structure; the first dimension, None, is the
+            number of examples
+        output_spec: what it returns
+        step: of the checkpoint
+        metrics: what the evaluation before the checkpoint found, by name, or {}
+        settings: of the run
+    """
+
+    model: Any
+    input_spec: Any
+    output_spec: Any
+    step: int
+    metrics: dict[str, float]
+    settings: Config
+    _serving: Serving
+
+    def __call__(self, inputs: Any) -> Any:
+        """Returns the model's output for raw inputs, any number of examples.
+
+        Args:
+            inputs: arrays, lists or tensors as ``input_spec`` has them: what a client sends, before
+                ``serve``, or without that hook before ``input_pre``
+
+        Returns:
+            Eager tensors as ``output_spec`` has them.
+
+        Raises:
+            SetupError: the inputs are not as ``input_spec`` has them.
+            tf.errors.OpError: the model cannot take these values.
+        """
+        return self._serving.traced(converted(self.input_spec, inputs))
+
+    def __repr__(self) -> str:
+        """One line, as a notebook shows what a cell ends with."""
+        spec = input_names(self.input_spec).items()
+        parts = ", ".join(f"{name} {described(part)}" for name, part in spec)
+        return f"LoadedModel({self.settings.run_name}, step={self.step}, inputs=({parts}))"
+
+
+def load(
+    run: str | Path,
+    checkpoint: int | Literal["best"] | None = None,
+    callbacks: Any = None,
+) -> LoadedModel:
+    """Loads the model of a run, on the GPU if there is one, and runs it once.
+
+    The hooks are those of the project: the run's own settings say which file. Where that is gone,
+    the run's copy is taken, and a line says so; as does one where the file has changed since. What
+    ``create_dataset`` reads has to be there, since the model is built as it was for training; an
+    export needs neither.
+
+    Seeds, Keras' settings, ``sys.path`` and the module ``callbacks`` are as before afterwards.
+
+    Args:
+        run: the folder of the run, such as ``runs/a``
+        checkpoint: the step of the checkpoint, or ``best`` for the one of ``keep_best``; default:
+            the newest
+        callbacks: a module, a dict or any object with the hooks, instead of the project's file
+
+    Raises:
+        SetupError: there is no such run or checkpoint, or a hook cannot work.
+    """
+    asked = Path(run).absolute()
+    if not any(asked.parent.glob("*/config.yaml")):
+        raise SetupError(f"run: {label(from_here(asked))} is no folder of a run, such as runs/a.")
+    folder = find_run(asked.parent, asked.name)
+    config = load_config(folder / "config.yaml", run_name=folder.name, runs_dir=str(folder.parent))
+    config = dataclasses.replace(config, workers=1)
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_as_before())
+        if callbacks is None:
+            written = load_config(folder / "config.yaml")
+            project = _project(folder, written.runs_dir)
+            source = find_callbacks(
+                written.callbacks, folder, written.callbacks, training=False, project=project
+            )
+            if source.note:
+                console.say(source.note)
+            callbacks = load_callbacks(source, project)
+        state, record, _ = stack.enter_context(restored(callbacks, config, checkpoint, console))
+        serving = create_serving(state)
+        if serving.note:
+            console.say(serving.note)
+        _warm_up(serving)
+    return LoadedModel(
+        serving.model,
+        serving.input_spec,
+        serving.output_spec,
+        serving.step,
+        dict(record.metrics),
+        config,
+        serving,
+    )
+
+
+def _project(run: Path, runs_dir: str) -> Path:
+    """Returns the folder of the project that a run is in: what ``runs_dir`` is relative to."""
+    parts = Path(runs_dir).parts
+    inside = run.parent.parts[-len(parts) :] == parts and not Path(runs_dir).is_absolute()
+    return Path(*run.parent.parts[: -len(parts)]) if inside else Path.cwd()
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Within, seeds are set and modules found as a run has it; afterwards all is as it was."""
+    path, seeds = list(sys.path), (random.getstate(), np.random.get_state())
+    modules = {name: sys.modules.get(name) for name in (Path(DEFAULT).stem, MODULE)}
+    try:
+        with global_seed_generator_kept(), seed_of_ops_kept():
+            yield
+    finally:
+        sys.path[:] = path
+        random.setstate(seeds[0])
+        np.random.set_state(seeds[1])
+        for name, module in modules.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+
+
+def _warm_up(serving: Serving) -> None:
+    """Runs the model once on zeros, so that the first call takes no longer than others.
+
+    Not where a text is an input, since there is none that a model can be expected to take.
+    """
+    specs = tf.nest.flatten(serving.input_spec)
+    if not all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in specs):
+        return
+    if any(spec.dtype == tf.string for spec in specs):
+        return
+    zeros = [tf.zeros([size or 1 for size in spec.shape], spec.dtype) for spec in specs]
+    with contextlib.suppress(tf.errors.OpError):  # zeros may be nothing for this model
+        serving.traced(tf.nest.pack_sequence_as(serving.input_spec, zeros))

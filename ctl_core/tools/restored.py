@@ -1,0 +1,63 @@
+"""A run that is only read: its state on one device, and a checkpoint restored into it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from ctl_core.build import create_state
+from ctl_core.checkpoint import Checkpoints
+from ctl_core.cluster.strategy import Task
+from ctl_core.console import Console
+from ctl_core.errors import SetupError
+from ctl_core.files import from_here
+from ctl_core.process_state import process_state
+from ctl_core.run_folder import Run, session
+from ctl_core.run_state.record import Record
+from ctl_core.settings import Config
+from ctl_core.state import State
+
+
+@contextmanager
+def restored(
+    callbacks: Any,
+    config: Config,
+    checkpoint: int | Literal["best"] | None = None,
+    console: Console | None = None,
+) -> Iterator[tuple[State, Record, Console]]:
+    """Builds the state of a run on one device and restores a checkpoint; the weights are averaged.
+
+    Args:
+        callbacks: the hooks
+        config: the settings of the run
+        checkpoint: its step, or the one that ``keep_best`` keeps; default: the newest
+        console: where to say so
+
+    Raises:
+        SetupError: there is none, or it does not fit.
+    """
+    with built(callbacks, config, console) as (state, run, console):
+        record = Checkpoints(state, console).restore(checkpoint, with_input=False)
+        if record is None:
+            raise SetupError(
+                f"{from_here(run.ckpt)}: no checkpoint there yet; train the run first."
+            )
+        if state.context.average and record.holds("ema"):
+            state.context.average.put_in()
+        console.say(f"{run.shown}: checkpoint of step {record.step}.")
+        yield state, record, console
+
+
+@contextmanager
+def built(
+    callbacks: Any, config: Config, console: Console | None = None
+) -> Iterator[tuple[State, Run, Console]]:
+    """Builds the state of a run that is only read, on one device."""
+    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
+    # Nobody need count the training data.
+    config = dataclasses.replace(config, steps=None, epochs=None, ckpt_every=0, eval_every=0)
+    run, console = Run(config, Task(), reading=True), console or Console()
+    with session(run, console), process_state(config):
+        yield create_state(callbacks, config, run, console), run, console

@@ -1,0 +1,463 @@
+"""``ctl_core.load``: what it returns is what predict writes and an export serves, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.__main__ import main
+from tests.helpers.cases import make_hooks, regression_data, sgd, sliced, small_model
+from tests.helpers.fixtures import Train
+from tests.helpers.project import EVALUATED, Cli, refused
+
+# Images as whole numbers, which input_pre brings into a range; the label is not needed for that.
+SCALED = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+random = np.random.default_rng(0)
+x = random.integers(0, 256, (48, 5)).astype("uint8")
+y = (x.sum(1, keepdims=True) / 640).astype("float32")
+
+
+def create_dataset(per_replica_batch_size):
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(per_replica_batch_size)
+
+
+def create_eval_dataset(per_replica_batch_size):
+    return create_dataset(per_replica_batch_size)
+
+
+def create_model():
+    kernel = keras.initializers.RandomNormal(stddev=0.3, seed=1)
+    return keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(4, "tanh", kernel_initializer=kernel),
+         keras.layers.Dense(1)])
+
+
+def create_loss():
+    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)
+
+
+def input_pre(batch, step):
+    images, _ = batch
+    return tf.cast(images, tf.float32) / 255.0 - 0.5
+
+
+every_steps = {}
+"""
+FLAGS = ("train", "--run-name", "a", "--steps", "6", "--batch-size", "16")
+
+
+def by_hand(x: np.ndarray, weights: list[np.ndarray]) -> np.ndarray:
+    hidden = np.tanh((x.astype("float64") / 255 - 0.5) @ weights[0] + weights[1])
+    return np.asarray(hidden @ weights[2] + weights[3])
+
+
+def test_load_predict_and_export_are_the_same_from_raw_inputs_on(cli: Cli) -> None:
+    outcome = cli(SCALED, "--ckpt-every", "3", command=FLAGS)
+    assert outcome.code == 0, outcome
+    x = np.random.default_rng(1).integers(0, 256, (16, 5)).astype("uint8")
+    np.save("x.npy", x)
+    assert cli(None, "--input", "x.npy", command=("predict",)).code == 0
+    assert cli(None, command=("export",)).code == 0
+    served = ctl_core.load("runs/a")
+    assert served.step == 6 and served.settings.batch_size == 16 and served.metrics["loss"] > 0
+    assert served.input_spec == tf.TensorSpec([None, 5], tf.uint8)
+    found = served(x).numpy()
+    np.testing.assert_allclose(found, by_hand(x, served.model.get_weights()), rtol=1e-5)
+    with np.load("runs/a/predictions.npz") as file:
+        np.testing.assert_array_equal(found, file["output"])
+    exported = tf.saved_model.load("runs/a/export/1")
+    np.testing.assert_array_equal(found, exported.serve(x))
+    by_name = exported.signatures["serving_default"](inputs=tf.constant(x))
+    np.testing.assert_array_equal(found, by_name["output"])
+    examples = [
+        tf.train.Example(
+            features=tf.train.Features(
+                feature={"inputs": tf.train.Feature(int64_list=tf.train.Int64List(value=row))}
+            )
+        ).SerializeToString()
+        for row in x
+    ]
+    of_examples = exported.signatures["tf_example"](examples=tf.constant(examples))["output"]
+    np.testing.assert_array_equal(found, of_examples)
+    np.testing.assert_array_equal(found, served(x.tolist()))  # as JSON has it
+    np.testing.assert_array_equal(found, served(tf.constant(x)))
+    np.testing.assert_allclose(served(x[:1]), found[:1], rtol=1e-6)  # of another size
+    assert cli(None, command=("predict",)).code == 0  # the evaluation data, batches of 16
+    whole = np.concatenate([served(part) for part in np.split(sys.modules["callbacks"].x, 3)])
+    with np.load("runs/a/predictions.npz") as file:
+        np.testing.assert_array_equal(whole, file["output"])
+    earlier = ctl_core.load("runs/a", checkpoint=3)
+    assert earlier.step == 3 and abs(earlier(x).numpy() - found).max() > 1e-4
+    assert repr(served) == "LoadedModel(a, step=6, inputs=(inputs uint8 [None, 5]))"
+
+
+def test_what_does_not_fit_is_one_line(cli: Cli) -> None:
+    assert cli(SCALED, command=FLAGS).code == 0
+    served = ctl_core.load("runs/a")
+    for wrong, said in (
+        (np.zeros([3], "uint8"), "the model takes uint8 [None, 5], got uint8 [3]"),
+        (np.zeros([3, 4], "uint8"), "got uint8 [3, 4]"),
+        (np.zeros([3, 5], "float32") + 0.5, "numbers that it cannot hold"),
+        ([[1, 2, 3, 4, 300]], "numbers that it cannot hold"),
+        ([["a"] * 5], "got str"),
+        ([[1], [2, 3]], "got lists of different lengths"),
+        (None, "the model takes uint8 [None, 5]"),
+        ({"x": np.zeros([3, 5])}, "the model takes uint8 [None, 5], got a dict"),
+    ):
+        with pytest.raises(ctl_core.SetupError) as error:
+            served(wrong)
+        assert said in str(error.value) and "\n" not in str(error.value), error.value
+    for run, checkpoint, said in (
+        ("runs/b", None, "run_name: no run 'b' in runs (there: a)"),
+        ("elsewhere/a", None, "run: elsewhere/a is no folder of a run, such as runs/a."),
+        ("runs/a", 5, "has none of step 5 (there: 6)"),
+        ("runs/a", "best", "has no best one; train with keep_best"),
+    ):
+        with pytest.raises(ctl_core.SetupError) as error:
+            ctl_core.load(run, checkpoint)  # type: ignore[arg-type]
+        assert said in str(error.value) and "\n" not in str(error.value), error.value
+
+
+def test_the_process_is_as_it_was_and_threads_may_call_at_once(cli: Cli) -> None:
+    assert cli(SCALED, "--precision", "bfloat16", "--deterministic", command=FLAGS).code == 0
+    sys.modules["callbacks"] = mine = object()  # type: ignore[assignment]
+    path = list(sys.path)
+
+    def numbers() -> list[float]:
+        return [
+            random.random(),
+            np.random.random(),
+            float(tf.random.uniform([])),
+            float(keras.random.uniform([])),
+        ]
+
+    keras.utils.set_random_seed(3)
+    numbers()
+    expected = numbers()
+    keras.utils.set_random_seed(3)
+    numbers()
+    served = ctl_core.load("runs/a")
+    assert numbers() == expected
+    assert sys.modules.pop("callbacks") is mine and sys.path == path
+    assert keras.config.dtype_policy().name == "float32"
+    x = np.random.default_rng(1).integers(0, 256, (8, 16, 5)).astype("uint8")
+    alone = [served(part).numpy() for part in x]
+    assert alone[0].dtype == np.float32
+    found: list[Any] = [None] * 8
+
+    def call(index: int) -> None:
+        for _ in range(20):
+            found[index] = served(x[index]).numpy()
+
+    threads = [threading.Thread(target=call, args=[index]) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_array_equal(alone, found)
+
+
+def test_hooks_are_found_from_anywhere_and_their_changes_said(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A variable of the project's file is found, too, whatever the module is called."""
+    table = "scale = tf.Variable(1.0)\n\n\ndef update_post():\n    scale.assign_add(1.0)\n"
+    served = (
+        "\n\ndef create_eval_model(train_model):\n    return lambda x: scale * train_model(x)\n"
+    )
+    assert cli(SCALED + table + served, command=FLAGS).code == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "callbacks.py").write_text("raise ValueError('of another project')")
+    monkeypatch.chdir(elsewhere)
+    sys.modules.pop("callbacks")
+    sys.path[:] = [part for part in sys.path if part != str(tmp_path)]
+    x = np.full([1, 5], 7, "uint8")
+    first = ctl_core.load(tmp_path / "runs/a")(x).numpy()
+    weights = ctl_core.load("../runs/a").model.__closure__[0].cell_contents.get_weights()
+    np.testing.assert_allclose(first, 7 * by_hand(x, weights), rtol=1e-5)
+    assert "callbacks" not in sys.modules
+    capfd.readouterr()
+    changed = (SCALED + table + served).replace("255.0 - 0.5", "255.0 - 0.4")
+    (tmp_path / "callbacks.py").write_text(changed)
+    assert abs(ctl_core.load("../runs/a")(x).numpy() - first).max() > 1e-3
+    assert "callbacks.py is not as it was when the run was trained" in capfd.readouterr().out
+    (tmp_path / "callbacks.py").unlink()
+    np.testing.assert_array_equal(ctl_core.load("../runs/a")(x), first)
+    assert "is not there; the run's copy of it is used" in capfd.readouterr().out
+    shutil.copytree(tmp_path / "runs/a", elsewhere / "copied" / "a")
+    with pytest.raises(ctl_core.SetupError, match="of another project"):
+        ctl_core.load("copied/a")
+
+
+# A model of a dict within a dict, and one of a tuple.
+NESTED = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+x = np.random.default_rng(0).normal(size=(3, 32, 4)).astype("float32")
+triplets = {"anchor": x[0], "others": {"positive": x[1], "negative": x[2]}}
+
+
+def create_dataset(per_replica_batch_size):
+    return tf.data.Dataset.from_tensor_slices(triplets).batch(per_replica_batch_size)
+
+
+class Triplets(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.encoder = keras.layers.Dense(3, kernel_initializer=keras.initializers.Constant(0.1))
+
+    def call(self, inputs):
+        others = inputs["others"]
+        anchor = self.encoder(inputs["anchor"])
+        near, far = self.encoder(others["positive"]), self.encoder(others["negative"] * 2.0)
+        far = tf.norm(anchor - far, axis=1)
+        return {"near": tf.norm(anchor - near, axis=1), "all": {"far": far}}
+
+
+def create_model():
+    return Triplets()
+
+
+def create_loss():
+    return lambda output: output["near"] - output["all"]["far"]
+
+
+def input_pre(batch):
+    return batch
+
+
+def loss_pre(output):
+    return output
+
+
+every_steps = {}
+"""
+
+
+def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
+    assert cli(NESTED, command=FLAGS).code == 0
+    assert cli(None, command=("export",)).err == ""
+    x = np.random.default_rng(1).normal(size=(3, 16, 4)).astype("float32")
+    arrays = {"anchor": x[0], "others/positive": x[1], "others/negative": x[2]}
+    np.savez("x.npz", **arrays)
+    outcome = cli(None, "--input", "x.npz", command=("predict",))
+    assert outcome.code == 0, outcome
+    served = ctl_core.load("runs/a")
+    output = served({"anchor": x[0], "others": {"positive": x[1], "negative": x[2]}})
+    kernel, _ = served.model.get_weights()
+    expected = np.linalg.norm((x[0] - 2 * x[2]) @ kernel, axis=1)
+    np.testing.assert_allclose(output["all"]["far"], expected, rtol=1e-4, atol=1e-6)
+    exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
+    by_name = exported(**{name: tf.constant(array) for name, array in arrays.items()})
+    with np.load("runs/a/predictions.npz") as file:
+        assert set(file) == set(by_name) == {"near", "all/far"}
+        for found in (file["all/far"], by_name["all/far"]):
+            np.testing.assert_array_equal(found, output["all"]["far"])
+    card = Path("runs/a/export/1/model_card.md").read_text()
+    assert "| input | others/positive | float32 [None, 4] |" in card
+    del arrays["others/negative"]
+    np.savez("x.npz", **arrays)
+    words = "must be a .npz file with the arrays anchor, others/negative, others/positive"
+    refused(cli(None, "--input", "x.npz", command=("predict",)), words, "it holds anchor, others")
+    arrays["others/negative"] = x[2, :3]
+    np.savez("x.npz", **arrays)
+    refused(cli(None, "--input", "x.npz", command=("predict",)), "holds 3 and 16 examples")
+
+
+def test_serve_takes_what_clients_send_instead_of_input_pre(cli: Cli) -> None:
+    lines = """
+
+@tf.function(input_signature=[{"line": tf.TensorSpec([None], tf.string)}])
+def serve(inputs):
+    numbers = tf.strings.to_number(tf.strings.split(inputs["line"], ",")).to_tensor()
+    return tf.ensure_shape(numbers, [None, 5]) / 255.0 - 0.5
+"""
+    outcome = cli(SCALED + lines, command=FLAGS)
+    assert outcome.code == 0, outcome
+    served = ctl_core.load("runs/a")
+    x = sys.modules["callbacks"].x[:16]
+    text = [",".join(map(str, row)) for row in x]
+    expected = by_hand(x, served.model.get_weights())
+    np.testing.assert_allclose(served({"line": text}), expected, rtol=1e-5)
+    np.savez("x.npz", line=np.array(text))
+    assert cli(None, "--input", "x.npz", command=("predict",)).code == 0
+    with np.load("runs/a/predictions.npz") as file:
+        np.testing.assert_array_equal(file["output"], served({"line": text}))
+    assert cli(None, command=("predict",)).code == 0  # batches are no lines: input_pre
+    with np.load("runs/a/predictions.npz") as file:
+        np.testing.assert_allclose(file["output"][:16], expected, rtol=1e-5)
+    assert cli(None, command=("export",)).code == 0
+    exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
+    np.testing.assert_array_equal(
+        exported(line=tf.constant(text))["output"], served({"line": text})
+    )
+    same = "\n\ndef serve(inputs):\n    return tf.cast(inputs, tf.float32) / 255.0 - 0.25\n"
+    assert cli(SCALED + same, command=("predict",)).code == 0
+    served = ctl_core.load("runs/a")
+    with np.load("runs/a/predictions.npz") as file:  # batches, too: it gets their inputs
+        np.testing.assert_array_equal(file["output"][:16], served(x))
+    moved = by_hand(x + 0.25 * 255, served.model.get_weights())
+    np.testing.assert_allclose(served(x), moved, rtol=1e-4)
+
+
+def both(batch: Any) -> Any:
+    return batch[0] + 0.0 * batch[1]
+
+
+def test_what_a_client_sends_by_default(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """The part of a batch that input_pre uses; the model's input, if targets are among it."""
+    inputs, target = regression_data()
+
+    def loaded(**hooks: Any) -> ctl_core.LoadedModel:
+        own = make_hooks(create_opt=sgd, **hooks)
+        state = train(own, steps=2, run_name=str(len(hooks)) + str(random.random()))
+        return ctl_core.load(state.run_dir, callbacks=own)
+
+    data = {"x": inputs, "more": {"y": target, "unused": target}, "z": target}
+    served = loaded(
+        create_dataset=sliced(data),
+        input_pre=lambda batch: batch["x"] * batch["more"]["y"],
+        loss_pre=lambda output, batch: (output, batch["z"]),
+        grad_pre=lambda loss, train_model: (loss, 0.0, train_model.trainable_variables),
+    )
+    assert served.input_spec.keys() == {"x", "more"} and served.input_spec["more"].keys() == {"y"}
+    sent = {"x": inputs[:7], "more": {"y": target[:7]}}
+    expected = served.model(inputs[:7] * target[:7])
+    np.testing.assert_allclose(served(sent), expected, rtol=1e-5)
+    assert capsys.readouterr().out.count("input_pre") == 0
+    served = loaded(input_pre=both)
+    assert served.input_spec == tf.TensorSpec([None, 5], tf.float32)
+    np.testing.assert_allclose(served(inputs[:7]), served.model(inputs[:7]), rtol=1e-5)
+    said = capsys.readouterr().out
+    assert "uses batch[0] and batch[1], so that clients send the model's input itself" in said
+    with pytest.raises(ctl_core.SetupError, match=r"serve .*: it is not plain what a client sends"):
+        loaded(input_pre=both, serve=lambda inputs: inputs)
+
+
+def test_create_inference_model(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = regression_data()[0]
+    calls: list[str] = []
+
+    def encoder(model: Any, train_model: Any) -> Any:
+        assert model is train_model
+        calls.append("made")
+        return keras.Model(model.inputs, model.layers[0].output)
+
+    state = train(make_hooks(create_opt=sgd, create_inference_model=encoder), steps=3)
+    assert calls == []  # training does without it
+
+    def loaded(hook: Any, **more: Any) -> ctl_core.LoadedModel:
+        own = make_hooks(create_opt=sgd, create_inference_model=hook, **more)
+        return ctl_core.load(state.run_dir, callbacks=own)
+
+    kernel, bias = state.train_model.layers[0].get_weights()
+    hidden = np.tanh(inputs[:7] @ kernel + bias)
+    np.testing.assert_allclose(loaded(encoder)(inputs[:7]), hidden, rtol=1e-5, atol=1e-6)
+    assert calls == ["made"]
+
+    def copied(model: Any) -> Any:
+        copy = keras.models.clone_model(model)
+        copy.set_weights(model.get_weights())
+        return copy
+
+    np.testing.assert_array_equal(
+        loaded(copied)(inputs),
+        ctl_core.load(state.run_dir, callbacks=make_hooks(create_opt=sgd))(inputs),
+    )
+    capsys.readouterr()
+    head = loaded(lambda model: keras.Sequential([keras.Input((8,)), model.layers[1]]))
+    assert "takes float32 [None, 8], which input_pre does not return; clients send" in (
+        capsys.readouterr().out
+    )
+    np.testing.assert_allclose(head(hidden), state.train_model(inputs[:7]), rtol=1e-5, atol=1e-6)
+    for hook, said in (
+        (lambda model: 3, "returned an int, expected inference model, a callable"),
+        (lambda model: None, "returned nothing"),
+        (lambda model: 1 / 0, "create_inference_model (test_load.py"),
+        (lambda model: lambda x: model(x[:, :2]), "the hook serve says what it gets"),
+        (lambda model: keras.Sequential([keras.layers.Dense(2)]), "no checkpoint holds it"),
+        (lambda model: lambda x: None, "returns None as output, expected tensors"),
+        (lambda optimizer: None, "asks for 'optimizer'"),
+    ):
+        with pytest.raises(ctl_core.SetupError) as error:
+            loaded(hook)
+        assert said in str(error.value) and "\n" not in str(error.value), error.value
+
+
+@pytest.mark.parametrize("kind", ["ema", "copy"])
+def test_averaged_weights_are_what_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "callbacks.py").write_text(EVALUATED)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--ema", "0.9"] if kind == "ema" else []
+    assert main(["train", "--run-name", "a", "--steps", "6", "--batch-size", "16", *flags]) == 0
+    if kind == "copy":
+        os.unlink("callbacks.py")
+    inputs, target = (part[:37] for part in regression_data())
+    served = ctl_core.load("runs/a")
+    assert float(((served(inputs) - target) ** 2).numpy().mean()) == pytest.approx(
+        served.metrics["loss"], rel=1e-5
+    )
+    model = small_model()
+    tf.train.Checkpoint(train_model=model).read("runs/a/ckpt/ckpt-6").expect_partial()
+    differs = abs(served(inputs).numpy() - model(inputs).numpy()).max()
+    assert (differs > 1e-3) == (kind == "ema")
+
+
+@pytest.mark.slow
+def test_what_the_page_shows_works(cli: Cli) -> None:
+    """The hooks of docs/serving.md, for images of 8 by 8 that clients send as files."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    serve, around, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    images = "x = np.random.default_rng(0).uniform(size=(48, 8, 8, 1)).astype('float32')\n"
+    source = SCALED.replace("def create_dataset", images + "\n\ndef create_dataset", 1)
+    source = source.replace("keras.Input((5,))", "keras.Input((8, 8, 1)), keras.layers.Flatten()")
+    source = source.replace("tf.cast(images, tf.float32) / 255.0 - 0.5", "images")
+    outcome = cli(source.replace("Dense(1)", "Dense(3)") + serve + around, command=FLAGS)
+    assert outcome.code == 0, outcome
+    served = ctl_core.load("runs/a")
+    pixels = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 1)).astype("uint8")
+    sent = [tf.io.encode_png(image).numpy() for image in pixels]
+    found = served(sent).numpy()
+    np.testing.assert_allclose(found.sum(1), 1.0, rtol=1e-5)
+    network = served.model.__closure__[0].cell_contents
+    expected = tf.nn.softmax(network(pixels.astype("float32") / 255.0))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert cli(None, command=("export",)).code == 0
+    exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
+    np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], found)
+
+
+@pytest.mark.slow
+def test_a_check_tries_what_comes_after_training(cli: Cli) -> None:
+    own = "\n\ndef create_inference_model(model):\n    return {}\n"
+    outcome = cli(SCALED + own.format("lambda x: {'a': model(x)}"), "--check", command=FLAGS)
+    assert outcome.code == 0 and "predictions: a [16, 1]" in outcome.out, outcome
+    outcome = cli(SCALED + own.format("3"), "--check", command=FLAGS)
+    assert outcome.code == 2 and "create_inference_model (callbacks.py:" in outcome.err
+    without = SCALED.replace("def create_eval_dataset", "def unused")
+    serve = "\n\ndef serve(inputs):\n    return tf.cast(inputs, tf.float32) / 0\n"
+    outcome = cli(without + serve, "--check", command=FLAGS)
+    assert outcome.code == 0 and "predictions: output float32 [None, 1]" in outcome.out, outcome
+    outcome = cli(without + serve.replace("/ 0", "@ 0"), "--check", command=FLAGS)
+    assert outcome.code == 2 and "serve (callbacks.py:" in outcome.err, outcome
