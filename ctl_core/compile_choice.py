@@ -83,9 +83,10 @@ class _Trial:
 
     def __enter__(self) -> _Trial:
         data = self._state.data
+        self.renews = data.pipeline.stream is not None
         try:
-            tf.train.Checkpoint(iterator=data.iterator).write(self._position)
-            self.renews = False
+            if not self.renews:
+                tf.train.Checkpoint(iterator=data.iterator).write(self._position)
         except tf.errors.OpError:  # a stage that cannot be saved
             self.renews = True
         return self

@@ -29,14 +29,14 @@ from ctl_core.checks.data import (
     look,
     uneven,
 )
-from ctl_core.checks.position import why_not_checkpointable
+from ctl_core.checks.position import why_not_saved
 from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
-from ctl_core.last_batch import kept, skip_examples, whole_passes
-from ctl_core.passes import Tally, cut, on_host, overfit, skip_elements, tallied, whole_groups
+from ctl_core.last_batch import kept, whole_passes
+from ctl_core.passes import Tally, cut, on_host, overfit, tallied, whole_groups
 from ctl_core.settings import Config
 
 
@@ -114,19 +114,13 @@ class Input:
 
     def examples_in(self, steps: int) -> int:
         """How many examples the last steps had, so many of them, since it was last asked."""
+        if self.pipeline.stream is not None:
+            self.pipeline.stream.took(steps)
         if self.counted is None:
             return steps * self.sizes.batch
         examples = int(self.counted.numpy())
         self.counted.assign(0)
         return examples
-
-    def skip(self, examples: int) -> None:
-        """Moves on by so many examples: the way to a position that could not be saved."""
-        count = tf.constant(examples, tf.int64)
-        if self.counted is not None:
-            skip_examples(self.iterator, count, self.replicas, self.sizes.accumulate_steps)
-        else:
-            skip_elements(self.iterator, count // self.sizes.per_replica // self.sizes.processes)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -140,7 +134,7 @@ def create_input(
     cluster: Cluster,
     config: Config,
     console: Console | None = None,
-    found: Found | None = None,
+    before: Input | None = None,
 ) -> Input:
     """Creates the training data from ``create_dataset`` and ``make_batches``.
 
@@ -158,7 +152,7 @@ def create_input(
         cluster: its processes compare the first element, if they take parts of one dataset
         config: sizes and the seed, which is set before each time that the hooks are called
         console: for warnings
-        found: by an earlier call; nothing is looked at then
+        before: what an earlier call returned; nothing is looked at then
 
     Raises:
         SetupError: what the hooks return is no dataset, empty, too short for one global batch,
@@ -170,11 +164,12 @@ def create_input(
     )
     context = tf.distribute.InputContext(task.processes, task.index, sizes.replicas)
 
-    def create() -> Pipeline:
+    def create(before: Pipeline | None) -> Pipeline:
         keras.utils.set_random_seed(config.seed)
-        return create_pipeline(hooks, sizes, context)
+        return create_pipeline(hooks, sizes, context, before)
 
-    pipeline = create()
+    pipeline = create(before and before.pipeline)
+    found = before and before.found
     keeping = config.keeps_last_batch and not pipeline.endless
     if found is None:
         found = known(pipeline, sizes)
@@ -183,13 +178,15 @@ def create_input(
             counting = config.counts_epochs and not pipeline.endless
             others = cluster if compared else None
             found = look(pipeline, sizes, others, counting, console, keeping)
-            looked_at, pipeline = pipeline, create()
+            looked_at, pipeline = pipeline, create(pipeline)
             check_made_anew(looked_at, pipeline)
         found = kept(found, pipeline, sizes, hooks, cluster, console) if keeping else found
-    dataset = pipeline.dataset
-    with_tally = found.kept is None and known(pipeline, sizes) is None
+    dataset, stream = pipeline.dataset, pipeline.stream
+    with_tally = found.kept is None and stream is None and known(pipeline, sizes) is None
     if found.kept is not None:
         dataset = whole_passes(pipeline, found, sizes)
+    elif stream is not None:
+        dataset = stream.in_steps(found.size, found.together, found.elements, False)
     elif with_tally:
         dataset = tallied(pipeline, found)
     elif not pipeline.endless:
@@ -209,8 +206,8 @@ def create_input(
         found,
         iter(dataset),
         dataset.element_spec[-1] if with_tally or found.kept else dataset.element_spec,
-        why_not_checkpointable(pipeline.dataset.repeat()),
-        Tally(pipeline.name, found, sizes, with_tally, pipeline.endless),
+        why_not_saved(pipeline, config.overfit_batches),
+        Tally(pipeline, found, sizes, with_tally),
         None if found.kept is None else on_host(0, "counted"),
         clock=not is_deterministic(),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import signal
 import tempfile
 import time
@@ -26,10 +27,12 @@ from ctl_core.cluster.supervisor import check_folder
 from ctl_core.cluster.sync import peers
 from ctl_core.console import LOG, Console
 from ctl_core.errors import RunError, StopTraining
+from ctl_core.eval_data import dataset_of
 from ctl_core.hooks import Hook, Hooks, describe, load_hooks
 from ctl_core.messages import last_step
 from ctl_core.predict import predict
 from ctl_core.process_state import process_state
+from ctl_core.readers.kinds import is_reader
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.tracking import tf_variable
 from ctl_core.schedule import Schedule
@@ -202,7 +205,9 @@ def _shortened(create: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(made, Mapping):
             return {name: shorten(one) for name, one in made.items()}
         batches = tf.distribute.get_strategy().num_replicas_in_sync
-        return made.take(batches) if isinstance(made, tf.data.Dataset) else made
+        if isinstance(made, tf.data.Dataset):
+            return made.take(batches)
+        return itertools.islice(made, batches) if is_reader(made) else made
 
     @functools.wraps(create)
     def shortened(*args: Any, **kwargs: Any) -> Any:
@@ -272,10 +277,12 @@ def _parts(state: State) -> Iterator[tuple[str, list[Any]]]:
 
 def _predict(state: State, hook: Hook) -> list[str]:
     """Predicts for the first batch of each set; returns what that gives."""
-    made = hook(per_replica_batch_size=state.context.micro_batch_size)
-    sets = made.values() if isinstance(made, Mapping) else [made]
+    values = {"per_replica_batch_size": state.context.micro_batch_size}
+    made = hook(**values)
+    sets = made if isinstance(made, Mapping) else {None: made}
     found = []
-    for dataset in sets:
+    for key, one in sets.items():
+        dataset = dataset_of(state.hooks, hook, one, values, key)
         for name, array in predict(state.context, dataset.take(1), from_hooks=True).items():
             found.append(f"{name} {list(array.shape)}")
     return found

@@ -79,7 +79,7 @@ def remove_orphans(folder: Path) -> None:
     for path in engine.glob("vocabularies-*.json"):
         if path.name not in named:
             path.unlink()
-    for path in engine.glob("*.index"):
+    for path in (*engine.glob("*.index"), *engine.glob("input-*.json")):
         match = PART.fullmatch(path.stem)
         if match and not (engine / f"ckpt-{match[1]}.json").exists():
             for part in engine.glob(f"{path.stem}.*"):

@@ -11,6 +11,10 @@ from ctl_core.checks.position import holds_shuffles
 from ctl_core.compat import GraphCheckpoint
 from ctl_core.console import Console
 from ctl_core.errors import op_message
+from ctl_core.inputs import Input
+from ctl_core.last_batch import skip_examples
+from ctl_core.passes import skip_elements
+from ctl_core.readers.stream import Unfitting
 from ctl_core.run_state.fitting import UNREADABLE
 from ctl_core.run_state.record import Damaged, Record, regular
 from ctl_core.state import State
@@ -34,7 +38,10 @@ class InputPosition:
 
     def save(self, prefix: Path) -> bool:
         """Writes the position; returns whether it is there, and exact."""
-        why = self._state.data.why_not_checkpointable
+        why, stream = self._state.data.why_not_checkpointable, self._state.data.pipeline.stream
+        if why is None and stream is not None:
+            stream.save(self._file(prefix))
+            return True
         try:
             if why is None:
                 self._part().write(str(prefix))
@@ -66,7 +73,9 @@ class InputPosition:
         why = self._why_not(record)
         if why is None:
             try:
-                self._part().read(regular(str(prefix)))
+                self._read(record, prefix)
+            except Unfitting as error:
+                why = str(error)
             except (*UNREADABLE, Damaged):
                 why = "the saved position does not fit the data any more, or its file is damaged"
             if cluster.all(why is None):
@@ -78,7 +87,25 @@ class InputPosition:
             f"the position in the training data is reached by reading and dropping "
             f"{record.examples} examples, since {why}."
         )
-        data.skip(record.examples)
+        _skip(data, record.examples)
+
+    def _read(self, record: Record, prefix: Path) -> None:
+        """Goes to the position that was saved, if it is the same that would be saved now."""
+        data = self._state.data
+        if data.pipeline.stream is None:
+            self._part().read(regular(str(prefix)))
+            return
+        if data.pipeline.stream.begun:  # TensorFlow holds elements that were read before
+            self._state.renew_input()
+            data = self._state.data
+        assert data.pipeline.stream is not None
+        if not data.pipeline.sharded:  # all processes read the same, however many there are
+            prefix = prefix.with_name(f"input-{record.step}-0")
+        data.pipeline.stream.restore(Path(regular(str(self._file(prefix)))))
+
+    def _file(self, prefix: Path) -> Path:
+        """Where the state of a reader is."""
+        return prefix.with_name(f"{prefix.name}.json")
 
     def _why_not(self, record: Record) -> str | None:
         """Says why the saved position is not that of this run, if it is not."""
@@ -89,12 +116,16 @@ class InputPosition:
             return f"it was saved with overfit_batches {record.overfit_batches}"
         if record.last_batch != self._state.config.last_batch:
             return f"it was saved with last_batch {record.last_batch}"
-        if (record.processes, record.replicas, record.batch_size, record.accumulate_steps) == (
+        pipeline = self._state.data.pipeline
+        same = (record.processes, record.replicas, record.batch_size, record.accumulate_steps) == (
             processes,
             context.replicas,
             context.batch_size,
             context.accumulate_steps,
-        ):
+        )
+        # Steps of a reader are what its elements make them: global batches on any replicas.
+        shared = pipeline.stream is not None and not pipeline.sharded
+        if same or (shared and record.batch_size == context.batch_size):
             return None
         why = f"it was saved with {record.replicas} replica{'s' * (record.replicas > 1)}"
         if record.processes != processes:
@@ -103,3 +134,15 @@ class InputPosition:
         if record.accumulate_steps > 1 or context.accumulate_steps > 1:
             why += f", accumulate_steps {record.accumulate_steps}"
         return why
+
+
+def _skip(data: Input, examples: int) -> None:
+    """Moves on by so many examples: the way to a position that could not be saved."""
+    sizes, count = data.sizes, tf.constant(examples, tf.int64)
+    if data.counted is not None:
+        steps = int(skip_examples(data.iterator, count, data.replicas, sizes.accumulate_steps))
+    else:
+        skip_elements(data.iterator, count // sizes.per_replica // sizes.processes)
+        steps = examples // sizes.batch
+    if data.pipeline.stream is not None:
+        data.pipeline.stream.took(steps)

@@ -21,7 +21,11 @@ LAYERS = """
     shares
     autograph divergence __main__ summary process_state
     checks.hooks
-    hooks
+    hooks saved
+    elements
+    kinds
+    stream
+    examples
     checks.data returned vocabularies schedule
     position passes eval_data created
     last_batch
