@@ -220,9 +220,10 @@ class Checkpoints:
             raise unwritten(self._state, self._begun, failure) from failure
 
     def close(self) -> None:
-        """Lets what is written in the background come to its end, in a run that has failed."""
+        """Lets what is written, and read, in the background come to its end, well or not."""
         with contextlib.suppress(Exception):  # the run has its own failure to tell
             self._writer.background.wait()
+        self._position.close()
 
     def settle(self, seconds: float) -> None:
         """Gives what is written in the background so long; it counts only if it is all there."""

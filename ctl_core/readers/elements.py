@@ -64,8 +64,9 @@ def spec_of(elements: list[Any]) -> Any:
 
     def spec(*parts: np.ndarray) -> tf.TensorSpec:
         one = parts[0]
-        if any(part.ndim != one.ndim or _type(part) != _type(one) for part in parts):
-            raise unlike(elements[1], shown(first))
+        for part, element in zip(parts, elements, strict=True):
+            if part.ndim != one.ndim or _type(part) != _type(one):
+                raise unlike(element, shown(first))
         sizes = [dims[0] if len({*dims}) == 1 else None for dims in _dimensions(parts)]
         return tf.TensorSpec([None, *sizes[1:]] if sizes else [], _type(one))
 

@@ -66,6 +66,9 @@ class Reader(Protocol):
     def check_shared(self) -> None:
         """Refuses an object that the hook has returned before, if it cannot begin again."""
 
+    def close(self) -> None:
+        """Lets go of threads, and of iterators and the processes that they have; reads no more."""
+
 
 def reader_of(hook: Hook, made: Any, remake: Callable[[], Any]) -> Reader | None:
     """Returns how to read what a hook returned; None if it is nothing to be read.
@@ -192,6 +195,12 @@ class Items:
                 "function."
             )
 
+    def close(self) -> None:
+        self._forget()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
 
 class Iterated:
     """Reads an iterable pass after pass; its own state, if it has one, says where it is."""
@@ -206,7 +215,8 @@ class Iterated:
         self._passes = self.index = 0
         self._iterator: Any = None
         self.why_not = None
-        self._itself = hasattr(made, "__next__")  # an iterator: for one pass, as a rule
+        # An iterator is for one pass, as a rule.
+        self._itself = hasattr(made, "__next__") and self._iter() is made
         self._held = None if self._itself else methods(made)
         if self._held is None:
             self._iterator = self._iter()
@@ -282,6 +292,12 @@ class Iterated:
                 f"returns a {type(self.made).__name__} made outside of it, and reading some of it, "
                 "to find out its sizes, has moved it on; make it inside the function."
             )
+
+    def close(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        close = getattr(iterator, "close", None)
+        if callable(close) and not self._itself:
+            close()
 
 
 def methods(reader: Any) -> tuple[str, str] | None:

@@ -29,6 +29,8 @@ from ctl_core.readers.saved import NotPlain, decoded, encoded
 
 # So many elements are looked at to know their structure.
 _LOOK = 4
+# So many seconds a reader has for the element that it is reading when it is to end.
+_PATIENCE = 10.0
 
 
 class Unfitting(Exception):
@@ -151,6 +153,7 @@ class Stream:
                 "anew has to take the state that another one gave."
             ) from error
         again = again if again is END else arrays(again)
+        resumed.close()
         if again is second or (END not in (again, second) and same(again, second)):
             return []
         if reader.by_index:
@@ -216,8 +219,12 @@ class Stream:
 
     def close(self) -> None:
         """Reads no more, though TensorFlow may still ask: others may read the same object now."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
+        if self._lock.acquire(timeout=_PATIENCE):  # until an element that is being read is there
+            try:
+                self.reader.close()
+            finally:
+                self._lock.release()
 
     def examples_in(self, element: Any) -> int | None:
         """Returns how many examples an element of arrays holds."""

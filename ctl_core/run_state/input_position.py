@@ -63,6 +63,11 @@ class InputPosition:
             )
         return holds_shuffles(prefix, self._state.data.pipeline.dataset)
 
+    def close(self) -> None:
+        """Ends reading ahead, where a reader in Python has threads or processes of its own."""
+        if (stream := self._state.data.pipeline.stream) is not None:
+            stream.close()
+
     def restore(self, record: Record, prefix: Path) -> None:
         """Goes to the position of a record, by reading and dropping if need be.
 

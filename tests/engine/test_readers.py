@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +27,8 @@ from tests.helpers.cases import (
     unclipped,
 )
 from tests.helpers.fixtures import Train
-from tests.helpers.readers import Batches, Endless, Loader, generator, grain_loader
+from tests.helpers.project import FLAGS, REGRESSION, Cli
+from tests.helpers.readers import Batches, Endless, Loader, generator, grain_loader, passes
 
 BATCH, STEPS, RATE = 16, 20, 0.01
 # How many elements may be read to find out their sizes, and ahead of the steps that are taken.
@@ -63,23 +68,6 @@ def hooks_of(make: Callable[[int], Any], **hooks: Any) -> SimpleNamespace:
     )
 
 
-def passes(make: Callable[[], Any]) -> Iterator[Any]:
-    """The batches of a plain loop over a reader, pass after pass."""
-    reader = make()
-    while True:
-        some = False
-        if isinstance(reader, keras.utils.PyDataset):
-            for index in range(len(reader)):
-                yield reader[index]
-            reader.on_epoch_end()
-            continue
-        for batch in reader:
-            some = True
-            yield tuple(batch.values()) if isinstance(batch, dict) else batch
-        if not some:  # an iterator that is used up
-            reader = make()
-
-
 def by_hand(make: Callable[[int], Any], steps: int, keep: bool = False) -> list[np.ndarray]:
     """The weights that a plain loop comes to; batches that are not full are left out."""
     keras.utils.set_random_seed(0)
@@ -99,26 +87,30 @@ def position(state: ctl_core.State, step: int) -> Any:
     return json.loads(path.read_text())["position"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = ("a PyDataset read by threads", "grain's iterator")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in KINDS]
+)
 def test_weights_of_a_plain_loop_also_when_resumed(
     train: Train, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """On one and two replicas; in parts, in and at the end of passes, bit for bit."""
+    """On one replica; on two in parts, in the middle and at the end of passes, bit for bit."""
     make = KINDS[kind]
-    hooks = hooks_of(make)
-    whole = train(hooks, steps=STEPS, run_name="whole")
-    assert_weights(whole, by_hand(make, STEPS))
-    two = train(hooks, steps=STEPS, run_name="two", virtual_devices=2)
-    assert_weights(two, by_hand(make, STEPS))
-    for steps in (4, 6, 13, STEPS):  # a pass has six
+    hooks, expected = hooks_of(make), by_hand(make, STEPS)
+    for steps in (4, 6, STEPS):  # a pass has six
         parts = train(hooks, steps=steps, run_name="parts")
-    assert_weights(whole, parts, rtol=0)
-    for steps in (4, 6, 13, STEPS):
+    assert_weights(parts, expected)
+    whole = train(hooks, steps=STEPS, run_name="two", virtual_devices=2)
+    assert_weights(whole, expected)
+    for steps in (6, 13, STEPS):
         parts = train(hooks, steps=steps, run_name="parts-of-two", virtual_devices=2)
-    assert_weights(two, parts, rtol=0)
+    assert_weights(whole, parts, rtol=0)
     assert "dropping" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a PyDataset", "state_dict", "get_state"])
 def test_nothing_is_read_again_on_resume(train: Train, kind: str) -> None:
     """Also on another number of replicas; the state is that after the step, not what is ahead."""
@@ -136,6 +128,7 @@ def test_nothing_is_read_again_on_resume(train: Train, kind: str) -> None:
     assert_weights(state, expected)
 
 
+@pytest.mark.slow
 def test_batches_of_each_replica(train: Train) -> None:
     """Elements of per_replica_batch_size, of which a step takes two."""
 
@@ -149,6 +142,7 @@ def test_batches_of_each_replica(train: Train) -> None:
     assert_weights(whole, parts, rtol=0)
 
 
+@pytest.mark.slow
 def test_batches_of_each_replica_on_others_are_reached_by_reading(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +159,7 @@ def test_batches_of_each_replica_on_others_are_reached_by_reading(
     assert_weights(whole, parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a PyDataset", "state_dict", "grain"])
 def test_the_last_batch_is_kept(train: Train, kind: str) -> None:
     settings = {"last_batch": "keep", "steps": None}
@@ -180,6 +175,7 @@ def test_the_last_batch_is_kept(train: Train, kind: str) -> None:
     assert_weights(parts, whole)
 
 
+@pytest.mark.slow
 def test_each_replicas_last_batch_is_kept(train: Train) -> None:
     """13 elements of 8 a pass, 2 a step: the last step has one of 4 examples and a stand-in."""
 
@@ -208,6 +204,7 @@ def test_epochs_of_a_pydataset_are_not_read_to_be_counted(
     assert counted.step == 12 and "reading the data once" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compiled_stretches(train: Train) -> None:
     hooks = hooks_of(Loader)
     whole = train(hooks, run_name="whole", jit_compile=True)
@@ -262,6 +259,7 @@ def test_make_batches_behind_a_reader(train: Train, capsys: pytest.CaptureFixtur
     assert "make_batches changes what a reader gives" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "a generator"])
 def test_evaluation_reads_the_same_each_time(train: Train, kind: str) -> None:
     """Each example once, the last batch smaller, whatever the replicas; training goes on."""
@@ -317,3 +315,47 @@ def test_the_length_that_a_pydataset_says_is_held_against_it(train: Train) -> No
     with pytest.raises(ctl_core.RunError, match="a pass has 5 batches of 16 examples, 6 were exp"):
         train(hooks, steps=None, epochs=2)
     assert train(hooks, steps=12, run_name="by-steps").step == 12
+
+
+KILLED = """
+import time
+
+from tests.helpers.readers import Loader
+
+
+def create_dataset(global_batch_size):
+    return Loader(global_batch_size)
+
+
+def rest(step, hparams):
+    time.sleep(hparams["pause"])
+
+
+every_steps = {1: rest}
+"""
+
+
+@pytest.mark.slow
+def test_killed_while_reading_ahead(cli: Cli, tmp_path: Path) -> None:
+    """Wherever it is killed, the run goes on from its last checkpoint to the same bits."""
+    flags = ("--batch-size", "16", "--steps", "400", "--ckpt-every", "7")
+    assert cli(REGRESSION + KILLED, *flags, "--hparams.pause=0", "--run-name", "b").code == 0
+    command = [sys.executable, "-m", "ctl_core", "train", *FLAGS, *flags, "--hparams.pause=0.01"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
+    limit = time.monotonic() + 120
+    while not (tmp_path / "runs/a/ckpt/engine/ckpt-49.json").exists():
+        assert time.monotonic() < limit and process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    outcome = cli(None, *flags, "--hparams.pause=0")
+    assert outcome.code == 0 and "resuming at step" in outcome.out
+    assert "dropping" not in outcome.out
+    one, other = (
+        tf.train.load_checkpoint(str(tmp_path / f"runs/{name}/ckpt/ckpt-400")) for name in "ab"
+    )
+    names = [name for name in one.get_variable_to_shape_map() if name.startswith("train_model")]
+    assert len(names) > 4
+    for name in names:
+        np.testing.assert_array_equal(one.get_tensor(name), other.get_tensor(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -44,8 +44,10 @@ class Loader:
     read, so that nothing but the state leads to the middle of a pass.
     """
 
-    def __init__(self, batch_size: int, reads: list[Any] | None = None) -> None:
-        self.x, self.y = regression_data()
+    def __init__(self, batch_size: int, reads: list[Any] | None = None, part: Any = None) -> None:
+        """``part``, an InputContext, says which part of the examples is this process's."""
+        first, step = (part.input_pipeline_id, part.num_input_pipelines) if part else (0, 1)
+        self.x, self.y = (array[first::step] for array in regression_data())
         self.batch_size = batch_size
         self.reads: list[Any] = [] if reads is None else reads
         self.random = np.random.default_rng(3)
@@ -63,11 +65,12 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         state, self.loaded = self.loaded, None
+        if state is not None:
+            self.random.bit_generator.state = state["random"]
         if state is None or not len(state["order"]):
             self.order, self.position = self.random.permutation(len(self.x)), 0
         else:
             self.order, self.position = state["order"], state["position"]
-            self.random.bit_generator.state = state["random"]
         while self.position < len(self.order):
             rows = self.order[self.position : self.position + self.batch_size]
             self.reads.append(self.position)
@@ -118,3 +121,20 @@ def grain_loader(batch_size: int, seed: int = 5) -> Any:
 
     rows = grain.MapDataset.range(len(x)).seed(seed).shuffle()
     return rows.random_map(noisy).batch(batch_size).to_iter_dataset()
+
+
+def passes(make: Callable[[], Any]) -> Iterator[Any]:
+    """The batches of a plain loop over a reader, pass after pass."""
+    reader = make()
+    while True:
+        some = False
+        if isinstance(reader, keras.utils.PyDataset):
+            for index in range(len(reader)):
+                yield reader[index]
+            reader.on_epoch_end()
+            continue
+        for batch in reader:
+            some = True
+            yield tuple(batch.values()) if isinstance(batch, dict) else batch
+        if not some:  # an iterator that is used up
+            reader = make()
