@@ -168,8 +168,8 @@ def create_input(
         keras.utils.set_random_seed(config.seed)
         return create_pipeline(hooks, sizes, context, before)
 
-    pipeline = create(before and before.pipeline)
-    found = before and before.found
+    pipeline = create(before.pipeline if before else None)
+    found = before.found if before else None
     keeping = config.keeps_last_batch and not pipeline.endless
     if found is None:
         found = known(pipeline, sizes)

@@ -281,14 +281,15 @@ def look(
             counts.append(examples_in(pipeline.count_examples, element))
         if console is not None and uneven(pipeline, together):
             _warn_of_shapes(pipeline, elements, together, console)
-        for note in pipeline.reader.looked.notes if console and pipeline.reader else ():
-            console.warn(note)
+        if console is not None and pipeline.reader is not None:
+            for note in pipeline.reader.looked.notes:
+                console.warn(note)
         if found is not None or not counting:
             return found or Found(size, together)
         if pipeline.stream and (batches := pipeline.stream.batches()) is not None:
             number, last = batches
-            odd = last != size
-            left_out = int(odd), last * odd, (number - odd) % together * size
+            odd = int(last != size)
+            left_out = odd, last * odd, (number - odd) % together * size
             return Found(size, together, number - odd, left_out, int(last > size))
         if console is not None:
             console.say(f"{pipeline.name}: reading the data once, to count the steps of a pass.")

@@ -103,7 +103,7 @@ class Items:
         self.made = made
         self._hook = hook
         self.endless = self._batches() is None
-        self.note = None
+        self.note: str | None = None
         if made.use_multiprocessing:
             self.note = (
                 f"{hook}: use_multiprocessing is left out; the PyDataset is read by "
@@ -206,7 +206,7 @@ class Iterated:
     """Reads an iterable pass after pass; its own state, if it has one, says where it is."""
 
     by_index = endless = False
-    note = None
+    note: str | None = None
 
     def __init__(self, hook: Hook, made: Iterable[Any], remake: Callable[[], Any]) -> None:
         self.made = made
@@ -214,7 +214,7 @@ class Iterated:
         self._remake = remake
         self._passes = self.index = 0
         self._iterator: Any = None
-        self.why_not = None
+        self.why_not: str | None = None
         # An iterator is for one pass, as a rule.
         self._itself = hasattr(made, "__next__") and self._iter() is made
         self._held = None if self._itself else methods(made)

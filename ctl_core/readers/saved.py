@@ -51,9 +51,8 @@ def encoded(value: Any, where: str = "") -> Any:
         return {_KIND: kind, "dtype": value.dtype.str, "shape": [*value.shape], "base64": content}
     if type(value).__module__ == "torch" and type(value).__name__ == "Tensor":
         return {_KIND: "torch", "array": encoded(value.detach().cpu().numpy(), where)}
-    kind = type(value)
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-    raise NotPlain(f"{where.lstrip() or 'it'} is a {name}")
+    name, module = type(value).__name__, type(value).__module__
+    raise NotPlain(f"{where or 'it'} is a {name if module == 'builtins' else f'{module}.{name}'}")
 
 
 def decoded(value: Any) -> Any:
