@@ -33,7 +33,7 @@ from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 from ctl_core.numerics.randomness import generator_states
 from ctl_core.run_state.fitting import UNREADABLE
-from ctl_core.run_state.folder import clean, keep_best
+from ctl_core.run_state.folder import clean, keep_best_again
 from ctl_core.run_state.hook_state import check_state
 from ctl_core.run_state.input_position import InputPosition
 from ctl_core.run_state.reading import CheckpointReader
@@ -48,7 +48,6 @@ from ctl_core.run_state.record import (
 from ctl_core.run_state.remainder import Remainder
 from ctl_core.run_state.vocabularies import Vocabularies
 from ctl_core.run_state.writing import CheckpointWriter, all_write, unwritten
-from ctl_core.selection import best_step
 from ctl_core.state import Progress, State
 
 
@@ -221,9 +220,10 @@ class Checkpoints:
             raise unwritten(self._state, self._begun, failure) from failure
 
     def close(self) -> None:
-        """Lets what is written in the background come to its end, in a run that has failed."""
+        """Lets what is written, and read, in the background come to its end, well or not."""
         with contextlib.suppress(Exception):  # the run has its own failure to tell
             self._writer.background.wait()
+        self._position.close()
 
     def settle(self, seconds: float) -> None:
         """Gives what is written in the background so long; it counts only if it is all there."""
@@ -266,7 +266,7 @@ class Checkpoints:
             record = self._restore_one(folder, number, with_input)
             if record is not None:
                 if with_input and self._cluster.task.chief:
-                    self._keep_best_again(record)
+                    keep_best_again(self._folder, record)
                 return record
         # A single user's part beside a folder of the engine's without any record is what is left of
         # a first checkpoint that was never finished: the run begins anew.
@@ -277,14 +277,6 @@ class Checkpoints:
                 "choose another run_name or remove the folder."
             )
         return None
-
-    def _keep_best_again(self, record: Record) -> None:
-        """Keeps the best checkpoint if the process that was to do so was killed before."""
-        step = best_step(record.best)
-        kept = saved_steps(self._best / "engine")
-        if step in saved_steps(self._engine) and step not in kept:
-            with contextlib.suppress(Damaged):
-                keep_best(self._folder, read_record(self._engine, step))
 
     def _synced_steps(self) -> list[int]:
         """Returns the steps of the checkpoints there are, newest first, as the chief sees them.

@@ -85,7 +85,8 @@ class _Trial:
         self._state = state
         self._folder = tempfile.TemporaryDirectory(prefix="ctl_core-")
         self._inputs: dict[bool, Input] = {}
-        self.renews = state.data.why_not_checkpointable is not None
+        data = state.data
+        self.renews = data.why_not_checkpointable is not None or data.pipeline.stream is not None
 
     def __enter__(self) -> _Trial:
         self._begun(False)

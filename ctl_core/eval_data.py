@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import checked_count, examples_in, first_of, reading
+from ctl_core.checks.data import first_of, reading
+from ctl_core.checks.examples import checked_count, examples_in, read_by
 from ctl_core.checks.returned import kind_of
 from ctl_core.compat import stages
 from ctl_core.hooks import Hook, Hooks
@@ -65,9 +66,10 @@ def create_eval_data(
     """
     hook = hooks.create_eval_dataset
     assert hook is not None
-    made = hook(per_replica_batch_size=per_replica)
+    values = {"per_replica_batch_size": per_replica}
+    made = hook(**values)
     if not isinstance(made, dict):
-        return {"": _create(hooks, hook, made, most)}
+        return {"": _create(hooks, hook, dataset_of(hooks, hook, made, values), most)}
     if not made:
         raise hook.reject("returned an empty dict, expected datasets by name.")
     for name in made:
@@ -76,17 +78,50 @@ def create_eval_data(
                 f"returned a dataset by the name {shown(name)}, expected a text of letters, "
                 "digits, '_', '-' and '.', such as 'test'."
             )
-    return {
-        name: _create(hooks, dataclasses.replace(hook, name=f"{hook.name}['{name}']"), one, most)
-        for name, one in made.items()
-    }
+    sets = {}
+    for name, one in made.items():
+        named = dataclasses.replace(hook, name=f"{hook.name}['{name}']")
+        dataset = dataset_of(hooks, named, one, values, name)
+        sets[name] = _create(hooks, named, dataset, most)
+    return sets
 
 
-def _create(hooks: Hooks, hook: Hook, made: Any, most: int | None) -> EvaluationData:
-    if not isinstance(made, tf.data.Dataset):
+def dataset_of(
+    hooks: Hooks, hook: Hook, made: Any, values: dict[str, Any], name: str | None = None
+) -> tf.data.Dataset:
+    """Returns one pass of what the hook returned; of a reader in Python, always from its start.
+
+    Args:
+        hooks: of which ``count_examples`` counts
+        hook: for messages
+        made: what it returned
+        values: that it was called with
+        name: of the set, if what it returned is one of several
+
+    Raises:
+        SetupError: it is nothing that can be read.
+    """
+    if isinstance(made, tf.data.Dataset):
+        return made
+
+    def again() -> Any:
+        found = hook(**values)
+        return found if name is None else found[name]
+
+    reader = read_by(hook, made, hooks.count_examples, again)
+    if reader is None:
         raise hook.reject(
             f"returned {kind_of(made)}, expected a tf.data.Dataset, or a dict of such by name."
         )
+    if reader.reader.endless:
+        raise hook.reject(
+            "returned a PyDataset without an end, so an evaluation would never end; let __len__ "
+            "say how many batches it has."
+        )
+    return reader.from_start()
+
+
+def _create(hooks: Hooks, hook: Hook, made: tf.data.Dataset, most: int | None) -> EvaluationData:
     if made.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."

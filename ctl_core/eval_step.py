@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import checked_count
+from ctl_core.checks.examples import checked_count
 from ctl_core.checks.returned import checked_extra, expect
 from ctl_core.cluster.strategy import Task, distribute, local_replicas
 from ctl_core.context import StepContext

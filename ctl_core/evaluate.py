@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.checks.data import checked_count
+from ctl_core.checks.examples import checked_count
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.strategy import Task
 from ctl_core.cluster.sync import LoopStatus

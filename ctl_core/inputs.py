@@ -29,7 +29,7 @@ from ctl_core.checks.data import (
     look,
     uneven,
 )
-from ctl_core.checks.position import why_not_checkpointable
+from ctl_core.checks.position import why_not_saved
 from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_deterministic
@@ -120,6 +120,8 @@ class Input:
 
     def examples_in(self, steps: int) -> int:
         """How many examples the last steps had, so many of them, since it was last asked."""
+        if self.pipeline.stream is not None:
+            self.pipeline.stream.took(steps)
         if self.counted is None:
             return steps * self.sizes.batch
         examples = int(self.counted.numpy())
@@ -138,7 +140,7 @@ def create_input(
     cluster: Cluster,
     config: Config,
     console: Console | None = None,
-    found: Found | None = None,
+    before: Input | None = None,
 ) -> Input:
     """Creates the training data from ``create_dataset`` and ``make_batches``.
 
@@ -156,7 +158,7 @@ def create_input(
         cluster: its processes compare the first element, if they take parts of one dataset
         config: sizes and the seed, which is set before each time that the hooks are called
         console: for warnings
-        found: by an earlier call; nothing is looked at then
+        before: what an earlier call returned; nothing is looked at then
 
     Raises:
         SetupError: what the hooks return is no dataset, empty, too short for one global batch,
@@ -168,11 +170,12 @@ def create_input(
     )
     context = tf.distribute.InputContext(task.processes, task.index, sizes.replicas)
 
-    def create() -> Pipeline:
+    def create(before: Pipeline | None) -> Pipeline:
         keras.utils.set_random_seed(config.seed)
-        return create_pipeline(hooks, sizes, context)
+        return create_pipeline(hooks, sizes, context, before)
 
-    pipeline = create()
+    pipeline = create(before.pipeline if before else None)
+    found = before.found if before else None
     keeping = config.keeps_last_batch and not pipeline.endless
     if found is None:
         found = known(pipeline, sizes)
@@ -181,13 +184,15 @@ def create_input(
             counting = config.counts_epochs and not pipeline.endless
             others = cluster if compared else None
             found = look(pipeline, sizes, others, counting, console, keeping)
-            looked_at, pipeline = pipeline, create()
+            looked_at, pipeline = pipeline, create(pipeline)
             check_made_anew(looked_at, pipeline)
         found = kept(found, pipeline, sizes, hooks, cluster, console) if keeping else found
-    dataset = pipeline.dataset
-    with_tally = found.kept is None and known(pipeline, sizes) is None
+    dataset, stream = pipeline.dataset, pipeline.stream
+    with_tally = found.kept is None and stream is None and known(pipeline, sizes) is None
     if found.kept is not None:
         dataset = whole_passes(pipeline, found, sizes)
+    elif stream is not None:
+        dataset = stream.in_steps(found.size, found.together, found.elements, False)
     elif with_tally:
         dataset = tallied(pipeline, found)
     elif not pipeline.endless:
@@ -198,20 +203,20 @@ def create_input(
         dataset = dataset.shard(task.processes, task.index)
     if n := config.overfit_batches:
         found, dataset = overfit(pipeline, found, dataset, sizes, n)
-    stuck = why_not_checkpointable(pipeline.dataset.repeat())
+    stuck = why_not_saved(pipeline, config.overfit_batches)
     rows = sizes.per_replica if is_default(pipeline.count_examples.function) else None
-    in_units = config.jit_compile is True and sizes.replicas == 1 and not (keeping or stuck)
+    alone = sizes.replicas == 1 and not (keeping or stuck or stream)
     return Input(
         strategy,
         local_replicas(strategy),
         sizes,
         pipeline,
         found,
-        begin(dataset, rows, sizes.accumulate_steps if in_units else 0),
+        begin(dataset, rows, sizes.accumulate_steps * (alone and config.jit_compile is True)),
         dataset.element_spec[-1] if with_tally or found.kept else dataset.element_spec,
         rows,
         stuck,
-        Tally(pipeline.name, found, sizes, with_tally, pipeline.endless),
+        Tally(pipeline, found, sizes, with_tally),
         None if found.kept is None else on_host(0, "counted"),
         clock=not is_deterministic(),
     )

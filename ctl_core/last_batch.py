@@ -12,7 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import RESHUFFLING, Found, Kept, Pipeline, Sizes, checked_count
+from ctl_core.checks.data import RESHUFFLING, Found, Kept, Pipeline, Sizes
+from ctl_core.checks.examples import checked_count
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import stages
 from ctl_core.console import Console
@@ -89,6 +90,12 @@ def whole_passes(pipeline: Pipeline, found: Found, sizes: Sizes) -> tf.data.Data
     shares = _cut if found.together == 1 and not pipeline.sharded else _filled
     # No stage of a pass that reads ahead may stand before repeat, see ``tallied``.
     assert found.kept is not None
+    if pipeline.stream is not None:
+        kept = found.kept
+        if pipeline.sharded and kept.steps * found.together - kept.elements >= found.together:
+            pipeline.stream.why_not = "this process has fewer steps in a pass than others"
+        dataset = pipeline.stream.in_steps(found.size, found.together, kept.elements, True)
+        return shares(pipeline, found, sizes, dataset)
     dataset = pipeline.dataset.enumerate().repeat()
     if any(type(stage).__name__ in _WITH_STATE for stage in stages(pipeline.dataset)):
         dataset = _held_back(dataset, found.kept.elements - 1)
@@ -215,7 +222,7 @@ def _filled(
 
 
 @tf.function(autograph=False)
-def skip_examples(iterator: Any, count: tf.Tensor, shares: int, in_step: int) -> None:
+def skip_examples(iterator: Any, count: tf.Tensor, shares: int, in_step: int) -> tf.Tensor:
     """Draws whole steps and drops them, until so many examples are gone, in one graph call.
 
     Args:
@@ -223,15 +230,19 @@ def skip_examples(iterator: Any, count: tf.Tensor, shares: int, in_step: int) ->
         count: of examples, over all processes; an int64 scalar
         shares: that this process draws for a micro-batch
         in_step: micro-batches in a step
+
+    Returns:
+        How many steps that was, an int64 scalar.
     """
 
-    def drop(gone: tf.Tensor) -> tuple[tf.Tensor]:
+    def drop(gone: tf.Tensor, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         for _ in range(in_step):
             drawn = [next(iterator) for _ in range(shares)]
             gone += drawn[0][0][1]
-        return (gone,)
+        return gone, steps + 1
 
-    tf.while_loop(lambda gone: gone < count, drop, (tf.constant(0, tf.int64),))
+    start = (tf.constant(0, tf.int64), tf.constant(0, tf.int64))
+    return tf.while_loop(lambda gone, _: gone < count, drop, start)[1]
 
 
 # Stages whose state is lost once they have been read to their end; see ``holds_shuffles``.

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checks.data import examples_in
+from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import kind_of, something
 from ctl_core.console import Console
 from ctl_core.context import StepContext

@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import Found, Pipeline, Sizes, checked_count, packed
+from ctl_core.checks.data import Found, Pipeline, Sizes
+from ctl_core.checks.examples import checked_count, packed
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.hooks import describe
@@ -176,18 +177,17 @@ class Tally:
         variable: where elements carry it, that of the last watched step; see ``tallied``
     """
 
-    def __init__(self, name: str, found: Found, sizes: Sizes, carried: bool, endless: bool) -> None:
+    def __init__(self, pipeline: Pipeline, found: Found, sizes: Sizes, carried: bool) -> None:
         """Takes what is known.
 
         Args:
-            name: of the hook that makes the data
-            found: what was found out about them
+            pipeline: what the hooks made; a reader tells when a pass is over
+            found: what was found out about it
             sizes: how a global batch is shared out
             carried: whether elements carry it
-            endless: whether the data are no passes that the engine repeats
         """
         self.variable = on_host([0] * 4, "tally") if carried else None
-        self._of = name, found, sizes, endless
+        self._of = pipeline, found, sizes
         self._told = False
 
     def say(self, console: Console, following: Any = None) -> None:
@@ -198,10 +198,12 @@ class Tally:
             following: an iterator, if training has ended, so that no more will be known; where no
                 step was watched, its next element is drawn for the tally
         """
-        name, found, sizes, endless = self._of
-        if self._told or (found.left_out is None and self.variable is None):
-            return
+        pipeline, found, sizes = self._of
         passes, left_out = 2, found.left_out
+        if left_out is None and pipeline.stream is not None:
+            left_out = pipeline.stream.left_out
+        if self._told or (left_out is None and self.variable is None):
+            return
         if left_out is None:
             assert self.variable is not None
             if following is not None and not self.variable.numpy().any():
@@ -212,8 +214,8 @@ class Tally:
         if passes < 2 and following is None:
             return
         self._told = True
-        number, line = said_left_out(name, found, sizes, passes, left_out)
-        if number == 1 and not endless:
+        number, line = said_left_out(pipeline.name, found, sizes, passes, left_out)
+        if number == 1 and not pipeline.endless:
             line = f"{line.removesuffix('.')}; --last-batch keep trains on them, too."
         if number:
             (console.warn if number > 1 else console.say)(line)

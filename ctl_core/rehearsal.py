@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import signal
 import tempfile
 import time
@@ -27,10 +28,12 @@ from ctl_core.cluster.supervisor import check_folder
 from ctl_core.cluster.sync import peers
 from ctl_core.console import LOG, Console
 from ctl_core.errors import RunError, StopTraining
+from ctl_core.eval_data import dataset_of
 from ctl_core.hooks import Hook, Hooks, describe, load_hooks
 from ctl_core.messages import last_step
 from ctl_core.nested import described, output_names
 from ctl_core.process_state import process_state
+from ctl_core.readers.kinds import is_reader
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.tracking import tf_variable
 from ctl_core.schedule import Schedule
@@ -203,7 +206,9 @@ def _shortened(create: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(made, Mapping):
             return {name: shorten(one) for name, one in made.items()}
         batches = tf.distribute.get_strategy().num_replicas_in_sync
-        return made.take(batches) if isinstance(made, tf.data.Dataset) else made
+        if isinstance(made, tf.data.Dataset):
+            return made.take(batches)
+        return itertools.islice(made, batches) if is_reader(made) else made
 
     @functools.wraps(create)
     def shortened(*args: Any, **kwargs: Any) -> Any:
@@ -276,9 +281,12 @@ def _predict(state: State, hook: Hook | None) -> list[str]:
     serving = create_serving(state)
     if hook is None:
         return [f"{n} {described(part)}" for n, part in output_names(serving.output_spec).items()]
-    made = hook(per_replica_batch_size=state.context.micro_batch_size)
+    values = {"per_replica_batch_size": state.context.micro_batch_size}
+    made = hook(**values)
+    sets = made if isinstance(made, Mapping) else {None: made}
     found = []
-    for dataset in made.values() if isinstance(made, Mapping) else [made]:
+    for key, one in sets.items():
+        dataset = dataset_of(state.hooks, hook, one, values, key)
         output = serving.of_batch(first_of(iter(dataset), hook))
         found += [f"{n} {value.shape.as_list()}" for n, value in output_names(output).items()]
     return found

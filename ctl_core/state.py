@@ -177,5 +177,5 @@ class State:
         """Makes the training data anew, as it was before anything was read from it."""
         with global_seed_generator_kept():
             self.data = create_input(
-                self.hooks, self.strategy, self.cluster, self.config, found=self.data.found
+                self.hooks, self.strategy, self.cluster, self.config, before=self.data
             )

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.checks.data import examples_in
+from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import (
     check_update,
     checked_extra,

@@ -52,7 +52,7 @@ TABLE: tuple[Spec, ...] = (
     Spec(
         "create_dataset",
         _names("per_replica_batch_size global_batch_size input_context"),
-        "tf.data.Dataset of batches of either size",
+        "tf.data.Dataset of batches of either size; or a reader in Python of such",
         "The training data, one pass; the engine repeats it, and shares it out over the processes "
         "of a cluster unless the hook names input_context and shards for itself.",
         required=True,
@@ -239,7 +239,8 @@ TABLE: tuple[Spec, ...] = (
     Spec(
         "create_eval_dataset",
         _names("per_replica_batch_size"),
-        "tf.data.Dataset of batches, the last one may be smaller; or a dict of such by name",
+        "tf.data.Dataset or reader in Python of batches, the last one may be smaller; or a dict of "
+        "such by name",
         "The evaluation data, one pass; each example is used exactly once. With several sets by "
         "name, values are called NAME/loss and so on.",
         "none: no evaluation",

@@ -15,15 +15,20 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.checks.examples import checked_count, examples_in, packed, read_by
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import stages
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, one_line
-from ctl_core.helpers import DIFFER
 from ctl_core.hooks import Hook, Hooks, describe
+from ctl_core.readers.stream import Stream
 
 EMPTY = (
     "returned an empty dataset, or one with fewer examples than one global batch; lower batch_size."
+)
+
+_BATCHES = (
+    "batches of global_batch_size in the reader, which the hook may name and the engine shares out."
 )
 
 # So many elements, or elements of so many steps, are looked at where not all sizes are fixed.
@@ -105,18 +110,27 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """What the hooks made: one pass, or an endless dataset; and the hook to name in messages."""
+    """What the hooks made: one pass, or an endless dataset; and the hook to name in messages.
+
+    ``reader`` is what ``create_dataset`` returned if that is a reader in Python.
+    """
 
     hook: Hook
     count_examples: Hook
     dataset: tf.data.Dataset
     endless: bool
     sharded: bool
+    reader: Stream | None = None
 
     @property
     def name(self) -> str:
         """The hook and where it is."""
         return f"{self.hook.name} ({self.hook.where})"
+
+    @property
+    def stream(self) -> Stream | None:
+        """The reader, if steps are made of what it gives, as it is."""
+        return None if self.hook.name == "make_batches" else self.reader
 
     def static_size(self) -> int | None:
         """Returns how many examples each element holds, if the dataset's description fixes it."""
@@ -131,12 +145,23 @@ class Pipeline:
         return found[0] if isinstance(found[0], int) else None
 
 
-def create_pipeline(hooks: Hooks, sizes: Sizes, context: tf.distribute.InputContext) -> Pipeline:
+def create_pipeline(
+    hooks: Hooks,
+    sizes: Sizes,
+    context: tf.distribute.InputContext,
+    before: Pipeline | None = None,
+) -> Pipeline:
     """Calls ``create_dataset`` and ``make_batches``.
+
+    Args:
+        hooks: those two
+        sizes: how a global batch is shared out
+        context: of this process
+        before: what they made before; readers are looked at once
 
     Raises:
         SetupError: one of them returns no dataset, or an empty one; or ``make_batches`` one that
-            ends.
+            ends; or a reader cannot be read, or not from where it was.
     """
     values = {
         "per_replica_batch_size": sizes.per_replica,
@@ -146,12 +171,25 @@ def create_pipeline(hooks: Hooks, sizes: Sizes, context: tf.distribute.InputCont
     sharded = any(
         "input_context" in hook.arguments for hook in (hooks.create_dataset, hooks.make_batches)
     )
-    dataset, hook = dataset_of(hooks.create_dataset, **values), hooks.create_dataset
+    if before is not None and before.reader is not None:
+        before.reader.close()
+    hook, reader = hooks.create_dataset, None
+    dataset = hook(**values)
+    if not isinstance(dataset, tf.data.Dataset):
+        looked = None if before is None or before.reader is None else before.reader.looked
+        seed = hook.common["config"].seed
+
+        def again() -> Any:
+            return hook(**values)
+
+        reader = read_by(hook, dataset, hooks.count_examples, again, looked, seed)
+        dataset = checked_dataset(hook, dataset if reader is None else reader.one_pass())
     if dataset.cardinality() == 0:
         raise hook.reject(EMPTY)
     endless = bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
+    endless = endless or (reader is not None and reader.reader.endless)
     repeated = dataset.repeat()
-    made = dataset_of(hooks.make_batches, dataset=repeated, **values)
+    made = checked_dataset(hooks.make_batches, hooks.make_batches(dataset=repeated, **values))
     if made is not repeated:
         dataset, hook, endless = made, hooks.make_batches, True
         if made.cardinality() >= 0:
@@ -159,56 +197,20 @@ def create_pipeline(hooks: Hooks, sizes: Sizes, context: tf.distribute.InputCont
                 f"ends after {int(made.cardinality())} elements; it "
                 "gets the repeated dataset and must not end."
             )
-    return Pipeline(hook, hooks.count_examples, dataset, endless, sharded)
+    return Pipeline(hook, hooks.count_examples, dataset, endless, sharded, reader)
 
 
-def dataset_of(hook: Hook, **values: Any) -> tf.data.Dataset:
-    """Calls a hook that returns a dataset.
+def checked_dataset(hook: Hook, dataset: Any) -> tf.data.Dataset:
+    """Returns what a hook returned.
 
     Raises:
-        SetupError: it returns something else.
+        SetupError: it is no dataset.
     """
-    dataset = hook(**values)
     if not isinstance(dataset, tf.data.Dataset):
         kind = "nothing" if dataset is None else f"a {type(dataset).__name__}"
-        raise hook.reject(f"returned {kind}, expected a tf.data.Dataset.")
+        readers = " or a reader, such as a PyDataset" * (hook.name == "create_dataset")
+        raise hook.reject(f"returned {kind}, expected a tf.data.Dataset{readers}.")
     return dataset
-
-
-def examples_in(count_examples: Hook, batch: Any) -> Any:
-    """Returns how many examples a batch holds, as the hook counts them.
-
-    Returns:
-        A number where it is fixed, otherwise a scalar int64 tensor; None for a single example.
-
-    Raises:
-        SetupError: the hook returns something else.
-    """
-    number = count_examples.in_graph(batch=batch)
-    if number is None:
-        return None
-    tensor = tf.convert_to_tensor(number)
-    if tensor.shape.rank != 0 or not tensor.dtype.is_integer:
-        raise count_examples.reject(
-            f"returned {describe(tensor)}, expected how "
-            "many examples the batch holds, a whole number."
-        )
-    static = tf.get_static_value(tensor)
-    return tf.cast(tensor, tf.int64) if static is None else int(static)
-
-
-def packed(dataset: tf.data.Dataset, parts: tuple[Any, ...]) -> Any:
-    """Makes an element of what tf.data calls a function with."""
-    return parts if isinstance(dataset.element_spec, tuple) else parts[0]
-
-
-def checked_count(count_examples: Hook, element: Any) -> tf.Tensor:
-    """Returns the same as an int64 tensor in a graph, which fails where the number is not clear."""
-    number = examples_in(count_examples, element)
-    if not tf.is_tensor(number):
-        return tf.constant(number or 0, tf.int64)
-    with tf.control_dependencies([tf.debugging.Assert(number >= 0, [DIFFER])]):
-        return tf.identity(number)
 
 
 def known(pipeline: Pipeline, sizes: Sizes) -> Found | None:
@@ -279,8 +281,16 @@ def look(
             counts.append(examples_in(pipeline.count_examples, element))
         if console is not None and uneven(pipeline, together):
             _warn_of_shapes(pipeline, elements, together, console)
+        if console is not None and pipeline.reader is not None:
+            for note in pipeline.reader.looked.notes:
+                console.warn(note)
         if found is not None or not counting:
             return found or Found(size, together)
+        if pipeline.stream and (batches := pipeline.stream.batches()) is not None:
+            number, last = batches
+            odd = int(last != size)
+            left_out = odd, last * odd, (number - odd) % together * size
+            return Found(size, together, number - odd, left_out, int(last > size))
         if console is not None:
             console.say(f"{pipeline.name}: reading the data once, to count the steps of a pass.")
         alone = together == 1 and not pipeline.sharded
@@ -341,7 +351,7 @@ def _check_size(pipeline: Pipeline, found: int | None, sizes: Sizes) -> int:
         + (f"batches of {found} examples" if found is not None else "single examples")
         + f", expected batches of {sizes.per_replica} (batch_size {sizes.batch} over "
         f"{sizes.replicas} replica{'s' * (sizes.replicas > 1)}{micro}): use "
-        "dataset.batch(per_replica_batch_size)."
+        + ("dataset.batch(per_replica_batch_size)." if pipeline.reader is None else _BATCHES)
     )
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import (
-    RESHUFFLING,
-)
+from ctl_core.checks.data import RESHUFFLING, Pipeline
 from ctl_core.compat import inputs_of
 from ctl_core.numerics.randomness import random_ops
 
@@ -20,6 +18,15 @@ _DRAINING = {"_ShuffleDataset", "_ZipDataset", "_ConcatenateDataset"}
 
 # Ops that draw from, or are, a state outside of the pipeline.
 _STATEFUL = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
+
+
+def why_not_saved(pipeline: Pipeline, overfit_batches: int) -> str | None:
+    """Says why a saved position in what the hooks made would not be exact, or returns None."""
+    if pipeline.stream is not None:
+        return "overfit_batches keeps batches" if overfit_batches else pipeline.stream.why_not
+    if pipeline.reader is not None:
+        return "make_batches changes what a reader gives; batch and change it in the reader"
+    return why_not_checkpointable(pipeline.dataset.repeat())
 
 
 def why_not_checkpointable(dataset: tf.data.Dataset) -> str | None:

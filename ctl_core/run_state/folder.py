@@ -13,6 +13,7 @@ from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
 from ctl_core.files import from_here, written_whole
 from ctl_core.run_state.record import NAME, PART, Damaged, Record, read_record, saved_steps
+from ctl_core.selection import best_step
 
 
 def repair_list(folder: Path, reading: bool = False) -> None:
@@ -79,7 +80,7 @@ def remove_orphans(folder: Path) -> None:
     for path in engine.glob("vocabularies-*.json"):
         if path.name not in named:
             path.unlink()
-    for path in engine.glob("*.index"):
+    for path in (*engine.glob("*.index"), *engine.glob("input-*.json")):
         match = PART.fullmatch(path.stem)
         if match and not (engine / f"ckpt-{match[1]}.json").exists():
             for part in engine.glob(f"{path.stem}.*"):
@@ -96,6 +97,19 @@ def keep_best(folder: Path, record: Record) -> None:
     stale = [path for path in best.rglob("*") if path.is_file() and path not in kept]
     for path in sorted(stale, key=lambda path: path.suffix != ".json"):
         path.unlink()
+
+
+def keep_best_again(folder: Path, record: Record) -> None:
+    """Keeps the best checkpoint if the process that was to do so was killed before.
+
+    Args:
+        folder: of checkpoints
+        record: of the newest, which knows which is the best
+    """
+    step, engine = best_step(record.best), folder / "engine"
+    if step in saved_steps(engine) and step not in saved_steps(folder / "best" / "engine"):
+        with contextlib.suppress(Damaged):
+            keep_best(folder, read_record(engine, step))
 
 
 def copy_checkpoint(
@@ -120,9 +134,9 @@ def copy_checkpoint(
     step = record.step
     (to / "engine").mkdir(parents=True, exist_ok=True)
     parts = [*folder.glob(f"{record.path}.*")]
-    for kind in kinds:
-        for form in (f"{kind}-{step}.[id]*", f"{kind}-{step}-*.[id]*"):
-            parts += folder.glob(f"engine/{form}")
+    for kind in kinds:  # of each process; the engine's part of all
+        parts += folder.glob(f"engine/{kind}-{step}.[id]*")
+        parts += folder.glob(f"engine/{kind}-{step}-*.*")
     if record.vocabularies is not None:
         parts.append(folder / "engine" / record.vocabularies)
     parts.append(folder / "engine" / f"ckpt-{step}.json")

@@ -14,6 +14,7 @@ from ctl_core.errors import op_message
 from ctl_core.inputs import Input
 from ctl_core.last_batch import skip_examples
 from ctl_core.passes import skip_elements
+from ctl_core.readers.stream import Unfitting
 from ctl_core.run_state.fitting import UNREADABLE
 from ctl_core.run_state.record import Damaged, Record, regular
 from ctl_core.state import State
@@ -37,7 +38,10 @@ class InputPosition:
 
     def save(self, prefix: Path) -> bool:
         """Writes the position; returns whether it is there, and exact."""
-        why = self._state.data.why_not_checkpointable
+        why, stream = self._state.data.why_not_checkpointable, self._state.data.pipeline.stream
+        if why is None and stream is not None:
+            stream.save(self._file(prefix))
+            return True
         try:
             if why is None:
                 self._part().write(str(prefix))
@@ -59,6 +63,11 @@ class InputPosition:
             )
         return holds_shuffles(prefix, self._state.data.pipeline.dataset)
 
+    def close(self) -> None:
+        """Ends reading ahead, where a reader in Python has threads or processes of its own."""
+        if (stream := self._state.data.pipeline.stream) is not None:
+            stream.close()
+
     def restore(self, record: Record, prefix: Path) -> None:
         """Goes to the position of a record, by reading and dropping if need be.
 
@@ -69,7 +78,9 @@ class InputPosition:
         why = self._why_not(record)
         if why is None:
             try:
-                self._part().read(regular(str(prefix)))
+                self._read(record, prefix)
+            except Unfitting as error:
+                why = str(error)
             except (*UNREADABLE, Damaged):
                 why = "the saved position does not fit the data any more, or its file is damaged"
             if cluster.all(why is None):
@@ -81,7 +92,25 @@ class InputPosition:
             f"the position in the training data is reached by reading and dropping "
             f"{record.examples} examples, since {why}."
         )
-        skip(data, record.examples)
+        _skip(data, record.examples)
+
+    def _read(self, record: Record, prefix: Path) -> None:
+        """Goes to the position that was saved, if it is the same that would be saved now."""
+        data = self._state.data
+        if data.pipeline.stream is None:
+            self._part().read(regular(str(prefix)))
+            return
+        if data.pipeline.stream.begun:  # TensorFlow holds elements that were read before
+            self._state.renew_input()
+            data = self._state.data
+        assert data.pipeline.stream is not None
+        if not data.pipeline.sharded:  # all processes read the same, however many there are
+            prefix = prefix.with_name(f"input-{record.step}-0")
+        data.pipeline.stream.restore(Path(regular(str(self._file(prefix)))))
+
+    def _file(self, prefix: Path) -> Path:
+        """Where the state of a reader is."""
+        return prefix.with_name(f"{prefix.name}.json")
 
     def _why_not(self, record: Record) -> str | None:
         """Says why the saved position is not that of this run, if it is not."""
@@ -94,12 +123,16 @@ class InputPosition:
             return f"it was saved with last_batch {record.last_batch}"
         if record.unit != self._state.data.unit:
             return f"it was saved with{'' if record.unit else 'out'} stretches that are compiled"
-        if (record.processes, record.replicas, record.batch_size, record.accumulate_steps) == (
+        pipeline = self._state.data.pipeline
+        same = (record.processes, record.replicas, record.batch_size, record.accumulate_steps) == (
             processes,
             context.replicas,
             context.batch_size,
             context.accumulate_steps,
-        ):
+        )
+        # Steps of a reader are what its elements make them: global batches on any replicas.
+        shared = pipeline.stream is not None and not pipeline.sharded
+        if same or (shared and record.batch_size == context.batch_size):
             return None
         why = f"it was saved with {record.replicas} replica{'s' * (record.replicas > 1)}"
         if record.processes != processes:
@@ -110,10 +143,13 @@ class InputPosition:
         return why
 
 
-def skip(data: Input, examples: int) -> None:
+def _skip(data: Input, examples: int) -> None:
     """Moves on by so many examples: the way to a position that could not be saved."""
-    count = tf.constant(examples, tf.int64)
+    sizes, count = data.sizes, tf.constant(examples, tf.int64)
     if data.counted is not None:
-        skip_examples(data.iterator, count, data.replicas, data.sizes.accumulate_steps)
+        steps = int(skip_examples(data.iterator, count, data.replicas, sizes.accumulate_steps))
     else:
-        skip_elements(data.iterator, count // data.sizes.per_replica // data.sizes.processes)
+        skip_elements(data.iterator, count // sizes.per_replica // sizes.processes)
+        steps = examples // sizes.batch
+    if data.pipeline.stream is not None:
+        data.pipeline.stream.took(steps)

@@ -16,12 +16,16 @@ LAYERS = """
     chunks collectives compat console data files precision not_finite reduction signals
     compiled helpers joining nested profile settings staging hook_state record gpus verdict
     callbacks_file batch_norm hook_table sources
-    npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting folder
-    cli run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
+    npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
+    cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
     shares
     autograph divergence __main__ summary process_state
     checks.hooks
-    hooks
+    hooks saved
+    elements
+    kinds
+    stream
+    examples
     checks.data returned vocabularies schedule
     position passes eval_data created
     last_batch

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import tensorflow as tf
 
 from tests.helpers import cases
 from tests.helpers.fixtures import Train
+from tests.helpers.readers import Loader, passes
 from tests.helpers.steered import STEERED, steered_hooks
 from tests.ported import (
     codebook,
@@ -36,6 +38,7 @@ from tests.ported import (
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
+InputContext = tf.distribute.InputContext
 
 
 def free_ports(count: int) -> list[int]:
@@ -79,6 +82,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "contrastive",
         "examples_of_an_epoch",
         "kept_batches",
+        "readers",
         "dropout",
         "generators",
         "batch_norm",
@@ -135,6 +139,30 @@ def test_sequences_of_varying_length_on_two_processes(train: Train, two: Path) -
     state = train(cases.sequence_hooks(), steps=20, batch_size=4)
     for process in kept(two, "sequences", 2):
         assert_equal_weights(list(process.values()), state.train_model.get_weights())
+
+
+def test_readers_in_python_of_two_processes(two: Path) -> None:
+    """Global batches shared out, as one process reads them; and parts that the hook takes."""
+    for kind, batch_size in (("engine", 24), ("hook", 12)):
+        parts = [None] if kind == "engine" else [InputContext(2, index) for index in range(2)]
+        streams = [passes(partial(Loader, batch_size, part=part)) for part in parts]
+        model = cases.small_model()
+        for _ in range(11):
+            drawn = [next(b for b in one if len(b[0]) == batch_size) for one in streams]
+            inputs, target = (np.concatenate(arrays) for arrays in zip(*drawn, strict=True))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(cases.squared_error((model(inputs), target)))
+            found = tape.gradient(loss, model.trainable_variables)
+            for gradient, variable in zip(found, model.trainable_variables, strict=True):
+                variable.assign_sub(0.01 * gradient)
+        for whole, in_parts in zip(
+            kept(two, f"readers-{kind}-whole", 2),
+            kept(two, f"readers-{kind}-parts", 2),
+            strict=True,
+        ):
+            assert_equal_weights(list(whole.values()), model.get_weights())
+            for name, weight in whole.items():
+                np.testing.assert_array_equal(weight, in_parts[name])
 
 
 def test_a_loss_divided_by_the_words_of_both_processes(two: Path) -> None:

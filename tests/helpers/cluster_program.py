@@ -22,6 +22,7 @@ import ctl_core
 from ctl_core.numerics import precision
 from tests.helpers import cases
 from tests.helpers.cases import make_hooks
+from tests.helpers.readers import Loader
 from tests.helpers.steered import STEERED, steered_hooks
 from tests.ported import codebook as vq
 from tests.ported import compare, mixed_precision, multi_task, transformer, wgan_gp
@@ -147,6 +148,21 @@ def kept_batches(folder: Path) -> None:
     except ctl_core.SetupError as error:
         message = str(error)
     keep(folder, "kept-gather", message=message)
+
+
+def readers(folder: Path) -> None:
+    """One reader whose global batches are shared out, and one that each process shards itself."""
+
+    def sharded(per_replica_batch_size: int, input_context: Any) -> Any:
+        return Loader(per_replica_batch_size, part=input_context)
+
+    for kind, create in (("engine", lambda global_batch_size: Loader(global_batch_size)),
+                         ("hook", sharded)):  # fmt: skip
+        for name, cuts in (("whole", (11,)), ("parts", (4, 7, 11))):
+            for steps in cuts:
+                hooks = make_hooks(create_dataset=create, create_opt=cases.sgd)
+                state = run(folder, f"readers-{kind}-{name}", hooks, steps=steps)
+            keep_weights(folder, f"readers-{kind}-{name}", state)
 
 
 def dropout(folder: Path) -> None:

@@ -1,0 +1,310 @@
+"""What a reader cannot do is said in one line, before training where that can be known."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctl_core.readers.saved import NotPlain, decoded, encoded
+from tests.helpers.cases import assert_weights, make_hooks
+from tests.helpers.fixtures import Train
+from tests.helpers.project import REGRESSION, Cli, failed, mistakes, refused, where
+from tests.helpers.readers import Endless
+
+# What each case begins with: a reader that counts, with a state of one number.
+READER = """
+import numpy as np
+
+
+class Reader:
+    def __init__(self, size=8, number=0):
+        self.size, self.number = size, number
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        return self.batch(self.number)
+
+    def batch(self, number):
+        return np.full((self.size, 5), number, "float32"), np.ones((self.size, 1), "float32")
+
+    def get_state(self):
+        return {"number": self.number}
+
+    def set_state(self, state):
+        self.number = state["number"]
+
+
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return Reader().batch(index)
+
+"""
+REFUSED = mistakes(
+    """
+== a state that is not read back
+class Forgetful(Reader):
+    def set_state(self, state):
+        pass
+def create_dataset():  # here
+    return Forgetful()
+-> create_dataset | the reader's state cannot be read back | gives another second one
+== a state of before the element
+class Early(Reader):
+    def get_state(self):
+        return {"number": self.number - 1}
+def create_dataset():  # here
+    return Early()
+-> create_dataset | the reader's state cannot be read back | as it is after the element given last
+== a state that another reader does not take
+class Choosy(Reader):
+    def get_state(self):
+        return {"number": self.number, "of": id(self)}
+    def set_state(self, state):
+        if state["of"] != id(self):
+            raise ValueError("the state of another reader")
+        super().set_state(state)
+def create_dataset():  # here
+    return Choosy()
+-> create_dataset | state cannot be read back: ValueError: the state of another | made anew
+== a state that no file holds
+class Held(Reader):
+    def get_state(self):
+        return {"number": self.number, "parts": [1, {"reader": self}]}
+def create_dataset():  # here
+    return Held()
+-> create_dataset | cannot be written to a checkpoint: its state['parts'][1]['reader'] is a
+-> callbacks.Held; expected numbers
+== batches of another size
+def create_dataset():  # here
+    return Reader(6)
+-> create_dataset | batches of 6 examples, expected batches of 8 | global_batch_size in the reader
+== single examples
+class Singles(Reader):
+    def batch(self, number):
+        return np.float32(number), np.float32(1)
+def create_dataset():  # here
+    return Singles()
+-> create_dataset | returned single examples, expected batches of 8 | in the reader
+== nothing to read
+def create_dataset():  # here
+    return (batch for batch in ())
+-> create_dataset | returned a reader without any element
+== an object in an element
+def create_dataset():  # here
+    return (object() for _ in range(9))
+-> create_dataset | an element holds a object, expected arrays
+== nothing in an element
+def create_dataset():  # here
+    return ((np.ones((8, 5)), None) for _ in range(9))
+-> create_dataset | an element holds a NoneType, expected arrays
+== elements of several types
+class Types(Reader):
+    def batch(self, number):
+        return np.ones((8, 5), "float32" if number < 3 else "int32"), np.ones((8, 1), "float32")
+def create_dataset():  # here
+    return Types()
+-> create_dataset | an element is (int32[8, 5], float32[8, 1]), expected (float32[8, 5]
+-> as the first ones are
+== a generator made outside
+batches = (Reader().batch(0) for _ in range(9))
+def create_dataset():  # here
+    return batches
+-> create_dataset | returns a generator made outside of it | make it inside the function
+== a PyDataset made outside that changes
+class Shuffled(Items):
+    def on_epoch_end(self):
+        pass
+items = Shuffled()
+def create_dataset():  # here
+    return items
+-> create_dataset | a PyDataset made outside of it that changes from epoch to epoch
+== a PyDataset without a length
+class Unending(keras.utils.PyDataset):
+    def __getitem__(self, index):
+        return Reader().batch(index)
+def create_dataset():  # here
+    return Unending()
+-> create_dataset | returned a PyDataset without __len__ | num_batches
+== reading that fails at once
+def create_dataset():  # here
+    return (1 / 0 for _ in range(9))
+-> create_dataset | reading the data failed: ZeroDivisionError: division by zero
+== an evaluation without an end
+class Unending(Items):
+    @property
+    def num_batches(self):
+        return None
+def create_dataset():
+    return Items()
+def create_eval_dataset():  # here
+    return Unending()
+-> create_eval_dataset | returned a PyDataset without an end
+"""
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(cli: Cli, case: str) -> None:
+    code, words = REFUSED[case]
+    source = REGRESSION + READER + code
+    refused(cli(source, "--batch-size", "8"), where(source), *words)
+
+
+FAILED = mistakes(
+    """
+== reading that fails later
+class Torn(Reader):
+    def batch(self, number):
+        if number > 7:
+            raise OSError("the disk is gone")
+        return super().batch(number)
+def create_dataset():
+    return Torn()
+-> create_dataset | reading the data: OSError: the disk is gone
+== an element of another shape later
+class Wider(Reader):
+    def batch(self, number):
+        return np.ones((8, 5 + (number > 7)), "float32"), np.ones((8, 1), "float32")
+def create_dataset():
+    return Wider()
+-> create_dataset | an element is (float32[8, 6], float32[8, 1]), expected (float32[None, 5]
+-> element_spec
+== a generator that is used up
+class Once:
+    made = 0
+def create_dataset():
+    Once.made += 1
+    if Once.made > 2:
+        return Once.batches
+    Once.batches = (Reader().batch(0) for _ in range(7))
+    return Once.batches
+-> create_dataset | for the next pass the hook returned a generator that had been read to its end
+== a pass that grows shorter than a step
+class Shrinking:
+    passes = 0
+    def __iter__(self):
+        self.passes += 1
+        return iter([Reader().batch(0)] * (7 if self.passes < 2 else 0))
+def create_dataset():
+    return Shrinking()
+-> create_dataset | a pass has 0 elements of 8 examples, fewer than one global batch
+"""
+)
+
+
+@pytest.mark.parametrize("case", FAILED)
+def test_failed_while_reading(cli: Cli, case: str) -> None:
+    code, words = FAILED[case]
+    failed(cli(REGRESSION + READER + code, "--batch-size", "8", "--steps", "40"), *words)
+
+
+def test_what_is_worth_a_warning(cli: Cli) -> None:
+    """Items that are others when read again, and processes that would be started."""
+    code = """
+class Noisy(Items):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + np.random.default_rng().normal(size=x.shape).astype("float32"), y
+
+
+def create_dataset():
+    return Noisy(workers=2, use_multiprocessing=True)
+"""
+    outcome = cli(REGRESSION + READER + code, "--batch-size", "8")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "another one when it is read again; what is random in __getitem__" in outcome.out
+    assert "use_multiprocessing is left out; the PyDataset is read by 2 threads" in outcome.out
+
+
+@pytest.mark.parametrize("damage", ["{", '{"position": 3}'])
+def test_a_damaged_position_is_reached_by_reading(
+    train: Train, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    hooks = make_hooks(
+        create_dataset=lambda global_batch_size: Endless(global_batch_size),
+        input_pre=lambda batch: batch["x"],
+        loss_pre=lambda output, batch: (output, batch["y"]),
+    )
+    whole = train(hooks, steps=9, run_name="whole")
+    state = train(hooks, steps=4)
+    file = Path(state.run_dir) / "ckpt/engine/input-4-0.json"
+    file.write_text(damage)
+    assert_weights(train(hooks, steps=9), whole, rtol=0)
+    output = capsys.readouterr().out
+    assert "dropping 64 examples, since the file of the reader's state is damaged" in output
+
+
+STATES: dict[str, Any] = {
+    "numbers": [0, -1, 2**127, 1.5, math.inf, True, None, "ä\n"],
+    "bytes": (b"\x00\xff", bytearray(b"ab"), ()),
+    "dicts": {"a": {1: "x", (2, b"y"): [{}]}, "__kind__": "array"},
+    "NumPy": [np.arange(6, dtype="<u8").reshape(2, 3), np.float32(0.1), np.array(["a", "bc"])],
+    "generators": [
+        np.random.default_rng(3).bit_generator.state,
+        np.random.RandomState(3).get_state(),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_what_they_were(name: str) -> None:
+    def equal(one: Any, other: Any) -> bool:
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, dict):
+            return [*one] == [*other] and all(equal(one[key], other[key]) for key in one)
+        if isinstance(one, list | tuple):
+            return len(one) == len(other) and all(map(equal, one, other))
+        if isinstance(one, np.ndarray | np.generic):
+            return (one.dtype, one.shape) == (other.dtype, other.shape) and bool(
+                (one == other).all()
+            )
+        return bool(one == other)
+
+    assert equal(decoded(json.loads(json.dumps(encoded(STATES[name])))), STATES[name])
+
+
+def test_states_with_a_tensor_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for its module: the state of a sampler's generator is such a tensor."""
+
+    class Tensor:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def detach(self) -> Tensor:
+            return self
+
+        cpu = detach
+
+        def numpy(self) -> np.ndarray:
+            return self.array
+
+    Tensor.__module__ = "torch"
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(from_numpy=Tensor))
+    found = decoded(encoded({"generator": Tensor(np.arange(5, dtype="uint8"))}))["generator"]
+    assert isinstance(found, Tensor) and found.array.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), [lambda: 0], np.array([{}], object)])
+def test_what_no_file_holds(value: Any) -> None:
+    with pytest.raises(NotPlain):
+        encoded(value)
+
+
+@pytest.mark.parametrize("value", [{"__kind__": "what"}, {"__kind__": "array", "dtype": "O"}])
+def test_what_is_no_state(value: Any) -> None:
+    with pytest.raises(ValueError, match="state"):
+        decoded(value)

@@ -1,0 +1,368 @@
+"""Readers in Python: the data of a plain loop over them, resumed by their state, not by reading."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.helpers.cases import (
+    assert_weights,
+    make_hooks,
+    sgd,
+    small_model,
+    squared_error,
+    unclipped,
+)
+from tests.helpers.fixtures import Train
+from tests.helpers.project import FLAGS, REGRESSION, Cli
+from tests.helpers.readers import Batches, Endless, Loader, generator, grain_loader, passes
+
+BATCH, STEPS, RATE = 16, 20, 0.01
+# How many elements are read to find out their sizes, and to try the state.
+LOOKED = 5
+
+
+def need_grain(batch_size: int) -> Any:
+    pytest.importorskip("grain")
+    return grain_loader(batch_size)
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "a PyDataset": Batches,
+    "a PyDataset read by threads": functools.partial(Batches, workers=3, max_queue_size=4),
+    "state_dict": Loader,
+    "get_state": Endless,
+    "grain": need_grain,
+    "grain's iterator": lambda batch_size: iter(need_grain(batch_size)),
+}
+
+
+def hooks_of(make: Callable[[int], Any], **hooks: Any) -> SimpleNamespace:
+    """Trains on global batches; ``Endless`` gives dicts."""
+
+    def pair(batch: Any) -> Any:
+        return (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+
+    return make_hooks(
+        **{
+            "create_dataset": lambda global_batch_size: make(global_batch_size),
+            "create_opt": sgd,
+            "input_pre": lambda batch: pair(batch)[0],
+            "loss_pre": lambda output, batch: (output, pair(batch)[1]),
+            "update_pre": unclipped,
+            **hooks,
+        }
+    )
+
+
+def by_hand(make: Callable[[int], Any], steps: int, keep: bool = False) -> list[np.ndarray]:
+    """The weights that a plain loop comes to; batches that are not full are left out."""
+    keras.utils.set_random_seed(0)
+    model, stream = small_model(), passes(lambda: make(BATCH))
+    for _ in range(steps):
+        inputs, target = next(b for b in stream if keep or len(b[0]) == BATCH)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(squared_error((model(inputs), target)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(RATE * gradient)
+    return model.get_weights()  # type: ignore[no-any-return]
+
+
+def position(state: ctl_core.State, step: int) -> Any:
+    path = Path(state.run_dir) / f"ckpt/engine/input-{step}-0.json"
+    return json.loads(path.read_text())["position"]
+
+
+SLOW = ("a PyDataset read by threads", "grain's iterator")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in KINDS]
+)
+def test_weights_of_a_plain_loop_also_when_resumed(
+    train: Train, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """On one replica; on two in parts, in the middle and at the end of passes, bit for bit."""
+    make = KINDS[kind]
+    hooks, expected = hooks_of(make), by_hand(make, STEPS)
+    for steps in (4, 6, STEPS):  # a pass has six
+        parts = train(hooks, steps=steps, run_name="parts")
+    assert_weights(parts, expected)
+    whole = train(hooks, steps=STEPS, run_name="two", virtual_devices=2)
+    assert_weights(whole, expected)
+    for steps in (6, 13, STEPS):
+        parts = train(hooks, steps=steps, run_name="parts-of-two", virtual_devices=2)
+    assert_weights(whole, parts, rtol=0)
+    assert "dropping" not in capsys.readouterr().out
+
+
+# What is read first after ``step`` steps; a pass has six, and a seventh batch that is left out.
+NEXT: dict[str, Callable[[int], int]] = {
+    "a PyDataset": lambda step: step % 6,
+    "state_dict": lambda step: step % 6 * BATCH,
+    "get_state": lambda step: step,
+}
+
+
+@pytest.mark.parametrize("kind", NEXT)
+def test_nothing_is_read_again_on_resume(train: Train, kind: str) -> None:
+    """Also on another number of replicas; the state is that after the step, not what is ahead."""
+    before = 0
+    for steps, replicas in ((23, 1), (31, 2), (40, 4)):
+        reads: list[Any] = []
+        hooks = hooks_of(functools.partial(KINDS[kind], reads=reads))
+        state = train(hooks, steps=steps, virtual_devices=replicas)
+        assert reads[LOOKED] == NEXT[kind](before)
+        assert NEXT[kind](steps - 1) in reads[LOOKED:]
+        if kind == "a PyDataset":
+            assert position(state, steps) == {"pass": steps // 6, "index": steps % 6}
+        before = steps
+    assert_weights(state, by_hand(KINDS[kind], 40))
+
+
+@pytest.mark.slow
+def test_batches_of_each_replica(train: Train) -> None:
+    """Elements of per_replica_batch_size, of which a step takes two."""
+
+    def create_dataset(per_replica_batch_size: int) -> Any:
+        return Loader(per_replica_batch_size)
+
+    hooks = hooks_of(Loader, create_dataset=create_dataset)
+    whole = train(hooks, steps=11, run_name="whole", virtual_devices=2)
+    for steps in (3, 6, 8, 11):
+        parts = train(hooks, steps=steps, run_name="parts", virtual_devices=2)
+    assert_weights(whole, parts, rtol=0)
+
+
+@pytest.mark.slow
+def test_batches_of_each_replica_on_others_are_reached_by_reading(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def create_dataset(per_replica_batch_size: int) -> Any:
+        return Endless(per_replica_batch_size)
+
+    hooks = hooks_of(Endless, create_dataset=create_dataset)
+    whole = train(hooks, steps=17, run_name="whole")
+    for steps, replicas in ((5, 1), (9, 2), (13, 2), (17, 2)):
+        parts = train(hooks, steps=steps, run_name="parts", virtual_devices=replicas)
+        output = capsys.readouterr().out
+        dropped = "dropping 80 examples, since it was saved with 1 elements of 16 examples a step"
+        assert (dropped in output) == (steps == 9)
+    assert_weights(whole, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a PyDataset", "state_dict", "grain"])
+def test_the_last_batch_is_kept(train: Train, kind: str) -> None:
+    settings: dict[str, Any] = {"last_batch": "keep", "steps": None}
+    hooks = hooks_of(KINDS[kind])
+    whole = train(hooks, epochs=3, run_name="whole", **settings)
+    assert whole.step == 21
+    assert_weights(whole, by_hand(KINDS[kind], 21, keep=True))
+    two = train(hooks, epochs=3, run_name="two", virtual_devices=2, **settings)
+    assert_weights(two, whole)
+    for steps, replicas in ((3, 2), (7, 1), (12, 2), (20, 4), (21, 1)):
+        settings["steps"] = steps
+        parts = train(hooks, run_name="parts", virtual_devices=replicas, **settings)
+    assert_weights(parts, whole)
+
+
+@pytest.mark.slow
+def test_each_replicas_last_batch_is_kept(train: Train) -> None:
+    """13 elements of 8 a pass, 2 a step: the last step has one of 4 examples and a stand-in."""
+
+    def create_dataset(per_replica_batch_size: int) -> Any:
+        return Batches(per_replica_batch_size)
+
+    hooks = hooks_of(Batches, create_dataset=create_dataset)
+    settings = {"last_batch": "keep", "virtual_devices": 2}
+    whole = train(hooks, steps=16, run_name="whole", **settings)
+    for steps in (3, 7, 8, 16):
+        parts = train(hooks, steps=steps, run_name="parts", **settings)
+    assert_weights(whole, parts, rtol=0)
+
+
+def test_epochs_of_a_pydataset_are_not_read_to_be_counted(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are of its length; another reader is read once."""
+    reads: list[Any] = []
+    state = train(hooks_of(lambda n: Batches(n, reads)), steps=None, epochs=2)
+    output = capsys.readouterr().out
+    assert state.step == 12 and "reading the data once" not in output
+    assert reads.count(0) <= 4
+    assert output.count("a pass leaves out 4 examples, which fill no global batch of 16") == 1
+    counted = train(hooks_of(Loader), steps=None, epochs=2, run_name="counted")
+    assert counted.step == 12 and "reading the data once" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_compiled_stretches(train: Train) -> None:
+    hooks = hooks_of(Loader)
+    whole = train(hooks, run_name="whole", jit_compile=True)
+    for steps in (5, 6, STEPS):
+        parts = train(hooks, steps=steps, run_name="parts", jit_compile=True)
+    assert_weights(whole, parts, rtol=0)
+    assert_weights(whole, by_hand(Loader, STEPS), rtol=1e-5)
+
+
+def test_overfitted_batches_and_accumulated_steps(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = hooks_of(Endless)
+    settings: dict[str, Any] = {"overfit_batches": 2, "accumulate_steps": 2}
+    whole = train(hooks, steps=9, run_name="whole", **settings)
+    for steps in (3, 9):
+        parts = train(hooks, steps=steps, run_name="parts", **settings)
+    assert_weights(whole, parts, rtol=0)
+    assert "overfit_batches keeps batches" in capsys.readouterr().out
+
+
+def test_a_generator_is_made_anew_for_each_pass_and_skipped_forward(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = hooks_of(generator)
+    whole = train(hooks, run_name="whole")
+    assert_weights(whole, by_hand(generator, STEPS))
+    for steps in (4, 15, STEPS):
+        parts = train(hooks, steps=steps, run_name="parts")
+    assert_weights(whole, parts, rtol=0)
+    output = capsys.readouterr().out
+    assert "a generator has neither get_state and set_state nor state_dict" in output
+    assert "dropping 64 examples" in output and "dropping 240 examples" in output
+
+
+def test_make_batches_behind_a_reader(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """Single examples, batched by tf.data, whose position in them cannot be saved."""
+
+    class Examples:
+        def __iter__(self) -> Iterator[Any]:
+            for x, y in generator(1):
+                yield x[0], y[0]
+
+    def make_batches(dataset: Any, per_replica_batch_size: int) -> Any:
+        return dataset.batch(per_replica_batch_size, drop_remainder=True)
+
+    hooks = hooks_of(lambda _: Examples(), make_batches=make_batches)
+    whole = train(hooks, run_name="whole")
+    for steps in (7, STEPS):
+        parts = train(hooks, steps=steps, run_name="parts")
+    assert_weights(whole, parts, rtol=0)
+    assert "make_batches changes what a reader gives" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, "a generator"])
+def test_evaluation_reads_the_same_each_time(train: Train, kind: str) -> None:
+    """Each example once, the last batch smaller, whatever the replicas; training goes on."""
+    if kind == "get_state":
+        pytest.skip("it never ends")
+    make = {**KINDS, "a generator": generator}[kind]
+    keras.utils.set_random_seed(0)
+    reader = make(BATCH)
+    seen = list(reader) if not isinstance(reader, Batches) else [reader[i] for i in range(7)]
+    means = [np.concatenate([batch[part] for batch in seen]).mean() for part in (0, 1)]
+    hooks = hooks_of(
+        Batches,
+        create_eval_dataset=lambda per_replica_batch_size: {"a": make(BATCH), "b": make(50)},
+        create_metrics=lambda: {"x": keras.metrics.Mean(), "y": keras.metrics.Mean()},
+        metric_pre=lambda batch: {"x": (batch[0],), "y": (batch[1],)},
+    )
+    found: list[Any] = []
+    hooks.after_eval = lambda metrics: found.append(metrics)
+    state = train(hooks, steps=6, eval_every=2, virtual_devices=2)
+    assert_weights(state, by_hand(Batches, 6))
+    assert len(found) >= 3
+    for metrics in found:
+        np.testing.assert_allclose([metrics["a/x"], metrics["a/y"]], means, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(metrics["b/y"], means[1], rtol=1e-5)
+
+
+def test_sizes_that_vary_are_for_element_spec_to_say(train: Train) -> None:
+    class Growing:
+        element_spec = (tf.TensorSpec([BATCH, None], tf.float32), tf.TensorSpec([BATCH, 1]))
+
+        def __iter__(self) -> Iterator[Any]:
+            for width in (3, 3, 3, 3, 3, 5):
+                yield np.ones((BATCH, width), "float32"), np.ones((BATCH, 1), "float32")
+
+    hooks = hooks_of(lambda _: Growing())
+    hooks.create_model = lambda: keras.Sequential(
+        [keras.Input((None, 1)), keras.layers.Dense(1), keras.layers.GlobalAveragePooling1D()]
+    )
+    hooks.input_pre = lambda batch: batch[0][..., None]
+    assert train(hooks, steps=8).step == 8
+    del Growing.element_spec
+    with pytest.raises(ctl_core.RunError, match=r"an element is \(float32\[16, 5\].*element_spec"):
+        train(hooks, steps=8, run_name="undeclared")
+
+
+def test_the_length_that_a_pydataset_says_is_held_against_it(train: Train) -> None:
+    class Uneven(Batches):
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return (x[:7], y[:7]) if index == 3 else (x, y)
+
+    hooks = hooks_of(Uneven)
+    with pytest.raises(ctl_core.RunError, match="a pass has 5 batches of 16 examples, 6 were exp"):
+        train(hooks, steps=None, epochs=2)
+    assert train(hooks, steps=12, run_name="by-steps").step == 12
+
+
+KILLED = """
+import time
+
+from tests.helpers.readers import Loader
+
+
+def create_dataset(global_batch_size):
+    return Loader(global_batch_size)
+
+
+def rest(step, hparams):
+    time.sleep(hparams["pause"])
+
+
+every_steps = {1: rest}
+"""
+
+
+@pytest.mark.slow
+def test_killed_while_reading_ahead(cli: Cli, tmp_path: Path) -> None:
+    """Wherever it is killed, the run goes on from its last checkpoint to the same bits."""
+    flags = ("--batch-size", "16", "--steps", "400", "--ckpt-every", "7")
+    assert cli(REGRESSION + KILLED, *flags, "--hparams.pause=0", "--run-name", "b").code == 0
+    command = [sys.executable, "-m", "ctl_core", "train", *FLAGS, *flags, "--hparams.pause=0.01"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
+    limit = time.monotonic() + 120
+    while not (tmp_path / "runs/a/ckpt/engine/ckpt-49.json").exists():
+        assert time.monotonic() < limit and process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    outcome = cli(None, *flags, "--hparams.pause=0")
+    assert outcome.code == 0 and "resuming at step" in outcome.out
+    assert "dropping" not in outcome.out
+    one, other = (
+        tf.train.load_checkpoint(str(tmp_path / f"runs/{name}/ckpt/ckpt-400")) for name in "ab"
+    )
+    names = [name for name in one.get_variable_to_shape_map() if name.startswith("optimizer/")]
+    assert len(names) > 12  # the weights among them
+    for name in names:
+        np.testing.assert_array_equal(one.get_tensor(name), other.get_tensor(name))
