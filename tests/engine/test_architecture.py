@@ -17,8 +17,8 @@ LAYERS = """
     compiled helpers joining nested profile settings staging hook_state record gpus verdict
     callbacks_file batch_norm hook_table sources
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
-    cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches defaults
-    shares
+    cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
+    defaults shares
     autograph divergence __main__ summary process_state
     checks.hooks
     hooks saved
