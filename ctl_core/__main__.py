@@ -107,6 +107,8 @@ def _read(argv: list[str]) -> Command | int:
     if name == "hooks":
         return _print_hooks(rest)
     try:
+        if name == "tfrecords":
+            return _write_records(rest)
         return parse_command(argv)
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
@@ -123,6 +125,20 @@ def _print_hooks(rest: list[str]) -> int:
         from ctl_core.tools.hook_table import print_table
 
         print_table()
+    return 0
+
+
+def _write_records(rest: list[str]) -> int:
+    from ctl_core.tools.record_options import parse
+
+    options = parse(rest)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if options.debug else "3")
+    with interruptible():
+        _import_libraries(options.debug)
+        from ctl_core.tools.tfrecords import write_records
+
+        _find_devices(options.debug)
+        write_records(options)
     return 0
 
 
