@@ -121,7 +121,7 @@ def _images(folder: str, prefix: str = "") -> list[tuple[str, int, int]]:
     return found
 
 
-def _checked(folder: Path, names: list[str]) -> Iterator[tuple[bytes, list[int]] | str]:
+def _checked(folder: Path, names: list[str]) -> Iterator[tuple[bytes, list[int | None]] | str]:
     """Yields each file's content and the shape of its image, or why it is none, in their order.
 
     Files are read here, a block ahead of the one whose images another thread decodes, if it has to.

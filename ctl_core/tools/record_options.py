@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ctl_core.errors import SetupError, one_line
-from ctl_core.settings import nearest, shown
+from ctl_core.settings import check_path, nearest, shown
 
 TABLES = (".csv", ".tsv", ".parquet", ".npz")
 _SOURCE = """\
@@ -113,6 +113,12 @@ def parse(argv: Sequence[str]) -> Options:
             raise SetupError(f"{name}: expected a whole number from 1 up, got {number}.")
     if known.shards and known.shard_size:
         raise SetupError("shards and shard_size: give one of the two.")
+    for name in ("source", "output"):
+        try:
+            check_path(str(getattr(known, name)))
+        except ValueError as error:
+            why = str(error) or f"is no path: {shown(str(getattr(known, name)))}."
+            raise SetupError(f"{name}: {why}") from error
     if not known.source.exists():
         raise SetupError(f"{one_line(known.source)}: there is no such file or folder.")
     return Options(

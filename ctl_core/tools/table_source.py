@@ -46,6 +46,13 @@ class _Table:
     damaged: list[Damaged] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Other:
+    """A column of a type that cannot be written; refused unless it is dropped."""
+
+    kind: str
+
+
 def table_source(options: Options, paths: list[Path]) -> Source:
     """Reads tables of one kind.
 
@@ -186,7 +193,7 @@ def _encoded(name: str, column: Any, source: Path) -> tuple[Feature, Callable[[i
             return Feature("string", [None], "ragged"), lambda row: [
                 v if isinstance(v, bytes) else str(v).encode() for v in column[row]
             ]
-    else:
+    elif not isinstance(column, _Other):
         kind, dtype = column.dtype.kind, column.dtype
         if kind in "US" and column.ndim == 1:
             texts = _plain(column)
@@ -203,10 +210,10 @@ def _encoded(name: str, column: Any, source: Path) -> tuple[Feature, Callable[[i
             if column.dtype.name not in ("uint32", "uint64", "longdouble", "float128"):
                 feature = Feature(column.dtype.name, list(column.shape[1:]), "raw")
                 return feature, lambda row: column[row].tobytes()
-    kind = f"values of {column.dtype}" if isinstance(column, np.ndarray) else "such values"
+    kind = column.kind if isinstance(column, _Other) else getattr(column, "dtype", "mixed")
     raise SetupError(
-        f"{from_here(source)}: {shown(name)} holds {kind}, expected numbers, texts, or lists of "
-        f"them; convert it, or leave it out by --drop {label_of(name)}."
+        f"{from_here(source)}: {shown(name)} is of the type {kind}, expected numbers, texts, or "
+        f"lists of them; convert it, or leave it out by --drop {label_of(name)}."
     )
 
 
@@ -291,6 +298,8 @@ def _read_npz(files: list[tuple[Path, str]]) -> _Table:
         where = from_here(path)
         arrays: dict[str, np.ndarray] = {}
         try:
+            if not zipfile.is_zipfile(path):
+                raise zipfile.BadZipFile("its end is missing, or something else")
             with np.load(path) as content:
                 for name in content.files:
                     arrays[name] = content[name]
@@ -397,7 +406,7 @@ def _read_parquet(files: list[tuple[Path, str]]) -> _Table:
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or _fixed(pa, kind):
             table.columns[name] = _lists(column.to_pylist())
         else:
-            table.columns[name] = np.empty([len(column)], f"V{1}")  # refused unless dropped
+            table.columns[name] = _Other(str(kind))
     return table
 
 

@@ -67,7 +67,7 @@ def write_records(options: Options, console: Console | None = None) -> Manifest:
         console.say(f"{from_here(options.output)}: is complete already: {_summary(manifest)}.")
         return manifest
     if manifest.shards:
-        console.say(f"going on after {len(manifest.shards)} of {len(planned)} files.")
+        console.say(f"going on after {len(manifest.shards)} of {_files(len(planned))}.")
     order = {one.name: number for number, one in enumerate(planned)}
     written_at = 0.0
     with _progress(console, sum(len(one.indices) for one in todo)) as advance:
@@ -183,9 +183,13 @@ def _begin(source: Source, options: Options, planned: list[_Planned], console: C
                 f"output: {where} holds other files{f' ({others[0]})' * bool(others[0])}; name a "
                 "folder that is empty or not there."
             )
-    with _said(empty, folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         empty.write()
+    except OSError as error:
+        raise SetupError(
+            f"output: {where} cannot be written: {reason(error)}; name another folder."
+        ) from error
     return empty
 
 
@@ -281,7 +285,7 @@ def _said(manifest: Manifest, path: Path) -> Iterator[None]:
                 manifest.write()
         raise RunError(
             f"{from_here(path)}: cannot be written: {reason(error)}; {len(manifest.shards)} of "
-            f"{manifest.planned} files are there; make room for the rest, or mend what is wrong, "
+            f"{_files(manifest.planned)} are there; make room for the rest, or mend what is wrong, "
             "and run the same command again, which goes on from there."
         ) from error
 
@@ -305,13 +309,17 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
+def _files(count: int) -> str:
+    return f"{count} file{'s' * (count != 1)}"
+
+
 def _summary(manifest: Manifest) -> str:
     """Says what is in a folder."""
     parts = []
     for split in manifest.splits():
         shards = manifest.of(split)
         parts.append(f"{split} {sum(shard.examples for shard in shards)}")
-    said = f"{', '.join(parts)} in {len(manifest.shards)} files"
+    said = f"{', '.join(parts)} in {_files(len(manifest.shards))}"
     kinds = []
     for name, feature in manifest.features.items():
         shape = feature.shape
