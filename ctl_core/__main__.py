@@ -138,7 +138,8 @@ def _write_records(rest: list[str]) -> int:
         from ctl_core.tools.tfrecords import write_records
 
         _find_devices(options.debug)
-        write_records(options)
+        with _without_greeting(options.debug, "JPEG"):  # libjpeg prints what we say in a line
+            write_records(options)
     return 0
 
 
@@ -237,7 +238,7 @@ _GREETING = (
 
 
 @contextlib.contextmanager
-def _without_greeting(debug: bool) -> Iterator[None]:
+def _without_greeting(debug: bool, pattern: str = _GREETING) -> Iterator[None]:
     """Leaves out what TensorFlow's C++ prints within, whatever its log level is; not in debugging.
 
     It goes to the file descriptor itself. Another process reads it and passes on the rest, also
@@ -248,7 +249,7 @@ def _without_greeting(debug: bool) -> Iterator[None]:
     if not debug:
         with contextlib.suppress(OSError):  # Windows has no sed
             reader = subprocess.Popen(
-                ["sed", "-E", f"/{_GREETING}/d"],
+                ["sed", "-E", f"/{pattern}/d"],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 env={**os.environ, "LC_ALL": "C"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -171,7 +172,7 @@ def _decoded(
         for content, shape in zip(block, shapes, strict=True)
         if shape is None and isinstance(content, bytes)
     ]
-    contents += contents[:1] * (-len(contents) % _TOGETHER)
+    contents += [_filler()] * (-len(contents) % _TOGETHER)
     found: list[list[int]] = []
     try:
         for start in range(0, len(contents), _TOGETHER):
@@ -183,6 +184,12 @@ def _decoded(
         each if isinstance(each, str) else (each, shape or next(rest))
         for each, shape in zip(block, shapes, strict=True)
     ]
+
+
+@functools.cache
+def _filler() -> bytes:
+    """Returns an image where there are not as many as are checked in one call."""
+    return tf.io.encode_png(tf.zeros([1, 1, 1], tf.uint8)).numpy()  # type: ignore[no-any-return]
 
 
 def _decoded_one(content: bytes) -> tuple[bytes, list[int]] | str:

@@ -264,7 +264,7 @@ def _take_out(damaged: Damaged, options: Options, console: Console) -> None:
     Raises:
         RunError: nothing is to be.
     """
-    line = one_line(f"{from_here(damaged.where)}: {damaged.why}")
+    line = one_line(f"{from_here(damaged.where)}: {damaged.why}").rstrip(".")
     if not options.skip:
         raise RunError(f"{line}; mend or remove it, or leave such input out by --on-error skip.")
     console.warn(f"{line}; left out.")
