@@ -81,7 +81,7 @@ def read_tfrecords(
     wanted = _wanted(found, features)
     decoder = _Decoder(found, shards, sorted(set(tf.nest.flatten(wanted))), image_size)
     _check(found, decoder, batch_size, leave_out, only, input_context, by_file)
-    _OPENED.update({str(found.records(shard)): shard.bytes for shard in shards})
+    _OPENED.update({found.records(shard): found.index(shard) for shard in shards})
     pipelines = input_context.num_input_pipelines if input_context else 1
     own_files = by_file and len(shards) >= pipelines > 1
     if own_files:
@@ -341,8 +341,8 @@ def _spec(feature: Feature) -> Any:
 
 # ---- What a failure of reading is about ---------------------------------------------------------
 
-# The files that this process reads, and their sizes.
-_OPENED: dict[str, int] = {}
+# The files that this process reads, each with its index.
+_OPENED: dict[Path, Path] = {}
 _AT = re.compile(r"(?:corrupted|truncated) record at (\d+)")
 
 
@@ -352,12 +352,12 @@ def _explain(error: BaseException) -> str | None:
     if not (isinstance(error, tf.errors.DataLossError) and found):
         return None
     offset = int(found[1])
-    for path, size in _OPENED.items():
-        if offset < size and not whole_record(Path(path), offset):
+    for path, index in _OPENED.items():
+        begins = np.fromfile(index, "<i8")[::2] if index.exists() else []
+        if offset in begins and not whole_record(path, offset):
             return (
-                f"{from_here(path)}: the record at byte {offset} is damaged; delete the file and "
-                "run the python -m ctl_core tfrecords that wrote it again, which writes only what "
-                "is missing"
+                f"{from_here(path)}: the record at byte {offset} is damaged (delete the file and "
+                "run the same tfrecords command again, which writes what is missing)"
             )
     return None
 

@@ -1,4 +1,4 @@
-"""``read_tfrecords``: what a plain loop reads, passes, folds, shares; training and resuming on it."""
+"""``read_tfrecords``: what a plain loop reads; passes, folds, shares; training and resuming."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_in_order_it_is_what_a_plain_loop_reads(data: Path) -> None:
             np.testing.assert_array_equal(one[1], other[1])
 
 
-@pytest.mark.parametrize("runs", [1, 7, 1000])
+@pytest.mark.parametrize("runs", [1, 7, pytest.param(1000, marks=pytest.mark.slow)])
 def test_each_example_once_a_pass_in_another_order_each_time(
     data: Path, monkeypatch: pytest.MonkeyPatch, runs: int
 ) -> None:
@@ -130,6 +130,7 @@ def test_by_file_each_process_has_files_of_its_own(data: Path) -> None:
     assert sorted(itertools.chain(*shared)) == sorted(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 8])
 def test_a_restored_iterator_goes_on_exactly_and_its_state_is_small(
     data: Path, tmp_path: Path, batch_size: int | None, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +195,9 @@ def test_weights_are_those_of_a_plain_loop_over_the_files(train: Train, data: Pa
     examples = [prepared(image, label) for _, image, label in plain(data)]
     for _ in range(2):
         for start in range(0, EXAMPLES - 15, 16):
-            inputs, target = (tf.stack(part) for part in zip(*examples[start : start + 16]))
+            inputs, target = (
+                tf.stack(part) for part in zip(*examples[start : start + 16], strict=True)
+            )
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(squared_error((model(inputs), target))) / 16
             update.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
@@ -219,7 +222,7 @@ def test_a_resumed_run_is_the_whole_run(
 ) -> None:
     """Bit for bit, and by the saved position: nothing is read and dropped."""
     whole = train(program(data, seed=seed), steps=40, run_name="whole")
-    for steps in (11, 13, 26, 40):
+    for steps in (11, 26, 40):
         state = train(program(data, seed=seed), steps=steps)
     assert_weights(state, whole, rtol=0)
     assert "reading and dropping" not in capsys.readouterr().out
@@ -247,13 +250,6 @@ def test_arguments_that_cannot_be_are_one_line(data: Path) -> None:
 def copied(data: Path, tmp_path: Path) -> Path:
     shutil.copytree(data, tmp_path / "data")
     return tmp_path / "data"
-
-
-SOURCE = """
-import tensorflow as tf
-from ctl_core.data import read_tfrecords
-from tests.engine_programs import *
-"""
 
 
 def source(seed: int | None) -> str:
@@ -292,7 +288,7 @@ def test_a_manifest_that_does_not_fit_is_refused_before_training(cli: Cli, copie
         (begun, "only 3 of 3 files are written"),
     ):
         manifest.write_text(text)
-        refused(cli(source(None)), "create_dataset (callbacks.py", "data/manifest.json", words)
+        refused(cli(source(None)), "data/manifest.json", words)
     manifest.write_text(whole)
     (copied / "train-00001.index").write_bytes(b"")
     refused(cli(source(None)), "does not fit its files: train-00001.index has 0 bytes, not")
@@ -310,5 +306,4 @@ def test_a_damaged_record_is_named_while_running(cli: Cli, copied: Path, seed: i
     content[begin + 20] ^= 1
     path.write_bytes(content)
     outcome = cli(source(seed), "--steps", "30")
-    failed(outcome, "data/train-00002.tfrecord: the record at byte ", "is damaged; delete the file")
-    assert f"at byte {begin} is damaged" in outcome.err
+    failed(outcome, f"data/train-00002.tfrecord: the record at byte {begin} is damaged (del")
