@@ -343,6 +343,7 @@ def _spec(feature: Feature) -> Any:
 
 # The files that this process reads, each with its index.
 _OPENED: dict[Path, Path] = {}
+_HEAD = 12  # bytes of a record before its data
 _AT = re.compile(r"(?:corrupted|truncated) record at (\d+)")
 
 
@@ -351,14 +352,15 @@ def _explain(error: BaseException) -> str | None:
     found = _AT.search(str(error))
     if not (isinstance(error, tf.errors.DataLossError) and found):
         return None
-    offset = int(found[1])
+    at = int(found[1])
     for path, index in _OPENED.items():
-        begins = np.fromfile(index, "<i8")[::2] if index.exists() else []
-        if offset in begins and not whole_record(path, offset):
-            return (
-                f"{from_here(path)}: the record at byte {offset} is damaged (delete the file and "
-                "run the same tfrecords command again, which writes what is missing)"
-            )
+        begins = set(np.fromfile(index, "<i8")[::2].tolist()) if index.exists() else set()
+        for begin in (at, at - _HEAD):  # where its length stands, or its data
+            if begin in begins and not whole_record(path, begin):
+                return (
+                    f"{from_here(path)}: the record at byte {begin} is damaged (delete the file "
+                    "and run the same tfrecords command again, which writes what is missing)"
+                )
     return None
 
 

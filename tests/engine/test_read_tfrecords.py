@@ -296,14 +296,16 @@ def test_a_manifest_that_does_not_fit_is_refused_before_training(cli: Cli, copie
     refused(cli(source(None)), "data/manifest.json: No such file or directory; expected the manif")
 
 
-@pytest.mark.parametrize("seed", [None, 1])
-def test_a_damaged_record_is_named_while_running(cli: Cli, copied: Path, seed: int | None) -> None:
+@pytest.mark.parametrize(("seed", "place"), [(None, 20), (1, 20), (1, 2)])
+def test_a_damaged_record_is_named_while_running(
+    cli: Cli, copied: Path, seed: int | None, place: int
+) -> None:
     """Its size is right, so that only reading tells; the offset is that of a record's begin."""
     path = copied / "train-00002.tfrecord"
     content = bytearray(path.read_bytes())
     index = np.fromfile(path.with_suffix(".index"), "<i8").reshape(-1, 2)
     begin = int(index[-3, 0])
-    content[begin + 20] ^= 1
+    content[begin + place] ^= 1
     path.write_bytes(content)
     outcome = cli(source(seed), "--steps", "30")
     failed(outcome, f"data/train-00002.tfrecord: the record at byte {begin} is damaged (del")

@@ -205,7 +205,7 @@ def test_csv(tfrecords: Command, tmp_path: Path) -> None:
 
 def test_npz_with_the_names_of_keras_data_sets(tfrecords: Command, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    arrays = {
+    arrays: dict[str, Any] = {
         "x_train": random.integers(0, 255, (30, 4, 4)).astype("uint8"),
         "y_train": np.arange(30, dtype="uint8"),
         "x_test": random.integers(0, 255, (5, 4, 4)).astype("uint8"),
