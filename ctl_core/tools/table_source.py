@@ -35,6 +35,7 @@ class _Table:
         splits: of each row
         where: of each row, for messages
         keys: of each row, unless they are to be made of its values
+        dropped: columns that are left out
         damaged: rows that are left out
     """
 
@@ -43,6 +44,7 @@ class _Table:
     where: list[str]
     images: set[str] = dataclasses.field(default_factory=set)
     keys: list[bytes] | None = None
+    dropped: set[str] = dataclasses.field(default_factory=set)
     damaged: list[Damaged] = dataclasses.field(default_factory=list)
 
 
@@ -63,8 +65,8 @@ def table_source(options: Options, paths: list[Path]) -> Source:
     named = [split_named(re.split(r"[-_.]", path.stem)[0]) for path in paths]
     splits = named if len(paths) > 1 and all(named) else ["train"] * len(paths)
     reader = {".npz": _read_npz, ".parquet": _read_parquet}.get(paths[0].suffix.lower(), _read_csv)
-    table = reader(list(zip(paths, splits, strict=True)))
-    names = list(table.columns)
+    table = reader(list(zip(paths, splits, strict=True)), set(options.drop))
+    names = [*table.columns, *table.dropped]
     wanted = [("label", options.label), ("key", options.key), *(("drop", n) for n in options.drop)]
     for option, name in wanted:
         if name is not None and name not in names:
@@ -72,9 +74,10 @@ def table_source(options: Options, paths: list[Path]) -> Source:
                 f"{option}: {from_here(options.source)} has no column {shown(name)}"
                 f"{nearest(name, names)} (there: {one_line(', '.join(names), 200)})"
             )
-    for name in options.drop:
-        table.columns.pop(name, None)
-        table.images.discard(name)
+        if option != "drop" and name in options.drop:
+            raise SetupError(f"{option}: {name} is left out by --drop; take one of the two.")
+    if not table.columns:
+        raise SetupError(f"{from_here(options.source)}: no column is left; drop fewer.")
     features, getters = {}, {}
     for name, column in table.columns.items():
         if name in table.images:
@@ -220,7 +223,7 @@ def _encoded(name: str, column: Any, source: Path) -> tuple[Feature, Callable[[i
 # ---- CSV ----------------------------------------------------------------------------------------
 
 
-def _read_csv(files: list[tuple[Path, str]]) -> _Table:
+def _read_csv(files: list[tuple[Path, str]], drop: set[str]) -> _Table:
     header: list[str] = []
     rows: list[list[str]] = []
     table = _Table({}, [], [], keys=[])
@@ -259,7 +262,12 @@ def _read_csv(files: list[tuple[Path, str]]) -> _Table:
         except csv.Error as error:
             raise SetupError(f"{where}:{lines.line_num}: is no CSV: {one_line(error)}.") from error
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
-    table.columns = {n: _typed(list(c)) for n, c in zip(header, columns, strict=True)}
+    table.columns = {
+        name: _typed(list(column))
+        for name, column in zip(header, columns, strict=True)
+        if name not in drop
+    }
+    table.dropped = drop & set(header)
     return table
 
 
@@ -292,8 +300,9 @@ def _typed(texts: list[str]) -> Any:
 # ---- NPZ ----------------------------------------------------------------------------------------
 
 
-def _read_npz(files: list[tuple[Path, str]]) -> _Table:
+def _read_npz(files: list[tuple[Path, str]], drop: set[str]) -> _Table:
     parts: list[tuple[str, str, dict[str, np.ndarray]]] = []
+    dropped: set[str] = set()
     for path, split in files:
         where = from_here(path)
         arrays: dict[str, np.ndarray] = {}
@@ -302,7 +311,10 @@ def _read_npz(files: list[tuple[Path, str]]) -> _Table:
                 raise zipfile.BadZipFile("its end is missing, or something else")
             with np.load(path) as content:
                 for name in content.files:
-                    arrays[name] = content[name]
+                    if left_out := drop & {name, (_split_in(name) or ("", name))[1]}:
+                        dropped |= left_out
+                    else:
+                        arrays[name] = content[name]
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             if "allow_pickle" in str(error):
                 raise SetupError(
@@ -322,7 +334,7 @@ def _read_npz(files: list[tuple[Path, str]]) -> _Table:
                 parts.append((each, where, part))
         else:
             parts.append((split, where, arrays))
-    table = _Table({}, [], [])
+    table = _Table({}, [], [], dropped=dropped)
     names = list(parts[0][2])
     for split, where, part in parts:
         if sorted(part) != sorted(names):
@@ -362,7 +374,7 @@ def _split_in(name: str) -> tuple[str, str] | None:
 # ---- Parquet ------------------------------------------------------------------------------------
 
 
-def _read_parquet(files: list[tuple[Path, str]]) -> _Table:
+def _read_parquet(files: list[tuple[Path, str]], drop: set[str]) -> _Table:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -388,7 +400,10 @@ def _read_parquet(files: list[tuple[Path, str]]) -> _Table:
             f"{from_here(files[0][0].parent)}: the files have different columns: "
             f"{one_line(error, 160)}"
         ) from error
+    table.dropped = drop & set(whole.column_names)
     for name in whole.column_names:
+        if name in drop:
+            continue
         column = whole.column(name)
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)

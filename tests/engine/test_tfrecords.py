@@ -311,6 +311,7 @@ SOURCES: dict[str, tuple[str, bytes, int, str]] = {
     "option": ("t.csv --lable a", b"a\n1\n", 2, "did you mean '--label'?"),
     "shards": ("t.csv --shards 0", b"a\n1\n", 2, "shards: expected a whole number from 1 up"),
     "both": ("t.csv --shards 1 --shard-size 1", b"a\n1\n", 2, "give one of the two"),
+    "dropped": ("t.csv --label a --drop a", b"a,b\n1,2\n", 2, "label: a is left out by --drop"),
     "url": ("gs://a/t.csv", b"", 2, "got the URL"),
     "missing": ("nothing", b"", 2, "there is no such file or folder"),
 }
@@ -329,6 +330,7 @@ def test_what_cannot_be_read_is_one_line(tfrecords: Command, tmp_path: Path, cas
 def test_arrays_that_are_no_examples(tfrecords: Command, tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros(3), y=np.zeros(4))
     said(tfrecords("a.npz --output d"), 2, "one row for each example; got x [3], y [4]")
+    done(tfrecords("a.npz --output e --drop y"), "train 3 in 1 file; features: x float64.")
     np.savez(tmp_path / "b.npz", x=np.array([1, "a"], object))
     said(tfrecords("b.npz --output d"), 2, "holds Python objects")
     np.savez(tmp_path / "c.npz", x=np.full(2, 2**63, "uint64"))
