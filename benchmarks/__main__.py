@@ -32,6 +32,7 @@ SECTIONS: list[tuple[int, list[str]]] = [
     (2, ["cnn/50"]),
     (4, ["mlp/50"]),
     (4, ["cnn/50"]),
+    (1, ["tfrecords"]),
     (1, ["memory"]),
 ]
 OWN_PROCESS, CLUSTER = "start", "processes"
