@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def records(rounds: int, images: int) -> Iterator[Timing]:
 
 def _timed(
     section: str,
-    peers: dict[str, Callable[[Path], Any]],
+    peers: Mapping[str, Callable[[Path], Any]],
     folder: Path,
     images: int,
     rounds: int,
