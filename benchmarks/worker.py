@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.worker DEVICES ROUNDS FILE QUICK SECTION...`` writes what it measures as
 JSON, a line for each result. A section is a workload with how often the loss is read, such as
-``mlp/50``, or one of ``evaluation``, ``checkpoints``, ``scaling`` and ``memory``.
+``mlp/50``, or one of ``evaluation``, ``checkpoints``, ``scaling``, ``tfrecords`` and ``memory``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ import ctl_core
 from benchmarks.installed import has_orbit
 from benchmarks.pace import CHECKED, Pace, timed
 from benchmarks.peers import PEERS, all_reduce, callbacks, compiled, engine, settings
+from benchmarks.records import records
 from benchmarks.report import ALL_REDUCE, COMPILED, REPORTED_COMPILED, Memory, Timing, memory_used
 from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
 from ctl_core.evaluate import evaluate
 
 ONE_DEVICE_ONLY = ("floor", "input alone")
-MEMORY_STEPS = 10_000
+MEMORY_STEPS, IMAGES = 10_000, 100_000
 EVALUATED = 100  # batches
 
 
@@ -237,6 +238,7 @@ def main(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]
         "evaluation": lambda: evaluation(rounds),
         "scaling": lambda: scaled(devices, rounds),
         "checkpoints": lambda: checkpoints(rounds),
+        "tfrecords": lambda: records(rounds, IMAGES // 10 if quick else IMAGES),
         "memory": lambda: [memory(MEMORY_STEPS // 10 if quick else MEMORY_STEPS)],
     }
     with file.open("a", encoding="utf-8") as out:

@@ -107,6 +107,8 @@ def _read(argv: list[str]) -> Command | int:
     if name == "hooks":
         return _print_hooks(rest)
     try:
+        if name == "tfrecords":
+            return _write_records(rest)
         return parse_command(argv)
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
@@ -123,6 +125,21 @@ def _print_hooks(rest: list[str]) -> int:
         from ctl_core.tools.hook_table import print_table
 
         print_table()
+    return 0
+
+
+def _write_records(rest: list[str]) -> int:
+    from ctl_core.tools.record_options import parse
+
+    options = parse(rest)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if options.debug else "3")
+    with interruptible():
+        _import_libraries(options.debug)
+        from ctl_core.tools.tfrecords import write_records
+
+        _find_devices(options.debug)
+        with _without_greeting(options.debug, "JPEG"):  # libjpeg prints what we say in a line
+            write_records(options)
     return 0
 
 
@@ -249,7 +266,7 @@ _GREETING = (
 
 
 @contextlib.contextmanager
-def _without_greeting(debug: bool) -> Iterator[None]:
+def _without_greeting(debug: bool, pattern: str = _GREETING) -> Iterator[None]:
     """Leaves out what TensorFlow's C++ prints within, whatever its log level is; not in debugging.
 
     It goes to the file descriptor itself. Another process reads it and passes on the rest, also
@@ -260,7 +277,7 @@ def _without_greeting(debug: bool) -> Iterator[None]:
     if not debug:
         with contextlib.suppress(OSError):  # Windows has no sed
             reader = subprocess.Popen(
-                ["sed", "-E", f"/{_GREETING}/d"],
+                ["sed", "-E", f"/{pattern}/d"],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 env={**os.environ, "LC_ALL": "C"},

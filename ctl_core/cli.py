@@ -179,6 +179,7 @@ COMMANDS = {
     "evaluate": "evaluate a run's checkpoint",
     "predict": "write a run's predictions to a file",
     "export": "write a run's model for others to use",
+    "tfrecords": "write images or tables as TFRecord files",
     "hooks": "print the table of hooks",
 }
 

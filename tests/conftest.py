@@ -44,6 +44,7 @@ QUICK = (
     "test_settings_of_runs.py",
     "test_settings_refused.py",
     "test_layout.py",
+    "test_splits.py",
     "test_strategy.py",
 )
 

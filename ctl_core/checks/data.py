@@ -19,7 +19,7 @@ from ctl_core.checks.examples import checked_count, examples_in, packed, read_by
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import stages
 from ctl_core.console import Console
-from ctl_core.errors import SetupError, one_line
+from ctl_core.errors import SetupError, explained, one_line
 from ctl_core.hooks import Hook, Hooks, describe
 from ctl_core.readers.stream import Stream
 
@@ -308,7 +308,8 @@ def reading(hook: Hook) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        raise hook.reject(f"reading the data failed: {one_line(error)}") from error
+        why = one_line(explained(error) or error)
+        raise hook.reject(f"reading the data failed: {why}") from error
 
 
 def first_of(iterator: Any, hook: Hook) -> Any:

@@ -12,14 +12,17 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    errors table types
-    chunks collectives compat console data files precision not_finite reduction signals
+    errors table types splits index buckets png
+    chunks collectives compat console files precision not_finite reduction signals
     compiled helpers joining nested profile settings staging hook_state record gpus verdict
     callbacks_file batch_norm hook_table sources
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
+    manifest record_options
     defaults shares
-    autograph divergence __main__ summary process_state
+    records record_source
+    image_source table_source
+    tfrecords autograph divergence __main__ summary process_state
     checks.hooks
     hooks saved
     elements

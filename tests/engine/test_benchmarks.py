@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import peers, worker
+from benchmarks import peers, records, worker
 from benchmarks.pace import Over, Pace
-from benchmarks.report import Memory, Results, Timing, print_report
+from benchmarks.report import (
+    BARE,
+    READING,
+    SHUFFLED,
+    WRITING,
+    Memory,
+    Results,
+    Timing,
+    print_report,
+)
 from benchmarks.workloads import mlp
 
 NAMES = ("engine", "Keras fit", "textbook loop", "floor")
@@ -70,6 +79,14 @@ def test_a_failure_in_a_loop_is_raised_where_it_is_driven() -> None:
     with pytest.raises(ValueError, match="segment"):
         Pace(loop, 75)
     assert issubclass(Over, Exception)
+
+
+def test_both_loops_write_and_read_the_same_images() -> None:
+    timings = list(records.records(rounds=1, images=200))
+    sections = [(timing.section, timing.peer, len(timing.seconds)) for timing in timings]
+    assert sections == [
+        (section, peer, 1) for section in (WRITING, READING, SHUFFLED) for peer in ("engine", BARE)
+    ]
 
 
 def made_up() -> Results:
