@@ -43,8 +43,8 @@ def read_tfrecords(
     after pass, each example once in each, in another order each time. Runs of neighbours (64 KB
     or one record, whichever is more) are read in random order from all files, and of 32 such runs
     the examples are mixed: a full shuffle where a record has 64 KB. The order of any pass follows
-    from the seed and the pass's number alone, and a checkpoint holds the examples in between, at
-    most a few megabytes, not a buffer as large as the shuffle.
+    from the seed and the pass's number alone, and a checkpoint holds the examples in between, a few
+    megabytes, not a buffer as large as the shuffle.
 
     In a cluster, a hook that does not name ``input_context`` is right: the engine deals out the
     batches, and processes drop those of the others. With ``input_context`` each process reads the

@@ -6,7 +6,6 @@ import itertools
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -19,9 +18,9 @@ from ctl_core.data import fold_of, read_tfrecords
 from ctl_core.data.manifest import read
 from ctl_core.tools.record_options import parse
 from ctl_core.tools.tfrecords import write_records
-from tests.helpers.cases import assert_weights, make_hooks, set_weights, sgd, squared_error
+from tests.helpers.cases import assert_weights, squared_error
 from tests.helpers.fixtures import Train
-from tests.helpers.pictures import make_pictures
+from tests.helpers.pictures import make_pictures, picture_hooks, picture_model, prepared
 from tests.helpers.project import Cli, failed, refused
 
 EXAMPLES, FILES = 203, 3
@@ -152,7 +151,7 @@ def test_a_restored_iterator_goes_on_exactly_and_its_state_is_small(
         before = [next(iterator)[0].numpy().tolist() for _ in range(cut)]
         path = tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "position"))
         size = sum(file.stat().st_size for file in tmp_path.glob("position*"))
-        assert size < 200_000, "nine parts of it are the states of runs, not images"
+        assert size < 200_000, f"{size} bytes"
         restored = iter(pipeline())
         tf.train.Checkpoint(iterator=restored).read(path)
         after = [next(restored)[0].numpy().tolist() for _ in range(90 - cut)]
@@ -162,36 +161,9 @@ def test_a_restored_iterator_goes_on_exactly_and_its_state_is_small(
 # ---- Training -----------------------------------------------------------------------------------
 
 
-def create_model() -> keras.Model:
-    layers = [keras.layers.Flatten(), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
-    return set_weights(keras.Sequential([keras.Input((6, 5, 1)), *layers]))
-
-
-def prepared(image: Any, label: Any) -> tuple[Any, Any]:
-    return tf.cast(image, tf.float32) / 255.0, tf.cast(label, tf.float32)[..., None]
-
-
-def program(data: Path, **more: Any) -> SimpleNamespace:
-    """Hooks that read the files; ``batched`` by read_tfrecords itself."""
-    batched = more.pop("batched", True)
-
-    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        size = per_replica_batch_size if batched else None
-        dataset = read_tfrecords(data, "train", ("image", "label"), batch_size=size, **more)
-        return dataset.map(prepared) if batched else dataset.map(prepared).batch(
-            per_replica_batch_size, drop_remainder=True
-        )  # fmt: skip
-
-    return make_hooks(
-        create_dataset=create_dataset,
-        create_model=create_model,
-        create_opt=sgd,
-    )
-
-
 def test_weights_are_those_of_a_plain_loop_over_the_files(train: Train, data: Path) -> None:
     """Two epochs in order; what fills no batch at the end of a pass is left out."""
-    model, update = create_model(), keras.optimizers.SGD(0.01)
+    model, update = picture_model(), keras.optimizers.SGD(0.01)
     examples = [prepared(image, label) for _, image, label in plain(data)]
     for _ in range(2):
         for start in range(0, EXAMPLES - 15, 16):
@@ -201,7 +173,7 @@ def test_weights_are_those_of_a_plain_loop_over_the_files(train: Train, data: Pa
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(squared_error((model(inputs), target))) / 16
             update.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-    state = train(program(data), steps=None, epochs=2)
+    state = train(picture_hooks(data), steps=None, epochs=2)
     assert state.step == 24
     assert_weights(state, model, rtol=1e-5)
 
@@ -209,7 +181,7 @@ def test_weights_are_those_of_a_plain_loop_over_the_files(train: Train, data: Pa
 @pytest.mark.parametrize("batched", [True, False])
 def test_weights_do_not_depend_on_devices(train: Train, data: Path, batched: bool) -> None:
     states = [
-        train(program(data, seed=1, batched=batched), virtual_devices=n, run_name=f"on-{n}")
+        train(picture_hooks(data, seed=1, batched=batched), virtual_devices=n, run_name=f"on-{n}")
         for n in (1, 2, 4)
     ]
     for state in states[1:]:
@@ -221,9 +193,9 @@ def test_a_resumed_run_is_the_whole_run(
     train: Train, data: Path, seed: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bit for bit, and by the saved position: nothing is read and dropped."""
-    whole = train(program(data, seed=seed), steps=40, run_name="whole")
+    whole = train(picture_hooks(data, seed=seed), steps=40, run_name="whole")
     for steps in (11, 26, 40):
-        state = train(program(data, seed=seed), steps=steps)
+        state = train(picture_hooks(data, seed=seed), steps=steps)
     assert_weights(state, whole, rtol=0)
     assert "reading and dropping" not in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from ctl_core.__main__ import main
-from ctl_core.cli import COMMANDS, parse_command
+from ctl_core.cli import OPTIONS, parse_command
 from ctl_core.errors import SetupError
 from ctl_core.layers import load_config, write_config
 from ctl_core.settings import SETTINGS, Config
@@ -237,12 +237,11 @@ def test_a_url_is_no_folder(
     ):
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        for command in COMMANDS:
-            if command != "hooks":
-                assert main([command, *argv]) == 2
-                error = capsys.readouterr().err
-                assert words.partition(": ")[2] in error and error.count("\n") == 1
-                assert re.match("error: (other.yaml: )?(runs_dir|CTL_RUNS_DIR): ", error)
+        for command in OPTIONS:
+            assert main([command, *argv]) == 2
+            error = capsys.readouterr().err
+            assert words.partition(": ")[2] in error and error.count("\n") == 1
+            assert re.match("error: (other.yaml: )?(runs_dir|CTL_RUNS_DIR): ", error)
     assert sorted(path.name for path in folder.iterdir()) == ["callbacks.py", "other.yaml"]
 
 
@@ -250,7 +249,7 @@ def test_a_url_is_no_folder(
     ("argv", "words"),
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
-        (["xyz"], "expected one of train, evaluate, predict, export, hooks"),
+        (["xyz"], "expected one of train, evaluate, predict, export, tfrecords, hooks"),
         (["--steps", "3"], "unknown command '--steps'"),
         (["hooks", "all"], "unexpected word 'all'"),
     ],
