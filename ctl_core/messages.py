@@ -16,6 +16,7 @@ from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
 from ctl_core.numerics.not_finite import NEVER, Noted
+from ctl_core.slow_input import advice
 from ctl_core.state import State
 from ctl_core.summary import show
 
@@ -49,6 +50,13 @@ def announce(state: State, console: Console, start: int, last: int, resumed: boo
         )
     if start < last and not state.ended and not resumed:
         show(state.train_model, state.train_loss, console)
+
+
+def time_spent(state: State, console: Console) -> None:
+    """Says where the time of a run went, and what would help if steps waited for data."""
+    console.say(state.clock.summary())
+    if said := advice(state.clock, state.data.pipeline):
+        console.warn(said)
 
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:

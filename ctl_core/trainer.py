@@ -37,6 +37,7 @@ from ctl_core.messages import (
     look_at_rate,
     not_finite,
     note_losses,
+    time_spent,
 )
 from ctl_core.metrics import log
 from ctl_core.numerics.learning_rate import why_ignored
@@ -195,7 +196,7 @@ class Trainer:
         run.flush()
         console.stop()
         if going_on:
-            console.say(state.clock.summary())
+            time_spent(state, console)
         if complaint := not_finite(state):
             console.warn(complaint)
         console.say(closing(state, self.start, time.monotonic() - seconds))

@@ -30,7 +30,7 @@ LAYERS = """
     stream
     examples
     checks.data returned vocabularies schedule
-    position passes eval_data created
+    position passes eval_data created slow_input
     last_batch
     units
     inputs context
