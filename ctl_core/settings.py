@@ -49,6 +49,10 @@ def check_path(text: str) -> str:
     return text
 
 
+def _check_source(text: str | None) -> str | None:
+    return None if text is None else check_path(text)
+
+
 def _check_profile(text: str | None) -> str | None:
     found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text or "0:1")
     if found is None or int(found[1]) >= int(found[2]):
@@ -122,7 +126,7 @@ _Number = Annotated[int, Field(ge=1, lt=2**63)]
 Length = Annotated[int | None, Field(ge=0, lt=2**63)]
 Folder = Annotated[str, AfterValidator(check_path)]
 _Name = Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
-_Source = Annotated[str | None, Field(min_length=1, max_length=2000)]
+_Source = Annotated[str | None, AfterValidator(_check_source)]
 _Profile = Annotated[str | None, AfterValidator(_check_profile)]
 _KeepBest = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?$")]
 _EarlyStop = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?:[1-9][0-9]{0,8}$")]
