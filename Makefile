@@ -17,7 +17,9 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 
-PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# A process that crashes ends the tests: with another in its place they would wait for ever.
+PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 \
+	--dist loadfile --no-loadscope-reorder
 
 .PHONY: demo check test test-slow test-clusters test-rest test-all test-pythons test-compat lint bench
 

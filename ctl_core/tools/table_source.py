@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import os
 import re
 import sys
 import zipfile
@@ -375,14 +376,7 @@ def _split_in(name: str) -> tuple[str, str] | None:
 
 
 def _read_parquet(files: list[tuple[Path, str]], drop: set[str]) -> _Table:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            "Parquet files need pyarrow, which is not installed; in the project's folder: "
-            f"{sys.executable} -m pip install --editable '.[parquet]'"
-        ) from error
+    pa, pq = load_pyarrow()
     table, parts = _Table({}, [], []), []
     for path, split in files:
         try:
@@ -423,6 +417,24 @@ def _read_parquet(files: list[tuple[Path, str]], drop: set[str]) -> _Table:
         else:
             table.columns[name] = _Other(str(kind))
     return table
+
+
+def load_pyarrow() -> tuple[Any, Any]:
+    """Imports pyarrow, without the thread of its allocator: beside TensorFlow it crashes at times.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            "Parquet files need pyarrow, which is not installed; in the project's folder: "
+            f"{sys.executable} -m pip install --editable '.[parquet]'"
+        ) from error
+    return pa, pq
 
 
 def _texts(pa: Any) -> list[Callable[[Any], bool]]:

@@ -21,8 +21,10 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.data import read_tfrecords, split_of
 from ctl_core.data.manifest import read
+from ctl_core.errors import SetupError
 from ctl_core.tools import tfrecords as command
 from ctl_core.tools.png import png_shape
+from ctl_core.tools.table_source import load_pyarrow
 from tests.helpers.pictures import CLASSES, make_pictures, pixels
 from tests.helpers.project import Cli, Outcome
 
@@ -239,8 +241,10 @@ def test_npz_types_come_back_as_they_were(tfrecords: Command, tmp_path: Path, dt
 
 
 def test_parquet(tfrecords: Command, tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    try:
+        pa, parquet = load_pyarrow()
+    except SetupError as error:
+        pytest.skip(str(error))
     files = [{"bytes": tf.io.encode_png(pixels(i)).numpy(), "path": str(i)} for i in range(6)]
     table = pa.table(
         {
@@ -271,6 +275,8 @@ def test_parquet(tfrecords: Command, tmp_path: Path) -> None:
         np.testing.assert_array_equal(example["image"], pixels(number))
     batch = next(iter(read_tfrecords("d", features="tags", batch_size=6)))
     assert sorted(batch.row_lengths().numpy()) == list(range(6))
+    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in threads if "jemalloc" in name]  # which crashes beside TensorFlow
 
 
 def test_parquet_without_pyarrow_says_how_to_install_it(
