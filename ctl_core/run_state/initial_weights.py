@@ -131,6 +131,9 @@ def _offered(state: State, text: str) -> tuple[str, list[_Weight]]:
         SetupError: there is neither.
     """
     folder = Path(text)
+    versions = [part.parent for part in folder.glob("*/saved_model.pb")]
+    if numbers := [int(part.name) for part in versions if part.name.isdecimal()]:
+        folder /= str(max(numbers))  # of what export writes, the newest
     if (folder / "saved_model.pb").is_file():
         loaded = _read(folder, tf.saved_model.load)
         found = getattr(loaded, "variables", None)  # Keras' own list names each once

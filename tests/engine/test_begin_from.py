@@ -103,6 +103,9 @@ def written(source: str, trained: Any, folder: Path) -> str:
         return source
     if source == "saved":
         trained.export(str(folder / source), verbose=False)
+    elif source == "versions":
+        for version, other in ((9, model(units=3)), (10, trained)):
+            other.export(str(folder / source / str(version)), verbose=False)
     elif source.endswith(".keras"):
         trained.save(folder / source)
     else:
@@ -110,7 +113,7 @@ def written(source: str, trained: Any, folder: Path) -> str:
     return str(folder / source)
 
 
-@pytest.mark.parametrize("source", ["a", "m.keras", "m.weights.h5", "saved"])
+@pytest.mark.parametrize("source", ["a", "m.keras", "m.weights.h5", "saved", "versions"])
 def test_weights_are_those_of_what_is_named(
     train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str
 ) -> None:
