@@ -60,7 +60,7 @@ def run_cluster(processes: int, folder: Path, *names: str) -> Path:
         environ = {**os.environ, "TF_CONFIG": json.dumps(task)}
         log = (folder / f"process-{index}.log").open("wb")
         started.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log))
-    codes = [process.wait(timeout=400) for process in started]
+    codes = [process.wait(timeout=1500) for process in started]
     logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("process-*.log")))
     assert codes == [0] * processes, logs
     return folder
