@@ -13,6 +13,7 @@ the run reads one that is made anew from the same seed, as a plain loop over it 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -36,7 +37,7 @@ from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
 from ctl_core.last_batch import kept, whole_passes
-from ctl_core.passes import Tally, cut, on_host, overfit, tallied, whole_groups
+from ctl_core.passes import Tally, cut, on_host, overfit, tallied, timed, whole_groups
 from ctl_core.settings import Config
 from ctl_core.units import Units, begin
 
@@ -85,19 +86,16 @@ class Input:
                 microseconds
             index: of the micro-batch; here they are drawn in turn, whatever it is
         """
-        start = tf.timestamp() if watch and self.clock else None
-        with tf.control_dependencies([] if start is None else [start]):
-            values = [next(self.iterator) for _ in range(self.replicas)]
-        if start is not None:
-            with tf.control_dependencies(tf.nest.flatten(values, expand_composites=True)):
-                self.waited.assign_add(tf.timestamp() - start)
-        if self.tally.variable is not None:
-            if watch:
-                self.tally.variable.assign(values[-1][1])
-            values = [self.untagged(value) for value in values]
+        values = self.timed(watch, lambda: [next(self.iterator) for _ in range(self.replicas)])
+        if self.tally.variable is not None and watch:
+            self.tally.variable.assign(values[-1][1])
         if self.counted is not None:
             self.counted.assign_add(values[0][0][1])
-        return distribute(self.strategy, values)
+        return distribute(self.strategy, [self.untagged(value) for value in values])
+
+    def timed(self, watch: bool, draw: Callable[[], Any]) -> Any:
+        """Returns what ``draw`` does; adds the time that it takes to ``waited`` if asked for."""
+        return timed(draw, self.waited) if watch and self.clock else draw()
 
     def untagged(self, value: Any) -> Any:
         """Returns the element of what the iterator gives, which may carry counts as well."""
