@@ -19,7 +19,8 @@ from ctl_core.numerics.precision import to_float32
 from ctl_core.raw_inputs import raw_inputs
 from ctl_core.run_state.tracking import find, plain_variable
 from ctl_core.state import State
-from ctl_core.step import call_model, model_input
+from ctl_core.step import model_input
+from ctl_core.training_mode import call_model, inference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +92,14 @@ def _create(state: State) -> Serving:
 
     def served(inputs: Any) -> Any:
         # A number: an export has no variable for it.
-        with context.taking_step(tf.constant(step, tf.int64)):
+        with inference(), context.taking_step(tf.constant(step, tf.int64)):
             made = raw.to_input(inputs)
         same.append(_same(inputs, made))
         return called(made)
 
     @tf.function(autograph=False, reduce_retracing=True)
     def of_batch(batch: Any) -> Any:
-        with context.taking_step(tf.constant(step, tf.int64)):
+        with inference(), context.taking_step(tf.constant(step, tf.int64)):
             if state.hooks.serve is not None and raw.of_batch is not None:
                 made = raw.to_input(raw.of_batch(batch))
             else:
