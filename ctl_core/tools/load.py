@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import tensorflow as tf
 
 from ctl_core.callbacks_file import DEFAULT, MODULE, find_callbacks, load_callbacks
 from ctl_core.cli import find_run
-from ctl_core.compat import global_seed_generator_kept, seed_of_ops_kept
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 from ctl_core.layers import load_config
 from ctl_core.nested import described, input_names
 from ctl_core.predict import converted
+from ctl_core.process_state import seeds_kept
 from ctl_core.serving import Serving, create_serving
 from ctl_core.settings import Config, label
 from ctl_core.tools.restored import restored
@@ -139,15 +137,13 @@ def _project(run: Path, runs_dir: str) -> Path:
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
     """Within, seeds are set and modules found as a run has it; afterwards all is as it was."""
-    path, seeds = list(sys.path), (random.getstate(), np.random.get_state())
+    path = list(sys.path)
     modules = {name: sys.modules.get(name) for name in (Path(DEFAULT).stem, MODULE)}
     try:
-        with global_seed_generator_kept(), seed_of_ops_kept():
+        with seeds_kept():
             yield
     finally:
         sys.path[:] = path
-        random.setstate(seeds[0])
-        np.random.set_state(seeds[1])
         for name, module in modules.items():
             if module is None:
                 sys.modules.pop(name, None)

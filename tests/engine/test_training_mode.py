@@ -152,11 +152,11 @@ def test_a_function_around_the_model_is_evaluated_predicted_and_exported_without
 
 def test_what_a_function_tells_its_layers_holds(train: Train) -> None:
     """Noise that an evaluation is to have, and a teacher that is to have none."""
+    noise = keras.Sequential([keras.Input((FEATURES,)), Noise(), keras.layers.Dense(1)])
     own = hooks(
         create_model=lambda: (lambda net: lambda inputs: net(inputs, training=False))(noisy()),
         create_eval_model=lambda train_model: lambda inputs: noise(inputs, training=True),
     )
-    noise = keras.Sequential([keras.Input((FEATURES,)), Noise(), keras.layers.Dense(1)])
     state = train(own, steps=2)
     expected = np.asarray(noise(X[:EVALUATED], training=True)).mean()
     assert state.metrics["mean"] == pytest.approx(expected, rel=1e-5)
