@@ -33,6 +33,7 @@ class Serving:
         input_spec: of the raw inputs, in their structure, with any number of examples
         output_spec: of the output, in float32 where the model computes in less
         traced: the graph function from raw inputs to the output, of that specification only
+        function: the same as Python has it, to be traced for each replica
         of_batch: graph function from a batch of ``create_eval_dataset`` to the output
         plain: whether raw inputs are the model's input, unchanged
         resources: variables and tables that have to live as long as ``traced``
@@ -45,6 +46,7 @@ class Serving:
     input_spec: Any
     output_spec: Any
     traced: Any
+    function: Callable[[Any], Any]
     of_batch: Callable[[Any], Any]
     plain: bool
     resources: list[Any]
@@ -122,7 +124,17 @@ def _create(state: State) -> Serving:
     resources = [plain_variable(one) for one in (*held.values(), *traced.graph.variables)]
     resources = list({id(one): one for one in resources}.values())
     return Serving(
-        model, hook, spec, output_spec, traced, of_batch, same[-1], resources, step, raw.note
+        model,
+        hook,
+        spec,
+        output_spec,
+        traced,
+        served,
+        of_batch,
+        same[-1],
+        resources,
+        step,
+        raw.note,
     )
 
 
