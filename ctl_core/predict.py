@@ -192,7 +192,8 @@ def _converter(what: str, name: str, spec: Any, array: Any) -> Callable[[np.ndar
     number = target is not None and kind in "iuf" and spec.dtype != tf.bool
     same = target is not None and array.dtype == target
     if not (text or number or same) or not _fits(spec, array.shape):
-        raise _unfit(what, name, spec, f"{array.dtype.name} {list(array.shape)}")
+        kind = {"U": "str", "S": "bytes"}.get(kind, array.dtype.name)  # without a length
+        raise _unfit(what, name, spec, f"{kind} {list(array.shape)}")
 
     def convert(part: np.ndarray) -> tf.Tensor:
         if target is None:

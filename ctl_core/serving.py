@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.checks.created import create_callable
-from ctl_core.errors import CtlError, HookFailed, SetupError
-from ctl_core.hooks import Hook
+from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, brief
+from ctl_core.hooks import Hook, Hooks
 from ctl_core.nested import any_number, described, input_names, output_names
 from ctl_core.numerics.precision import to_float32
 from ctl_core.raw_inputs import raw_inputs
@@ -39,6 +39,7 @@ class Serving:
         resources: variables and tables that have to live as long as ``traced``
         step: of the checkpoint
         note: a line for the user where it is not plain what raw inputs are, or an empty text
+        hooks: of the run
     """
 
     model: Any
@@ -52,6 +53,32 @@ class Serving:
     resources: list[Any]
     step: int
     note: str
+    hooks: Hooks
+
+    def failure(self, error: tf.errors.OpError, inputs: Any = None) -> CtlError:
+        """Says in one line that the model cannot take what it was given.
+
+        Args:
+            error: what one of its ops raised
+            inputs: what it was given, as ``input_spec`` has it; None where that came from a batch
+        """
+        if several := sizes(inputs):
+            return SetupError(
+                f"input: {several}; the model takes as many examples of each ({brief(error, 160)})."
+            )
+        return RunError(self.hooks.attribute_error(error, "the model"))
+
+
+def sizes(inputs: Any) -> str:
+    """Says how many examples several inputs have, where these are not as many; else nothing."""
+    rows = {
+        name: int(part.nrows() if isinstance(part, tf.RaggedTensor) else part.shape[0])
+        for name, part in input_names(inputs).items()
+        if inputs is not None and part.shape.rank
+    }
+    if len(set(rows.values())) < 2:
+        return ""
+    return " and ".join(f"{name} has {number} examples" for name, number in rows.items())
 
 
 def create_serving(state: State) -> Serving:
@@ -135,6 +162,7 @@ def _create(state: State) -> Serving:
         resources,
         step,
         raw.note,
+        state.hooks,
     )
 
 

@@ -83,13 +83,15 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
         with _said(path), ArraysOnDisk(path.parent) as arrays:
-            if state.context.replicas > 1:
-                model = serving.of_batch if source is None else serving.function
-                predict_on_replicas(state.strategy, model, spec, batches, arrays)
-            else:
-                run_prediction(
-                    serving.of_batch if source is None else serving.traced, batches, arrays
-                )
+            try:
+                if state.context.replicas > 1:
+                    model = serving.of_batch if source is None else serving.function
+                    predict_on_replicas(state.strategy, model, spec, batches, arrays)
+                else:
+                    model = serving.of_batch if source is None else serving.traced
+                    run_prediction(model, batches, arrays)
+            except tf.errors.OpError as error:
+                raise serving.failure(error) from error
             with written_whole(path) as beside:
                 found = arrays.write(beside)
         shapes = ", ".join(f"{name} {shape}" for name, shape in found.items())

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import tensorflow as tf
-
 from ctl_core.build import create_state
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.cluster.strategy import Task, joined
+from ctl_core.cluster.strategy import Task, count_gpus, joined
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here
@@ -88,7 +86,7 @@ def on_this_machine(config: Config, console: Console) -> Config:
         return on_one_device(config)
     if config.strategy == "multi_worker":
         config = dataclasses.replace(config, strategy="auto")
-    gpus = len(tf.config.list_physical_devices("GPU")) if config.virtual_devices == 1 else 0
+    gpus = count_gpus() if config.virtual_devices == 1 else 0
     if (
         gpus > 1
         and config.strategy != "one_device"
