@@ -476,7 +476,10 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     serve, around, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     images = "x = np.random.default_rng(0).uniform(size=(48, 8, 8, 1)).astype('float32')\n"
     source = SCALED.replace("def create_dataset", images + "\n\ndef create_dataset", 1)
-    source = source.replace("keras.Input((5,))", "keras.Input((8, 8, 1)), keras.layers.Flatten()")
+    source = source.replace(
+        "keras.Input((5,))",
+        "keras.Input((8, 8, 1)), keras.layers.RandomFlip(seed=1), keras.layers.Flatten()",
+    )
     source = source.replace("tf.cast(images, tf.float32) / 255.0 - 0.5", "images")
     outcome = cli(source.replace("Dense(1)", "Dense(3)") + serve + around, command=FLAGS)
     assert outcome.code == 0, outcome
@@ -486,7 +489,7 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     found = served(sent).numpy()
     np.testing.assert_allclose(found.sum(1), 1.0, rtol=1e-5)
     network = served.model.__closure__[0].cell_contents
-    expected = tf.nn.softmax(network(pixels.astype("float32") / 255.0))
+    expected = tf.nn.softmax(network(pixels.astype("float32") / 255.0, training=False))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert cli(None, command=("export",)).code == 0
     exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
