@@ -126,8 +126,8 @@ _CHECK = declare(
 )
 _INPUT = declare(
     None,
-    "a .npy file with what clients send, or a .npz file with one array per named input; default: "
-    "the data of create_eval_dataset",
+    "a .npy file with what clients send, a .npz file with one array per named input, or a .csv, "
+    ".tsv or .parquet file with a column for each; default: the data of create_eval_dataset",
 )
 _OUTPUT = declare(
     None,

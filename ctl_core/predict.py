@@ -120,7 +120,7 @@ def read_inputs(path: Path, spec: Any, batch_size: int) -> Iterator[Any]:
             f"{there or 'nothing'}."
         )
     fitted = {
-        name: (arrays[name], _converter(f"input: {shown}", name, part, arrays[name]))
+        name: (arrays[name], converter(f"input: {shown}", name, part, arrays[name]))
         for name, part in names.items()
     }
     sizes = {len(array) for array, _ in fitted.values() if array.ndim}
@@ -175,10 +175,10 @@ def _tensor(what: str, name: str, spec: Any, value: Any) -> Any:
         array = np.asarray(value)
     except ValueError as error:  # lists of different lengths
         raise _unfit(what, name, spec, "lists of different lengths") from error
-    return _converter(what, name, spec, array)(array)
+    return converter(what, name, spec, array)(array)
 
 
-def _converter(what: str, name: str, spec: Any, array: Any) -> Callable[[np.ndarray], tf.Tensor]:
+def converter(what: str, name: str, spec: Any, array: Any) -> Callable[[np.ndarray], tf.Tensor]:
     """Returns what makes tensors of an array, or of a slice of it, if it fits.
 
     Raises:

@@ -25,6 +25,7 @@ from ctl_core.settings import Config, nearest, shown
 from ctl_core.tools.card import model_card
 from ctl_core.tools.export import next_version, save_model
 from ctl_core.tools.formats import WRITE, check_format
+from ctl_core.tools.input_table import SUFFIXES, read_table
 from ctl_core.tools.restored import built, restored
 from ctl_core.tools.watch import watch
 
@@ -72,7 +73,11 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
         # Whatever the replicas: a batch of another size is rounded differently.
         size = config.batch_size // config.accumulate_steps
         if source is not None:
-            spec, batches = serving.input_spec, read_inputs(source, serving.input_spec, size)
+            spec = serving.input_spec
+            if source.suffix.lower() in SUFFIXES:
+                batches = read_table(source, spec, size, console.say)
+            else:
+                batches = read_inputs(source, spec, size)
             _note(serving, console)
         elif state.evaluation is not None:
             name = _chosen(state.evaluation, options.get("dataset"))

@@ -38,7 +38,7 @@ LAYERS = """
     metrics
     step
     pairs writes eval_step predict
-    evaluate stretches scratch
+    evaluate stretches scratch input_table
     state
     build graph messages remainder input_position raw_inputs forking initial_weights
     compile_choice sums traced writing reading serving

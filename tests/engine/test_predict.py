@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.tools import commands
+from ctl_core.tools.table_source import load_pyarrow
 from tests.helpers.cases import make_hooks, regression_data, sgd, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED, Cli, refused
@@ -96,3 +97,101 @@ def test_what_is_read_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
     assert Path("runs/a/predictions.npz").read_bytes() == first
     outcome = cli(None, "--workers", "2", command=("predict",))
     refused(outcome, "workers: predict uses a run in one process, on all devices of it")
+
+
+TABULAR = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+random = np.random.default_rng(0)
+inputs = {"age": random.integers(1, 90, 40), "size": random.normal(size=(40, 1)).astype("float32"),
+          "kind": np.array(["a", "b", "c", "d"] * 10)}
+
+
+def create_dataset(per_replica_batch_size):
+    data = tf.data.Dataset.from_tensor_slices((inputs, inputs["size"]))
+    return data.batch(per_replica_batch_size)
+
+
+def create_model():
+    age, size = keras.Input((), dtype="int64", name="age"), keras.Input((1,), name="size")
+    kind = keras.Input((), dtype="string", name="kind")
+    one_hot = keras.layers.StringLookup(vocabulary=list("abcd"), output_mode="one_hot")(kind)
+    ages = keras.layers.Reshape((1,))(keras.ops.cast(age, "float32"))
+    joined = keras.layers.Concatenate()([ages, size, one_hot])
+    return keras.Model({"age": age, "size": size, "kind": kind}, keras.layers.Dense(2)(joined))
+
+
+def create_loss():
+    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)
+
+
+every_steps = {}
+"""
+
+
+def test_tables_have_a_column_for_each_input(cli: Cli) -> None:
+    """In any order, beside others; the outputs are those of the same rows in a .npz file."""
+    flags = ("--steps", "2", "--batch-size", "8", "--run-name", "a")
+    assert cli(TABULAR, command=("train", *flags)).code == 0
+    random = np.random.default_rng(1)
+    age, size = random.integers(1, 90, 21), random.normal(size=21).astype("float32")
+    kind = random.choice(list("abcdz"), 21)
+    np.savez("x.npz", age=age, size=size[:, None], kind=kind)
+    columns = zip(kind, map(float, size), age, strict=True)
+    rows = [";".join(map(str, (number, *row))) for number, row in enumerate(columns)]
+    Path("x.csv").write_text("\n".join(["id;kind;size;age", *rows]) + "\n")
+    pa, parquet = load_pyarrow()
+    table = pa.table({"kind": list(kind), "age": age, "id": range(21), "size": size})
+    parquet.write_table(table, "x.parquet", row_group_size=5)
+    found = []
+    for name in ("x.npz", "x.csv", "x.parquet"):
+        outcome = cli(None, "--input", name, "--output", "o.npz", command=("predict",))
+        assert outcome.code == 0, outcome
+        with np.load("o.npz") as file:
+            found.append(file["output"])
+        assert (name == "x.npz") != (
+            f"{name}: columns that the model does not take: id." in outcome.out
+        )
+    assert found[0].shape == (21, 2)
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])
+    header, *lines = Path("x.csv").read_text().splitlines()
+    for wrong, said in (
+        ([header, *lines[:11], "11;a;0.5"], "w.csv:13: has 3 fields, expected 4"),
+        ([header, *lines[:11], "11;a;much;3"], "w.csv:13: size: expected a number, got 'much'"),
+        ([header, *lines[:11], "11;a;0.5;3.5"], "age: the model takes int64 [None], got numbers"),
+        (
+            [header.replace("age", "Age"), *lines],
+            "the model takes age, int64 [None]; expected a col",
+        ),
+        ([header], "w.csv holds no examples"),
+        ([], "w.csv: is empty; expected a line with the columns' names"),
+    ):
+        Path("w.csv").write_text("\n".join(wrong))
+        refused(cli(None, "--input", "w.csv", "--output", "w.npz", command=("predict",)), said)
+    Path("w.parquet").write_text("no table")
+    refused(cli(None, "--input", "w.parquet", command=("predict",)), "cannot be read as a Parquet")
+    refused(
+        cli(None, "--input", "none.csv", command=("predict",)), "none.csv cannot be read: No su"
+    )
+
+
+def test_a_table_may_be_one_input(cli: Cli) -> None:
+    flags = ("--steps", "2", "--batch-size", "16", "--run-name", "a")
+    assert cli(EVALUATED, command=("train", *flags)).code == 0
+    np.save("x.npy", INPUTS[:20])
+    lines = [",".join(map(repr, map(float, row))) for row in INPUTS[:20]]
+    Path("x.csv").write_text("\n".join(["a,b,c,d,e", *lines]))
+    found = []
+    for name in ("x.npy", "x.csv"):
+        outcome = cli(None, "--input", name, "--output", "o.npz", command=("predict",))
+        assert outcome.code == 0, outcome
+        with np.load("o.npz") as file:
+            found.append(file["output"])
+    np.testing.assert_array_equal(found[0], found[1])
+    Path("x.csv").write_text("a,b\n1,2\n")
+    refused(
+        cli(None, "--input", "x.csv", command=("predict",)), "a table of 5 columns (there: a, b)"
+    )
