@@ -46,10 +46,17 @@ class EvaluationData:
         than a small evaluation does; ``_START_ANYWAY`` are stages for which there is no need. Where
         a stage has a state that cannot be saved, the hook makes shuffles and readers anew.)
         """
-        iterator = iter(self.dataset if self._anew is None else self._anew())
+        iterator = iter(self.anew())
         if self._start is not None:
             tf.train.Checkpoint(iterator=iterator).read(str(Path(self._start.name) / "start"))
         return iterator
+
+    def anew(self) -> tf.data.Dataset:
+        """Returns the dataset, or one that is made anew if the hook makes one for each evaluation.
+
+        What came of that before is read no more.
+        """
+        return self.dataset if self._anew is None else self._anew()
 
 
 class _Made:
