@@ -29,6 +29,17 @@ CONTEXT: dict[str, Any] = json.loads(
     } | tojson }}"""
 )
 PROJECT = Path.cwd()
+# Those whose pictures the template has in folders of their names.
+EXAMPLES = (
+    "digits",
+    "fashion_mnist",
+    "cifar10_vgg",
+    "tfrecords",
+    "gan",
+    "contrastive",
+    "diffusion",
+    "text",
+)
 
 
 def restore_engine() -> None:
@@ -58,14 +69,18 @@ def remove_unneeded() -> None:
             shutil.rmtree(cache)
     if CONTEXT["license"] == "none":
         (PROJECT / "LICENSE").unlink(missing_ok=True)
-    if CONTEXT["example"] != "digits":
-        # Only what the template brought: generating over an existing project (cookiecutter -f)
-        # must not cost it its data.
-        data = PROJECT / "data"
+    # Only what the template brought: generating over an existing project (cookiecutter -f) must
+    # not cost it its data.
+    data, pictures = PROJECT / "data", PROJECT / "pictures"
+    if "digits.npz" not in (PROJECT / "callbacks.py").read_text(encoding="utf-8"):
         for name in ("digits.npz", "README.md"):
             (data / name).unlink(missing_ok=True)
-        if not any(data.iterdir()):
-            data.rmdir()
+    for name in EXAMPLES:
+        if name != CONTEXT["example"]:
+            shutil.rmtree(pictures / name, ignore_errors=True)
+    for left in (data, pictures):
+        if left.is_dir() and not any(left.iterdir()):
+            left.rmdir()
 
 
 def in_scratch_folder() -> bool:
