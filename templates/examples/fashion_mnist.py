@@ -46,7 +46,7 @@ def load_clothes(part):
 # the images are looked up after that. `last_batch: keep` in config.yaml makes the last 32 images of
 # a pass a batch of their own, as in the tutorial.
 def create_dataset(per_replica_batch_size, config):
-    images, labels = load_clothes("train")
+    images, labels = map(tf.constant, load_clothes("train"))
     numbers = tf.data.Dataset.range(len(images)).shuffle(len(images), seed=config.seed)
     batches = numbers.batch(per_replica_batch_size)
     return batches.map(lambda number: (tf.gather(images, number), tf.gather(labels, number)))
