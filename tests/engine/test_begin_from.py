@@ -135,7 +135,9 @@ def test_a_run_that_fails_before_its_first_step_leaves_its_log_alone(
     assert {"ckpt", "config.yaml"} < {path.name for path in (tmp_path / "runs/b").iterdir()}
 
 
-def test_a_fork_that_was_killed_before_it_began_is_made_anew(train: Train, tmp_path: Path) -> None:
+def test_a_fork_that_was_killed_before_it_began_is_made_anew(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     whole = train(hooks(), run_name="a", steps=6, **SHORT)
     left = tmp_path / "runs/b/ckpt"
     left.parent.mkdir()
@@ -143,7 +145,8 @@ def test_a_fork_that_was_killed_before_it_began_is_made_anew(train: Train, tmp_p
     (left / "forking").touch()
     forked = train(hooks(), run_name="b", steps=5, fork="a@4", **SHORT)
     assert forked.step == 5 and not (left / "forking").exists()
-    train(hooks(), run_name="c", steps=4, fork="a@4", **SHORT)  # nothing is left to train
+    train(hooks(), run_name="c", steps=4, fork="a@4", **SHORT)
+    assert "at step 4 of 4 already (those of a@4 count), nothing left" in capfd.readouterr().out
     forked = train(hooks(), run_name="c", steps=6, fork="a@4", **SHORT)
     assert_equal(values(forked), values(whole))
 
