@@ -79,7 +79,11 @@ def opening(state: State, start: int, last: int, resumed: bool) -> str:
             "more steps, or --continue, let it go on."
         )
     if start >= last:
-        return f"{run}: at step {start} of {last} already, nothing left to train."
+        counted = f" (those of {config.fork} count)" * (config.fork is not None)
+        return (
+            f"{run}: at step {start} of {last} already{counted}, nothing left to train; with more "
+            "steps it goes on."
+        )
     doing = f"resuming at step {start}" if resumed else "training"
     return f"{run}: {doing}, to step {last}, {batch}, {where}."
 

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 _HASHES = 2**62
+SPLITS = ("train", "validation", "test")
 
 
 def hash_of(keys: Any) -> tf.Tensor:
@@ -36,15 +37,19 @@ def split_of(keys: Any, fractions: Mapping[str, float]) -> tf.Tensor:
     Raises:
         ValueError: a name is another one, or the fractions do not lie between 0 and 1 together.
     """
+    return tf.gather(tf.constant(SPLITS), split_of_hash(hash_of(keys), fractions))
+
+
+def split_of_hash(hashes: Any, fractions: Mapping[str, float]) -> tf.Tensor:
+    """The same of what ``hash_of`` returned, as int32 places in ``SPLITS``."""
     validation, test = fractions.get("validation", 0.0), fractions.get("test", 0.0)
     if others := sorted(set(fractions) - {"validation", "test"}):
         raise ValueError(f"fractions: expected validation and test, got {', '.join(others)}")
     if min(validation, test) < 0 or validation + test >= 1:
         raise ValueError(f"fractions must be from 0 up and leave some for train, got {fractions}")
-    place = hash_of(keys)
-    names = tf.fill(tf.shape(place), "train")
-    names = tf.where(place >= int((1 - validation) * _HASHES), "validation", names)
-    return tf.where(place < int(test * _HASHES), "test", names)
+    hashes = tf.convert_to_tensor(hashes)
+    places = tf.where(hashes >= int((1 - validation) * _HASHES), 1, 0)
+    return tf.where(hashes < int(test * _HASHES), 2, places)
 
 
 def fold_of(keys: Any, folds: int) -> tf.Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.data.manifest import Feature
+from ctl_core.data.splits import SPLITS, hash_of
 from ctl_core.errors import SetupError, op_message
 from ctl_core.files import from_here
 from ctl_core.settings import shown
@@ -81,8 +82,8 @@ def image_source(options: Options) -> Source:
         features=features,
         label="label" if labelled else None,
         class_names=names,
-        keys=[path for path, _, _ in paths],
-        splits=splits,
+        hashes=hash_of([path for path, _, _ in paths]).numpy(),
+        splits=np.array([SPLITS.index(split) for split in splits], "int8"),
         bytes=sum(size for _, size, _ in paths),
         state=[list(one) for one in paths],
         damaged=[Damaged(os.path.join(folder, path), why) for path, why in misplaced],

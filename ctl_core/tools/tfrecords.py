@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ctl_core.console import Console
 from ctl_core.data.manifest import FRAME, NAME, Manifest, Shard, merged, read
-from ctl_core.data.splits import hash_of, split_of
+from ctl_core.data.splits import SPLITS, split_of_hash
 from ctl_core.errors import RunError, SetupError, one_line, reason
 from ctl_core.files import from_here, written_whole
 from ctl_core.tools.image_source import image_source
@@ -34,7 +34,6 @@ _SHARD = 32 * 2**20  # bytes, about, unless told otherwise
 _FEWEST, _FEW = 1000, 8  # examples for each of the first files
 # Between two writings of the manifest, two lines of progress (seconds).
 _MANIFEST_EVERY, _SAY_EVERY = 1.0, 10.0
-_SPLITS = ("train", "validation", "test")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +54,13 @@ def write_records(options: Options, console: Console | None = None) -> Manifest:
     """
     console = console or Console()
     source = _source(options)
-    if not source.keys:
+    if not len(source.hashes):
         raise SetupError(f"{from_here(options.source)}: holds no example.")
-    hashes = hash_of(source.keys).numpy()
-    planned = _plan(source, options, hashes)
+    hashes = source.hashes
+    planned = _plan(source, options)
     manifest = _begin(source, options, planned, console)
+    for note in source.notes:
+        console.say(note)
     for damaged in source.damaged:
         _take_out(damaged, options, console)
     todo = [one for one in planned if one.name not in {shard.name for shard in manifest.shards}]
@@ -108,20 +109,19 @@ def _source(options: Options) -> Source:
     return table_source(options, files)
 
 
-def _plan(source: Source, options: Options, hashes: np.ndarray) -> list[_Planned]:
+def _plan(source: Source, options: Options) -> list[_Planned]:
     """Puts examples into splits, and these, in the order of their hashes, into files."""
-    splits = np.array(source.splits)
+    splits, hashes = source.splits, source.hashes
     fractions = {name: getattr(options, name) for name in ("validation", "test")}
     for name, fraction in fractions.items():
-        if fraction and name in source.splits:
+        if fraction and (splits == SPLITS.index(name)).any():
             raise SetupError(f"{name}: the source has a split of that name already; leave it out.")
     if any(fractions.values()):
-        by_hash = split_of(source.keys, fractions).numpy().astype(str)
-        splits = np.where(splits == "train", by_hash, splits)
+        splits = np.where(splits == 0, split_of_hash(hashes, fractions).numpy(), splits)
     planned = []
-    mean = source.bytes / len(source.keys) + 100
-    for split in _SPLITS:
-        (indices,) = np.nonzero(splits == split)
+    mean = source.bytes / len(hashes) + 100
+    for place, split in enumerate(SPLITS):
+        (indices,) = np.nonzero(splits == place)
         if not len(indices):
             continue
         indices = indices[np.argsort(hashes[indices], kind="stable")]

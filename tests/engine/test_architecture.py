@@ -22,7 +22,8 @@ LAYERS = """
     manifest record_options download
     defaults shares
     records record_source
-    image_source table_source
+    image_source csv_source
+    table_source
     tfrecords autograph divergence __main__ summary process_state
     checks.hooks
     hooks saved
