@@ -32,7 +32,8 @@ class Serving:
         input_spec: of the raw inputs, in their structure, with any number of examples
         output_spec: of the output, in float32 where the model computes in less
         traced: the graph function from raw inputs to the output, of that specification only
-        of_batch: graph function from a batch of ``create_eval_dataset`` to the output
+        of_batch: graph function from a batch of ``create_eval_dataset`` to the output; None where
+            the model takes what no batch holds
         plain: whether raw inputs are the model's input, unchanged
         resources: variables and tables that have to live as long as ``traced``
         step: of the checkpoint
@@ -44,7 +45,7 @@ class Serving:
     input_spec: Any
     output_spec: Any
     traced: Any
-    of_batch: Callable[[Any], Any]
+    of_batch: Callable[[Any], Any] | None
     plain: bool
     resources: list[Any]
     step: int
@@ -120,8 +121,9 @@ def _create(state: State) -> Serving:
     output_spec = tf.nest.map_structure(_spec, output)
     resources = [plain_variable(one) for one in (*held.values(), *traced.graph.variables)]
     resources = list({id(one): one for one in resources}.values())
+    batched = of_batch if raw.in_data else None
     return Serving(
-        model, hook, spec, output_spec, traced, of_batch, same[-1], resources, step, raw.note
+        model, hook, spec, output_spec, traced, batched, same[-1], resources, step, raw.note
     )
 
 

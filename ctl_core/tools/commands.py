@@ -75,6 +75,8 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
             _note(serving, console)
         elif state.evaluation is not None:
             data = _chosen(state.evaluation, options.get("dataset"))
+            if serving.of_batch is None:
+                raise SetupError(f"input: name a file. {serving.note}")
             model, batches = serving.of_batch, iter(data)
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
