@@ -45,6 +45,7 @@ class StepContext:
         notes_losses: whether losses that are not finite are noted
         without_gradient: names of variables that the loss does not depend on, found in tracing
         scalar_losses: the objectives whose loss is one number, found in tracing
+        loss_spec: of the loss that a step returns, found in tracing stretches
         trained: by objective, the variables that it does depend on, found in tracing
         taking: the number of the step that is being traced, an int64 scalar, or None
         turn: the index in ``turns`` of the turn that is being traced, or None
@@ -71,6 +72,7 @@ class StepContext:
     notes_losses: bool = False
     without_gradient: list[str] = dataclasses.field(default_factory=list)
     scalar_losses: set[str] = dataclasses.field(default_factory=set)
+    loss_spec: Any = None
     trained: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     taking: tf.Tensor | None = None
     turn: int | None = None

@@ -1,7 +1,7 @@
 """The inner loop: graph functions that take steps, traced once for each state of frozen layers.
 
-``train_steps`` takes many steps in one call; ``train_step`` takes one and returns the values that
-due hooks name. What a step does is step.py's part.
+``train_steps`` takes many steps in one call; ``train_step`` takes one, or the last of some, and
+returns the values that due hooks name. What a step does is step.py's part.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.hooks import Hook
-from ctl_core.numerics.joining import UNLIKE, for_host, unlike
-from ctl_core.numerics.not_finite import Noted, Notes
+from ctl_core.numerics.joining import all_for_host, differing
+from ctl_core.numerics.not_finite import Noted, Notes, of_step
 from ctl_core.state import State
 from ctl_core.step import train_step
-from ctl_core.stretches import train_one, train_stretches
+from ctl_core.stretches import LOSS, train_one, train_stretches
 
 
 class StepFunctions:
@@ -59,18 +59,23 @@ class StepFunctions:
         """Takes ``steps`` steps in one graph call."""
         self._note(self.graph(None)(tf.constant(steps, tf.int64)))
 
-    def train_step(self, fetches: frozenset[str], due: Sequence[Hook] = ()) -> dict[str, Any]:
-        """Takes one step and returns its fetched values, eager, for the hooks that are due."""
-        self._state.data.watched += 1
-        pieces, found, _, noted = self.graph(fetches)()
+    def looped(self, fetches: frozenset[str]) -> bool:
+        """Whether a step that returns these may be the last of a loop."""
+        return fetches == LOSS and self._state.context.stack is not None
+
+    def train_step(
+        self, fetches: frozenset[str], due: Sequence[Hook] = (), steps: int = 1
+    ) -> dict[str, Any]:
+        """Takes one step, or some if ``looped``; returns what the last has for the due hooks."""
+        self._state.data.watched += steps
+        pieces, found, _, noted = self.graph(fetches)(tf.constant(steps, tf.int64))
         self._note(noted)
-        for name, several in pieces.items():
-            found[name] = tf.nest.map_structure(lambda *parts: for_host(parts), *several)
-            if name not in self._told and (shapes := unlike(several)):
-                self._told.add(name)
+        for name, why in differing(pieces).items():
+            if name not in self._told:
                 hooks = ", ".join(str(hook) for hook in due if name in hook.arguments)
-                self._console.say(f"{hooks}: {name} {UNLIKE.format(shapes=shapes)}")
-        return found  # type: ignore[no-any-return]
+                self._console.say(f"{hooks}: {name} {why}")
+            self._told.add(name)
+        return {**found, **all_for_host(pieces)}
 
     def trace_counts(self) -> list[int]:
         """Returns how often each graph function was traced."""
@@ -102,7 +107,7 @@ class StepFunctions:
             before = state.step_variable.read_value()
             if state.context.stack is not None:
                 state.step_variable.assign_add(steps)
-                return train_stretches(state.context, state.data, before, steps)
+                return train_stretches(state.context, state.data, before, steps)[1]
             notes = Notes(steps)
 
             def body(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
@@ -121,23 +126,22 @@ class StepFunctions:
         return train_steps
 
     def _trace_train_step(self, fetches: frozenset[str]) -> Any:
-        state = self._state
+        state, looped = self._state, self.looped(fetches)
         results = state.strategy.experimental_local_results
+        take_one = train_step if state.context.stack is None else train_one
 
-        @tf.function(autograph=False)
-        def one_step() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+        def with_last(steps: tf.Tensor) -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
             before = state.step_variable.read_value()
-            notes = Notes(1)
-            step = before + 1
-            with self._summaries.as_default(step), state.context.taking_step(step):
-                if state.context.stack is not None:
-                    values = train_one(state.context, state.data, fetches, step)
-                else:
-                    values = train_step(state.context, state.data, fetches, True, step)
-            state.step_variable.assign(before + 1)
-            arrays = notes.arrays
-            if "noted" in values:
-                arrays = notes.write(arrays, 0, self._by_replica(values.pop("noted")))
+            if looped:
+                values, noted = train_stretches(state.context, state.data, before, steps, True)
+            else:
+                step = before + 1
+                with self._summaries.as_default(step), state.context.taking_step(step):
+                    values = take_one(state.context, state.data, fetches, True, step)
+                seen = itertools.chain(*self._by_replica(values.pop("noted", [])))
+                noted = of_step(list(seen), step)
+            state.step_variable.assign_add(steps)
             whole: dict[str, Any] = {}
             for name in ("output", "batch"):  # one replica's micro-batches after the other's
                 if name in values:
@@ -148,9 +152,9 @@ class StepFunctions:
             # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
             # the replicas' variables would no longer be equal.
             rest = [results(v)[1:] for v in tf.nest.flatten(values)]
-            return whole, reduced, rest, notes.summary(arrays, before)
+            return whole, reduced, rest, noted
 
-        return one_step
+        return with_last
 
     def _note(self, summary: tf.Tensor) -> None:
         """Keeps what a graph call has noted."""

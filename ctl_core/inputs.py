@@ -13,6 +13,7 @@ the run reads one that is made anew from the same seed, as a plain loop over it 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -36,7 +37,7 @@ from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
 from ctl_core.last_batch import kept, whole_passes
-from ctl_core.passes import Tally, cut, on_host, overfit, tallied, whole_groups
+from ctl_core.passes import Tally, cut, on_host, overfit, tallied, timed, whole_groups
 from ctl_core.settings import Config
 from ctl_core.units import Units, begin
 
@@ -81,16 +82,10 @@ class Input:
         """Draws the next element for each local replica; runs inside a graph function.
 
         Args:
-            watch: whether to add to ``waited`` and to note the tally, which costs some ten
-                microseconds
+            watch: whether to add to ``waited`` and to note the tally (some ten microseconds)
             index: of the micro-batch; here they are drawn in turn, whatever it is
         """
-        start = tf.timestamp() if watch and self.clock else None
-        with tf.control_dependencies([] if start is None else [start]):
-            values = [next(self.iterator) for _ in range(self.replicas)]
-        if start is not None:
-            with tf.control_dependencies(tf.nest.flatten(values, expand_composites=True)):
-                self.waited.assign_add(tf.timestamp() - start)
+        values = self.timed(watch, lambda: [next(self.iterator) for _ in range(self.replicas)])
         if self.tally.variable is not None:
             if watch:
                 self.tally.variable.assign(values[-1][1])
@@ -98,6 +93,10 @@ class Input:
         if self.counted is not None:
             self.counted.assign_add(values[0][0][1])
         return distribute(self.strategy, values)
+
+    def timed(self, watch: bool, draw: Callable[[], Any]) -> Any:
+        """Returns what ``draw`` does; adds the time that it takes to ``waited`` if asked for."""
+        return timed(draw, self.waited) if watch and self.clock else draw()
 
     def untagged(self, value: Any) -> Any:
         """Returns the element of what the iterator gives, which may carry counts as well."""

@@ -52,11 +52,15 @@ def announce(state: State, console: Console, start: int, last: int, resumed: boo
         show(state.train_model, state.train_loss, console)
 
 
-def time_spent(state: State, console: Console) -> None:
-    """Says where the time of a run went, and what would help if steps waited for data."""
-    console.say(state.clock.summary())
-    if said := advice(state.clock, state.data.pipeline):
-        console.warn(said)
+def conclude(state: State, start: int, seconds: float, trained: bool, console: Console) -> None:
+    """Says where the time went and what would have helped, what went wrong, how it all ended."""
+    if trained:
+        console.say(state.clock.summary())
+        if said := advice(state.clock, state.data.pipeline):
+            console.warn(said)
+    if complaint := not_finite(state):
+        console.warn(complaint)
+    console.say(closing(state, start, seconds))
 
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -168,6 +169,16 @@ def on_host(value: Any, name: str) -> tf.Variable:
     with tf.device("CPU:0"):
         dtype = tf.float64 if isinstance(value, float) else tf.int64
         return tf.Variable(value, dtype=dtype, trainable=False, name=name)
+
+
+def timed(draw: Callable[[], Any], seconds: tf.Variable) -> Any:
+    """Returns what ``draw`` does, and adds how long that takes; both in a graph."""
+    start = tf.timestamp()
+    with tf.control_dependencies([start]):
+        values = draw()
+    with tf.control_dependencies(tf.nest.flatten(values, expand_composites=True)):
+        seconds.assign_add(tf.timestamp() - start)
+    return values
 
 
 class Tally:

@@ -22,6 +22,9 @@ from ctl_core.numerics.not_finite import nothing, of_step, then
 from ctl_core.step import train_step
 from ctl_core.units import Units
 
+# What of a step is carried through a loop; all else is returned of one that is not part of it.
+LOSS = frozenset({"loss"})
+
 
 @dataclasses.dataclass(frozen=True)
 class _Drawn:
@@ -53,8 +56,12 @@ def stack_for(context: StepContext, data: Input) -> Stack | None:
 
 
 def train_stretches(
-    context: StepContext, data: Input, before: tf.Tensor, steps: tf.Tensor
-) -> tf.Tensor:
+    context: StepContext,
+    data: Input,
+    before: tf.Tensor,
+    steps: tf.Tensor,
+    with_loss: bool = False,
+) -> tuple[dict[str, Any], tf.Tensor]:
     """Takes steps, as many in one executable as a stack holds.
 
     Args:
@@ -62,42 +69,47 @@ def train_stretches(
         data: where elements are drawn from
         before: how many steps were taken
         steps: how many to take; both int64 scalars
+        with_loss: whether the loss of the last one is returned; traced without before
 
     Returns:
-        The numbers of ``Noted``, an int64 vector.
+        What ``train_step`` does for the last step; the numbers of ``Noted``, an int64 vector.
     """
     stack = context.stack
     assert stack is not None
 
     @tf.function(jit_compile=True, autograph=False)
-    def stretch(
-        elements: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor
-    ) -> tuple[Any, Any]:
-        def body(done: tf.Tensor, noted: Any, weights: Any) -> tuple[Any, ...]:
+    def stretch(elements: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor) -> Any:
+        def body(done: tf.Tensor, _: Any, noted: Any, weights: Any) -> tuple[Any, ...]:
             step = before + tf.cast(done, tf.int64) + 1
             drawn = _Drawn(data.strategy, elements, first + done * context.accumulate_steps)
-            found, own = _step(context, drawn, frozenset(), step)
+            found, own = _step(context, drawn, LOSS, step)
             noted = then(noted, of_step(found.get("noted", []), step))
-            return done + 1, noted, _worse(weights, step, own)
+            context.loss_spec = tf.nest.map_structure(tf.type_spec_from_value, found["loss"])
+            values = {"loss": found["loss"]} if with_loss else {}
+            return done + 1, values, noted, _worse(weights, step, own)
 
-        return tf.while_loop(
-            lambda done, *_: done < steps, body, (tf.constant(0), nothing(), _WELL)
-        )[1:]
+        start = (tf.constant(0), nothing_found(), nothing(), _WELL)
+        return tf.while_loop(lambda done, *_: done < steps, body, start)[1:]
 
-    def body(done: tf.Tensor, noted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        elements, first, number = _elements(context, data, stack, steps - done)
-        found, weights = stretch(elements, first, before + done, tf.cast(number, tf.int32))
+    def nothing_found() -> dict[str, Any]:
+        of_loss = {"loss": context.loss_spec} if with_loss else {}
+        return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), of_loss)  # type: ignore[no-any-return]
+
+    def body(done: tf.Tensor, _: Any, noted: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor]:
+        elements, first, number = _elements(context, data, stack, steps - done, with_loss)
+        found, own, weights = stretch(elements, first, before + done, tf.cast(number, tf.int32))
         with tf.control_dependencies([assert_weights(*weights)]):
-            return done + number, then(noted, found)
+            return done + number, found, then(noted, own)
 
-    start = (tf.constant(0, tf.int64), nothing())
-    return tf.while_loop(lambda done, _: done < steps, body, start)[1]
+    start = (tf.constant(0, tf.int64), nothing_found(), nothing())
+    return tf.while_loop(lambda done, *_: done < steps, body, start)[1:]  # type: ignore[no-any-return]
 
 
 def train_one(
     context: StepContext,
     data: Input,
     fetches: frozenset[str],
+    watch: bool,
     step: tf.Tensor,
 ) -> dict[str, Any]:
     """Takes a single step, in one executable, and returns what ``train_step`` does."""
@@ -113,7 +125,7 @@ def train_one(
     def together(spec: tf.TensorSpec, *parts: tf.Tensor) -> tf.Tensor:
         return tf.ensure_shape(tf.stack(parts), [len(parts), *spec.shape])
 
-    elements = [data.next_batch(True) for _ in range(context.accumulate_steps)]
+    elements = [data.next_batch(watch) for _ in range(context.accumulate_steps)]
     found, weights = one(tf.nest.map_structure(together, stack.spec, *elements), step)
     with tf.control_dependencies([assert_weights(*weights)]):
         return tf.nest.map_structure(tf.identity, found)  # type: ignore[no-any-return]
@@ -130,7 +142,7 @@ def _step(
 
 
 def _elements(
-    context: StepContext, data: Input, stack: Stack, most: tf.Tensor
+    context: StepContext, data: Input, stack: Stack, most: tf.Tensor, watch: bool
 ) -> tuple[Any, tf.Tensor, tf.Tensor]:
     """Draws elements of the next steps, ``most`` at most; an int64 scalar.
 
@@ -139,25 +151,28 @@ def _elements(
         they are, an int64 scalar.
     """
     if isinstance(data.iterator, Units):
-        unit, first, number = data.iterator.take(most * context.accumulate_steps)
+        limit = most * context.accumulate_steps
+        unit, first, number = data.timed(watch, lambda: data.iterator.take(limit))
+        if data.tally.variable is not None and watch:
+            data.tally.variable.assign(unit[1][first + number - 1])
         return data.untagged(unit), tf.cast(first, tf.int32), number // context.accumulate_steps
     number = tf.minimum(most, stack.steps)
-    return _draw(context, data, stack, tf.cast(number, tf.int32)), tf.constant(0), number
+    count = tf.cast(number, tf.int32) * context.accumulate_steps
+    return _draw(context, data, stack, count, watch), tf.constant(0), number
 
 
-def _draw(context: StepContext, data: Input, stack: Stack, steps: tf.Tensor) -> Any:
-    """Draws the elements of so many steps, and stacks them; the stack's size is always the same."""
+def _draw(context: StepContext, data: Input, stack: Stack, count: tf.Tensor, watch: bool) -> Any:
+    """Draws so many elements and stacks them; the stack's size is always the same."""
     specs = tf.nest.flatten(stack.spec)
     number = stack.steps * context.accumulate_steps
     arrays = [tf.TensorArray(s.dtype, number, element_shape=s.shape) for s in specs]
 
     def body(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
-        parts = tf.nest.flatten(data.next_batch(False))
+        parts = tf.nest.flatten(data.next_batch(watch))
         return done + 1, [
             array.write(done, part) for array, part in zip(arrays, parts, strict=True)
         ]
 
-    count = steps * context.accumulate_steps
     _, arrays = tf.while_loop(lambda done, _: done < count, body, (tf.constant(0), arrays))
     stacked = [
         tf.ensure_shape(array.stack(), [number, *spec.shape])

@@ -32,12 +32,10 @@ from ctl_core.hooks import Hook
 from ctl_core.messages import (
     announce,
     attributed,
-    closing,
+    conclude,
     last_step,
     look_at_rate,
-    not_finite,
     note_losses,
-    time_spent,
 )
 from ctl_core.metrics import log
 from ctl_core.numerics.learning_rate import why_ignored
@@ -195,11 +193,7 @@ class Trainer:
             state.clock.waited = state.data.seconds_waited(state.step - self.start)
         run.flush()
         console.stop()
-        if going_on:
-            time_spent(state, console)
-        if complaint := not_finite(state):
-            console.warn(complaint)
-        console.say(closing(state, self.start, time.monotonic() - seconds))
+        conclude(state, self.start, time.monotonic() - seconds, going_on, console)
 
     def _loop(self) -> None:
         state, clock = self.state, self.state.clock
@@ -252,14 +246,17 @@ class Trainer:
         """Makes one graph call, up to ``stop`` at most.
 
         Returns:
-            The step it has come to; and, of a step of its own, the values that due hooks name.
+            The step it has come to; and, if that is ``stop``, the values that due hooks name.
         """
         due = schedule.due(stop)
         fetches = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
         if stop == step + 1 and (fetches or schedule.every_step):
             return stop, self.functions.train_step(fetches, due)
-        steps = min(stop - step - bool(fetches), self._steps_per_call.limit)
+        looped = self.functions.looped(fetches)
+        steps = min(stop - step - bool(fetches and not looped), self._steps_per_call.limit)
         with self._steps_per_call.timed(steps):
+            if looped and step + steps == stop:
+                return stop, self.functions.train_step(fetches, due, steps)
             self.functions.train_steps(steps)
         return step + steps, {}
 

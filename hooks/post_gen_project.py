@@ -7,6 +7,7 @@ be no repository there, and there is nobody to talk to.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -23,12 +24,15 @@ CONTEXT: dict[str, Any] = json.loads(
     r"""{{ {
         "author": cookiecutter.author | string,
         "example": cookiecutter.example,
+        "launch": cookiecutter.launch,
         "license": cookiecutter.license,
         "repo_dir": cookiecutter._repo_dir | default("") | string,
         "under_cruft": cookiecutter._repo_dir is not defined,
     } | tojson }}"""
 )
 PROJECT = Path.cwd()
+# The examples that train on data/digits.npz.
+OF_DIGITS = ("digits", "tfrecords", "gan", "contrastive", "diffusion")
 
 
 def restore_engine() -> None:
@@ -56,16 +60,21 @@ def remove_unneeded() -> None:
     for folder in ("ctl_core", "tests"):
         for cache in list((PROJECT / folder).rglob("__pycache__")):
             shutil.rmtree(cache)
+    if CONTEXT["launch"] == "nowhere":
+        shutil.rmtree(PROJECT / "launch", ignore_errors=True)
     if CONTEXT["license"] == "none":
         (PROJECT / "LICENSE").unlink(missing_ok=True)
-    if CONTEXT["example"] != "digits":
+    for pictures in (PROJECT / "pictures").glob("*"):
+        if pictures.name != CONTEXT["example"]:
+            shutil.rmtree(pictures)
+    if CONTEXT["example"] not in OF_DIGITS:
         # Only what the template brought: generating over an existing project (cookiecutter -f)
         # must not cost it its data.
-        data = PROJECT / "data"
         for name in ("digits.npz", "README.md"):
-            (data / name).unlink(missing_ok=True)
-        if not any(data.iterdir()):
-            data.rmdir()
+            (PROJECT / "data" / name).unlink(missing_ok=True)
+    for name in ("data", "pictures"):
+        with contextlib.suppress(OSError):  # it is not empty, or not there
+            (PROJECT / name).rmdir()
 
 
 def in_scratch_folder() -> bool:

@@ -59,13 +59,27 @@ def for_host(values: Sequence[Any]) -> Any:
     return tf.concat([tf.RaggedTensor.from_tensor(value, ragged_rank=last) for value in values], 0)
 
 
-UNLIKE = (
+def all_for_host(pieces: dict[str, list[Any]]) -> dict[str, Any]:
+    """Joins what each name has, a list of structures, as ``for_host`` does."""
+    return {
+        name: tf.nest.map_structure(lambda *parts: for_host(parts), *several)
+        for name, several in pieces.items()
+    }
+
+
+_UNLIKE = (
     "has shapes {shapes} on the replicas or micro-batches of this step, so that it is a "
     "tf.RaggedTensor (a list where even the rank differs); where all fit, it is a tensor."
 )
 
 
-def unlike(structures: Sequence[Any]) -> str | None:
+def differing(pieces: dict[str, list[Any]]) -> dict[str, str]:
+    """Says of each name in which shapes what it has differs, if it does."""
+    shapes = {name: _unlike(several) for name, several in pieces.items()}
+    return {name: _UNLIKE.format(shapes=some) for name, some in shapes.items() if some}
+
+
+def _unlike(structures: Sequence[Any]) -> str | None:
     """Says which shapes the first tensors have that do not fit, if any, of several structures."""
     for values in zip(*map(tf.nest.flatten, structures), strict=True):
         if not _fit(values):

@@ -14,6 +14,7 @@ from tensorflow.python.framework import config
 
 import ctl_core
 from ctl_core.compiled import STACK_BYTES, STACK_STEPS, stack_of
+from ctl_core.graph import StepFunctions
 from tests.helpers.cases import eval_hooks, set_weights
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import values
@@ -53,6 +54,31 @@ def test_weights_are_those_of_plain_graphs(train: Train, name: str) -> None:
         np.testing.assert_allclose(ours.numpy(), other.numpy(), 1e-4, bound, err_msg=ours.path)
 
 
+@pytest.mark.parametrize("name", ["micro-batches", "two objectives", "turns"])
+def test_a_loss_that_a_hook_reads_comes_out_of_the_loop(
+    train: Train, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, settings = PROGRAMS[name]
+    settings = {"steps": STEPS, "batch_size": BATCH, "learning_rate": 0.05, **settings}
+    losses: dict[bool, list[Any]] = {False: [], True: []}
+    calls: list[int] = []
+    take = StepFunctions.train_step
+
+    def counted(self: Any, fetches: Any, due: Any = (), steps: int = 1) -> Any:
+        calls.append(steps)
+        return take(self, fetches, due, steps)
+
+    for jit in losses:
+        own = make()
+        own.every_steps = {4: lambda loss, jit=jit: losses[jit].append(loss)}
+        monkeypatch.setattr(StepFunctions, "train_step", counted if jit else take)
+        train(own, run_name=str(jit), jit_compile=jit, **settings)
+    assert len(calls) == 3 and calls[0] == 4  # then a clock says how many are taken at once
+    for read, expected in zip(losses[True], losses[False], strict=True):
+        tf.nest.assert_same_structure(read, expected)
+        np.testing.assert_allclose(tf.nest.flatten(read), tf.nest.flatten(expected), 1e-4)
+
+
 def test_float16_skips_what_is_not_finite(train: Train) -> None:
     def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
         return tf.where(step == 3, np.inf, 1.0) * loss, 0.0, train_model.trainable_variables
@@ -75,6 +101,7 @@ def freeze(train_model: Any) -> None:
 CUTS: dict[str, tuple[dict[int, Any], dict[str, Any], tuple[int, ...]]] = {
     "calls": ({}, {"steps_per_call": 5}, (20,)),
     "resumed": ({}, {"ckpt_every": 4}, (3, 4, 11, 20)),
+    "its loss is read": ({3: lambda loss: None}, {"ckpt_every": 5}, (5, 7, 20)),
     "observed": ({3: lambda loss, output: None, 7: lambda gradients: None}, {}, (20,)),
     "each observed": ({1: lambda loss: None}, {}, (9, 20)),
 }

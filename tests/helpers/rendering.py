@@ -18,12 +18,22 @@ from cookiecutter.main import cookiecutter
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
 CHOICES = {
-    "example": ["digits", "blank"],
+    "example": [
+        *["digits", "fashion_mnist", "cifar10_vgg", "tfrecords", "gan", "contrastive"],
+        *["diffusion", "text", "blank"],
+    ],
     "accelerator": ["cpu", "gpu"],
+    "launch": ["nowhere", "ray"],
     "license": ["MIT", "Apache-2.0", "BSD-3-Clause", "none"],
 }
+# The examples that there are, and of two of them all that goes with them.
+EXAMPLES = [
+    name for name in CHOICES["example"] if (ROOT / "templates/examples" / f"{name}.py").exists()
+]
 COMBINATIONS = [
-    dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())
+    dict(zip(CHOICES, values, strict=True))
+    for values in itertools.product(EXAMPLES, *list(CHOICES.values())[1:])
+    if values[0] in ("digits", "blank") or values[1:] == ("cpu", "nowhere", "MIT")
 ]
 Render = Callable[..., Path]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -104,7 +114,7 @@ def projects(
 @pytest.fixture(scope="session")
 def digits(projects: dict[tuple[str, ...], Path]) -> Path:
     """The project with the default choices."""
-    return projects["digits", "cpu", "MIT"]
+    return projects["digits", "cpu", "nowhere", "MIT"]
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def test_every_document_is_linked_from_the_readme() -> None:
 @pytest.mark.parametrize("example", ["digits", "blank"])
 def test_what_a_projects_readme_names(projects: dict[tuple[str, ...], Path], example: str) -> None:
     """Files of the project, and documents of this repository."""
-    project = projects[example, "cpu", "MIT"]
+    project = projects[example, "cpu", "nowhere", "MIT"]
     readme = project / "README.md"
     assert broken(readme) == [] == broken(project / "ctl_core" / "README.md")
     code = [token.content for token in tokens(readme) if token.type == "code_inline"]

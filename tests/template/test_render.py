@@ -17,8 +17,18 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from tests.helpers.rendering import CHOICES, COMBINATIONS, ROOT, Render, Run, files
+from tests.helpers.rendering import (
+    CHOICES,
+    COMBINATIONS,
+    EXAMPLES,
+    ROOT,
+    TEMPLATE,
+    Render,
+    Run,
+    files,
+)
 
+OF_DIGITS = ("digits", "tfrecords", "gan", "contrastive", "diffusion")
 Projects = dict[tuple[str, ...], Path]
 JINJA = re.compile(r"\{\{|\{%|\{#")
 COOKIECUTTER = re.compile(r"cookiecutter\.[a-z_]")
@@ -45,14 +55,18 @@ def test_files(projects: Projects, choices: dict[str, str]) -> None:
     }
     if choices["license"] != "none":
         expected.add("LICENSE")
-    if choices["example"] == "digits":
+    if choices["launch"] == "ray":
+        expected.add("launch/ray_job.py")
+    if choices["example"] in OF_DIGITS:
         expected |= {"data/digits.npz", "data/README.md"}
+    pictures = (TEMPLATE / "pictures" / choices["example"]).glob("*")
+    expected |= {path.relative_to(TEMPLATE).as_posix() for path in pictures}
     engine = {f"ctl_core/{name}": content for name, content in files(ROOT / "ctl_core").items()}
     assert set(found) == expected | set(engine)
     assert {name: found[name] for name in engine} == engine
     assert not (project / "ctl_core").is_symlink()
     assert not list(project.rglob("__pycache__"))
-    assert (project / "data").exists() == (choices["example"] == "digits")
+    assert (project / "data").exists() == (choices["example"] in OF_DIGITS)
     assert os.access(project / "train.sh", os.X_OK)
 
 
@@ -220,7 +234,7 @@ def width_of(frame):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", CHOICES["example"])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_imports_of_other_packages_keep_the_checks_green(
     projects: Projects, example: str, run: Run, tmp_path: Path
 ) -> None:
@@ -228,11 +242,11 @@ def test_imports_of_other_packages_keep_the_checks_green(
     tools = [
         tomllib.loads((project / "pyproject.toml").read_text())["tool"]
         for choices, project in projects.items()
-        if choices[0] == example
+        if choices[0] == example and choices[2] == "nowhere"
     ]
     assert all(each == tools[0] for each in tools)
     project = tmp_path / "project"
-    shutil.copytree(projects[example, "cpu", "MIT"], project)
+    shutil.copytree(projects[example, "cpu", "nowhere", "MIT"], project)
     callbacks = project / "callbacks.py"
     text = callbacks.read_text()
     if "import numpy as np\n" not in text:
@@ -252,17 +266,17 @@ def test_imports_of_other_packages_keep_the_checks_green(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", CHOICES["example"])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_mypy(projects: Projects, example: str, run: Run, tmp_path: Path) -> None:
     """mypy finds nothing; what it reads differs only between the examples."""
     chosen = {
         choices: {name: text for name, text in files(project).items() if name.endswith(".py")}
         for choices, project in projects.items()
-        if choices[0] == example
+        if choices[0] == example and choices[2] == "nowhere"
     }
     first, *others = chosen.values()
     assert all(other == first for other in others)
-    run("mypy", "--cache-dir", tmp_path / "cache", cwd=projects[example, "cpu", "MIT"])
+    run("mypy", "--cache-dir", tmp_path / "cache", cwd=projects[example, "cpu", "nowhere", "MIT"])
 
 
 def test_shellcheck(projects: Projects, digits: Path, run: Run) -> None:
