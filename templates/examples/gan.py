@@ -15,7 +15,6 @@ from ctl_core.data import with_seeds
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 LATENT = 32  # numbers that a picture is made of
-
 # A step goes through this list once. Hooks that name `objective` get one of these words, and as
 # `turn` its place in the list. Each turn sees what the turns before it have changed.
 turns = 3 * ["critic"] + ["generator"]
@@ -147,6 +146,5 @@ def metric_pre(output, batch):
     return batch["image"], output
 
 
-# What predict, load and export run, on noise as input_pre gives it: without the critic.
-def create_inference_model(model):
+def create_inference_model(model):  # what predict, load and export run: noise in, pictures out
     return model.generator
