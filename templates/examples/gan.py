@@ -115,7 +115,7 @@ def draw_samples(step, train_model, config, chief):
         tf.io.write_file(str(file), tf.io.encode_png(tf.cast(255.0 * sheet[0], tf.uint8)))
 
 
-every_steps = {250: draw_samples}
+every_steps = {100: draw_samples}
 
 
 class FrechetDistance(keras.Metric):
