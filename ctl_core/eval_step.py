@@ -15,6 +15,7 @@ from ctl_core.cluster.strategy import Task, distribute, local_replicas
 from ctl_core.context import StepContext
 from ctl_core.metrics import update_metrics
 from ctl_core.step import batch_sum, forward, weight_of
+from ctl_core.training_mode import inference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def build_run_steps(
     def on_replica(batch: Any, there: tf.Tensor | None) -> None:
         if there is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
-        with _noted(exchanges):
+        with _noted(exchanges), inference():
             _update(context, metrics, sums, batch, there)
 
     def step(iterator: Any, first: Any, rows: tf.Tensor) -> tf.Tensor:

@@ -14,6 +14,7 @@ from ctl_core.nested import described
 from ctl_core.scratch import placeholders, scratch
 from ctl_core.state import State
 from ctl_core.step import model_input
+from ctl_core.training_mode import inference
 
 # Which part of a batch clients send: all of it; some of a dict, by key; or of a tuple, one, with
 # its index. A dict or a tuple has such a choice for each of its own.
@@ -110,7 +111,7 @@ def _used(state: State, element: Any) -> tuple[list[_Path], Any]:
     Returns:
         The paths of the parts of a batch that it depends on, and the specification of the input.
     """
-    with scratch(state.data, state.cluster.task):
+    with scratch(state.data, state.cluster.task), inference():
         batch = placeholders(element)
         made = model_input(state.context, batch, training=False)
         owners = {

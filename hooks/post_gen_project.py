@@ -7,7 +7,6 @@ be no repository there, and there is nobody to talk to.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -31,8 +30,17 @@ CONTEXT: dict[str, Any] = json.loads(
     } | tojson }}"""
 )
 PROJECT = Path.cwd()
-# The examples that train on data/digits.npz.
-OF_DIGITS = ("digits", "tfrecords", "gan", "contrastive", "diffusion")
+# Those whose pictures the template has in folders of their names.
+EXAMPLES = (
+    "digits",
+    "fashion_mnist",
+    "cifar10_vgg",
+    "tfrecords",
+    "gan",
+    "contrastive",
+    "diffusion",
+    "text",
+)
 
 
 def restore_engine() -> None:
@@ -64,17 +72,18 @@ def remove_unneeded() -> None:
         shutil.rmtree(PROJECT / "launch", ignore_errors=True)
     if CONTEXT["license"] == "none":
         (PROJECT / "LICENSE").unlink(missing_ok=True)
-    for pictures in (PROJECT / "pictures").glob("*"):
-        if pictures.name != CONTEXT["example"]:
-            shutil.rmtree(pictures)
-    if CONTEXT["example"] not in OF_DIGITS:
-        # Only what the template brought: generating over an existing project (cookiecutter -f)
-        # must not cost it its data.
+    # Only what the template brought: generating over an existing project (cookiecutter -f) must
+    # not cost it its data.
+    data, pictures = PROJECT / "data", PROJECT / "pictures"
+    if "digits.npz" not in (PROJECT / "callbacks.py").read_text(encoding="utf-8"):
         for name in ("digits.npz", "README.md"):
-            (PROJECT / "data" / name).unlink(missing_ok=True)
-    for name in ("data", "pictures"):
-        with contextlib.suppress(OSError):  # it is not empty, or not there
-            (PROJECT / name).rmdir()
+            (data / name).unlink(missing_ok=True)
+    for name in EXAMPLES:
+        if name != CONTEXT["example"]:
+            shutil.rmtree(pictures / name, ignore_errors=True)
+    for folder in (data, pictures):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def in_scratch_folder() -> bool:

@@ -235,11 +235,10 @@ def _read_csv(files: list[tuple[Path, str]], drop: set[str]) -> _Table:
             with path.open(newline="", encoding="utf-8-sig") as file:
                 first = file.readline()
                 file.seek(0)
-                comma = max(",;\t|", key=first.count) if path.suffix.lower() != ".tsv" else "\t"
-                lines = csv.reader(file, delimiter=comma, strict=True)
+                lines = csv.reader(file, delimiter=comma_of(path, first), strict=True)
                 found = next(lines, [])
                 header = header or found
-                _check_header(where, header, found)
+                check_header(where, header, found)
                 assert table.keys is not None
                 for row in lines:
                     if not row:
@@ -272,7 +271,13 @@ def _read_csv(files: list[tuple[Path, str]], drop: set[str]) -> _Table:
     return table
 
 
-def _check_header(where: str, header: list[str], found: list[str]) -> None:
+def comma_of(path: Path, first: str) -> str:
+    """Returns what separates the fields of a file, judging by its first line."""
+    return "\t" if path.suffix.lower() == ".tsv" else max(",;\t|", key=first.count)
+
+
+def check_header(where: str, header: list[str], found: list[str]) -> None:
+    """Refuses a first line without names, with a name twice, or unlike that of the first file."""
     if not found:
         raise SetupError(f"{where}: is empty; expected a line with the columns' names.")
     if found != header:

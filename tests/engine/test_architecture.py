@@ -14,7 +14,8 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     errors table types splits index buckets png
     chunks collectives compat console files precision not_finite reduction signals
-    compiled helpers joining nested profile settings staging hook_state record gpus verdict
+    compiled training_mode helpers joining nested profile settings staging hook_state record gpus
+    verdict
     callbacks_file batch_norm hook_table sources
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
@@ -37,7 +38,7 @@ LAYERS = """
     metrics
     step
     pairs writes eval_step predict
-    evaluate stretches scratch
+    evaluate stretches scratch input_table
     state
     build graph messages remainder input_position raw_inputs forking initial_weights
     compile_choice sums traced writing reading serving

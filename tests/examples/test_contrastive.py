@@ -1,35 +1,28 @@
-"""The example ``contrastive``."""
+"""The example contrastive: its loss, on one and two devices, killed and resumed."""
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
-from tests.helpers.example import Example
-from tests.helpers.rendering import Render
+from tests.helpers.example import Example, assert_devices_agree, assert_is_short, assert_lives
+from tests.helpers.project import Cli, cli
+
+__all__ = ["cli"]
+SMALL = ("--hparams.width", "4", "--batch-size", "8", "--eval-batch-size", "64")
 
 
-@pytest.mark.slow
-def test_contrastive(render: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Example("contrastive", render, tmp_path, monkeypatch, hparams={"width": 4})
-    assert_views(example)
-    example.assert_same_on_two_devices()
-    example.assert_resumes()
-    images = np.random.default_rng(0).uniform(size=(3, 8, 8, 1)).astype("float32")
-    assert example.assert_is_used(images).shape == (3, 16)
-    sheet = tf.io.decode_png(tf.io.read_file("runs/whole/neighbours/000012.png"))
-    assert sheet.shape == (300, 300, 1)
-
-
-def assert_views(example: Example) -> None:
-    """The loss is that of a plain loop over all pairs of views; few labels are shown."""
-    hooks, config = example.hooks(), ctl_core.load_config("config.yaml")
-    hparams = {**config.hparams, "width": 4}
-    data = hooks.create_dataset(per_replica_batch_size=256, config=config, hparams=hparams)
+def test_the_loss_is_that_of_all_pairs_of_views(cli: Cli, tmp_path: Path) -> None:
+    assert_is_short("contrastive")
+    Example("contrastive", cli, tmp_path)
+    hooks = SimpleNamespace(**runpy.run_path(str(tmp_path / "callbacks.py")))
+    hparams = {"width": 4, "labels": 100, "temperature": 0.2, "contrast": 1.0}
+    data = hooks.create_dataset(256, SimpleNamespace(seed=0), hparams)
     views, labels = next(iter(data))
     assert views.shape == (256, 2, 8, 8, 1) and 0.0 <= np.min(views) < np.max(views) <= 1.4
     assert np.abs(views[:, 0] - views[:, 1]).mean() > 0.05
@@ -43,3 +36,21 @@ def assert_views(example: Example) -> None:
         nears = {two: float(flat[one] @ flat[two]) / 0.2 for two in range(16) if two != one}
         expected[one] = np.log(sum(np.exp(near) for near in nears.values())) - nears[one ^ 1]
     np.testing.assert_allclose(found, expected.reshape(8, 2).mean(1), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
+    """Each device has half of the views, and has to tell its own from those of both."""
+    assert_devices_agree(Example("contrastive", cli, tmp_path, *SMALL))
+
+
+@pytest.mark.slow
+def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).uniform(size=(5, 8, 8, 1)).astype("float32")
+    assert_lives(Example("contrastive", cli, tmp_path, *SMALL), images)
+    sheets = [
+        (tmp_path / "runs" / name / "neighbours" / "000006.png").read_bytes()
+        for name in ("whole", "parts")
+    ]
+    assert sheets[0] == sheets[1]
+    assert tf.io.decode_png(sheets[0]).shape == (300, 300, 1)

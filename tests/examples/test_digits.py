@@ -1,4 +1,4 @@
-"""The example ``digits``."""
+"""The example digits: on one and two devices, killed and resumed, used without our code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.example import Example
-from tests.helpers.rendering import Render
+from tests.helpers.example import Example, assert_devices_agree, assert_lives
+from tests.helpers.project import Cli, cli
+
+__all__ = ["cli"]
+SMALL = ("--hparams.width", "4", "--batch-size", "16", "--limit-eval", "2")
+
+
+def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
+    assert_devices_agree(Example("digits", cli, tmp_path, *SMALL))
 
 
 @pytest.mark.slow
-def test_digits(render: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Example("digits", render, tmp_path, monkeypatch, hparams={"width": 4})
-    example.assert_same_on_two_devices()
-    example.assert_resumes()
-    images = np.random.default_rng(0).uniform(size=(3, 8, 8, 1)).astype("float32")
-    assert example.assert_is_used(images).shape == (3, 10)
+def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).uniform(size=(5, 8, 8, 1)).astype("float32")
+    assert_lives(Example("digits", cli, tmp_path, *SMALL), images)

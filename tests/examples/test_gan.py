@@ -1,7 +1,8 @@
-"""The example ``gan``."""
+"""The example gan: on one and two devices, killed and resumed, its pictures and its distance."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,50 +10,65 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.example import Example
-from tests.helpers.rendering import Render
+from tests.helpers.example import Example, assert_devices_agree, assert_is_short, assert_lives
+from tests.helpers.project import Cli, cli
+
+__all__ = ["cli"]
+SMALL = ("--hparams.width", "2", "--batch-size", "8", "--eval-batch-size", "64", "--log-every", "3")
 
 
 @pytest.mark.slow
-def test_gan(render: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Example("gan", render, tmp_path, monkeypatch, hparams={"width": 2}, log_every=4)
-    example.assert_same_on_two_devices()
-    example.assert_resumes()
-    noise = np.random.default_rng(0).normal(size=(3, 32)).astype("float32")
-    images = example.assert_is_used({"noise": noise})
-    assert images.shape == (3, 8, 8, 1)
-    assert 0.0 <= np.min(images) < np.max(images) <= 1.0
-    trained = example.train("on-2", steps=4, virtual_devices=2)  # as it is there
-    (line,) = (line for line in trained.history if "penalty" in line)
-    assert np.isfinite(line["distance"]) and line["penalty"] > 0.0
-    example.command("predict", "--run-name", "on-2")
-    assert_frechet(example, trained.metrics["frechet"])
-    assert_drawn(example, trained)
+def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
+    assert_is_short("gan")
+    assert_devices_agree(Example("gan", cli, tmp_path, *SMALL))
+    lines = [
+        [json.loads(line) for line in (tmp_path / f"runs/{run}/metrics.jsonl").open()]
+        for run in ("one-device", "two-devices")
+    ]
+    for one, two in zip(*lines, strict=True):
+        assert one.keys() == two.keys()
+        for name in one.keys() - {"split"}:
+            np.testing.assert_allclose(one[name], two[name], rtol=1e-3, atol=1e-4, err_msg=name)
+    assert lines[0][0].keys() == {"step", "split", "distance", "penalty"}
+    assert lines[0][0]["penalty"] > 0.0
 
 
-def assert_frechet(example: Example, found: float) -> None:
-    """The metric, of two devices, is what NumPy makes of the images that one predicts."""
-    data = example.hooks().create_eval_dataset(64, ctl_core.load_config("config.yaml"))
-    real = np.concatenate([batch["image"] for batch in data])
-    with np.load("runs/on-2/predictions.npz") as file:
+@pytest.mark.slow
+def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).normal(size=(5, 32)).astype("float32")
+    source = Path(ctl_core.__file__).parent.parent / "templates" / "examples" / "gan.py"
+    example = Example("gan", cli, tmp_path, *SMALL)
+    drawn = source.read_text().replace("every_steps = {100:", "every_steps = {3:")
+    (tmp_path / "callbacks.py").write_text(drawn)
+    assert_lives(example, {"noise": noise})
+    assert_frechet(tmp_path / "runs" / "whole")
+    assert_drawn(tmp_path / "runs")
+
+
+def assert_frechet(run: Path) -> None:
+    """The metric is what NumPy makes of the held-out digits and the images that are predicted."""
+    with np.load(run.parents[1] / "data" / "digits.npz") as file:
+        real = file["images"][file["test"]] / 16.0
+    with np.load(run / "predictions.npz") as file:
         made = file["output"]
-    one, other = (images.reshape(len(real), 64).astype("float64") for images in (real, made))
+    assert made.shape == (359, 8, 8, 1) and 0.0 <= made.min() < made.max() <= 1.0
+    one, other = (images.reshape(359, 64).astype("float64") for images in (real, made))
     a, b = np.cov(one.T, bias=True), np.cov(other.T, bias=True)
     shared = np.sqrt(np.linalg.eigvals(a @ b).astype(complex)).real.sum()
     expected = ((one.mean(0) - other.mean(0)) ** 2).sum() + np.trace(a + b) - 2.0 * shared
-    np.testing.assert_allclose(found, expected, rtol=1e-2)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    (found,) = (line["frechet"] for line in lines if line["step"] == 6 and "frechet" in line)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
-def assert_drawn(example: Example, trained: ctl_core.State) -> None:
-    """The sheet has the hundred images of its noise, the same whenever it is drawn."""
-    draw = example.hooks().draw_samples
-    for chief in (False, True):
-        draw(step=4, train_model=trained.train_model, config=trained.config, chief=chief)
-        assert Path("runs/on-2/samples/000004.png").exists() == chief
-    sheet = tf.io.decode_png(tf.io.read_file("runs/on-2/samples/000004.png")).numpy()
+def assert_drawn(runs: Path) -> None:
+    """The sheet has the images of its hundred noises; a resumed run draws the same bytes."""
+    sheets = [(runs / name / "samples" / "000006.png").read_bytes() for name in ("whole", "parts")]
+    assert sheets[0] == sheets[1]
+    sheet = tf.io.decode_png(sheets[0]).numpy()
     noise = tf.random.stateless_normal([100, 32], seed=[0, 0])
-    images = trained.train_model(noise).numpy()[..., 0]
-    for number, image in ((0, images[0]), (37, images[37]), (99, images[99])):
+    images = np.asarray(ctl_core.load(runs / "whole")({"noise": noise}))[..., 0]
+    for number in (0, 37, 99):
         row, column = 30 * (number // 10) + 4, 30 * (number % 10) + 4
-        part = sheet[row : row + 24 : 3, column : column + 24 : 3, 0]
-        np.testing.assert_allclose(part / 255.0, image, atol=1.01 / 255.0)
+        found = sheet[row : row + 24 : 3, column : column + 24 : 3, 0]
+        np.testing.assert_allclose(found / 255.0, images[number], atol=1.01 / 255.0)

@@ -1,183 +1,211 @@
-"""What every example of the template goes through, in a project that was generated with it.
+"""An example of the template in a folder of its own: trained, killed, resumed, used.
 
-All in this process, but for a training that kills itself and a program without our code that loads
-the export.
+A test says the small data and settings, and gets the rest of an example's life from here::
+
+    def test_devices(cli, tmp_path):
+        example = Example("gan", cli, tmp_path, "--hparams.width", "4")
+        assert_devices_agree(example)
+
+    @pytest.mark.slow
+    def test_life(cli, tmp_path):
+        assert_lives(Example("gan", cli, tmp_path), inputs=np.zeros([4, 8], "float32"))
+
+All of it happens in this process, but for one other: that uses the export without our code, and is
+killed in the middle of a training.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
-import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.__main__ import main
-from ctl_core.callbacks_file import find_callbacks, load_callbacks
-from ctl_core.run_state.tracking import find, plain_variable
-from tests.helpers.rendering import Render
-from tests.helpers.resume import values
+from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
+from tests.helpers.project import Cli, Outcome
+from tests.helpers.rendering import ROOT, TEMPLATE
 
-# It ends by SIGKILL after a step that no checkpoint has.
-KILLED = """
-from callbacks import *
+EXAMPLES = ROOT / "templates" / "examples"
+LINES = 150
+Numbers = dict[str, np.ndarray]
 
+# Ends the process at step 5, once the checkpoint of step 3 counts.
+KILL = """
 
-def kill(step):
-    import os
-    import signal
+def _end_here():
+    import os, pathlib, signal, time
 
+    while not pathlib.Path("runs/parts/ckpt/engine/ckpt-3.json").exists():
+        time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-at_step = {{**globals().get("at_step", {{}}), {step}: kill}}
+at_step = {**globals().get("at_step", {}), 5: _end_here}
 """
-# Run without the engine and the hooks: what the newest export returns.
-LOAD = """
+# What a process without our code makes of an export; after that, a training that is killed.
+ELSEWHERE = """
+import sys
 import numpy as np
 import tensorflow as tf
 
-serve = tf.saved_model.load("runs/parts/export/1").signatures["serving_default"]
 with np.load("inputs.npz") as file:
-    arrays = {name: tf.constant(file[name]) for name in file}
-names = list(serve.structured_input_signature[1])
-if list(arrays) == ["only"]:
-    arrays = {names[0]: arrays["only"]}
-np.savez("found.npz", **{name: value.numpy() for name, value in serve(**arrays).items()})
+    inputs = {name: tf.constant(file[name]) for name in file.files}
+found = tf.saved_model.load("runs/whole/export/1").signatures["serving_default"](**inputs)
+assert not {"ctl_core", "callbacks"} & sys.modules.keys()
+np.savez("found.npz", **{name: value.numpy() for name, value in found.items()})
+sys.path[:0] = sys.argv[1:2]
+from ctl_core.__main__ import main
+main(sys.argv[2:])
 """
 
 
-def weights(state: ctl_core.State) -> dict[str, np.ndarray]:
-    """The floating-point variables of the model, as the first replica has them."""
-    plain = {
-        path: plain_variable(variable)
-        for path, variable in find({"train_model": state.train_model}).variables.items()
-    }
-    read = state.strategy.experimental_local_results
-    return {
-        path: read(variable)[0].numpy()
-        for path, variable in plain.items()
-        if isinstance(variable, tf.Variable) and variable.dtype.is_floating
-    }
-
-
 class Example:
-    """A generated project whose training is tried on small data.
+    """A project with the hooks and the settings of an example, and small ones of the test.
 
     Attributes:
-        project: its folder, which is the current one
+        name: of the example
+        folder: of the project
     """
 
-    def __init__(
-        self,
-        name: str,
-        render: Render,
-        folder: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        **settings: Any,
-    ) -> None:
-        """Generates the project of an example.
+    def __init__(self, name: str, cli: Cli, folder: Path, *flags: str) -> None:
+        """Writes callbacks.py and config.yaml, and the digits if the hooks read them.
 
         Args:
             name: of the example
-            render: makes projects
-            folder: where to
-            monkeypatch: of the test
-            settings: of every run, such as a small width: ``hparams={"width": 4}``
+            cli: the fixture
+            folder: tmp_path, where ``cli`` runs
+            flags: settings of each training, such as ``"--hparams.width", "4"``
         """
-        self.project = render(folder, example=name)
-        self._settings: dict[str, Any] = {"batch_size": 8, "eval_every": 0, **settings}
-        monkeypatch.chdir(self.project)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        monkeypatch.setattr(tf.get_logger(), "level", 40)
+        self.name, self.folder = name, folder
+        self._cli, self._flags = cli, flags
+        source = (EXAMPLES / f"{name}.py").read_text()
+        (folder / "callbacks.py").write_text(source)
+        (folder / "config.yaml").write_text((EXAMPLES / f"{name}.yaml").read_text())
+        if "digits.npz" in source:
+            (folder / "data").mkdir(exist_ok=True)
+            shutil.copy(TEMPLATE / "data" / "digits.npz", folder / "data")
 
-    def hooks(self) -> types.ModuleType:
-        """Imports callbacks.py anew, as a process of its own would."""
-        sys.modules.pop("callbacks", None)
-        return load_callbacks(find_callbacks("callbacks.py", None, "callbacks.py", True))
+    def arguments(self, run: str, *flags: str) -> list[str]:
+        """The command of a training: six steps, with a checkpoint and an evaluation at half."""
+        periods = ("--steps", "6", "--ckpt-every", "3", "--eval-every", "3", "--warmup", "0")
+        return ["train", "--run-name", run, *periods, *self._flags, *flags]
 
-    def train(self, run_name: str, **settings: Any) -> ctl_core.State:
-        """Trains a run, or goes on with it."""
-        hparams = {**self._settings.get("hparams", {}), **settings.pop("hparams", {})}
-        own = {**self._settings, "run_name": run_name, **settings}
-        config = ctl_core.load_config("config.yaml")
-        own["hparams"] = {**config.hparams, **hparams}
-        return ctl_core.train(self.hooks(), ctl_core.load_config("config.yaml", **own))
+    def train(self, run: str, *flags: str) -> Outcome:
+        """Trains a run, or goes on with it; what was said is checked to be no warning."""
+        return self.command(*self.arguments(run, *flags))
 
-    def command(self, *words: str) -> None:
-        """Runs ``python -m ctl_core`` with these words, in this process."""
-        sys.modules.pop("callbacks", None)
-        assert main(list(words)) == 0, words
+    def command(self, *arguments: str) -> Outcome:
+        """Runs a command, which has to do without an error or a warning."""
+        outcome = self._cli(None, command=arguments)
+        assert (outcome.code, outcome.err) == (0, ""), outcome
+        assert "warning" not in outcome.out, outcome.out
+        return outcome
 
-    def assert_same_on_two_devices(
-        self, steps: int = 4, rtol: float = 1e-4, atol: float = 1e-5, **settings: Any
-    ) -> None:
-        """Compares the trained weights of one device and of two."""
-        one, two = (
-            weights(self.train(f"on-{n}", steps=steps, virtual_devices=n, **settings))
-            for n in (1, 2)
-        )
-        assert one and one.keys() == two.keys()
-        for path, value in one.items():
-            np.testing.assert_allclose(two[path], value, rtol, atol, err_msg=path)
+    def numbers(self, run: str, step: int = 6) -> Numbers:
+        """All numbers that a checkpoint holds, by name: weights, optimizer, what a hook keeps."""
+        found = {}
+        for part in ("", "engine/"):
+            path = self.folder / f"runs/{run}/ckpt/{part}ckpt-{step}"
+            reader = tf.train.load_checkpoint(str(path))
+            types = reader.get_variable_to_dtype_map()
+            found |= {part + n: reader.get_tensor(n) for n in types if types[n] != tf.string}
+        return found
 
-    def assert_resumes(self, steps: int = 12, ckpt_every: int = 4) -> None:
-        """Compares a whole run with one that was killed in the middle, bit for bit.
 
-        The latter is the run ``parts``.
-        """
-        whole = values(self.train("whole", steps=steps, ckpt_every=ckpt_every))
-        (self.project / "experiments").mkdir(exist_ok=True)
-        killed = self.project / "experiments" / "killed.py"
-        killed.write_text(KILLED.format(step=ckpt_every * 2 - 1))
-        flags = ["--steps", str(steps), "--ckpt-every", str(ckpt_every), "--run-name", "parts"]
-        for name, value in self._settings.items():
-            inner = value if isinstance(value, dict) else {"": value}
-            for key, one in inner.items():
-                flags += [f"--{name}{'.' * bool(key)}{key}".replace("_", "-"), str(one)]
-        done = self.process("-m", "ctl_core", "train", "--callbacks", str(killed), *flags)
-        assert done.returncode == -9, done.stdout + done.stderr
-        parts = values(self.train("parts", steps=steps, ckpt_every=ckpt_every))
-        assert whole.keys() == parts.keys()
-        for path, value in whole.items():
-            np.testing.assert_array_equal(parts[path], value, err_msg=path)
+def assert_is_short(name: str) -> None:
+    """Checks that the hooks can be read in one sitting."""
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LINES
 
-    def assert_is_used(self, inputs: Any, atol: float = 1e-5) -> Any:
-        """Evaluates, predicts and exports ``parts``; loads the export where our code is not.
 
-        Args:
-            inputs: what clients send: an array, or arrays by name
-            atol: by how much what the export returns may differ from ``ctl_core.load``
+def assert_devices_agree(
+    example: Example, rtol: float = 1e-4, atol: float = 1e-5, but: str | None = None
+) -> Numbers:
+    """Trains on one device and on two, and compares all that checkpoints hold.
 
-        Returns:
-            What ``ctl_core.load`` returns for the inputs.
-        """
-        for command in ("evaluate", "predict", "export"):
-            self.command(command, "--run-name", "parts")
-        sys.modules.pop("callbacks", None)
-        expected = ctl_core.load("runs/parts")(inputs)
-        arrays = inputs if isinstance(inputs, dict) else {"only": inputs}
-        np.savez("inputs.npz", **arrays)
-        done = self.process("-I", "-c", LOAD)
-        assert done.returncode == 0, done.stderr
-        with np.load("found.npz") as file:
-            found = [file[name] for name in sorted(file)]
-        flat = expected if isinstance(expected, dict) else {"output": expected}
-        for mine, name in zip(found, sorted(flat), strict=True):
-            np.testing.assert_allclose(mine, np.asarray(flat[name]), 1e-4, atol, err_msg=name)
-        return expected
+    Args:
+        example: with a batch size that two devices can share
+        rtol, atol: as of ``assert_allclose``
+        but: a regular expression for names of what may differ, such as of random generators
 
-    def process(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Runs Python in the project, with its own copy of the engine."""
-        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(self.project)}
-        command = [sys.executable, *words]
-        return subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=300, check=False
-        )
+    Returns:
+        The numbers of one device.
+    """
+    one, two = "one-device", "two-devices"
+    example.train(one, "--eval-every", "0")
+    example.train(two, "--eval-every", "0", "--virtual-devices", "2")
+    found, other = example.numbers(one), example.numbers(two)
+    assert found.keys() == other.keys()
+    moved = 0
+    for name, value in found.items():
+        if but is None or not re.search(but, name):
+            np.testing.assert_allclose(value, other[name], rtol, atol, err_msg=name)
+            moved += 1
+    assert moved > 3
+    return found
+
+
+def assert_lives(
+    example: Example, inputs: Any, expected: Mapping[str, Any] | None = None, **tolerance: float
+) -> None:
+    """Trains, evaluates, predicts, exports, loads elsewhere, is killed, and goes on bit for bit.
+
+    Args:
+        example: the example
+        inputs: what a client sends, or a dict of such by the names of the signature
+        expected: what the export returns for it, by name; default: what ``ctl_core.load`` does
+        tolerance: rtol and atol for that; default: bit for bit
+    """
+    flags = ("--deterministic",)
+    done = example.train("whole", *flags)
+    assert "done: step 6" in done.out
+    for command in ("evaluate", "predict", "export"):
+        example.command(command, "--run-name", "whole")
+    with np.load(example.folder / "runs/whole/predictions.npz") as predictions:
+        assert predictions.files and all(len(predictions[name]) for name in predictions.files)
+    named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    np.savez(example.folder / "inputs.npz", **named)
+    _use_elsewhere(example, example.arguments("parts", *flags))
+    if expected is None:
+        returned = ctl_core.load(example.folder / "runs/whole")(inputs)
+        expected = returned if isinstance(returned, dict) else {"output": returned}
+    with np.load(example.folder / "found.npz") as found:
+        assert set(found.files) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(
+                found[name], value, **{"rtol": 0.0, **tolerance}, err_msg=name
+            )
+    assert "resuming at step 3" in example.train("parts", *flags).out
+    whole, parts = example.numbers("whole"), example.numbers("parts")
+    assert whole.keys() == parts.keys()
+    for name, number in whole.items():
+        np.testing.assert_array_equal(number, parts[name], err_msg=name)
+    before = example.numbers("whole", step=3)
+    assert any((before[name] != number).any() for name, number in whole.items() if "_var" in name)
+
+
+def _use_elsewhere(example: Example, training: list[str]) -> None:
+    """Uses the export in a process of its own, which then trains until it is killed."""
+    hooks = example.folder / "callbacks.py"
+    source = hooks.read_text()
+    hooks.write_text(source + KILL)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("CTL_")}
+    command = [sys.executable, "-I", "-c", ELSEWHERE, str(ROOT), *training]
+    done = subprocess.run(
+        command,
+        env={**environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"},
+        cwd=example.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    hooks.write_text(source)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -17,22 +18,22 @@ from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
+QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text())
+EXAMPLES = [
+    name
+    for name in QUESTIONS["example"]
+    if (ROOT / "templates" / "examples" / f"{name}.py").exists()
+]
 CHOICES = {
-    "example": [
-        *["digits", "fashion_mnist", "cifar10_vgg", "tfrecords", "gan", "contrastive"],
-        *["diffusion", "text", "blank"],
-    ],
+    "example": EXAMPLES,
     "accelerator": ["cpu", "gpu"],
     "launch": ["nowhere", "ray"],
     "license": ["MIT", "Apache-2.0", "BSD-3-Clause", "none"],
 }
-# The examples that there are, and of two of them all that goes with them.
-EXAMPLES = [
-    name for name in CHOICES["example"] if (ROOT / "templates/examples" / f"{name}.py").exists()
-]
+# Two examples with every accelerator and licence; what else differs, differs by the example alone.
 COMBINATIONS = [
     dict(zip(CHOICES, values, strict=True))
-    for values in itertools.product(EXAMPLES, *list(CHOICES.values())[1:])
+    for values in itertools.product(*CHOICES.values())
     if values[0] in ("digits", "blank") or values[1:] == ("cpu", "nowhere", "MIT")
 ]
 Render = Callable[..., Path]
