@@ -81,9 +81,9 @@ def remove_unneeded() -> None:
     for name in EXAMPLES:
         if name != CONTEXT["example"]:
             shutil.rmtree(pictures / name, ignore_errors=True)
-    for folder in (data, pictures):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+    for left in (data, pictures):
+        if left.is_dir() and not any(left.iterdir()):
+            left.rmdir()
 
 
 def in_scratch_folder() -> bool:

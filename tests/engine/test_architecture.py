@@ -19,7 +19,7 @@ LAYERS = """
     callbacks_file batch_norm hook_table sources
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    manifest record_options
+    manifest record_options download
     defaults shares
     records record_source
     image_source table_source
