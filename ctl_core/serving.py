@@ -34,7 +34,8 @@ class Serving:
         output_spec: of the output, in float32 where the model computes in less
         traced: the graph function from raw inputs to the output, of that specification only
         function: the same as Python has it, to be traced for each replica
-        of_batch: graph function from a batch of ``create_eval_dataset`` to the output
+        of_batch: graph function from a batch of ``create_eval_dataset`` to the output; None where
+            the model takes what no batch holds
         plain: whether raw inputs are the model's input, unchanged
         resources: variables and tables that have to live as long as ``traced``
         step: of the checkpoint
@@ -48,7 +49,7 @@ class Serving:
     output_spec: Any
     traced: Any
     function: Callable[[Any], Any]
-    of_batch: Callable[[Any], Any]
+    of_batch: Any
     plain: bool
     resources: list[Any]
     step: int
@@ -150,6 +151,7 @@ def _create(state: State) -> Serving:
     output_spec = tf.nest.map_structure(_spec, output)
     resources = [plain_variable(one) for one in (*held.values(), *traced.graph.variables)]
     resources = list({id(one): one for one in resources}.values())
+    batched = of_batch if raw.in_data else None
     return Serving(
         model,
         hook,
@@ -157,7 +159,7 @@ def _create(state: State) -> Serving:
         output_spec,
         traced,
         served,
-        of_batch,
+        batched,
         same[-1],
         resources,
         step,

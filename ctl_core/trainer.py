@@ -306,7 +306,7 @@ class Trainer:
             RunError: the loss is not finite, and training is to stop there; or the processes
                 differ in what must be the same.
         """
-        noted = self.functions.noted
+        noted, self.functions.noted = self.functions.noted, None  # once, however often they sync
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
             save=self.checkpoints.save_requested or self._deadlines.save_due(),

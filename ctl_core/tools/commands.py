@@ -80,6 +80,8 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
                 batches = read_inputs(source, spec, size)
             _note(serving, console)
         elif state.evaluation is not None:
+            if serving.of_batch is None:
+                raise SetupError(f"input: name a file. {serving.note}")
             name = _chosen(state.evaluation, options.get("dataset"))
             data = state.evaluation.sets[name].data
             if state.context.replicas > 1:

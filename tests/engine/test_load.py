@@ -509,3 +509,33 @@ def test_a_check_tries_what_comes_after_training(cli: Cli) -> None:
     assert outcome.code == 0 and "predictions: output float32 [None, 1]" in outcome.out, outcome
     outcome = cli(without + serve.replace("/ 0", "@ 0"), "--check", command=FLAGS)
     assert outcome.code == 2 and "serve (callbacks.py:" in outcome.err, outcome
+
+
+HEAD = """
+
+
+def create_inference_model(model):
+    return keras.Sequential([keras.Input((4,)), model.layers[1]])
+"""
+
+
+def test_an_inference_model_of_inputs_that_no_batch_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head of a network: a check passes, predictions are of files, and say so of the data."""
+    (tmp_path / "callbacks.py").write_text(SCALED + HEAD)
+    monkeypatch.chdir(tmp_path)
+    hidden = np.random.default_rng(1).normal(size=(5, 4)).astype("float32")
+    np.save("hidden.npy", hidden)
+    train = ["train", "--run-name", "a", "--steps", "2", "--batch-size", "16"]
+    assert main([*train, "--check"]) == 0
+    assert "predictions: output float32 [None, 1]" in capsys.readouterr().out
+    assert main(train) == 0
+    assert main(["predict", "--run-name", "a"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("error: input: name a file. create_inference_model (callbacks.py:")
+    assert "takes float32 [None, 4], which input_pre does not return" in said[-1]
+    assert main(["predict", "--run-name", "a", "--input", "hidden.npy"]) == 0
+    with np.load("runs/a/predictions-hidden.npz") as found:
+        expected = ctl_core.load("runs/a")(hidden).numpy()
+        np.testing.assert_array_equal(found["output"], expected)
