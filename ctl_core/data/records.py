@@ -81,6 +81,7 @@ def read_tfrecords(
     wanted = _wanted(found, features)
     decoder = _Decoder(found, shards, sorted(set(tf.nest.flatten(wanted))), image_size)
     _check(found, decoder, batch_size, leave_out, only, input_context, by_file)
+    found.open(split)
     _OPENED.update({found.records(shard): found.index(shard) for shard in shards})
     pipelines = input_context.num_input_pipelines if input_context else 1
     own_files = by_file and len(shards) >= pipelines > 1
