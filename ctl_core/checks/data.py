@@ -213,7 +213,9 @@ def checked_dataset(hook: Hook, dataset: Any) -> tf.data.Dataset:
     if not isinstance(dataset, tf.data.Dataset):
         kind = "nothing" if dataset is None else f"a {type(dataset).__name__}"
         readers = " or a reader, such as a PyDataset" * (hook.name == "create_dataset")
-        raise hook.reject(f"returned {kind}, expected a tf.data.Dataset{readers}.")
+        batches = "; of a list of batches, return iter(batches)"
+        batches *= isinstance(dataset, list | tuple) and bool(readers)
+        raise hook.reject(f"returned {kind}, expected a tf.data.Dataset{readers}{batches}.")
     return dataset
 
 

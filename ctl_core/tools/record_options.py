@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ctl_core.errors import SetupError, one_line
 from ctl_core.settings import check_path, nearest, shown
@@ -35,7 +35,7 @@ class Options:
         skip: whether damaged input is left out
         overwrite: whether what a complete manifest describes may be replaced
         debug: full tracebacks
-        verify: the folder of files to look at, and nothing is written; source and output are empty
+        verify: the folder of files to look at, and nothing is written; the rest is None
     """
 
     source: Path
@@ -115,9 +115,8 @@ def parse(argv: Sequence[str]) -> Options:
         given = [word for word in argv if word != "--debug"]
         if len(given) != 1 + (given[0] == "--verify"):
             raise SetupError("verify: takes the folder and no other option but --debug.")
-        return Options(
-            *[Path()] * 2, None, None, (), 0, 0, None, None, *[False] * 2, known.debug, known.verify
-        )
+        nothing: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(Options))
+        return Options(**nothing | {"debug": known.debug, "verify": known.verify})
     for name, word in (("source", "SOURCE"), ("output", "--output")):
         if getattr(known, name) is None:
             raise SetupError(f"tfrecords: {word} is missing; --help shows what it takes.")
