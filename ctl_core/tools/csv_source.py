@@ -1,8 +1,8 @@
 """CSV files, as examples to write: a row is one. They are read row by row, however long they are.
 
 A first pass finds the type of each column, and where each row begins; a row is read again, from
-there, when it is written. What memory holds is some twenty bytes a row, three times that while
-rows are put into order.
+there, when it is written. What memory holds is some thirty bytes a row, and eighty while rows are
+put into order.
 """
 
 from __future__ import annotations

@@ -127,7 +127,9 @@ def test_images_of_all_formats_and_sizes(tfrecords: Command, tmp_path: Path) -> 
     (tmp_path / "photos/9.webp").write_text("of a format that is not read")
     outcome = tfrecords("photos --output data")
     done(outcome, "train 8 in 1 file;", "image uint8 [?, 6, 3]")
-    assert "2 files of other endings left out (" in outcome.out and "from .jpg, .jpeg" in outcome.out
+    assert (
+        "2 files of other endings left out (" in outcome.out and "from .jpg, .jpeg" in outcome.out
+    )
     assert {e["image"].shape for e in examples("data")} == {(5, 6, 3), (6, 6, 3)}
     assert "label" not in read("data").features
     with pytest.raises(ctl_core.SetupError, match=r"differ in size.*image_size=\(height, width\)"):
