@@ -319,11 +319,6 @@ class Config:
             )
         if self.fork is not None and self.init_from is not None:
             raise SetupError("fork and init_from: give one of the two.")
-        if self.init_partial and self.init_from is None:
-            raise SetupError(
-                "init_partial: says how init_from is taken, such as --init-from a; add that, or "
-                "leave it out."
-            )
         if self.workers > 1 and self.strategy in ("one_device", "mirrored"):
             raise SetupError(
                 f"strategy: {self.strategy} trains in one process, but workers is {self.workers}; "

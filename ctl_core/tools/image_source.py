@@ -41,7 +41,8 @@ def image_source(options: Options) -> Source:
             )
     if options.drop:
         raise SetupError("drop: is for tables; images have no columns.")
-    found = sorted(_images(str(folder)))
+    others: collections.Counter[str] = collections.Counter()
+    found = sorted(_images(str(folder), others))
     if not found:
         raise SetupError(
             f"{from_here(folder)}: holds no image ({', '.join(_ENDINGS)}) and no table "
@@ -88,11 +89,30 @@ def image_source(options: Options) -> Source:
         state=[list(one) for one in paths],
         damaged=[Damaged(os.path.join(folder, path), why) for path, why in misplaced],
         read=read,
+        notes=_notes(others),
     )
 
 
-def _images(folder: str, prefix: str = "") -> list[tuple[str, int, int]]:
+def _notes(others: collections.Counter[str]) -> list[str]:
+    """Says which files are left out, and what is read."""
+    if not others:
+        return []
+    count, kinds = others.total(), ", ".join(kind for kind, _ in others.most_common(5))
+    return [
+        f"{count} file{'s' * (count > 1)} of other endings left out ({kinds}); images are read "
+        f"from {', '.join(_ENDINGS)}."
+    ]
+
+
+def _images(
+    folder: str, others: collections.Counter[str], prefix: str = ""
+) -> list[tuple[str, int, int]]:
     """Returns path below the first folder, size and time of change of each image, hidden ones not.
+
+    Args:
+        folder: to look in
+        others: counts the endings of the files that are no images
+        prefix: the folder's own path below the first
 
     Raises:
         SetupError: a folder cannot be read.
@@ -116,10 +136,12 @@ def _images(folder: str, prefix: str = "") -> list[tuple[str, int, int]]:
                     found.append((prefix + name, stat.st_size, stat.st_mtime_ns))
                 elif entry.is_dir():
                     folders.append(name)
+                else:
+                    others[os.path.splitext(name)[1].lower() or name] += 1
     except OSError as error:
         raise SetupError(f"{from_here(folder)}: cannot be read: {error.strerror}.") from error
     for name in folders:
-        found += _images(f"{folder}/{name}", f"{prefix}{name}/")
+        found += _images(f"{folder}/{name}", others, f"{prefix}{name}/")
     return found
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from ctl_core.console import Console
 from ctl_core.data.manifest import FRAME, NAME, Manifest, Shard, merged, read
@@ -53,6 +59,42 @@ def write_records(options: Options, console: Console | None = None) -> Manifest:
         RunError: an example is damaged, unless those are left out; or a file cannot be written.
     """
     console = console or Console()
+    with _held(options.output):
+        return _write_all(options, console)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Holds a folder until the command or its process ends; one that stays empty goes again.
+
+    Raises:
+        SetupError: another process writes to it.
+    """
+    created, held = not folder.exists(), -1
+    with contextlib.suppress(OSError):  # what cannot be made is said when it is written to
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None and held >= 0:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SetupError(
+                    f"output: another process writes to {from_here(folder)}; wait for it, or name "
+                    "another folder."
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+        yield
+    finally:
+        if held >= 0:
+            os.close(held)
+        if created:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _write_all(options: Options, console: Console) -> Manifest:
     source = _source(options)
     if not len(source.hashes):
         raise SetupError(f"{from_here(options.source)}: holds no example.")

@@ -24,7 +24,7 @@ LAYERS = """
     records record_source made_records
     image_source csv_source
     table_source
-    tfrecords autograph divergence __main__ summary process_state
+    tfrecords verify autograph divergence __main__ summary process_state
     checks.hooks
     hooks saved
     elements

@@ -124,7 +124,12 @@ def test_images_of_all_formats_and_sizes(tfrecords: Command, tmp_path: Path) -> 
             encode(image).numpy()
         )
     (tmp_path / "photos/notes.txt").write_text("no image")
-    done(tfrecords("photos --output data"), "train 8 in 1 file;", "image uint8 [?, 6, 3]")
+    (tmp_path / "photos/9.webp").write_text("of a format that is not read")
+    outcome = tfrecords("photos --output data")
+    done(outcome, "train 8 in 1 file;", "image uint8 [?, 6, 3]")
+    assert (
+        "2 files of other endings left out (" in outcome.out and "from .jpg, .jpeg" in outcome.out
+    )
     assert {e["image"].shape for e in examples("data")} == {(5, 6, 3), (6, 6, 3)}
     assert "label" not in read("data").features
     with pytest.raises(ctl_core.SetupError, match=r"differ in size.*image_size=\(height, width\)"):
@@ -421,6 +426,47 @@ def test_other_files_at_the_output_are_kept(tfrecords: Command, tmp_path: Path) 
     said(tfrecords("photos --output data"), 2, "holds other files (mine.txt)")
     assert contents(tmp_path / "data") == {"mine.txt": b"mine"}
     said(tfrecords("photos --output photos/cat/0.png"), 2, "holds other files")
+
+
+def test_one_command_at_a_time_writes_to_a_folder(tfrecords: Command, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a\n1\n2\n")
+    (tmp_path / "data").mkdir()
+    program = (
+        "import fcntl, os, time; f = os.open('data', 0); fcntl.flock(f, 2); print(1, flush=True); "
+    )
+    words = [sys.executable, "-c", program + "time.sleep(60)"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        said(tfrecords("t.csv --output data"), 2, "another process writes to data")
+        other.kill()
+    done(tfrecords("t.csv --output data"), "train 2")
+    said(tfrecords("t.npz --output none"), 2, "there is no such file")
+    said(tfrecords("t.csv --label b --output none"), 2, "has no column 'b'")
+    assert not (tmp_path / "none").exists()
+
+
+def test_verify_names_each_damaged_file(tfrecords: Command, tmp_path: Path) -> None:
+    make_pictures(tmp_path / "photos", 20)
+    done(tfrecords("photos --output data --shards 3"))
+    done(tfrecords("--verify data"), "data: 20 examples in 3 files, as written")
+    record, index = tmp_path / "data/train-00001.tfrecord", tmp_path / "data/train-00002.index"
+    content = bytearray(record.read_bytes())
+    content[40] ^= 1
+    record.write_bytes(content)
+    index.unlink()
+    outcome = tfrecords("--verify data")
+    said(outcome, 1, "data: 2 of its files are not as they were written; delete")
+    assert outcome.out.splitlines() == [
+        "data/train-00001.tfrecord: has another checksum than when it was written",
+        "data/train-00002.index: No such file or directory",
+    ]
+    record.unlink()
+    done(tfrecords("photos --output data --shards 3"), "going on after 1 of 3 files")
+    done(tfrecords("--verify data"))
+    said(tfrecords("--verify data --output other"), 2, "verify: takes the folder and no other")
+    said(tfrecords("--verify photos"), 2, "photos/manifest.json: No such file")
+    said(tfrecords("photos"), 2, "--output is missing")
 
 
 def test_a_complete_folder_is_left_as_it_is_or_replaced_when_told(
