@@ -77,7 +77,7 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
     assert "b goes on from" in said and "learning_rate is 0.5 from here on" in said
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no run": ({"fork": "nobody"}, r"^fork: there is no run 'nobody' \(there: a\); name a run"),
     "no step": ({"fork": "a@3"}, r"^fork: .*a has no checkpoint of step 3 \(there: 4, 2\)\.$"),
     "no best": ({"fork": "a@best"}, r"^fork: .*a has no checkpoint of its best step .*keep_best"),
