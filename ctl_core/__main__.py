@@ -136,7 +136,11 @@ def _write_records(rest: list[str]) -> int:
     with interruptible():
         _import_libraries(options.debug)
         from ctl_core.tools.tfrecords import write_records
+        from ctl_core.tools.verify import verify
 
+        if options.verify is not None:
+            verify(options.verify)
+            return 0
         _find_devices(options.debug)
         with _without_greeting(options.debug, "JPEG"):  # libjpeg prints what we say in a line
             write_records(options)

@@ -246,7 +246,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     elif command == "train" and (source := _forked(place | {"runs_dir": ("", near.runs_dir)})):
         own = read_file(source / "config.yaml")
         trained_with = str(own.get("callbacks", ("", DEFAULT))[1])
-        for name in ("workers", "run_name", "runs_dir", "fork", "init_from"):
+        for name in ("workers", "run_name", "runs_dir", "fork", "init_from", "init_partial"):
             own.pop(name, None)
         if not named and (differ := _differ(own, files[0], env | flags)):
             notes.append(

@@ -38,8 +38,6 @@ EXAMPLES = (
     "tfrecords",
     "gan",
     "contrastive",
-    "diffusion",
-    "text",
 )
 
 

@@ -16,7 +16,8 @@ from ctl_core.files import from_here
 from ctl_core.nested import described, input_names, structured
 from ctl_core.predict import converter
 from ctl_core.settings import nearest, shown
-from ctl_core.tools.table_source import check_header, comma_of, load_pyarrow
+from ctl_core.tools.csv_source import check_header, comma_of
+from ctl_core.tools.table_source import load_pyarrow
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
 # Columns of a batch by name, arrays of a first dimension that all share; and where it is.
@@ -102,7 +103,7 @@ def _chosen(what: str, names: dict[str, Any], columns: list[str]) -> dict[str, l
 def _header(path: Path) -> list[str]:
     where = from_here(path)
     _, header = next(_lines(path), (0, []))
-    check_header(where, header, header)
+    check_header(where, header)
     return header
 
 

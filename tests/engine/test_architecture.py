@@ -21,9 +21,10 @@ LAYERS = """
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
     manifest record_options download
     defaults shares
-    records record_source
-    image_source table_source
-    tfrecords autograph divergence __main__ summary process_state
+    records record_source made_records
+    image_source csv_source
+    table_source
+    tfrecords verify autograph divergence __main__ summary process_state
     checks.hooks
     hooks saved
     elements

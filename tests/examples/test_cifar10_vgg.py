@@ -67,7 +67,7 @@ def test_what_the_hooks_make(example: Example) -> None:
     assert {"mixture", "gamma", "beta", "bias"} == {v.name for v in others}
     assert len(kernels) + len(others) == len(model.trainable_variables)
     pooling = next(layer for layer in model.layers if type(layer).__name__ == "MixedPooling")
-    square = np.float32([[1, 2], [3, 6]]).reshape(1, 2, 2, 1)
+    square = np.array([[1, 2], [3, 6]], "float32").reshape(1, 2, 2, 1)
     pooling.mixture.assign(np.log(3.0))  # three quarters of the maximum
     np.testing.assert_allclose(pooling(square), [[[[0.75 * 6 + 0.25 * 3]]]], rtol=1e-6)
     assert isinstance(decayed, keras.optimizers.SGD)
