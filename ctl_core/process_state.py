@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ctl_core.compat import names_anew, op_determinism
+from ctl_core.compat import large_sums_whole, names_anew, op_determinism
 from ctl_core.numerics.precision import policy
 from ctl_core.settings import Config
 
@@ -17,5 +17,6 @@ from ctl_core.settings import Config
 @contextmanager
 def process_state(config: Config) -> Iterator[None]:
     """Within, Keras' dtype policy, its names and op determinism are as the run needs them."""
-    with policy(config.precision), names_anew(), op_determinism(config.deterministic):
+    deterministic = op_determinism(config.deterministic)
+    with policy(config.precision), names_anew(), large_sums_whole(), deterministic:
         yield
