@@ -286,6 +286,34 @@ class GraphWriter(tf.summary.SummaryWriter):
 
 
 @contextlib.contextmanager
+def large_sums_whole() -> Iterator[None]:
+    """Within, TensorFlow does not split sums of large tensors to save memory.
+
+    Its memory optimizer does so (SCHEDULING_HEURISTICS), and in a loop of the graph the parts of
+    such a sum fail by AlreadyExistsError: TensorFlow's issues 23780, 37740. What the optimizer may
+    do stands in a configuration that nothing public changes once TensorFlow runs.
+    """
+    from tensorflow.python.eager import context
+
+    of_process = context.context()
+    before, config = of_process._config, tf.compat.v1.ConfigProto()
+    if before is not None:
+        config.CopyFrom(before)
+    rewrites = config.graph_options.rewrite_options
+    rewrites.memory_optimization = rewrites.SWAPPING_HEURISTICS
+
+    def use(one: Any) -> None:
+        of_process._config = one
+        of_process._thread_local_data.function_call_options = None  # made anew of that
+
+    use(config)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+@contextlib.contextmanager
 def summaries_of_first_replica(step: Any, replica: int | None = None) -> Iterator[None]:
     """On a replica: only the first of all writes summaries, which shows only when the graph runs.
 

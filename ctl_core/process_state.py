@@ -14,6 +14,7 @@ import numpy as np
 
 from ctl_core.compat import (
     global_seed_generator_kept,
+    large_sums_whole,
     names_anew,
     op_determinism,
     seed_of_ops_kept,
@@ -25,7 +26,8 @@ from ctl_core.settings import Config
 @contextmanager
 def process_state(config: Config) -> Iterator[None]:
     """Within, Keras' dtype policy, its names and op determinism are as the run needs them."""
-    with policy(config.precision), names_anew(), op_determinism(config.deterministic):
+    deterministic = op_determinism(config.deterministic)
+    with policy(config.precision), names_anew(), large_sums_whole(), deterministic:
         yield
 
 

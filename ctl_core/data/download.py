@@ -55,8 +55,9 @@ def download(url: str, file_hash: str, folder: str) -> Path:
             raise ValueError(f"what came has the checksum {found}, not {file_hash}")
         beside.replace(path)
     except Exception as error:  # Keras raises just that
+        why = str(error).rpartition(" -- ")[2]  # before it Keras names the URL, as we do
         raise SetupError(
-            f"{url}: cannot be downloaded ({one_line(error, 200)}); download it in another way, "
+            f"{url}: cannot be downloaded ({one_line(why, 200)}); download it in another way, "
             f"and put it at {path}."
         ) from error
     finally:

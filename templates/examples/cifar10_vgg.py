@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import download, with_seeds
+from ctl_core.data import download, index_shuffle_with_seeds
 
 # ---- Data ---------------------------------------------------------------------------------------
 
@@ -39,24 +39,27 @@ def load_pictures(part):
     return tf.constant(pictures), tf.constant(records[:, 0], tf.int64)
 
 
-# Another cut-out of each picture in each pass, mirrored or not. Stateless: a picture's change is a
-# function of its seed, which `with_seeds` makes of its number in the run. So a run that was killed
-# goes on with the very same pictures, and on any number of devices they are the same.
+# Another cut-out of each picture in each pass, mirrored or not. Stateless: how a picture is changed
+# follows from a seed, which is made of its place in the run. So a run that was killed goes on with
+# the very same pictures, and on any number of devices they are the same.
 def augment(picture, seed):
     padded = tf.pad(picture, [[4, 4], [4, 4], [0, 0]])
     cut_out = tf.image.stateless_random_crop(padded, [32, 32, 3], seed)
     return tf.image.stateless_random_flip_left_right(cut_out, seed + 1)
 
 
-# Shuffled are the pictures' numbers, which a checkpoint holds in next to no space. `with_seeds`
-# never ends, so config.yaml says steps: 390 are a pass.
+# A full shuffle of the pictures' numbers, worked out from how many there were before: a checkpoint
+# holds that count, and no buffer. It never ends, so config.yaml says steps: 390 are a pass.
 def create_dataset(per_replica_batch_size, config):
     pictures, labels = load_pictures("train")
-    numbers = tf.data.Dataset.range(len(pictures)).shuffle(len(pictures), seed=config.seed)
-    examples = with_seeds(numbers, config.seed).map(
-        lambda number, seed: (augment(pictures[number], seed), labels[number]), tf.data.AUTOTUNE
-    )
-    return examples.batch(per_replica_batch_size, drop_remainder=True)
+
+    def look_up(numbers, seeds):
+        pairs = (tf.gather(pictures, numbers), seeds)
+        changed = tf.map_fn(lambda pair: augment(*pair), pairs, fn_output_signature=tf.uint8)
+        return changed, tf.gather(labels, numbers)
+
+    shuffled = index_shuffle_with_seeds(len(pictures), per_replica_batch_size, config.seed)
+    return shuffled.map(look_up, tf.data.AUTOTUNE)
 
 
 def create_eval_dataset(per_replica_batch_size):

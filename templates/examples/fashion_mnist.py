@@ -42,7 +42,7 @@ def load_clothes(part):
 
 
 # The tutorial shuffles all images in a buffer. A checkpoint holds such a buffer, so that a resumed
-# run goes on with the next image: here 47 MB each time. Shuffled are the images' numbers instead;
+# run goes on with the next image: shuffled here are the images' numbers, which take less of it, and
 # the images are looked up after that. `last_batch: keep` in config.yaml makes the last 32 images of
 # a pass a batch of their own, as in the tutorial.
 def create_dataset(per_replica_batch_size, config):

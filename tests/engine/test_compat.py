@@ -284,3 +284,21 @@ def test_layers_run() -> None:
             assert float(outer(one)[0]) == 1
         assert float(inner(one)[0]) == -1
     assert [float(layer(one)[0]) for layer in (inner, outer, traced)] == [1] * 3
+
+
+def test_large_sums_are_whole_within() -> None:
+    """The part of TensorFlow's memory optimizer that splits them is left out, then as before."""
+    from tensorflow.python.eager import context
+
+    def parts() -> int:
+        """Those of the calls that are made now."""
+        options = context.context().function_call_options
+        config = tf.compat.v1.ConfigProto.FromString(options.config_proto_serialized)
+        return int(config.graph_options.rewrite_options.memory_optimization)
+
+    rewrites = tf.compat.v1.ConfigProto().graph_options.rewrite_options
+    before = parts()
+    with compat.large_sums_whole():
+        assert parts() == rewrites.SWAPPING_HEURISTICS != before
+        assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
+    assert parts() == before

@@ -29,7 +29,8 @@ def example(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exampl
 
 def test_weights_do_not_depend_on_devices(example: Example) -> None:
     assert_is_short("cifar10_vgg")
-    found = assert_devices_agree(example, steps=3)
+    # Rounding turns a ReLU now and then, which batch normalisation of 8 pictures makes much of.
+    found = assert_devices_agree(example, atol=1e-4, steps=2)
     group = "optimizer/optimizers/1/_trainable_variables"
     mixtures = [value for name, value in found.items() if group in name and value.shape == ()]
     assert len(mixtures) == 3 and all(mixtures)  # they began with 0
@@ -71,6 +72,14 @@ def test_what_the_hooks_make(example: Example) -> None:
     pooling.mixture.assign(np.log(3.0))  # three quarters of the maximum
     np.testing.assert_allclose(pooling(square), [[[[0.75 * 6 + 0.25 * 3]]]], rtol=1e-6)
     assert isinstance(decayed, keras.optimizers.SGD)
+
+
+@pytest.mark.slow
+def test_trains_in_its_real_size(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow split sums of tensors as large as these, and failed in the graph's second call."""
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    cifar10(tmp_path / "keras", train=130)
+    Example("cifar10_vgg", cli, tmp_path, "--eval-every", "0").train("a", "--steps", "12")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 
+from scripts.gallery import page
 from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli, cli  # noqa: F401
 from tests.helpers.rendering import ROOT, Render
@@ -106,6 +107,11 @@ def test_every_command_is_run_or_marked() -> None:
         assert commands(name) == [], f"{name}: mark it"
     assert len(shell_commands("README.md")) == 6
     assert shell_commands(TEMPLATES_README) == ["./train.sh --workers 2"]
+
+
+def test_the_gallery_is_what_the_examples_say() -> None:
+    """Made anew by python -m scripts.gallery."""
+    assert (ROOT / "docs" / "gallery.md").read_text("utf-8") == page()
 
 
 def test_targets_of_make_exist() -> None:
