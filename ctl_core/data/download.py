@@ -73,7 +73,7 @@ def _look_at(path: Path, file_hash: str, size: int, changed: int) -> None:
     if (found := _hash_of(path, file_hash)) != file_hash:
         Console().say(
             f"{from_here(path)} is not the published file (its checksum is {found}, not "
-            f"{file_hash}); it is taken as it is."
+            f"{file_hash}); it is taken as it is. Delete it to have that one downloaded."
         )
 
 
