@@ -74,7 +74,7 @@ def built(
 
 def on_one_device(config: Config) -> Config:
     """Returns the settings for one device."""
-    return dataclasses.replace(config, strategy="one_device", virtual_devices=1)
+    return dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
 
 
 def on_this_machine(config: Config, console: Console) -> Config:
@@ -84,6 +84,7 @@ def on_this_machine(config: Config, console: Console) -> Config:
     """
     if joined():  # TensorFlow's devices are those of a cluster
         return on_one_device(config)
+    config = dataclasses.replace(config, workers=1)
     if config.strategy == "multi_worker":
         config = dataclasses.replace(config, strategy="auto")
     gpus = count_gpus() if config.virtual_devices == 1 else 0
