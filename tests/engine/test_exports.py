@@ -253,7 +253,8 @@ def test_then_is_refused_before_training(cli: Cli) -> None:
 def test_then_follows_a_cluster_once(tmp_path: Path) -> None:
     (tmp_path / "callbacks.py").write_text(source_of(evaluation=EVALUATION))
     flags = ["--workers", "2", "--steps", "4", "--batch-size", "8", "--run-name", "a"]
-    command = [sys.executable, "-m", "ctl_core", "train", *flags, "--then", "evaluate,predict,export"]
+    flags += ["--then", "evaluate,predict,export"]
+    command = [sys.executable, "-m", "ctl_core", "train", *flags]
     root = str(Path(ctl_core.__file__).parents[1])
     environ = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path)
