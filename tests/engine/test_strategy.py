@@ -10,7 +10,9 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from ctl_core.cluster.strategy import Task, prepare, read_task
+from ctl_core.cluster.place import read_task
+from ctl_core.cluster.strategy import prepare
+from ctl_core.cluster.task import Task
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config
 
@@ -18,7 +20,7 @@ HOSTS = ["a:1", "b:2", "c:3"]
 
 
 def task_of(cluster: object, job: str, index: int, **settings: object) -> Task:
-    config = Config(run_name="run", **settings)  # type: ignore[arg-type]
+    config = Config(**{"run_name": "run", "batch_size": 24, **settings})  # type: ignore[arg-type]
     place = {"cluster": cluster, "task": {"type": job, "index": index}}
     return read_task(config, {"TF_CONFIG": json.dumps(place)})
 
