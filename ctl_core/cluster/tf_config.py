@@ -37,14 +37,14 @@ def read_tf_config(environ: Mapping[str, str]) -> Place | None:
             return None
     jobs, job, index = _parse(name, text)
     _check_jobs(name, jobs, job)
+    if job == "evaluator":  # which the list of the cluster may leave out
+        return Place("tf_config", name, evaluates=True)
     own = jobs.get(job, ())
     if not 0 <= index < len(own):
         raise SetupError(
             f"{name}: this process is {job} {index}, but the cluster has {len(own)} of that type, "
             f"counted from 0: {', '.join(own) or 'none'}; correct the index or the list."
         )
-    if job == "evaluator":
-        return Place("tf_config", name, evaluates=True)
     chiefs = jobs.get("chief", ())
     addresses = chiefs + jobs.get("worker", ())
     _check_addresses(name, addresses)

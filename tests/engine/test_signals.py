@@ -311,8 +311,9 @@ def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_pat
     place = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
     program = (  # a shell starts what it runs in the background without SIGINT
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys; from ctl_core.cluster import rendezvous, strategy; from ctl_core.settings import Config; "
-        "from ctl_core.errors import CtlError; rendezvous.PATIENCE = 0.5\n"
+        "import sys; from ctl_core.cluster import rendezvous, strategy\n"
+        "from ctl_core.settings import Config; from ctl_core.errors import CtlError\n"
+        "rendezvous.PATIENCE = 0.5\n"
         "try: strategy.prepare(Config(steps=1, run_name='a'))\n"
         "except CtlError as error: sys.exit(f'{error.exit_code} {error}')"
     )

@@ -77,7 +77,7 @@ def test_a_tf_config_of_another_form_is_refused(text: str) -> None:
         ({"worker": HOSTS, "ps": ["e:5"]}, "worker", 1, "has the job 'ps', expected 'worker'"),
         ({"worker": HOSTS, "ps": ["e:5"]}, "ps", 0, "has the job 'ps', expected 'worker'"),
         ({"workers": HOSTS}, "workers", 0, "has the job 'workers', expected 'worker'"),
-        ({"worker": HOSTS}, "evaluator", 0, "this process has the type 'evaluator', expected"),
+        ({"worker": HOSTS}, "evaluator", 0, "has the type 'evaluator', which trains nothing"),
         ({"worker": HOSTS}, "ps", 0, "this process has the type 'ps', expected 'worker'"),
         ({"worker": HOSTS}, None, 0, "this process has the type None, expected 'worker'"),
         ({"worker": HOSTS}, ["worker"], 0, "this process has the type .'worker'., expected"),
