@@ -11,6 +11,7 @@
 # make bench  time the engine beside Keras fit and custom loops on the CPU
 # make test-pythons  train a project on each Python that pyproject.toml allows, with an environment
 #             of its own; make test-pythons PYTHONS="3.12 3.13" for these only
+# make test-ray  launch/ray_job.py on a real Ray of two nodes here, in an environment of its own
 #
 # Each makes the virtual environment it needs: .venv-demo for the demo, .venv for the others.
 PYTHON ?= python3
@@ -21,7 +22,7 @@ DEMO_VENV ?= .venv-demo
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 \
 	--dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test test-slow test-clusters test-rest test-all test-pythons test-compat lint bench
+.PHONY: demo check test test-slow test-clusters test-rest test-all test-pythons test-compat test-ray lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -60,6 +61,17 @@ test-compat: | python
 	"$(COMPAT_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	"$(COMPAT_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check $(WITH) pydantic pytest pyyaml rich
 	"$(COMPAT_VENV)/bin/python" -m pytest tests/engine/test_compat.py
+
+RAY_VENV ?= .venv-ray
+
+test-ray: $(RAY_VENV)/.made
+	"$(RAY_VENV)/bin/python" -m pytest tests/on_ray
+
+$(RAY_VENV)/.made: pyproject.toml | python
+	"$(PYTHON)" -m venv "$(RAY_VENV)"
+	"$(RAY_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --editable . \
+		"cookiecutter>=2.6,<3" psutil pytest "ray[default,train,tune]>=2.60"
+	touch $@
 
 lint: $(VENV)/.made
 	"$(VENV)/bin/ruff" check .

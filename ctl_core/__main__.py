@@ -138,7 +138,11 @@ def _write_records(rest: list[str]) -> int:
     with interruptible():
         _import_libraries(options.debug)
         from ctl_core.tools.tfrecords import write_records
+        from ctl_core.tools.verify import verify
 
+        if options.verify is not None:
+            verify(options.verify)
+            return 0
         _find_devices(options.debug)
         with _without_greeting(options.debug, "JPEG"):  # libjpeg prints what we say in a line
             write_records(options)
@@ -174,14 +178,12 @@ def _run(command: Command, argv: list[str]) -> int:
             code = start(argv, config)
             if code or not command.options["then"]:
                 return code
+            _prepare_alone(config)
             return _follow(dataclasses.replace(command, config=config), _load(source, config))
-        with interruptible():
-            _import_libraries(command.config.debug)
-        from ctl_core.cluster.strategy import prepare
-
-        if command.config.virtual_devices > 1:
-            _find_devices(command.config.debug)
-        prepare(command.config)
+        _prepare(command.config)
+    elif command.name == "predict":
+        os.environ.pop("TF_CONFIG", None)
+        _prepare_alone(command.config)
     here = Path.cwd()
     callbacks = _load(source, command.config)
     config = command.config
@@ -208,6 +210,24 @@ def _run(command: Command, argv: list[str]) -> int:
         )
     with interruptible():
         return _use_run(dataclasses.replace(command, config=config), callbacks)
+
+
+def _prepare(config: Config) -> None:
+    """Starts TensorFlow as the settings have it, before callbacks.py may start it otherwise."""
+    with interruptible():
+        _import_libraries(config.debug)
+    from ctl_core.cluster.strategy import prepare
+
+    if config.virtual_devices > 1:
+        _find_devices(config.debug)
+    prepare(config)
+
+
+def _prepare_alone(config: Config) -> None:
+    """The same for a process that uses a run, on the devices of its own."""
+    if config.strategy == "multi_worker":
+        config = dataclasses.replace(config, strategy="auto")
+    _prepare(config)
 
 
 def _load(source: Source, config: Config) -> ModuleType:

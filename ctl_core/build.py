@@ -62,6 +62,7 @@ from ctl_core.step import (
     weight_of,
 )
 from ctl_core.stretches import stack_for
+from ctl_core.training_mode import inference
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -284,7 +285,7 @@ def _build_eval_model(
     sets = evaluation.sets.values() if evaluation is not None else ()
     elements = [one.data.dataset.element_spec for one in sets] or [data.element_spec]
     for element in elements:
-        with scratch(data, task):
+        with scratch(data, task), inference():
             run_model(context, placeholders(element), training=False)
 
 

@@ -127,10 +127,14 @@ _CHECK = declare(
 )
 _INPUT = declare(
     None,
-    "a .npy file with what clients send, or a .npz file with one array per named input; default: "
-    "the data of create_eval_dataset",
+    "a .npy file with what clients send, a .npz file with one array per named input, or a .csv, "
+    ".tsv or .parquet file with a column for each; default: the data of create_eval_dataset",
 )
-_OUTPUT = declare(None, "the .npz file to write; default: predictions.npz in the run folder")
+_OUTPUT = declare(
+    None,
+    "the .npz file to write; default: predictions.npz in the run folder, of an --input "
+    "x.npy predictions-x.npz there",
+)
 _EXPORT = declare(
     None,
     "savedmodel: the folder that versions 1, 2, ... are written into, default: export in the run "
@@ -247,7 +251,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     elif command == "train" and (source := _forked(place | {"runs_dir": ("", near.runs_dir)})):
         own = read_file(source / "config.yaml")
         trained_with = str(own.get("callbacks", ("", DEFAULT))[1])
-        for name in ("workers", "run_name", "runs_dir", "fork", "init_from"):
+        for name in ("workers", "run_name", "runs_dir", "fork", "init_from", "init_partial"):
             own.pop(name, None)
         own = _of_this_start(own, files[-1])
         if not named and (differ := _differ(own, files[0], env | flags)):
@@ -257,6 +261,12 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
             )
         files = [own, *(files if named else ())]
     if command != "train":  # a trained run is used in one process
+        if checked({key: flags[key] for key in flags if key == "workers"}).workers > 1:
+            devices = ", on all devices of it (--virtual-devices, or GPUs)"
+            raise SetupError(
+                f"workers: {command} uses a run in one process{devices * (command == 'predict')}; "
+                "leave it out."
+            )
         for layer in (*files, env, flags):
             layer.pop("workers", None)
     config = merge(files, [env, flags], notes)

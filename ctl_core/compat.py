@@ -86,6 +86,51 @@ def _optimizers(summed: bool = False, refusal: str = "") -> Iterator[None]:
         _applied.mode = before
 
 
+# The ``training`` of layers that are called in this thread from outside of any other.
+_running = threading.local()
+
+
+@contextlib.contextmanager
+def layers_run(training: bool) -> Iterator[None]:
+    """Within, a Keras layer called from outside of any other gets ``training``, unless it is told.
+
+    A tf.function that calls one is traced for each ``training``. What a layer hands on to those in
+    it is in Keras' call context, and what tf.functions have been traced for is in TensorFlow's
+    function context; neither has a public entrance. What makes the two, ``_get_call_context`` and
+    ``make_function_context``, looks here what its thread is in: each replica is traced in a thread
+    of its own.
+    """
+    _look_how_layers_run()
+    before = getattr(_running, "training", None)
+    _running.training = training
+    try:
+        yield
+    finally:
+        _running.training = before
+
+
+@functools.cache
+def _look_how_layers_run() -> None:
+    from tensorflow.python.eager.polymorphic_function import function_context
+
+    of_keras, of_tensorflow = keras.Layer._get_call_context, function_context.make_function_context
+
+    @functools.wraps(of_keras)
+    def call_context(self: Any) -> Any:
+        found, training = of_keras(self), getattr(_running, "training", None)
+        if training is not None and found.get_value("training") is None:
+            found.set_value("training", training)
+        return found
+
+    @functools.wraps(of_tensorflow)
+    def make_function_context(scope_type: Any = None) -> Any:
+        training = getattr(_running, "training", None)
+        return of_tensorflow(scope_type if training is None else (scope_type, training))
+
+    keras.Layer._get_call_context = call_context
+    function_context.make_function_context = make_function_context
+
+
 def is_deterministic() -> bool:
     """Whether op determinism is on in this process, by us or by the user."""
     from tensorflow.python.framework import config
@@ -238,6 +283,34 @@ class GraphWriter(tf.summary.SummaryWriter):
 
     def close(self) -> None:
         """Does nothing: whoever opened the writer closes it."""
+
+
+@contextlib.contextmanager
+def large_sums_whole() -> Iterator[None]:
+    """Within, TensorFlow does not split sums of large tensors to save memory.
+
+    Its memory optimizer does so (SCHEDULING_HEURISTICS), and in a loop of the graph the parts of
+    such a sum fail by AlreadyExistsError: TensorFlow's issues 23780, 37740. What the optimizer may
+    do stands in a configuration that nothing public changes once TensorFlow runs.
+    """
+    from tensorflow.python.eager import context
+
+    of_process = context.context()
+    before, config = of_process._config, tf.compat.v1.ConfigProto()
+    if before is not None:
+        config.CopyFrom(before)
+    rewrites = config.graph_options.rewrite_options
+    rewrites.memory_optimization = rewrites.SWAPPING_HEURISTICS
+
+    def use(one: Any) -> None:
+        of_process._config = one
+        of_process._thread_local_data.function_call_options = None  # made anew of that
+
+    use(config)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,8 @@ class _Trial:
     """Steps that are taken and undone.
 
     Attributes:
-        renews: whether the data are made anew after it, since their position cannot be saved
+        renews: whether the data are made anew after it, since their position cannot be saved; such
+            are read element by element either way, and making them anew ends those before
     """
 
     def __init__(self, state: State) -> None:
@@ -102,7 +103,9 @@ class _Trial:
     def take(self, compiled: bool) -> None:
         """Takes the data and the stack of one of the two ways from here on."""
         state = self._state
-        if compiled not in self._inputs:  # compiled steps may read their elements otherwise
+        if self.renews:
+            self._inputs[compiled] = state.data
+        elif compiled not in self._inputs:  # compiled steps may read their elements otherwise
             config = state.config
             state.config = dataclasses.replace(config, jit_compile=True)
             state.renew_input()

@@ -131,7 +131,11 @@ def not_compiled(error: Exception) -> str | None:
     XLA's errors are those of any op; they are told by their text.
     """
     text = str(error)
-    if names := unknown_to_xla(error):
+    names = unknown_to_xla(error)
+    if "_Arg" in names:
+        what = "texts" if "DT_STRING" in text else "values of a type that it does not know"
+        return f"XLA cannot compile a batch that holds {what}; leave them out in create_dataset"
+    if names:
         return f"XLA cannot compile {', '.join(names)}, which the step uses"
     if "XLA" in text or "compile-time constant" in text:
         return f"XLA cannot compile the step: {brief(error, 160)}"

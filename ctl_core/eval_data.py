@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ctl_core.checks.data import first_of, reading
@@ -16,6 +18,8 @@ from ctl_core.checks.examples import checked_count, examples_in, read_by
 from ctl_core.checks.returned import kind_of
 from ctl_core.compat import stages
 from ctl_core.hooks import Hook, Hooks
+from ctl_core.process_state import seeds_kept
+from ctl_core.readers.stream import Looked, Stream
 from ctl_core.settings import shown
 
 _NAME = re.compile(r"\w[\w.-]{0,99}")
@@ -32,19 +36,51 @@ class EvaluationData:
 
     hook: Hook
     dataset: tf.data.Dataset
-    _start: tempfile.TemporaryDirectory[str] | None
+    _start: tempfile.TemporaryDirectory[str] | None = None
+    _anew: Callable[[], tf.data.Dataset] | None = None
 
     def __iter__(self) -> Any:
         """Returns an iterator that reads what the first did: shuffles have the same order again.
 
-        A resumed run thus evaluates on what the whole run does. Where a stage has a state that
-        cannot be saved, shuffles go on to other orders. (Going back to the start costs more than
-        a small evaluation does; ``_START_ANYWAY`` are stages for which there is no need.)
+        A resumed run thus evaluates on what the whole run does. (Going back to the start costs more
+        than a small evaluation does; ``_START_ANYWAY`` are stages for which there is no need. Where
+        a stage has a state that cannot be saved, the hook makes shuffles and readers anew.)
         """
-        iterator = iter(self.dataset)
+        iterator = iter(self.anew())
         if self._start is not None:
             tf.train.Checkpoint(iterator=iterator).read(str(Path(self._start.name) / "start"))
         return iterator
+
+    def anew(self) -> tf.data.Dataset:
+        """Returns the dataset, or one that is made anew if the hook makes one for each evaluation.
+
+        What came of that before is read no more.
+        """
+        return self.dataset if self._anew is None else self._anew()
+
+
+class _Made:
+    """What the hook returns when it is called again, as a resumed run calls it: with its seeds.
+
+    Sets by name are made together, once for each evaluation.
+    """
+
+    def __init__(self, hook: Hook, values: dict[str, Any]) -> None:
+        self._hook = hook
+        self._values = values
+        self._sets: dict[str | None, Any] = {}
+        self._asked: set[str | None] = set()
+
+    def take(self, name: str | None = None) -> Any:
+        """Returns the set of a name, made anew; None is that of what has no names."""
+        self._asked.add(name)
+        if name not in self._sets:
+            with seeds_kept():
+                keras.utils.set_random_seed(self._hook.common["config"].seed)
+                made = self._hook(**self._values)
+            sets = {None: made} if name is None else made
+            self._sets = {key: sets[key] for key in self._asked}
+        return self._sets.pop(name)
 
 
 def create_eval_data(
@@ -68,8 +104,9 @@ def create_eval_data(
     assert hook is not None
     values = {"per_replica_batch_size": per_replica}
     made = hook(**values)
+    again = _Made(hook, values)
     if not isinstance(made, dict):
-        return {"": _create(hooks, hook, dataset_of(hooks, hook, made, values), most)}
+        return {"": _create(hooks, hook, made, again.take, most)}
     if not made:
         raise hook.reject("returned an empty dict, expected datasets by name.")
     for name in made:
@@ -81,8 +118,7 @@ def create_eval_data(
     sets = {}
     for name, one in made.items():
         named = dataclasses.replace(hook, name=f"{hook.name}['{name}']")
-        dataset = dataset_of(hooks, named, one, values, name)
-        sets[name] = _create(hooks, named, dataset, most)
+        sets[name] = _create(hooks, named, one, functools.partial(again.take, name), most)
     return sets
 
 
@@ -108,7 +144,13 @@ def dataset_of(
         found = hook(**values)
         return found if name is None else found[name]
 
-    reader = read_by(hook, made, hooks.count_examples, again)
+    return _reader(hooks, hook, made, again).from_start()
+
+
+def _reader(
+    hooks: Hooks, hook: Hook, made: Any, again: Callable[[], Any], looked: Looked | None = None
+) -> Stream:
+    reader = read_by(hook, made, hooks.count_examples, again, looked)
     if reader is None:
         raise hook.reject(
             f"returned {kind_of(made)}, expected a tf.data.Dataset, or a dict of such by name."
@@ -118,23 +160,40 @@ def dataset_of(
             "returned a PyDataset without an end, so an evaluation would never end; let __len__ "
             "say how many batches it has."
         )
-    return reader.from_start()
+    return reader
 
 
-def _create(hooks: Hooks, hook: Hook, made: tf.data.Dataset, most: int | None) -> EvaluationData:
+def _create(
+    hooks: Hooks, hook: Hook, made: Any, again: Callable[[], Any], most: int | None
+) -> EvaluationData:
+    """Creates a set of what the hook made; ``again`` makes the same once more."""
+    reader = None
+    if not isinstance(made, tf.data.Dataset):
+        reader = _reader(hooks, hook, made, again)
+        made = reader.from_start()
     if made.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
         )
 
-    dataset = made if most is None else _first(made, hooks.count_examples, most)
-    dataset = dataset.prefetch(tf.data.AUTOTUNE)
-    data = EvaluationData(hook, dataset, None)
-    if not all(type(stage).__name__ in _START_ANYWAY for stage in stages(dataset)):
+    def whole(one: tf.data.Dataset) -> tf.data.Dataset:
+        one = one if most is None else _first(one, hooks.count_examples, most)
+        return one.prefetch(tf.data.AUTOTUNE)
+
+    data = EvaluationData(hook, whole(made))
+    names = {type(stage).__name__ for stage in stages(data.dataset)}
+    if reader is not None:
+        if not reader.reader.is_sure_to_begin_again():
+            remade = _Remade(hooks, hook, again, reader)
+            data = dataclasses.replace(data, _anew=lambda: whole(remade.dataset()))
+    elif not names <= _START_ANYWAY:
         start = tempfile.TemporaryDirectory(prefix="ctl_core-")
-        with contextlib.suppress(tf.errors.FailedPreconditionError):
-            tf.train.Checkpoint(iterator=iter(dataset)).write(str(Path(start.name) / "start"))
+        try:
+            tf.train.Checkpoint(iterator=iter(data.dataset)).write(str(Path(start.name) / "start"))
             data = dataclasses.replace(data, _start=start)
+        except tf.errors.FailedPreconditionError:
+            if names & _SHUFFLES:
+                data = dataclasses.replace(data, _anew=lambda: whole(again()))
     with reading(hook):
         if examples_in(hooks.count_examples, first_of(iter(made), hook)) is None:
             raise hook.reject(
@@ -142,6 +201,20 @@ def _create(hooks: Hooks, hook: Hook, made: tf.data.Dataset, most: int | None) -
                 "dataset.batch(per_replica_batch_size)."
             )
     return data
+
+
+class _Remade:
+    """A reader that is made anew for each evaluation, since its own passes differ."""
+
+    def __init__(self, hooks: Hooks, hook: Hook, again: Callable[[], Any], reader: Stream) -> None:
+        self._hooks, self._hook, self._again = hooks, hook, again
+        self._reader = reader
+
+    def dataset(self) -> tf.data.Dataset:
+        looked, made = self._reader.looked, self._again()
+        self._reader.close()
+        self._reader = _reader(self._hooks, self._hook, made, self._again, looked)
+        return self._reader.from_start()
 
 
 def _first(dataset: tf.data.Dataset, count_examples: Hook, most: int) -> tf.data.Dataset:
@@ -165,3 +238,4 @@ _START_ANYWAY = {
     *("_TakeDataset", "_SkipDataset", "_ShardDataset", "_RepeatDataset", "_ZipDataset"),
     *("_AssertCardinalityDataset", "_RestructuredDataset"),
 }
+_SHUFFLES = {"_ShuffleDataset", "_RandomDataset"}

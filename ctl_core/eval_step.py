@@ -16,6 +16,7 @@ from ctl_core.cluster.task import Task
 from ctl_core.context import StepContext
 from ctl_core.metrics import update_metrics
 from ctl_core.step import batch_sum, forward, weight_of
+from ctl_core.training_mode import inference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def build_run_steps(
     def on_replica(batch: Any, there: tf.Tensor | None) -> None:
         if there is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
-        with _noted(exchanges):
+        with _noted(exchanges), inference():
             _update(context, metrics, sums, batch, there)
 
     def step(iterator: Any, first: Any, rows: tf.Tensor) -> tf.Tensor:

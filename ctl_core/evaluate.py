@@ -219,7 +219,7 @@ def _last_alone_fails(evaluation: EvaluationSet) -> int | None:
     """
     if evaluation.exchanges and evaluation.processes > 1:
         return None
-    dataset = evaluation.data.dataset
+    dataset = evaluation.data.anew()
 
     def fails(part: tf.data.Dataset) -> bool:
         try:

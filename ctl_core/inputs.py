@@ -82,16 +82,17 @@ class Input:
         """Draws the next element for each local replica; runs inside a graph function.
 
         Args:
-            watch: whether to add to ``waited`` and to note the tally, which costs some ten
-                microseconds
+            watch: whether to add to ``waited`` and to note the tally (some ten microseconds)
             index: of the micro-batch; here they are drawn in turn, whatever it is
         """
         values = self.timed(watch, lambda: [next(self.iterator) for _ in range(self.replicas)])
-        if self.tally.variable is not None and watch:
-            self.tally.variable.assign(values[-1][1])
+        if self.tally.variable is not None:
+            if watch:
+                self.tally.variable.assign(values[-1][1])
+            values = [self.untagged(value) for value in values]
         if self.counted is not None:
             self.counted.assign_add(values[0][0][1])
-        return distribute(self.strategy, [self.untagged(value) for value in values])
+        return distribute(self.strategy, values)
 
     def timed(self, watch: bool, draw: Callable[[], Any]) -> Any:
         """Returns what ``draw`` does; adds the time that it takes to ``waited`` if asked for."""

@@ -79,7 +79,11 @@ def opening(state: State, start: int, last: int, resumed: bool) -> str:
             "more steps, or --continue, let it go on."
         )
     if start >= last:
-        return f"{run}: at step {start} of {last} already, nothing left to train."
+        counted = f" (those of {config.fork} count)" * (config.fork is not None)
+        return (
+            f"{run}: at step {start} of {last} already{counted}, nothing left to train; with more "
+            "steps it goes on."
+        )
     doing = f"resuming at step {start}" if resumed else "training"
     return f"{run}: {doing}, to step {last}, {batch}, {where}."
 
@@ -172,7 +176,9 @@ def attributed(state: State, step: int) -> Iterator[None]:
             raise RunError(f"{hooks.batch_weight}: {why}.") from error
         if state.config.jit_compile and (why := not_compiled(error)):
             where = _made_by(state, unknown_to_xla(error))
-            raise SetupError(f"{where or 'jit_compile'}: {why}; leave jit_compile out.") from error
+            texts = "_Arg" in unknown_to_xla(error)
+            cure = ", or leave jit_compile out." if texts else "; leave jit_compile out."
+            raise SetupError(f"{where or 'jit_compile'}: {why}{cure}") from error
         raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.errors import SetupError, one_line, reason
 from ctl_core.files import from_here
 from ctl_core.nested import described, input_names, matched, output_names, structured
@@ -31,9 +33,53 @@ def predict(model: Callable[[Any], Any], batches: Iterable[Any], arrays: ArraysO
     Raises:
         RunError: outputs do not fit into one array.
     """
+    return _keep(map(model, batches), arrays)
+
+
+def predict_on_replicas(
+    strategy: tf.distribute.Strategy,
+    model: Callable[[Any], Any],
+    spec: Any,
+    batches: Iterable[Any],
+    arrays: ArraysOnDisk,
+) -> int:
+    """The same on all replicas of this process, each with a batch of its own at a time.
+
+    Batches are no other than for one, so that the outputs are not either.
+
+    Args:
+        strategy: whose replicas these are
+        model: from a batch to the output, while a graph is traced, in a replica context
+        spec: of a batch
+        batches, arrays: as above
+    """
+    replicas = local_replicas(strategy)
+
+    @tf.function(autograph=False, input_signature=[[spec] * replicas])
+    def run(several: list[Any]) -> list[Any]:
+        output = strategy.run(model, args=(distribute(strategy, several),))
+
+        def of(replica: int) -> Any:
+            return tf.nest.map_structure(
+                lambda part: strategy.experimental_local_results(part)[replica], output
+            )
+
+        return list(map(of, range(replicas)))
+
+    def outputs() -> Iterator[Any]:
+        remaining = iter(batches)
+        while several := list(itertools.islice(remaining, replicas)):
+            # A replica for which none is left takes the first again, of which nothing is kept.
+            found = run(several + several[:1] * (replicas - len(several)))
+            yield from found[: len(several)]
+
+    return _keep(outputs(), arrays)
+
+
+def _keep(outputs: Iterable[Any], arrays: ArraysOnDisk) -> int:
     number = 0
-    for number, batch in enumerate(batches, 1):  # noqa: B007
-        for name, value in output_names(model(batch)).items():
+    for number, output in enumerate(outputs, 1):  # noqa: B007
+        for name, value in output_names(output).items():
             arrays.add(name, value)
     return number
 
@@ -74,7 +120,7 @@ def read_inputs(path: Path, spec: Any, batch_size: int) -> Iterator[Any]:
             f"{there or 'nothing'}."
         )
     fitted = {
-        name: (arrays[name], _converter(f"input: {shown}", name, part, arrays[name]))
+        name: (arrays[name], converter(f"input: {shown}", name, part, arrays[name]))
         for name, part in names.items()
     }
     sizes = {len(array) for array, _ in fitted.values() if array.ndim}
@@ -129,10 +175,10 @@ def _tensor(what: str, name: str, spec: Any, value: Any) -> Any:
         array = np.asarray(value)
     except ValueError as error:  # lists of different lengths
         raise _unfit(what, name, spec, "lists of different lengths") from error
-    return _converter(what, name, spec, array)(array)
+    return converter(what, name, spec, array)(array)
 
 
-def _converter(what: str, name: str, spec: Any, array: Any) -> Callable[[np.ndarray], tf.Tensor]:
+def converter(what: str, name: str, spec: Any, array: Any) -> Callable[[np.ndarray], tf.Tensor]:
     """Returns what makes tensors of an array, or of a slice of it, if it fits.
 
     Raises:
@@ -146,7 +192,8 @@ def _converter(what: str, name: str, spec: Any, array: Any) -> Callable[[np.ndar
     number = target is not None and kind in "iuf" and spec.dtype != tf.bool
     same = target is not None and array.dtype == target
     if not (text or number or same) or not _fits(spec, array.shape):
-        raise _unfit(what, name, spec, f"{array.dtype.name} {list(array.shape)}")
+        kind = {"U": "str", "S": "bytes"}.get(kind, array.dtype.name)  # without a length
+        raise _unfit(what, name, spec, f"{kind} {list(array.shape)}")
 
     def convert(part: np.ndarray) -> tf.Tensor:
         if target is None:

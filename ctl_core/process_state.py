@@ -6,10 +6,19 @@ handlers are the part of cluster/signals.py, log and summaries that of run_folde
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ctl_core.compat import names_anew, op_determinism
+import numpy as np
+
+from ctl_core.compat import (
+    global_seed_generator_kept,
+    large_sums_whole,
+    names_anew,
+    op_determinism,
+    seed_of_ops_kept,
+)
 from ctl_core.numerics.precision import policy
 from ctl_core.settings import Config
 
@@ -17,5 +26,21 @@ from ctl_core.settings import Config
 @contextmanager
 def process_state(config: Config) -> Iterator[None]:
     """Within, Keras' dtype policy, its names and op determinism are as the run needs them."""
-    with policy(config.precision), names_anew(), op_determinism(config.deterministic):
+    deterministic = op_determinism(config.deterministic)
+    with policy(config.precision), names_anew(), large_sums_whole(), deterministic:
         yield
+
+
+@contextmanager
+def seeds_kept() -> Iterator[None]:
+    """Afterwards, what Python, NumPy, TensorFlow and Keras draw is as if nothing were done within.
+
+    That may set other seeds, and has to, if it draws from TensorFlow or Keras.
+    """
+    before = random.getstate(), np.random.get_state()
+    try:
+        with global_seed_generator_kept(), seed_of_ops_kept():
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])

@@ -14,6 +14,7 @@ from ctl_core.nested import described
 from ctl_core.scratch import placeholders, scratch
 from ctl_core.state import State
 from ctl_core.step import model_input
+from ctl_core.training_mode import inference
 
 # Which part of a batch clients send: all of it; some of a dict, by key; or of a tuple, one, with
 # its index. A dict or a tuple has such a choice for each of its own.
@@ -30,12 +31,14 @@ class RawInputs:
         to_input: from raw inputs to the model's input, while a graph is traced
         of_batch: takes the raw inputs out of a batch; None if they are in none
         note: a line for the user where it is not plain what they are, or an empty text
+        in_data: whether batches hold what the inference model takes, as ``input_pre`` makes it
     """
 
     spec: Any
     to_input: Callable[[Any], Any]
     of_batch: Callable[[Any], Any] | None
     note: str = ""
+    in_data: bool = True
 
 
 def raw_inputs(state: State, inference_model: Any = None) -> RawInputs:
@@ -60,7 +63,7 @@ def raw_inputs(state: State, inference_model: Any = None) -> RawInputs:
     if own is not None and not _takes(own, made):
         said = f"takes {described(own)}, which input_pre does not return; clients send that"
         note = f"{hooks.create_inference_model}: {said} {by_hook}"
-        return RawInputs(own, lambda inputs: inputs, None, note)
+        return RawInputs(own, lambda inputs: inputs, None, note, in_data=False)
     if of_batch is None:
         said = f"uses {_listed(used)}, so that clients send the model's input itself"
         return RawInputs(made, lambda inputs: inputs, None, f"{hooks.input_pre}: {said} {by_hook}")
@@ -108,7 +111,7 @@ def _used(state: State, element: Any) -> tuple[list[_Path], Any]:
     Returns:
         The paths of the parts of a batch that it depends on, and the specification of the input.
     """
-    with scratch(state.data, state.cluster.task):
+    with scratch(state.data, state.cluster.task), inference():
         batch = placeholders(element)
         made = model_input(state.context, batch, training=False)
         owners = {

@@ -279,7 +279,7 @@ def _parts(state: State) -> Iterator[tuple[str, list[Any]]]:
 def _predict(state: State, hook: Hook | None) -> list[str]:
     """Traces what an export holds, predicts for the first batch of each set, and says what came."""
     serving = create_serving(state)
-    if hook is None:
+    if hook is None or serving.of_batch is None:
         return [f"{n} {described(part)}" for n, part in output_names(serving.output_spec).items()]
     values = {"per_replica_batch_size": state.context.micro_batch_size}
     made = hook(**values)

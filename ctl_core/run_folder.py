@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Run:
         path: runs/NAME
         task: this process's place in the cluster
         reading: whether the run is only used, and nothing is written to its folder
+        steps_taken: tells how many steps this process has trained
     """
 
     def __init__(self, config: Config, task: Task, reading: bool = False) -> None:
@@ -64,6 +65,7 @@ class Run:
         name = config.run_name or free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
         self.task, self.reading = task, reading
+        self.steps_taken: Callable[[], int] = lambda: 0
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
         self._writers: dict[str, Any] = {}
@@ -137,6 +139,17 @@ class Run:
         return self.path / "ckpt"
 
     @property
+    def not_begun(self) -> Path:
+        """Stands beside a checkpoint that was copied, until the run has settings of its own."""
+        return self.ckpt / "forking"
+
+    @property
+    def written(self) -> list[Path]:
+        """What training writes here, but the log."""
+        names = ("ckpt", "tb", "config.yaml", "env.json", "metrics.jsonl", COPY)
+        return [self.path / name for name in names]
+
+    @property
     def config_file(self) -> Path:
         """The settings as resolved."""
         return self.path / "config.yaml"
@@ -162,7 +175,8 @@ class Run:
         Args:
             config: the settings
             step: how many steps were taken
-            new: whether more are about to be: settings and hooks are those of steps that were
+            new: whether more are about to be: settings and hooks are those of steps that were, or
+                of a run that has none yet
             source: what is in the file with the hooks, if there is one
             devices: that this process trains on
 
@@ -170,8 +184,10 @@ class Run:
             SetupError: one of the files cannot be written.
         """
         try:
-            if new:
+            if new or not self.config_file.exists():
                 write_config(config, self.config_file)
+                self.not_begun.unlink(missing_ok=True)
+            if new:
                 with written_whole(self.path / "env.json") as beside:
                     beside.write_text(json.dumps(provenance(devices), indent=2) + "\n")
             if new and source is not None:

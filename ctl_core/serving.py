@@ -12,14 +12,15 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.checks.created import create_callable
-from ctl_core.errors import CtlError, HookFailed, SetupError
-from ctl_core.hooks import Hook
+from ctl_core.errors import CtlError, HookFailed, RunError, SetupError, brief
+from ctl_core.hooks import Hook, Hooks
 from ctl_core.nested import any_number, described, input_names, output_names
 from ctl_core.numerics.precision import to_float32
 from ctl_core.raw_inputs import raw_inputs
 from ctl_core.run_state.tracking import find, plain_variable
 from ctl_core.state import State
-from ctl_core.step import call_model, model_input
+from ctl_core.step import model_input
+from ctl_core.training_mode import call_model, inference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +33,14 @@ class Serving:
         input_spec: of the raw inputs, in their structure, with any number of examples
         output_spec: of the output, in float32 where the model computes in less
         traced: the graph function from raw inputs to the output, of that specification only
-        of_batch: graph function from a batch of ``create_eval_dataset`` to the output
+        function: the same as Python has it, to be traced for each replica
+        of_batch: graph function from a batch of ``create_eval_dataset`` to the output; None where
+            the model takes what no batch holds
         plain: whether raw inputs are the model's input, unchanged
         resources: variables and tables that have to live as long as ``traced``
         step: of the checkpoint
         note: a line for the user where it is not plain what raw inputs are, or an empty text
+        hooks: of the run
     """
 
     model: Any
@@ -44,11 +48,38 @@ class Serving:
     input_spec: Any
     output_spec: Any
     traced: Any
-    of_batch: Callable[[Any], Any]
+    function: Callable[[Any], Any]
+    of_batch: Any
     plain: bool
     resources: list[Any]
     step: int
     note: str
+    hooks: Hooks
+
+    def failure(self, error: tf.errors.OpError, inputs: Any = None) -> CtlError:
+        """Says in one line that the model cannot take what it was given.
+
+        Args:
+            error: what one of its ops raised
+            inputs: what it was given, as ``input_spec`` has it; None where that came from a batch
+        """
+        if several := sizes(inputs):
+            return SetupError(
+                f"input: {several}; the model takes as many examples of each ({brief(error, 160)})."
+            )
+        return RunError(self.hooks.attribute_error(error, "the model"))
+
+
+def sizes(inputs: Any) -> str:
+    """Says how many examples several inputs have, where these are not as many; else nothing."""
+    rows = {
+        name: int(part.nrows() if isinstance(part, tf.RaggedTensor) else part.shape[0])
+        for name, part in input_names(inputs).items()
+        if inputs is not None and part.shape.rank
+    }
+    if len(set(rows.values())) < 2:
+        return ""
+    return " and ".join(f"{name} has {number} examples" for name, number in rows.items())
 
 
 def create_serving(state: State) -> Serving:
@@ -91,14 +122,14 @@ def _create(state: State) -> Serving:
 
     def served(inputs: Any) -> Any:
         # A number: an export has no variable for it.
-        with context.taking_step(tf.constant(step, tf.int64)):
+        with inference(), context.taking_step(tf.constant(step, tf.int64)):
             made = raw.to_input(inputs)
         same.append(_same(inputs, made))
         return called(made)
 
     @tf.function(autograph=False, reduce_retracing=True)
     def of_batch(batch: Any) -> Any:
-        with context.taking_step(tf.constant(step, tf.int64)):
+        with inference(), context.taking_step(tf.constant(step, tf.int64)):
             if state.hooks.serve is not None and raw.of_batch is not None:
                 made = raw.to_input(raw.of_batch(batch))
             else:
@@ -120,8 +151,20 @@ def _create(state: State) -> Serving:
     output_spec = tf.nest.map_structure(_spec, output)
     resources = [plain_variable(one) for one in (*held.values(), *traced.graph.variables)]
     resources = list({id(one): one for one in resources}.values())
+    batched = of_batch if raw.in_data else None
     return Serving(
-        model, hook, spec, output_spec, traced, of_batch, same[-1], resources, step, raw.note
+        model,
+        hook,
+        spec,
+        output_spec,
+        traced,
+        served,
+        batched,
+        same[-1],
+        resources,
+        step,
+        raw.note,
+        state.hooks,
     )
 
 

@@ -7,12 +7,10 @@ is refused in checks/returned.py.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ctl_core.checks.examples import examples_in
@@ -38,6 +36,7 @@ from ctl_core.numerics.precision import all_finite, to_float32
 from ctl_core.numerics.reduction import divide, sum_over_replicas
 from ctl_core.numerics.shares import of_share, weight_of_share
 from ctl_core.run_state.tracking import plain_variable, variable_name
+from ctl_core.training_mode import call, call_model
 from ctl_core.types import Batches
 
 
@@ -67,23 +66,9 @@ def loss_of(context: StepContext, batch: Any, output: Any, training: bool) -> An
     loss_input = hooks.loss_pre.in_graph(output=output, **values)
     loss_input = something(hooks.loss_pre, loss_input, values)
     loss = _attributed(
-        hooks.create_loss, "train_loss", call_model, context.train_loss, loss_input, training
+        hooks.create_loss, "train_loss", call, context.train_loss, loss_input, training
     )
     return to_float32(loss)
-
-
-def call_model(model: Any, inputs: Any, training: bool) -> Any:
-    """Calls the model, or the loss, with ``training`` where it takes that argument."""
-    if isinstance(model, keras.Layer) or "training" in _parameters(model):
-        return model(inputs, training=training)
-    return model(inputs)
-
-
-def _parameters(function: Any) -> Any:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin has none to read
-        return ()
 
 
 def _attributed(hook: Hook, what: str, function: Any, *args: Any) -> Any:

@@ -45,7 +45,7 @@ from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
 from ctl_core.rhythm import Deadlines
 from ctl_core.run_folder import Run, session
-from ctl_core.run_state.forking import fork
+from ctl_core.run_state.forking import begun
 from ctl_core.run_state.hook_state import check_state
 from ctl_core.run_state.initial_weights import load_initial_weights
 from ctl_core.schedule import Schedule
@@ -84,10 +84,8 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         process_state(config),
         peers(task),
         Signals(console, SAME_SIGNAL - 2 * TICK * supervised()) as signals,
+        begun(config, run, console),
     ):
-        if task.chief:
-            run.lock()
-            fork(config, run, console)
         config = as_chosen(config, run.path, console)
         state = create_state(callbacks, config, run, console)
         check_sums(state, console)
@@ -177,6 +175,7 @@ class Trainer:
             console.listeners.append(run.write)
         announce(state, console, self.start, target, self._resumed)
         console.start(self.start, self.last)
+        run.steps_taken = lambda: state.step - self.start
         state.clock = Clock()
         seconds = time.monotonic()
         try:
@@ -307,7 +306,7 @@ class Trainer:
             RunError: the loss is not finite, and training is to stop there; or the processes
                 differ in what must be the same.
         """
-        noted = self.functions.noted
+        noted, self.functions.noted = self.functions.noted, None  # once, however often they sync
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
             save=self.checkpoints.save_requested or self._deadlines.save_due(),

@@ -23,12 +23,22 @@ CONTEXT: dict[str, Any] = json.loads(
     r"""{{ {
         "author": cookiecutter.author | string,
         "example": cookiecutter.example,
+        "launch": cookiecutter.launch,
         "license": cookiecutter.license,
         "repo_dir": cookiecutter._repo_dir | default("") | string,
         "under_cruft": cookiecutter._repo_dir is not defined,
     } | tojson }}"""
 )
 PROJECT = Path.cwd()
+# Those whose pictures the template has in folders of their names.
+EXAMPLES = (
+    "digits",
+    "fashion_mnist",
+    "cifar10_vgg",
+    "tfrecords",
+    "gan",
+    "contrastive",
+)
 
 
 def restore_engine() -> None:
@@ -56,16 +66,22 @@ def remove_unneeded() -> None:
     for folder in ("ctl_core", "tests"):
         for cache in list((PROJECT / folder).rglob("__pycache__")):
             shutil.rmtree(cache)
+    if CONTEXT["launch"] == "nowhere":
+        shutil.rmtree(PROJECT / "launch", ignore_errors=True)
     if CONTEXT["license"] == "none":
         (PROJECT / "LICENSE").unlink(missing_ok=True)
-    if CONTEXT["example"] != "digits":
-        # Only what the template brought: generating over an existing project (cookiecutter -f)
-        # must not cost it its data.
-        data = PROJECT / "data"
+    # Only what the template brought: generating over an existing project (cookiecutter -f) must
+    # not cost it its data.
+    data, pictures = PROJECT / "data", PROJECT / "pictures"
+    if "digits.npz" not in (PROJECT / "callbacks.py").read_text(encoding="utf-8"):
         for name in ("digits.npz", "README.md"):
             (data / name).unlink(missing_ok=True)
-        if not any(data.iterdir()):
-            data.rmdir()
+    for name in EXAMPLES:
+        if name != CONTEXT["example"]:
+            shutil.rmtree(pictures / name, ignore_errors=True)
+    for left in (data, pictures):
+        if left.is_dir() and not any(left.iterdir()):
+            left.rmdir()
 
 
 def in_scratch_folder() -> bool:

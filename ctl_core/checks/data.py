@@ -19,6 +19,7 @@ from ctl_core.checks.examples import checked_count, examples_in, packed, read_by
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import stages
 from ctl_core.console import Console
+from ctl_core.data.manifest import opened
 from ctl_core.errors import SetupError, explained, one_line
 from ctl_core.hooks import Hook, Hooks, describe
 from ctl_core.readers.stream import Stream
@@ -112,7 +113,8 @@ class Found:
 class Pipeline:
     """What the hooks made: one pass, or an endless dataset; and the hook to name in messages.
 
-    ``reader`` is what ``create_dataset`` returned if that is a reader in Python.
+    ``reader`` is what ``create_dataset`` returned if that is a reader in Python; ``records`` are
+    the TFRecord files that the hooks read by their manifest, as ``manifest.opened`` has them.
     """
 
     hook: Hook
@@ -121,6 +123,7 @@ class Pipeline:
     endless: bool
     sharded: bool
     reader: Stream | None = None
+    records: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -174,7 +177,8 @@ def create_pipeline(
     if before is not None and before.reader is not None:
         before.reader.close()
     hook, reader = hooks.create_dataset, None
-    dataset = hook(**values)
+    with opened() as records:
+        dataset = hook(**values)
     if not isinstance(dataset, tf.data.Dataset):
         looked = None if before is None or before.reader is None else before.reader.looked
         seed = hook.common["config"].seed
@@ -197,7 +201,7 @@ def create_pipeline(
                 f"ends after {int(made.cardinality())} elements; it "
                 "gets the repeated dataset and must not end."
             )
-    return Pipeline(hook, hooks.count_examples, dataset, endless, sharded, reader)
+    return Pipeline(hook, hooks.count_examples, dataset, endless, sharded, reader, records)
 
 
 def checked_dataset(hook: Hook, dataset: Any) -> tf.data.Dataset:
@@ -209,7 +213,9 @@ def checked_dataset(hook: Hook, dataset: Any) -> tf.data.Dataset:
     if not isinstance(dataset, tf.data.Dataset):
         kind = "nothing" if dataset is None else f"a {type(dataset).__name__}"
         readers = " or a reader, such as a PyDataset" * (hook.name == "create_dataset")
-        raise hook.reject(f"returned {kind}, expected a tf.data.Dataset{readers}.")
+        batches = "; of a list of batches, return iter(batches)"
+        batches *= isinstance(dataset, list | tuple) and bool(readers)
+        raise hook.reject(f"returned {kind}, expected a tf.data.Dataset{readers}{batches}.")
     return dataset
 
 

@@ -213,6 +213,11 @@ def _devices(config: Config) -> list[str]:
     return gpus or ["CPU:0"]
 
 
+def count_gpus() -> int:
+    """Counts the GPUs that TensorFlow sees, without starting it."""
+    return len(tf.config.list_physical_devices("GPU"))
+
+
 def _limit_gpu_memory(limit: int | None) -> None:
     """Lets TensorFlow take memory of the GPUs as it needs it, or ``limit`` MB of each at once.
 

@@ -6,9 +6,11 @@ the file (bytes) and the hash of its example's key, both int64, little-endian.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from ctl_core.settings import nearest, shown
 
 NAME = "manifest.json"
 FORMAT = 1
+# The collections of ``opened`` that are being made.
+_OPENED: list[dict[str, str]] = []
 # What a record holds beside its data: its length, and checksums of both (bytes).
 FRAME = 16
 
@@ -109,6 +113,13 @@ class Manifest:
             )
         return found
 
+    def open(self, split: str) -> None:
+        """Notes that a split is read, by a hash of what is in its files."""
+        content = [[shard.name, shard.sha256] for shard in self.of(split)]
+        digest = hashlib.sha256(json.dumps([split, content]).encode()).hexdigest()
+        for each in _OPENED:
+            each[digest] = f"{from_here(self.folder)} ({split})"
+
     def records(self, shard: Shard) -> Path:
         """Returns where a file is."""
         return self.folder / f"{shard.name}.tfrecord"
@@ -144,6 +155,17 @@ class Manifest:
         del content["folder"]
         with written_whole(self.folder / NAME) as beside:
             beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[dict[str, str]]:
+    """Collects what is read: hashes of the records, and what to call them in messages."""
+    found: dict[str, str] = {}
+    _OPENED.append(found)
+    try:
+        yield found
+    finally:
+        _OPENED.pop()
 
 
 def merged(shapes: Iterable[list[int | None]]) -> list[int | None]:

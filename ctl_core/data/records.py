@@ -79,8 +79,10 @@ def read_tfrecords(
     if not shards:
         raise SetupError(f"{from_here(found.folder)}: all input of {split} was left out.")
     wanted = _wanted(found, features)
+    _check_types(batch_size, seed, image_size)
     decoder = _Decoder(found, shards, sorted(set(tf.nest.flatten(wanted))), image_size)
     _check(found, decoder, batch_size, leave_out, only, input_context, by_file)
+    found.open(split)
     _OPENED.update({found.records(shard): found.index(shard) for shard in shards})
     pipelines = input_context.num_input_pipelines if input_context else 1
     own_files = by_file and len(shards) >= pipelines > 1
@@ -121,6 +123,29 @@ def _wanted(manifest: Manifest, features: Any) -> Any:
                 f"{nearest(str(name), names)} (there: {', '.join(names)})"
             )
     return features
+
+
+def _check_types(batch_size: Any, seed: Any, image_size: Any) -> None:
+    """Refuses arguments that TensorFlow would fail on, without saying which.
+
+    Raises:
+        SetupError: one is of another type.
+    """
+    for name, value in (("batch_size", batch_size), ("seed", seed)):
+        if value is not None and not _whole(value):
+            raise SetupError(f"{name}: expected a whole number, got {shown(value)}.")
+    if image_size is not None and not (
+        isinstance(image_size, Sequence)
+        and len(image_size) == 2
+        and all(_whole(size) and size > 0 for size in image_size)
+    ):
+        raise SetupError(
+            f"image_size: expected (height, width), such as (160, 160), got {shown(image_size)}."
+        )
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check(

@@ -13,10 +13,22 @@ from typing import Any
 import tensorflow as tf
 
 _HASHES = 2**62
+SPLITS = ("train", "validation", "test")
 
 
 def hash_of(keys: Any) -> tf.Tensor:
-    """Returns the hash of each key: int64, from 0 up to below 2**62, of the shape of ``keys``."""
+    """Returns the hash of each key: int64, from 0 up to below 2**62, of the shape of ``keys``.
+
+    Whole numbers are hashed as they are written down.
+
+    Raises:
+        ValueError: keys are neither strings nor whole numbers.
+    """
+    keys = tf.convert_to_tensor(keys, tf.string if isinstance(keys, list) and not keys else None)
+    if keys.dtype.is_integer:
+        keys = tf.strings.as_string(keys)
+    if keys.dtype != tf.string:
+        raise ValueError(f"keys: expected strings or whole numbers, got {keys.dtype.name}")
     return tf.strings.to_hash_bucket_fast(keys, _HASHES)
 
 
@@ -27,38 +39,43 @@ def split_of(keys: Any, fractions: Mapping[str, float]) -> tf.Tensor:
     your own. A part that grows takes from ``train`` only, as long as all fit.
 
     Args:
-        keys: strings of any shape
+        keys: strings or whole numbers, of any shape
         fractions: how much of all goes to ``validation`` and to ``test``; the rest is ``train``
 
     Returns:
         Strings of the shape of ``keys``.
 
     Raises:
-        ValueError: a name is another one, or the fractions do not lie between 0 and 1 together.
+        ValueError: keys are of another type, a name is another one, or the fractions do not lie
+            between 0 and 1 together.
     """
+    return tf.gather(tf.constant(SPLITS), split_of_hash(hash_of(keys), fractions))
+
+
+def split_of_hash(hashes: Any, fractions: Mapping[str, float]) -> tf.Tensor:
+    """The same of what ``hash_of`` returned, as int32 places in ``SPLITS``."""
     validation, test = fractions.get("validation", 0.0), fractions.get("test", 0.0)
     if others := sorted(set(fractions) - {"validation", "test"}):
         raise ValueError(f"fractions: expected validation and test, got {', '.join(others)}")
     if min(validation, test) < 0 or validation + test >= 1:
         raise ValueError(f"fractions must be from 0 up and leave some for train, got {fractions}")
-    place = hash_of(keys)
-    names = tf.fill(tf.shape(place), "train")
-    names = tf.where(place >= int((1 - validation) * _HASHES), "validation", names)
-    return tf.where(place < int(test * _HASHES), "test", names)
+    hashes = tf.convert_to_tensor(hashes)
+    places = tf.where(hashes >= int((1 - validation) * _HASHES), 1, 0)
+    return tf.where(hashes < int(test * _HASHES), 2, places)
 
 
 def fold_of(keys: Any, folds: int) -> tf.Tensor:
     """Returns each example's fold for cross-validation, which has nothing to do with its split.
 
     Args:
-        keys: strings of any shape
+        keys: strings or whole numbers, of any shape
         folds: how many there are
 
     Returns:
         int64, from 0 up to below ``folds``, of the shape of ``keys``.
 
     Raises:
-        ValueError: there are fewer than two folds.
+        ValueError: keys are of another type, or there are fewer than two folds.
     """
     return fold_of_hash(hash_of(keys), folds)
 

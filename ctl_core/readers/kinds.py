@@ -63,6 +63,9 @@ class Reader(Protocol):
     def begin_again(self, start: dict[str, Any] | None) -> None:
         """Reads on from the first element; ``start`` is what ``start`` returned at first."""
 
+    def is_sure_to_begin_again(self) -> bool:
+        """Whether the pass after that is the first one once more, as far as one can know."""
+
     def check_shared(self) -> None:
         """Refuses an object that the hook has returned before, if it cannot begin again."""
 
@@ -183,12 +186,15 @@ class Items:
         self._forget()
         self.index = 0
 
-    def check_shared(self) -> None:
-        changes = (
-            getattr(type(self.made), name) is not getattr(keras.utils.PyDataset, name)
+    def is_sure_to_begin_again(self) -> bool:
+        of_keras = keras.utils.PyDataset
+        return all(
+            getattr(type(self.made), name) is getattr(of_keras, name)
             for name in ("on_epoch_begin", "on_epoch_end")
         )
-        if any(changes):
+
+    def check_shared(self) -> None:
+        if not self.is_sure_to_begin_again():
             raise self._hook.reject(
                 "returns a PyDataset made outside of it that changes from epoch to epoch, and "
                 "looking at it, to find out its sizes, has been such an epoch; make it inside the "
@@ -285,6 +291,9 @@ class Iterated:
         if self._itself and (self.index or self._passes):
             self.made = self._made_anew()
         self._iterator, self._passes, self.index = iter(self.made), 0, 0
+
+    def is_sure_to_begin_again(self) -> bool:
+        return self.start() is not None
 
     def check_shared(self) -> None:
         if self._itself and self.why_not is not None:

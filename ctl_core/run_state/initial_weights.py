@@ -51,9 +51,15 @@ def load_initial_weights(state: State, console: Console) -> None:
     A run is taken with its weights as they were trained, without its optimizer; ``fork`` takes all.
 
     Raises:
-        SetupError: there is nothing to be read; or it does not fit, and ``init_partial`` is false.
+        SetupError: there is nothing to be read; or it does not fit, and ``init_partial`` is
+            false; or that is given alone.
     """
     text = state.config.init_from
+    if text is None and state.config.init_partial:
+        raise SetupError(
+            "init_partial: says how init_from is taken, such as --init-from a; add that, or leave "
+            "it out."
+        )
     if text is None:
         return
     path = Path(text)

@@ -13,18 +13,19 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
-from ctl_core.eval_data import EvaluationData
+from ctl_core.eval_data import create_eval_data
 from ctl_core.evaluate import Evaluation
 from ctl_core.evaluate import evaluate as run_evaluation
 from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.npz import ArraysOnDisk
 from ctl_core.predict import predict as run_prediction
-from ctl_core.predict import read_inputs
+from ctl_core.predict import predict_on_replicas, read_inputs
 from ctl_core.serving import Serving, create_serving
 from ctl_core.settings import Config, nearest, shown
 from ctl_core.tools.card import model_card
 from ctl_core.tools.export import next_version, save_model
 from ctl_core.tools.formats import WRITE, check_format
+from ctl_core.tools.input_table import SUFFIXES, read_table
 from ctl_core.tools.restored import built, restored
 from ctl_core.tools.watch import watch
 
@@ -62,29 +63,62 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     if options["input"] and options.get("dataset"):
         raise SetupError("input and dataset: give one of the two.")
     config = dataclasses.replace(config, limit_eval=None)
-    with restored(callbacks, config, options["checkpoint"]) as (state, _, console):
-        path = Path(options["output"] or state.run_dir / "predictions.npz")
-        if path.suffix != ".npz":
-            raise SetupError(f"output: expected the name of a .npz file, got {path}.")
+    source = Path(options["input"]) if options["input"] else None
+    if options["output"]:
+        _check_output(Path(options["output"]), source)
+    with restored(callbacks, config, options["checkpoint"], replicas=True) as (state, _, console):
+        path = Path(options["output"] or state.run_dir / _predictions(source))
         _try(path)
         serving = create_serving(state)
-        if options["input"]:
-            source = Path(options["input"])
-            size = state.context.micro_batch_size
-            model, batches = serving.traced, read_inputs(source, serving.input_spec, size)
+        # Whatever the replicas: a batch of another size is rounded differently.
+        size = config.batch_size // config.accumulate_steps
+        if source is not None:
+            spec = serving.input_spec
+            if source.suffix.lower() in SUFFIXES:
+                batches = read_table(source, spec, size, console.say)
+            else:
+                batches = read_inputs(source, spec, size)
             _note(serving, console)
         elif state.evaluation is not None:
-            data = _chosen(state.evaluation, options.get("dataset"))
-            model, batches = serving.of_batch, iter(data)
+            if serving.of_batch is None:
+                raise SetupError(f"input: name a file. {serving.note}")
+            name = _chosen(state.evaluation, options.get("dataset"))
+            data = state.evaluation.sets[name].data
+            if state.context.replicas > 1:
+                data = create_eval_data(state.hooks, config.eval_batch_size or size)[name]
+            spec, batches = data.dataset.element_spec, iter(data)
         else:
             raise SetupError("input: name a file, since there is no create_eval_dataset.")
         with _said(path), ArraysOnDisk(path.parent) as arrays:
-            run_prediction(model, batches, arrays)
+            try:
+                if state.context.replicas > 1:
+                    model = serving.of_batch if source is None else serving.function
+                    predict_on_replicas(state.strategy, model, spec, batches, arrays)
+                else:
+                    model = serving.of_batch if source is None else serving.traced
+                    run_prediction(model, batches, arrays)
+            except tf.errors.OpError as error:
+                raise serving.failure(error) from error
             with written_whole(path) as beside:
                 found = arrays.write(beside)
         shapes = ", ".join(f"{name} {shape}" for name, shape in found.items())
         console.say(f"step {state.step}: wrote {shapes} to {from_here(path)}")
     return path
+
+
+def _check_output(path: Path, source: Path | None) -> None:
+    if path.suffix != ".npz":
+        raise SetupError(f"output: expected the name of a .npz file, got {path}.")
+    if source is not None and path.exists() and source.exists() and path.samefile(source):
+        raise SetupError(
+            f"output: {from_here(path)} is the file of --input, which would be lost; name another "
+            "one."
+        )
+
+
+def _predictions(source: Path | None) -> str:
+    """Returns what a file of predictions is called: those for one input do not replace others."""
+    return "predictions.npz" if source is None else f"predictions-{source.stem}.npz"
 
 
 def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
@@ -140,8 +174,8 @@ def _note(serving: Serving, console: Console) -> None:
         console.say(serving.note)
 
 
-def _chosen(evaluation: Evaluation, name: str | None) -> EvaluationData:
-    """Returns the set of evaluation data of a name, or the only one.
+def _chosen(evaluation: Evaluation, name: str | None) -> str:
+    """Returns the name of the set of evaluation data to take, if need be that of the only one.
 
     Raises:
         SetupError: there is none of that name, or several and no name.
@@ -161,7 +195,7 @@ def _chosen(evaluation: Evaluation, name: str | None) -> EvaluationData:
         )
     elif name not in names:
         raise SetupError(f"dataset: there is no {shown(name)}{nearest(name, names)} {there}")
-    return evaluation.sets[name].data
+    return name
 
 
 def _try(path: Path) -> None:

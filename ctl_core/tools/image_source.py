@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.data.manifest import Feature
+from ctl_core.data.splits import SPLITS, hash_of
 from ctl_core.errors import SetupError, op_message
 from ctl_core.files import from_here
 from ctl_core.settings import shown
@@ -40,7 +41,8 @@ def image_source(options: Options) -> Source:
             )
     if options.drop:
         raise SetupError("drop: is for tables; images have no columns.")
-    found = sorted(_images(str(folder)))
+    others: collections.Counter[str] = collections.Counter()
+    found = sorted(_images(str(folder), others))
     if not found:
         raise SetupError(
             f"{from_here(folder)}: holds no image ({', '.join(_ENDINGS)}) and no table "
@@ -81,17 +83,36 @@ def image_source(options: Options) -> Source:
         features=features,
         label="label" if labelled else None,
         class_names=names,
-        keys=[path for path, _, _ in paths],
-        splits=splits,
+        hashes=hash_of([path for path, _, _ in paths]).numpy(),
+        splits=np.array([SPLITS.index(split) for split in splits], "int8"),
         bytes=sum(size for _, size, _ in paths),
         state=[list(one) for one in paths],
         damaged=[Damaged(os.path.join(folder, path), why) for path, why in misplaced],
         read=read,
+        notes=_notes(others),
     )
 
 
-def _images(folder: str, prefix: str = "") -> list[tuple[str, int, int]]:
+def _notes(others: collections.Counter[str]) -> list[str]:
+    """Says which files are left out, and what is read."""
+    if not others:
+        return []
+    count, kinds = others.total(), ", ".join(kind for kind, _ in others.most_common(5))
+    return [
+        f"{count} file{'s' * (count > 1)} of other endings left out ({kinds}); images are read "
+        f"from {', '.join(_ENDINGS)}."
+    ]
+
+
+def _images(
+    folder: str, others: collections.Counter[str], prefix: str = ""
+) -> list[tuple[str, int, int]]:
     """Returns path below the first folder, size and time of change of each image, hidden ones not.
+
+    Args:
+        folder: to look in
+        others: counts the endings of the files that are no images
+        prefix: the folder's own path below the first
 
     Raises:
         SetupError: a folder cannot be read.
@@ -115,10 +136,12 @@ def _images(folder: str, prefix: str = "") -> list[tuple[str, int, int]]:
                     found.append((prefix + name, stat.st_size, stat.st_mtime_ns))
                 elif entry.is_dir():
                     folders.append(name)
+                else:
+                    others[os.path.splitext(name)[1].lower() or name] += 1
     except OSError as error:
         raise SetupError(f"{from_here(folder)}: cannot be read: {error.strerror}.") from error
     for name in folders:
-        found += _images(f"{folder}/{name}", f"{prefix}{name}/")
+        found += _images(f"{folder}/{name}", others, f"{prefix}{name}/")
     return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
+import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +15,17 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.callbacks_file import DEFAULT, MODULE, find_callbacks, load_callbacks
+from ctl_core.checks.returned import kind_of
 from ctl_core.cli import find_run
-from ctl_core.compat import global_seed_generator_kept, seed_of_ops_kept
 from ctl_core.console import Console
-from ctl_core.errors import SetupError
+from ctl_core.errors import SetupError, one_line
 from ctl_core.files import from_here
 from ctl_core.layers import load_config
 from ctl_core.nested import described, input_names
 from ctl_core.predict import converted
+from ctl_core.process_state import seeds_kept
 from ctl_core.serving import Serving, create_serving
-from ctl_core.settings import Config, label
+from ctl_core.settings import Config, label, shown
 from ctl_core.tools.restored import restored
 
 
@@ -61,9 +63,13 @@ class LoadedModel:
 
         Raises:
             SetupError: the inputs are not as ``input_spec`` has them.
-            tf.errors.OpError: the model cannot take these values.
+            RunError: the model cannot take these values.
         """
-        return self._serving.traced(converted(self.input_spec, inputs))
+        tensors = converted(self.input_spec, inputs)
+        try:
+            return self._serving.traced(tensors)
+        except tf.errors.OpError as error:
+            raise self._serving.failure(error, tensors) from error
 
     def __repr__(self) -> str:
         """One line, as a notebook shows what a cell ends with."""
@@ -74,7 +80,7 @@ class LoadedModel:
 
 def load(
     run: str | Path,
-    checkpoint: int | Literal["best"] | None = None,
+    checkpoint: int | str | None = None,
     callbacks: Any = None,
 ) -> LoadedModel:
     """Loads the model of a run, on the GPU if there is one, and runs it once.
@@ -88,17 +94,14 @@ def load(
 
     Args:
         run: the folder of the run, such as ``runs/a``
-        checkpoint: the step of the checkpoint, or ``best`` for the one of ``keep_best``; default:
-            the newest
+        checkpoint: the step of the checkpoint, a number or a text, or ``best`` for the one of
+            ``keep_best``; default: the newest
         callbacks: a module, a dict or any object with the hooks, instead of the project's file
 
     Raises:
         SetupError: there is no such run or checkpoint, or a hook cannot work.
     """
-    asked = Path(run).absolute()
-    if not any(asked.parent.glob("*/config.yaml")):
-        raise SetupError(f"run: {label(from_here(asked))} is no folder of a run, such as runs/a.")
-    folder = find_run(asked.parent, asked.name)
+    folder, checkpoint = _folder(run), _step(checkpoint)
     config = load_config(folder / "config.yaml", run_name=folder.name, runs_dir=str(folder.parent))
     config = dataclasses.replace(config, workers=1)
     console = Console()
@@ -129,6 +132,54 @@ def load(
     )
 
 
+def _folder(run: Any) -> Path:
+    """Returns the folder of a run, of which no more need be there than its name says.
+
+    Raises:
+        SetupError: it is none; the message names those that it may be meant for.
+    """
+    if not isinstance(run, str | os.PathLike):
+        raise SetupError(
+            f"run: expected the folder of a run, such as runs/a, got {kind_of(run)}; that of a "
+            "training is state.run_dir."
+        )
+    asked = Path(os.path.abspath(run))
+    if _is_run(asked):
+        return asked
+    near = [asked.parent / "runs" / asked.name, *list(asked.parents)[:2]]
+    near += [run for place in ("*", "runs/*", "../runs/*") for run in sorted(asked.glob(place))]
+    where = f"run: {label(from_here(asked))} is no folder of a run"
+    if found := list(dict.fromkeys(from_here(path) for path in near if _is_run(path))):
+        raise SetupError(f"{where} (near it: {one_line(', '.join(found), 200)}).")
+    if any(map(_is_run, asked.parent.glob("*"))):
+        return find_run(asked.parent, asked.name)  # which says what there is
+    raise SetupError(f"{where}, such as runs/a.")
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a folder is that of a run; a project's own has config.yaml alone."""
+    return (path / "config.yaml").is_file() and (
+        (path / "ckpt").is_dir() or (path / "train.log").is_file()
+    )
+
+
+def _step(checkpoint: Any) -> int | Literal["best"] | None:
+    """Returns the step of a checkpoint, which may be a text of digits.
+
+    Raises:
+        SetupError: it is something else.
+    """
+    if checkpoint is None or checkpoint == "best":
+        return checkpoint  # type: ignore[no-any-return]
+    text = str(checkpoint)
+    if isinstance(checkpoint, int | np.integer | str) and re.fullmatch("[0-9]{1,18}", text):
+        return int(text)
+    raise SetupError(
+        "checkpoint: expected a step, a whole number from 0 up, or best, or nothing for the "
+        f"newest, got {shown(checkpoint)}."
+    )
+
+
 def _project(run: Path, runs_dir: str) -> Path:
     """Returns the folder of the project that a run is in: what ``runs_dir`` is relative to."""
     parts = Path(runs_dir).parts
@@ -139,15 +190,13 @@ def _project(run: Path, runs_dir: str) -> Path:
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
     """Within, seeds are set and modules found as a run has it; afterwards all is as it was."""
-    path, seeds = list(sys.path), (random.getstate(), np.random.get_state())
+    path = list(sys.path)
     modules = {name: sys.modules.get(name) for name in (Path(DEFAULT).stem, MODULE)}
     try:
-        with global_seed_generator_kept(), seed_of_ops_kept():
+        with seeds_kept():
             yield
     finally:
         sys.path[:] = path
-        random.setstate(seeds[0])
-        np.random.set_state(seeds[1])
         for name, module in modules.items():
             if module is None:
                 sys.modules.pop(name, None)

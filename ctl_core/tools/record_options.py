@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ctl_core.errors import SetupError, one_line
 from ctl_core.settings import check_path, nearest, shown
@@ -35,6 +35,7 @@ class Options:
         skip: whether damaged input is left out
         overwrite: whether what a complete manifest describes may be replaced
         debug: full tracebacks
+        verify: the folder of files to look at, and nothing is written; the rest is None
     """
 
     source: Path
@@ -49,6 +50,7 @@ class Options:
     skip: bool
     overwrite: bool
     debug: bool
+    verify: Path | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,8 +73,14 @@ def parse(argv: Sequence[str]) -> Options:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("source", metavar="SOURCE", type=Path, help=one_line(_SOURCE))
-    add("--output", type=Path, metavar="FOLDER", required=True, help="the folder to write")
+    add("source", metavar="SOURCE", type=Path, nargs="?", help=one_line(_SOURCE))
+    add("--output", type=Path, metavar="FOLDER", help="the folder to write")
+    add(
+        "--verify",
+        type=Path,
+        metavar="FOLDER",
+        help="write nothing: read what was written to a folder, and compare it with its manifest",
+    )
     add("--label", metavar="NAME", help="column to predict; of text, classes get numbers")
     add(
         "--key",
@@ -103,6 +111,15 @@ def parse(argv: Sequence[str]) -> Options:
         flags = [f"--{name.replace('_', '-')}" for name in vars(known)]
         flag = others[0].partition("=")[0]
         raise SetupError(f"tfrecords: unknown option {shown(others[0])}{nearest(flag, flags)}")
+    if known.verify is not None:
+        given = [word for word in argv if word != "--debug"]
+        if len(given) != 1 + (given[0] == "--verify"):
+            raise SetupError("verify: takes the folder and no other option but --debug.")
+        nothing: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(Options))
+        return Options(**nothing | {"debug": known.debug, "verify": known.verify})
+    for name, word in (("source", "SOURCE"), ("output", "--output")):
+        if getattr(known, name) is None:
+            raise SetupError(f"tfrecords: {word} is missing; --help shows what it takes.")
     if not (known.validation >= 0 and known.test >= 0 and known.validation + known.test < 1):
         raise SetupError(
             "validation and test: expected numbers from 0 up that leave some for train, got "

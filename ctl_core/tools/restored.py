@@ -1,4 +1,4 @@
-"""A run that is only read: its state on one device, and a checkpoint restored into it."""
+"""A run that is only read: its state, and a checkpoint restored into it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ctl_core.build import create_state
 from ctl_core.checkpoint import Checkpoints
+from ctl_core.cluster.strategy import count_gpus, joined
 from ctl_core.cluster.task import Task
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
@@ -26,19 +27,21 @@ def restored(
     config: Config,
     checkpoint: int | Literal["best"] | None = None,
     console: Console | None = None,
+    replicas: bool = False,
 ) -> Iterator[tuple[State, Record, Console]]:
-    """Builds the state of a run on one device and restores a checkpoint; the weights are averaged.
+    """Builds the state of a run and restores a checkpoint; the weights are averaged.
 
     Args:
         callbacks: the hooks
         config: the settings of the run
         checkpoint: its step, or the one that ``keep_best`` keeps; default: the newest
         console: where to say so
+        replicas: whether on all devices of this process, as the settings have them; else on one
 
     Raises:
         SetupError: there is none, or it does not fit.
     """
-    with built(callbacks, config, console) as (state, run, console):
+    with built(callbacks, config, console, replicas) as (state, run, console):
         record = Checkpoints(state, console).restore(checkpoint, with_input=False)
         if record is None:
             raise SetupError(
@@ -52,12 +55,48 @@ def restored(
 
 @contextmanager
 def built(
-    callbacks: Any, config: Config, console: Console | None = None
+    callbacks: Any, config: Config, console: Console | None = None, replicas: bool = False
 ) -> Iterator[tuple[State, Run, Console]]:
-    """Builds the state of a run that is only read, on one device."""
-    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
-    # Nobody need count the training data.
-    config = dataclasses.replace(config, steps=None, epochs=None, ckpt_every=0, eval_every=0)
-    run, console = Run(config, Task(), reading=True), console or Console()
+    """Builds the state of a run that is only read, on one device or on all of this process."""
+    console = console or Console()
+    config = dataclasses.replace(
+        on_this_machine(config, console) if replicas else on_one_device(config),
+        workers=1,
+        # Nobody need count the training data.
+        steps=None,
+        epochs=None,
+        ckpt_every=0,
+        eval_every=0,
+    )
+    run = Run(config, Task(), reading=True)
     with session(run, console), process_state(config):
         yield create_state(callbacks, config, run, console), run, console
+
+
+def on_one_device(config: Config) -> Config:
+    """Returns the settings for one device."""
+    return dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
+
+
+def on_this_machine(config: Config, console: Console) -> Config:
+    """Returns the settings for all devices of this process; for one, where that cannot be.
+
+    A run of a cluster is used in one process; GPUs need not be as many as it was trained on.
+    """
+    if joined():  # TensorFlow's devices are those of a cluster
+        return on_one_device(config)
+    config = dataclasses.replace(config, workers=1)
+    if config.strategy == "multi_worker":
+        config = dataclasses.replace(config, strategy="auto")
+    gpus = count_gpus() if config.virtual_devices == 1 else 0
+    if (
+        gpus > 1
+        and config.strategy != "one_device"
+        and config.batch_size % (gpus * config.accumulate_steps)
+    ):
+        console.say(
+            f"batch_size: {config.batch_size} cannot be shared out evenly over {gpus} GPUs, so one "
+            "is used."
+        )
+        return on_one_device(config)
+    return config

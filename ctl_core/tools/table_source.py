@@ -1,8 +1,7 @@
-"""CSV, Parquet and NPZ files, as examples to write: a row is one. Tables are held in memory."""
+"""Tables, as examples to write: a row is one. NPZ files are held in memory."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
 import os
@@ -18,12 +17,21 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.data.manifest import Feature
+from ctl_core.data.splits import SPLITS, hash_of
 from ctl_core.errors import SetupError, one_line, op_message
 from ctl_core.files import from_here
 from ctl_core.settings import label as label_of
-from ctl_core.settings import nearest, shown
+from ctl_core.settings import shown
+from ctl_core.tools.csv_source import csv_source
 from ctl_core.tools.record_options import Options
-from ctl_core.tools.record_source import Damaged, Example, Source, split_named
+from ctl_core.tools.record_source import (
+    Damaged,
+    Example,
+    Source,
+    check_columns,
+    file_states,
+    split_named,
+)
 
 
 @dataclasses.dataclass
@@ -35,7 +43,6 @@ class _Table:
         images: the names of columns of image files
         splits: of each row
         where: of each row, for messages
-        keys: of each row, unless they are to be made of its values
         dropped: columns that are left out
         damaged: rows that are left out
     """
@@ -44,7 +51,6 @@ class _Table:
     splits: list[str]
     where: list[str]
     images: set[str] = dataclasses.field(default_factory=set)
-    keys: list[bytes] | None = None
     dropped: set[str] = dataclasses.field(default_factory=set)
     damaged: list[Damaged] = dataclasses.field(default_factory=list)
 
@@ -65,20 +71,12 @@ def table_source(options: Options, paths: list[Path]) -> Source:
     """
     named = [split_named(re.split(r"[-_.]", path.stem)[0]) for path in paths]
     splits = named if len(paths) > 1 and all(named) else ["train"] * len(paths)
-    reader = {".npz": _read_npz, ".parquet": _read_parquet}.get(paths[0].suffix.lower(), _read_csv)
-    table = reader(list(zip(paths, splits, strict=True)), set(options.drop))
-    names = [*table.columns, *table.dropped]
-    wanted = [("label", options.label), ("key", options.key), *(("drop", n) for n in options.drop)]
-    for option, name in wanted:
-        if name is not None and name not in names:
-            raise SetupError(
-                f"{option}: {from_here(options.source)} has no column {shown(name)}"
-                f"{nearest(name, names)} (there: {one_line(', '.join(names), 200)})"
-            )
-        if option != "drop" and name in options.drop:
-            raise SetupError(f"{option}: {name} is left out by --drop; take one of the two.")
-    if not table.columns:
-        raise SetupError(f"{from_here(options.source)}: no column is left; drop fewer.")
+    files = list(zip(paths, splits, strict=True))
+    reader = {".npz": _read_npz, ".parquet": _read_parquet}.get(paths[0].suffix.lower())
+    if reader is None:
+        return csv_source(options, files)
+    table = reader(files, set(options.drop))
+    check_columns(options, [*table.columns, *table.dropped])
     features, getters = {}, {}
     for name, column in table.columns.items():
         if name in table.images:
@@ -118,15 +116,14 @@ def table_source(options: Options, paths: list[Path]) -> Source:
                 continue
             yield Example(values, shapes)
 
-    state = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
     return Source(
         features=features,
         label=options.label,
         class_names=classes,
-        keys=[keys[row] for row in rows],
-        splits=[table.splits[row] for row in rows],
+        hashes=hash_of([keys[row] for row in rows]).numpy(),
+        splits=np.array([SPLITS.index(table.splits[row]) for row in rows], "int8"),
         bytes=_size(features, getters, rows),
-        state=state,
+        state=file_states(paths),
         damaged=table.damaged,
         read=read,
     )
@@ -161,8 +158,6 @@ def _keys(
         if getattr(column, "ndim", 1) > 1:
             raise SetupError(f"key: {name} holds arrays; expected a number or text a row.")
         return [v if isinstance(v, bytes) else str(v).encode() for v in _plain(column)]
-    if table.keys is not None:
-        return table.keys
     keys = []
     for row in range(len(table.where)):
         digest = hashlib.sha256()
@@ -219,83 +214,6 @@ def _encoded(name: str, column: Any, source: Path) -> tuple[Feature, Callable[[i
         f"{from_here(source)}: {shown(name)} is of the type {kind}, expected numbers, texts, or "
         f"lists of them; convert it, or leave it out by --drop {label_of(name)}."
     )
-
-
-# ---- CSV ----------------------------------------------------------------------------------------
-
-
-def _read_csv(files: list[tuple[Path, str]], drop: set[str]) -> _Table:
-    header: list[str] = []
-    rows: list[list[str]] = []
-    table = _Table({}, [], [], keys=[])
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    for path, split in files:
-        where = from_here(path)
-        try:
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                first = file.readline()
-                file.seek(0)
-                comma = max(",;\t|", key=first.count) if path.suffix.lower() != ".tsv" else "\t"
-                lines = csv.reader(file, delimiter=comma, strict=True)
-                found = next(lines, [])
-                header = header or found
-                _check_header(where, header, found)
-                assert table.keys is not None
-                for row in lines:
-                    if not row:
-                        continue
-                    place = f"{where}:{lines.line_num}"
-                    if len(row) != len(header):
-                        why = f"has {len(row)} fields, expected {len(header)}"
-                        table.damaged.append(Damaged(place, why))
-                        continue
-                    rows.append(row)
-                    table.splits.append(split)
-                    table.where.append(place)
-                    table.keys.append("\x1f".join(row).encode())
-        except OSError as error:
-            raise SetupError(f"{where}: cannot be read: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise SetupError(
-                f"{where}: is not UTF-8 text (byte {error.start} of a block is "
-                f"{error.object[error.start]:#x}); convert it, by iconv for example."
-            ) from error
-        except csv.Error as error:
-            raise SetupError(f"{where}:{lines.line_num}: is no CSV: {one_line(error)}.") from error
-    columns = zip(*rows, strict=True) if rows else [()] * len(header)
-    table.columns = {
-        name: _typed(list(column))
-        for name, column in zip(header, columns, strict=True)
-        if name not in drop
-    }
-    table.dropped = drop & set(header)
-    return table
-
-
-def _check_header(where: str, header: list[str], found: list[str]) -> None:
-    if not found:
-        raise SetupError(f"{where}: is empty; expected a line with the columns' names.")
-    if found != header:
-        raise SetupError(f"{where}: has other columns than the first file.")
-    if twice := sorted({name for name in header if header.count(name) > 1}):
-        raise SetupError(f"{where}: has the column {shown(twice[0])} twice; rename one.")
-    if "" in header:
-        raise SetupError(f"{where}: column {header.index('') + 1} has no name in the first line.")
-
-
-_INTEGER = re.compile(r"[+-]?\d{1,18}")
-
-
-def _typed(texts: list[str]) -> Any:
-    """Makes numbers of a column if all its texts are some; where one is missing, NaN."""
-    if all(map(_INTEGER.fullmatch, texts)):
-        return np.array(texts, "int64")
-    if any(texts):
-        try:
-            return np.array([text or "nan" for text in texts], "float32")
-        except ValueError:
-            pass
-    return [text.encode() for text in texts]
 
 
 # ---- NPZ ----------------------------------------------------------------------------------------

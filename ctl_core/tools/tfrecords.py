@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +21,14 @@ import numpy as np
 import tensorflow as tf
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 from ctl_core.console import Console
 from ctl_core.data.manifest import FRAME, NAME, Manifest, Shard, merged, read
-from ctl_core.data.splits import hash_of, split_of
+from ctl_core.data.splits import SPLITS, split_of_hash
 from ctl_core.errors import RunError, SetupError, one_line, reason
 from ctl_core.files import from_here, written_whole
 from ctl_core.tools.image_source import image_source
@@ -34,7 +40,6 @@ _SHARD = 32 * 2**20  # bytes, about, unless told otherwise
 _FEWEST, _FEW = 1000, 8  # examples for each of the first files
 # Between two writings of the manifest, two lines of progress (seconds).
 _MANIFEST_EVERY, _SAY_EVERY = 1.0, 10.0
-_SPLITS = ("train", "validation", "test")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +59,50 @@ def write_records(options: Options, console: Console | None = None) -> Manifest:
         RunError: an example is damaged, unless those are left out; or a file cannot be written.
     """
     console = console or Console()
+    with _held(options.output):
+        return _write_all(options, console)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Holds a folder until the command or its process ends; one that stays empty goes again.
+
+    Raises:
+        SetupError: another process writes to it.
+    """
+    created, held = not folder.exists(), -1
+    with contextlib.suppress(OSError):  # what cannot be made is said when it is written to
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None and held >= 0:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SetupError(
+                    f"output: another process writes to {from_here(folder)}; wait for it, or name "
+                    "another folder."
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+        yield
+    finally:
+        if held >= 0:
+            os.close(held)
+        if created:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _write_all(options: Options, console: Console) -> Manifest:
     source = _source(options)
-    if not source.keys:
+    if not len(source.hashes):
         raise SetupError(f"{from_here(options.source)}: holds no example.")
-    hashes = hash_of(source.keys).numpy()
-    planned = _plan(source, options, hashes)
+    hashes = source.hashes
+    planned = _plan(source, options)
     manifest = _begin(source, options, planned, console)
+    for note in source.notes:
+        console.say(note)
     for damaged in source.damaged:
         _take_out(damaged, options, console)
     todo = [one for one in planned if one.name not in {shard.name for shard in manifest.shards}]
@@ -108,20 +151,19 @@ def _source(options: Options) -> Source:
     return table_source(options, files)
 
 
-def _plan(source: Source, options: Options, hashes: np.ndarray) -> list[_Planned]:
+def _plan(source: Source, options: Options) -> list[_Planned]:
     """Puts examples into splits, and these, in the order of their hashes, into files."""
-    splits = np.array(source.splits)
+    splits, hashes = source.splits, source.hashes
     fractions = {name: getattr(options, name) for name in ("validation", "test")}
     for name, fraction in fractions.items():
-        if fraction and name in source.splits:
+        if fraction and (splits == SPLITS.index(name)).any():
             raise SetupError(f"{name}: the source has a split of that name already; leave it out.")
     if any(fractions.values()):
-        by_hash = split_of(source.keys, fractions).numpy().astype(str)
-        splits = np.where(splits == "train", by_hash, splits)
+        splits = np.where(splits == 0, split_of_hash(hashes, fractions).numpy(), splits)
     planned = []
-    mean = source.bytes / len(source.keys) + 100
-    for split in _SPLITS:
-        (indices,) = np.nonzero(splits == split)
+    mean = source.bytes / len(hashes) + 100
+    for place, split in enumerate(SPLITS):
+        (indices,) = np.nonzero(splits == place)
         if not len(indices):
             continue
         indices = indices[np.argsort(hashes[indices], kind="stable")]

@@ -14,17 +14,19 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     errors table types splits index buckets png task
     chunks collectives compat console files precision not_finite reduction signals
-    compiled helpers joining nested profile settings staging hook_state record gpus verdict
+    compiled training_mode helpers joining nested profile settings staging hook_state record gpus
+    verdict
     callbacks_file batch_norm hook_table sources
     slurm tf_config rendezvous
     place
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    manifest record_options shared_folder
+    manifest record_options shared_folder download
     defaults shares
-    records record_source
-    image_source table_source
-    tfrecords autograph divergence __main__ summary process_state
+    records record_source made_records
+    image_source csv_source
+    table_source
+    tfrecords verify autograph divergence __main__ summary process_state
     checks.hooks
     hooks saved
     elements
@@ -39,7 +41,7 @@ LAYERS = """
     metrics
     step
     pairs writes eval_step predict
-    evaluate stretches scratch
+    evaluate stretches scratch input_table
     state
     build graph messages remainder input_position raw_inputs forking initial_weights
     compile_choice sums traced writing reading serving

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.errors import SetupError
+from ctl_core.errors import CtlError, SetupError
 from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, shuffled
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import values
@@ -77,11 +77,12 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
     assert "b goes on from" in said and "learning_rate is 0.5 from here on" in said
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no run": ({"fork": "nobody"}, r"^fork: there is no run 'nobody' \(there: a\); name a run"),
     "no step": ({"fork": "a@3"}, r"^fork: .*a has no checkpoint of step 3 \(there: 4, 2\)\.$"),
     "no best": ({"fork": "a@best"}, r"^fork: .*a has no checkpoint of its best step .*keep_best"),
     "both": ({"fork": "a", "init_from": "a"}, r"^fork and init_from: give one of the two\.$"),
+    "partly": ({"init_partial": True}, r"^init_partial: says how init_from is taken"),
     "no weights": ({"init_from": "nobody"}, r"^init_from: there is no run 'nobody'"),
     "not those": ({"init_from": "a@7"}, r"^init_from: .*a has no such checkpoint \(there: 4, 2\)"),
 }
@@ -95,6 +96,59 @@ def test_what_cannot_be_begun_from_is_refused(train: Train) -> None:
     train(hooks(), run_name="b", steps=2, **SHORT)
     with pytest.raises(SetupError, match="has checkpoints and began by itself, not from a; choose"):
         train(hooks(), run_name="b", steps=8, **SHORT, fork="a")
+
+
+def failing() -> Any:
+    raise ValueError("not yet")
+
+
+def reads_nothing(per_replica_batch_size: int) -> Any:
+    def break_(x: Any) -> Any:
+        raise ValueError("a broken file")
+
+    data = shuffled(per_replica_batch_size)
+    return data.map(lambda x, y: (tf.py_function(break_, [x], x.dtype), y))
+
+
+NOT_BEGUN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another model": ({"create_model": lambda: model(units=9)}, {"fork": "a"}),
+    "a hook": ({"create_model": failing}, {"fork": "a"}),
+    "data": ({"create_dataset": reads_nothing}, {"fork": "a"}),
+    "other weights": ({"create_model": lambda: model(units=9)}, {"init_from": "a"}),
+    "no fork": ({"create_dataset": reads_nothing}, {}),
+}
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_its_log_alone(
+    train: Train, tmp_path: Path
+) -> None:
+    """The same command, put right, begins as if the first had not been given."""
+    whole = train(hooks(), run_name="a", steps=6, **SHORT)
+    for name, (wrong, settings) in NOT_BEGUN.items():
+        with pytest.raises(CtlError):
+            train(hooks(**wrong), run_name="b", steps=8, **SHORT, **settings)
+        assert [path.name for path in (tmp_path / "runs/b").iterdir()] == ["train.log"], name
+    again = train(hooks(), run_name="b", steps=6, **SHORT)
+    assert_equal(values(again), values(whole))
+    with pytest.raises(CtlError):  # a run that has begun keeps what it has
+        train(hooks(create_model=failing), run_name="b", steps=8, **SHORT)
+    assert {"ckpt", "config.yaml"} < {path.name for path in (tmp_path / "runs/b").iterdir()}
+
+
+def test_a_fork_that_was_killed_before_it_began_is_made_anew(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(hooks(), run_name="a", steps=6, **SHORT)
+    left = tmp_path / "runs/b/ckpt"
+    left.parent.mkdir()
+    shutil.copytree(whole.run_dir / "ckpt", left)
+    (left / "forking").touch()
+    forked = train(hooks(), run_name="b", steps=5, fork="a@4", **SHORT)
+    assert forked.step == 5 and not (left / "forking").exists()
+    train(hooks(), run_name="c", steps=4, fork="a@4", **SHORT)
+    assert "at step 4 of 4 already (those of a@4 count), nothing left" in capfd.readouterr().out
+    forked = train(hooks(), run_name="c", steps=6, fork="a@4", **SHORT)
+    assert_equal(values(forked), values(whole))
 
 
 def written(source: str, trained: Any, folder: Path) -> str:

@@ -265,3 +265,40 @@ def test_the_seed_of_ops_in_a_new_process_is_none(monkeypatch: pytest.MonkeyPatc
         once = tf.random.uniform([]).numpy()
     several = {float(tf.random.uniform([])) for _ in range(3)}
     assert len(several) == 3 and once not in several and context.global_seed() is None
+
+
+def test_layers_run() -> None:
+    """As they are told, or as the outermost layer is, or else as is said around."""
+
+    class Told(keras.layers.Layer):
+        def call(self, inputs: Any, training: bool = True) -> Any:
+            return inputs if training else -inputs
+
+    one, inner = tf.ones([1]), Told()
+    traced = tf.function(lambda inputs: inner(inputs))
+    outer = keras.Sequential([keras.Input(()), inner])
+    with compat.layers_run(training=False):
+        assert [float(layer(one)[0]) for layer in (inner, outer, traced)] == [-1] * 3
+        assert [float(layer(one, training=True)[0]) for layer in (inner, outer)] == [1, 1]
+        with compat.layers_run(training=True):
+            assert float(outer(one)[0]) == 1
+        assert float(inner(one)[0]) == -1
+    assert [float(layer(one)[0]) for layer in (inner, outer, traced)] == [1] * 3
+
+
+def test_large_sums_are_whole_within() -> None:
+    """The part of TensorFlow's memory optimizer that splits them is left out, then as before."""
+    from tensorflow.python.eager import context
+
+    def parts() -> int:
+        """Those of the calls that are made now."""
+        options = context.context().function_call_options
+        config = tf.compat.v1.ConfigProto.FromString(options.config_proto_serialized)
+        return int(config.graph_options.rewrite_options.memory_optimization)
+
+    rewrites = tf.compat.v1.ConfigProto().graph_options.rewrite_options
+    before = parts()
+    with compat.large_sums_whole():
+        assert parts() == rewrites.SWAPPING_HEURISTICS != before
+        assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
+    assert parts() == before

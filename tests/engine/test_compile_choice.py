@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import yaml
 from tensorflow.python.framework import config
 
 from ctl_core import compile_choice
-from tests.helpers.cases import sliced
+from tests.helpers.cases import make_hooks, sliced
 from tests.helpers.fixtures import Train
+from tests.helpers.readers import Batches, Loader
 from tests.helpers.resume import values
 from tests.helpers.stretched import IMAGES, TARGET, image_hooks, words_hooks
 
@@ -76,6 +77,41 @@ def test_what_is_tried_trains_nothing(
     for path, value in expected.items():
         np.testing.assert_array_equal(value, found[path], err_msg=path)
     assert chosen.progress.examples == other.progress.examples == 40
+
+
+READERS: dict[str, Callable[[int], Any]] = {
+    "PyDataset": Batches,
+    "with a state": Loader,
+    "generator": lambda batch_size: iter(list(Loader(batch_size))),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "faster"), [("PyDataset", True), ("with a state", False), ("generator", True)]
+)
+def test_a_reader_begins_at_its_first_element_after_it(
+    train: Train, monkeypatch: pytest.MonkeyPatch, kind: str, faster: bool
+) -> None:
+    """The steps that are timed read over the end of a pass."""
+    times = iter((2e-3, 1e-3) if faster else (1e-3, 2e-3))
+
+    def timed(functions: Any) -> float:
+        functions.train_steps(30)
+        return next(times)
+
+    monkeypatch.setattr(compile_choice, "_seconds_per_step", timed)
+
+    def create_dataset(global_batch_size: int) -> Any:
+        return READERS[kind](global_batch_size)
+
+    def weights(name: str, jit_compile: Any) -> list[Any]:
+        hooks = make_hooks(create_dataset=create_dataset)
+        state = train(hooks, steps=15, run_name=name, jit_compile=jit_compile)
+        assert state.config.jit_compile is faster
+        return [weight.numpy() for weight in state.train_model.weights]
+
+    for one, other in zip(weights("auto", "auto"), weights("told", faster), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_clock_decides_and_a_resumed_run_goes_on_with_it(

@@ -140,6 +140,10 @@ def create_ckpt(step, ckpt_path):  # here
 def create_dataset():  # here
     return x
 -> create_dataset | returned a ndarray, expected a tf.data.Dataset
+== a list of batches
+def create_dataset():  # here
+    return [(x, y)]
+-> create_dataset | returned a list, expected a tf.data.Dataset | return iter(batches)
 == nothing from create_dataset
 def create_dataset():  # here
     pass

@@ -156,6 +156,12 @@ def test_a_small_last_evaluation_batch_that_does_not_fit(cli: Cli, name: str, de
         assert where(source) in outcome.err
 
 
+def test_a_small_last_batch_of_a_reader_that_is_made_anew(cli: Cli) -> None:
+    own = FACTORS.replace("return data.take(19).batch(8)", "return iter([*data.take(19).batch(8)])")
+    outcome = cli(source_of(own=own + FULL_ONLY["the loss"][0]))
+    failed(outcome, "the last evaluation batch has 3 examples, not 8, which do not fit")
+
+
 def test_an_evaluation_that_fails_on_full_batches_does_not_blame_the_last_one(cli: Cli) -> None:
     code = FULL_ONLY["the loss"][0].replace("(pair[0] - pair[1])", "pair[0]")
     outcome = cli(source_of(own=FACTORS.replace("batch(8)", "batch(7)") + code))

@@ -253,12 +253,14 @@ def test_then_is_refused_before_training(cli: Cli) -> None:
 def test_then_follows_a_cluster_once(tmp_path: Path) -> None:
     (tmp_path / "callbacks.py").write_text(source_of(evaluation=EVALUATION))
     flags = ["--workers", "2", "--steps", "4", "--batch-size", "8", "--run-name", "a"]
-    command = [sys.executable, "-m", "ctl_core", "train", *flags, "--then", "evaluate,export"]
+    flags += ["--then", "evaluate,predict,export"]
+    command = [sys.executable, "-m", "ctl_core", "train", *flags]
     root = str(Path(ctl_core.__file__).parents[1])
     environ = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote a SavedModel to runs/a/export/1") == 1
+    assert (tmp_path / "runs/a/predictions.npz").exists()
     assert os.listdir(tmp_path / "runs/a/export") == ["1"]
     last = [line for line in done.stdout.splitlines() if "  eval: loss" in line]
     assert len(last) == 2 and last[0].split("loss ")[1].split()[0] in last[1]

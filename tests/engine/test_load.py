@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import re
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
+from ctl_core.tools import commands
 from tests.helpers.cases import make_hooks, regression_data, sgd, sliced, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED, Cli, refused
@@ -79,7 +81,7 @@ def test_load_predict_and_export_are_the_same_from_raw_inputs_on(cli: Cli) -> No
     assert served.input_spec == tf.TensorSpec([None, 5], tf.uint8)
     found = served(x).numpy()
     np.testing.assert_allclose(found, by_hand(x, served.model.get_weights()), rtol=1e-5)
-    with np.load("runs/a/predictions.npz") as file:
+    with np.load("runs/a/predictions-x.npz") as file:
         np.testing.assert_array_equal(found, file["output"])
     exported = tf.saved_model.load("runs/a/export/1")
     np.testing.assert_array_equal(found, exported.serve(x))
@@ -128,10 +130,53 @@ def test_what_does_not_fit_is_one_line(cli: Cli) -> None:
         ("elsewhere/a", None, "run: elsewhere/a is no folder of a run, such as runs/a."),
         ("runs/a", 5, "has none of step 5 (there: 6)"),
         ("runs/a", "best", "has no best one; train with keep_best"),
+        ("runs/a", "5", "has none of step 5 (there: 6)"),
+        ("runs/a", "latest", "expected a step, a whole number from 0 up, or best, or nothing for"),
+        ("runs/a", -1, "got -1"),
+        (".", None, "run: . is no folder of a run (near it: runs/a)"),
+        ("runs", None, "run: runs is no folder of a run (near it: runs/a)"),
+        ("a", None, "run: a is no folder of a run (near it: runs/a)"),
+        ("runs/a/ckpt", None, "(near it: runs/a)"),
+        (None, None, "run: expected the folder of a run, such as runs/a, got nothing"),
     ):
         with pytest.raises(ctl_core.SetupError) as error:
             ctl_core.load(run, checkpoint)  # type: ignore[arg-type]
         assert said in str(error.value) and "\n" not in str(error.value), error.value
+    assert ctl_core.load("runs/a", checkpoint="6").step == 6
+
+
+def test_values_that_a_model_cannot_take_are_one_line(train: Train, tmp_path: Path) -> None:
+    """Rows that are not as many, ids that an embedding does not have; no examples are none."""
+    ids, numbers = np.arange(48).reshape(16, 3) % 7, np.ones((16, 2), "float32")
+
+    def create_model() -> keras.Model:
+        inputs = {"ids": keras.Input((3,), dtype="int64"), "numbers": keras.Input((2,))}
+        parts = [keras.layers.Embedding(7, 2)(inputs["ids"]), inputs["numbers"]]
+        joined = keras.layers.Concatenate()([keras.layers.Flatten()(parts[0]), parts[1]])
+        return keras.Model(inputs, keras.layers.Dense(1)(joined))
+
+    own = make_hooks(
+        create_dataset=sliced(({"ids": ids, "numbers": numbers}, numbers[:, :1])),
+        create_model=create_model,
+    )
+    state = train(own, steps=2)
+    served = ctl_core.load(state.run_dir, callbacks=own)
+    assert served({"ids": ids[:0], "numbers": numbers[:0]}).shape == [0, 1]
+    for kind, inputs, said in (
+        (ctl_core.SetupError, (ids[:3], numbers[:5]), "ids has 3 examples and numbers has 5 exam"),
+        (ctl_core.RunError, (ids + 9, numbers), "the model"),
+        (ctl_core.SetupError, (ids + 0.5, numbers), "ids: the model takes int64 [None, 3], got"),
+        (ctl_core.SetupError, (ids.astype(str), numbers), "got str [16, 3]"),
+    ):
+        with pytest.raises(kind) as error:
+            served(dict(zip(("ids", "numbers"), inputs, strict=True)))
+        assert said in str(error.value) and "\n" not in str(error.value), error.value
+    np.savez(tmp_path / "x.npz", ids=ids + 9, numbers=numbers)
+    for devices in (1, 2):
+        config = dataclasses.replace(state.config, virtual_devices=devices)
+        options = {"input": str(tmp_path / "x.npz"), "output": None, "checkpoint": None}
+        with pytest.raises(ctl_core.RunError, match=r"the model.*: indices\[0,0\] = 9 is not in"):
+            commands.predict(own, config, options)
 
 
 def test_the_process_is_as_it_was_and_threads_may_call_at_once(cli: Cli) -> None:
@@ -268,7 +313,7 @@ def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
     np.testing.assert_allclose(output["all"]["far"], expected, rtol=1e-4, atol=1e-6)
     exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
     by_name = exported(**{name: tf.constant(array) for name, array in arrays.items()})
-    with np.load("runs/a/predictions.npz") as file:
+    with np.load("runs/a/predictions-x.npz") as file:
         assert set(file) == set(by_name) == {"near", "all/far"}
         for found in (file["all/far"], by_name["all/far"]):
             np.testing.assert_array_equal(found, output["all"]["far"])
@@ -300,7 +345,7 @@ def serve(inputs):
     np.testing.assert_allclose(served({"line": text}), expected, rtol=1e-5)
     np.savez("x.npz", line=np.array(text))
     assert cli(None, "--input", "x.npz", command=("predict",)).code == 0
-    with np.load("runs/a/predictions.npz") as file:
+    with np.load("runs/a/predictions-x.npz") as file:
         np.testing.assert_array_equal(file["output"], served({"line": text}))
     assert cli(None, command=("predict",)).code == 0  # batches are no lines: input_pre
     with np.load("runs/a/predictions.npz") as file:
@@ -431,7 +476,10 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     serve, around, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     images = "x = np.random.default_rng(0).uniform(size=(48, 8, 8, 1)).astype('float32')\n"
     source = SCALED.replace("def create_dataset", images + "\n\ndef create_dataset", 1)
-    source = source.replace("keras.Input((5,))", "keras.Input((8, 8, 1)), keras.layers.Flatten()")
+    source = source.replace(
+        "keras.Input((5,))",
+        "keras.Input((8, 8, 1)), keras.layers.RandomFlip(seed=1), keras.layers.Flatten()",
+    )
     source = source.replace("tf.cast(images, tf.float32) / 255.0 - 0.5", "images")
     outcome = cli(source.replace("Dense(1)", "Dense(3)") + serve + around, command=FLAGS)
     assert outcome.code == 0, outcome
@@ -441,7 +489,7 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     found = served(sent).numpy()
     np.testing.assert_allclose(found.sum(1), 1.0, rtol=1e-5)
     network = served.model.__closure__[0].cell_contents
-    expected = tf.nn.softmax(network(pixels.astype("float32") / 255.0))
+    expected = tf.nn.softmax(network(pixels.astype("float32") / 255.0, training=False))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert cli(None, command=("export",)).code == 0
     exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
@@ -461,3 +509,33 @@ def test_a_check_tries_what_comes_after_training(cli: Cli) -> None:
     assert outcome.code == 0 and "predictions: output float32 [None, 1]" in outcome.out, outcome
     outcome = cli(without + serve.replace("/ 0", "@ 0"), "--check", command=FLAGS)
     assert outcome.code == 2 and "serve (callbacks.py:" in outcome.err, outcome
+
+
+HEAD = """
+
+
+def create_inference_model(model):
+    return keras.Sequential([keras.Input((4,)), model.layers[1]])
+"""
+
+
+def test_an_inference_model_of_inputs_that_no_batch_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head of a network: a check passes, predictions are of files, and say so of the data."""
+    (tmp_path / "callbacks.py").write_text(SCALED + HEAD)
+    monkeypatch.chdir(tmp_path)
+    hidden = np.random.default_rng(1).normal(size=(5, 4)).astype("float32")
+    np.save("hidden.npy", hidden)
+    train = ["train", "--run-name", "a", "--steps", "2", "--batch-size", "16"]
+    assert main([*train, "--check"]) == 0
+    assert "predictions: output float32 [None, 1]" in capsys.readouterr().out
+    assert main(train) == 0
+    assert main(["predict", "--run-name", "a"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("error: input: name a file. create_inference_model (callbacks.py:")
+    assert "takes float32 [None, 4], which input_pre does not return" in said[-1]
+    assert main(["predict", "--run-name", "a", "--input", "hidden.npy"]) == 0
+    with np.load("runs/a/predictions-hidden.npz") as found:
+        expected = ctl_core.load("runs/a")(hidden).numpy()
+        np.testing.assert_array_equal(found["output"], expected)

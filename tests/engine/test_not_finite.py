@@ -73,7 +73,8 @@ def test_a_run_without_any_says_nothing(train: Train, capsys: pytest.CaptureFixt
 
 
 def test_a_loss_that_ends_not_finite(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    hooks = bad_hooks(5, 6)
+    data = sliced(regression_data())
+    hooks = bad_hooks(5, 6, create_eval_dataset=data, after_eval=lambda step: None)
     state = train(hooks, steps=6)
     assert state.diverged and state.stopped_by is None
     assert "2 of 6 steps, from 5 to 6, the last one" in spoken(capsys)

@@ -200,6 +200,23 @@ def test_a_resumed_run_is_the_whole_run(
     assert "reading and dropping" not in capsys.readouterr().out
 
 
+def test_records_that_were_written_anew_are_noticed_by_a_resumed_run(
+    train: Train, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files of other pictures stand where the run has read before."""
+    train(picture_hooks(copied, seed=1), steps=5)
+    photos = copied.parent / "photos"
+    make_pictures(photos, EXAMPLES - 1)
+    write_records(parse([str(photos), "--output", str(copied), "--shards", "3", "--overwrite"]))
+    capsys.readouterr()
+    train(picture_hooks(copied, seed=1), steps=9)
+    (line,) = (x for x in "".join(capsys.readouterr()).splitlines() if "warning" in x)
+    assert "reached by reading and dropping 80 examples, since the records of" in line
+    assert "data (train) are others than those it was trained on" in line
+    train(picture_hooks(copied, seed=1), steps=12)
+    assert "dropping" not in "".join(capsys.readouterr())
+
+
 # ---- What does not fit --------------------------------------------------------------------------
 
 
@@ -208,6 +225,10 @@ def test_arguments_that_cannot_be_are_one_line(data: Path) -> None:
         "no split 'tran'; did you mean 'train'": {"split": "tran"},
         "has no 'lable'; did you mean 'label'": {"features": ("image", "lable")},
         "batch_size must be 1 or more": {"batch_size": 0},
+        "batch_size: expected a whole number, got 2.5": {"batch_size": 2.5},
+        "seed: expected a whole number, got 'a'": {"seed": "a"},
+        r"image_size: expected \(height, width\), .* got 8": {"image_size": 8},
+        r"image_size: expected .* got \(8,\)": {"image_size": (8,)},
         "give one of the two": {"only": (0, 2), "leave_out": (1, 2)},
         r"expected \(fold, folds\)": {"only": (2, 2)},
         "input_context: needs a batch_size": {"input_context": tf.distribute.InputContext(2, 0, 2)},

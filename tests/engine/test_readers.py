@@ -22,6 +22,7 @@ import ctl_core
 from tests.helpers.cases import (
     assert_weights,
     make_hooks,
+    regression_data,
     sgd,
     small_model,
     squared_error,
@@ -291,6 +292,78 @@ def test_evaluation_reads_the_same_each_time(train: Train, kind: str) -> None:
     for metrics in found:
         np.testing.assert_allclose([metrics["a/x"], metrics["a/y"]], means, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(metrics["b/y"], means[1], rtol=1e-5)
+
+
+class Reshuffled:
+    """An iterable with a generator of its own that goes on, and nothing to save it by."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size, self.random = batch_size, np.random.default_rng(2)
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = regression_data()
+        order = self.random.permutation(len(x))
+        for start in range(0, len(x), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            yield x[rows], y[rows]
+
+
+class Few(Batches):
+    """Takes some of the examples, after each epoch others."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+def reseeded(batch_size: int) -> tf.data.Dataset:
+    """Seeds that the run gives to NumPy and to TensorFlow, and a function that nothing can save."""
+    x, y = regression_data()
+    order = np.random.permutation(len(x))
+
+    def find(row: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(lambda r: x[r], [row], "float32"), [5])
+
+    rows = tf.data.Dataset.from_tensor_slices(order).shuffle(len(x))
+    return rows.map(lambda row: (find(row), tf.gather(y, row))).batch(batch_size)
+
+
+EVALUATED: dict[str, Callable[[int], Any]] = {
+    "a PyDataset": Few,
+    "state_dict": Loader,
+    "an iterable": Reshuffled,
+    "tf.data that cannot be saved": reseeded,
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATED)
+def test_a_resumed_run_evaluates_on_what_the_whole_one_does(train: Train, kind: str) -> None:
+    """On a part of the data, so that their order shows; a set by name has readers of its own."""
+    makes: list[int] = []
+
+    def create_eval_dataset(per_replica_batch_size: int) -> Any:
+        makes.append(1)
+        return {name: EVALUATED[kind](per_replica_batch_size) for name in "ab"}
+
+    def hooks() -> SimpleNamespace:
+        return hooks_of(Batches, create_eval_dataset=create_eval_dataset)
+
+    settings = {"eval_every": 2, "limit_eval": 3, "deterministic": True}
+    whole = train(hooks(), steps=4, run_name="whole", **settings)
+    assert len(makes) <= 3 + 2  # at first, as it is traced, and for each evaluation
+    train(hooks(), steps=2, run_name="parts", **settings)
+    parts = train(hooks(), steps=4, run_name="parts", **settings)
+    assert whole.metrics == parts.metrics
+    found = [[line for line in run.history if line["split"] == "eval"] for run in (whole, parts)]
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_a_pydataset_that_changes_is_made_inside_of_the_function(train: Train) -> None:
+    shared = Batches(BATCH)
+    hooks = hooks_of(Batches, create_eval_dataset=lambda per_replica_batch_size: shared)
+    with pytest.raises(
+        ctl_core.SetupError, match=r"create_eval_dataset .* make it inside the func"
+    ):
+        train(hooks, steps=2)
 
 
 def test_sizes_that_vary_are_for_element_spec_to_say(train: Train) -> None:

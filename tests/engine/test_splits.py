@@ -14,6 +14,9 @@ KEYS = [f"photos/{number}.jpg" for number in range(20_000)]
 
 def test_the_hash_never_changes() -> None:
     """These were worked out once; others would put the examples of every data set elsewhere."""
+    assert fold_of([7, 12], 5).numpy().tolist() == fold_of(["7", "12"], 5).numpy().tolist()
+    with pytest.raises(ValueError, match="keys: expected strings or whole numbers, got float32"):
+        hash_of([0.5])
     assert hash_of(["a", "cat/1.jpg", "ü"]).numpy().tolist() == [
         3694432073954588131,
         4408260386524130073,

@@ -124,7 +124,12 @@ def test_images_of_all_formats_and_sizes(tfrecords: Command, tmp_path: Path) -> 
             encode(image).numpy()
         )
     (tmp_path / "photos/notes.txt").write_text("no image")
-    done(tfrecords("photos --output data"), "train 8 in 1 file;", "image uint8 [?, 6, 3]")
+    (tmp_path / "photos/9.webp").write_text("of a format that is not read")
+    outcome = tfrecords("photos --output data")
+    done(outcome, "train 8 in 1 file;", "image uint8 [?, 6, 3]")
+    assert (
+        "2 files of other endings left out (" in outcome.out and "from .jpg, .jpeg" in outcome.out
+    )
     assert {e["image"].shape for e in examples("data")} == {(5, 6, 3), (6, 6, 3)}
     assert "label" not in read("data").features
     with pytest.raises(ctl_core.SetupError, match=r"differ in size.*image_size=\(height, width\)"):
@@ -203,6 +208,77 @@ def test_csv(tfrecords: Command, tmp_path: Path) -> None:
     (tmp_path / "semicolons.csv").write_text(semicolons)
     done(tfrecords("semicolons.csv --output other --drop text"))
     assert sorted(examples("other")[0]) == ["id", "kind", "n", "x"]
+
+
+# What is written, the type, what it is then, and what the command says of it.
+COLUMNS: dict[str, tuple[list[str], str, list[Any], str]] = {
+    "halves": (["0.5", "-1e3", ".25"], "float32", [0.5, -1000, 0.25], ""),
+    "stamp": (["1700000000.5", "1", "2"], "float64", [1700000000.5, 1, 2], "stamp is kept as flo"),
+    "tiny": (["1e-300", "1", "2"], "float64", [1e-300, 1, 2], "tiny is kept as float64"),
+    "id": (["9007199254740993", "1", "-5"], "int64", [9007199254740993, 1, -5], ""),
+    "gap": (["16777217", "NA", "1"], "float64", [16777217, np.nan, 1], "gap is kept as float64"),
+    "few": (["3", "", "1"], "float32", [3, np.nan, 1], ""),
+    "zip": (["01234", "5", "00"], "string", [b"01234", b"5", b"00"], "zip is kept as string"),
+    "hash": (["9" * 20, "1", "2"], "string", [b"9" * 20, b"1", b"2"], ""),
+    "lost": (["9007199254740993", "", "2"], "string", [b"9007199254740993", b"", b"2"], ""),
+    "word": (["1_000", "NA", "x\ny"], "string", [b"1_000", b"NA", b"x\ny"], ""),
+    "none": (["", "", ""], "string", [b"", b"", b""], ""),
+    "ends": (["inf", "-Infinity", "1"], "float32", [np.inf, -np.inf, 1], ""),
+}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_csv_keeps_what_is_written(tfrecords: Command, tmp_path: Path, end: str) -> None:
+    """Numbers beyond float32, missing ones, zeros in front; quotes, blank lines, a BOM."""
+    rows = [["row", *COLUMNS]]
+    rows += [[str(row), *(texts[row] for texts, *_ in COLUMNS.values())] for row in range(3)]
+    lines = [",".join(f'"{text}"' for text in row) for row in rows]
+    content = f"{end}{end}".join(lines) + end
+    (tmp_path / "t.csv").write_bytes(content.encode("utf-8-sig"))
+    outcome = tfrecords("t.csv --output data")
+    done(outcome, *(note for *_, note in COLUMNS.values()))
+    assert outcome.out.count("is kept as") == sum(bool(note) for *_, note in COLUMNS.values()) + 2
+    for example in examples("data"):
+        for name, (_, kind, expected, _) in COLUMNS.items():
+            found = np.asarray(example[name])
+            assert isinstance(example[name], bytes) if kind == "string" else found.dtype == kind
+            np.testing.assert_equal(found.item(), expected[int(example["row"])], err_msg=name)
+
+
+def test_csv_files_of_a_folder_are_read_by_the_names_of_their_columns(
+    tfrecords: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/a.csv").write_text("x,y\n1,a\n2,b\n")
+    (tmp_path / "parts/b.csv").write_text("y;x\na;3\nb;1e400\n")
+    said(tfrecords("parts --output data"), 1, "b.csv: byte 8: x is beyond what float64 holds")
+    outcome = tfrecords("parts --output data --on-error skip --label y")
+    assert outcome.code == 0 and "1 left out" in outcome.out
+    found = sorted((int(e["x"]), int(e["y"])) for e in examples("data"))
+    assert found == [(1, 0), (2, 1), (3, 0)]
+    (tmp_path / "parts/b.csv").write_text("y,z\na,3\n")
+    said(tfrecords("parts --output other"), 2, "b.csv: has other columns than parts/a.csv", "'x'")
+
+
+def test_a_table_takes_little_memory_a_row(tmp_path: Path) -> None:
+    """Run in a process of its own, whose memory grows by less than the file has."""
+    with (tmp_path / "t.csv").open("w") as file:
+        file.write("a,b,text\n")
+        file.writelines(f"{i},{i / 8},{'x' * 400}\n" for i in range(150_000))
+    program = """
+import resource, sys, numpy as np, tensorflow as tf
+from ctl_core.tools.record_options import parse
+from ctl_core.tools.tfrecords import write_records
+write_records(parse([sys.argv[2], "--output", "warm"]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+write_records(parse([sys.argv[1], "--output", "data"]))
+print("grew", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    (tmp_path / "few.csv").write_text("a,b,text\n1,2,x\n")
+    words = [sys.executable, "-c", program, "t.csv", "few.csv"]
+    out = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    size = (tmp_path / "t.csv").stat().st_size / 1024
+    assert int(out.split()[-1]) < size / 2, (out, size)
 
 
 def test_npz_with_the_names_of_keras_data_sets(tfrecords: Command, tmp_path: Path) -> None:
@@ -350,6 +426,47 @@ def test_other_files_at_the_output_are_kept(tfrecords: Command, tmp_path: Path) 
     said(tfrecords("photos --output data"), 2, "holds other files (mine.txt)")
     assert contents(tmp_path / "data") == {"mine.txt": b"mine"}
     said(tfrecords("photos --output photos/cat/0.png"), 2, "holds other files")
+
+
+def test_one_command_at_a_time_writes_to_a_folder(tfrecords: Command, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a\n1\n2\n")
+    (tmp_path / "data").mkdir()
+    program = (
+        "import fcntl, os, time; f = os.open('data', 0); fcntl.flock(f, 2); print(1, flush=True); "
+    )
+    words = [sys.executable, "-c", program + "time.sleep(60)"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        said(tfrecords("t.csv --output data"), 2, "another process writes to data")
+        other.kill()
+    done(tfrecords("t.csv --output data"), "train 2")
+    said(tfrecords("t.npz --output none"), 2, "there is no such file")
+    said(tfrecords("t.csv --label b --output none"), 2, "has no column 'b'")
+    assert not (tmp_path / "none").exists()
+
+
+def test_verify_names_each_damaged_file(tfrecords: Command, tmp_path: Path) -> None:
+    make_pictures(tmp_path / "photos", 20)
+    done(tfrecords("photos --output data --shards 3"))
+    done(tfrecords("--verify data"), "data: 20 examples in 3 files, as written")
+    record, index = tmp_path / "data/train-00001.tfrecord", tmp_path / "data/train-00002.index"
+    content = bytearray(record.read_bytes())
+    content[40] ^= 1
+    record.write_bytes(content)
+    index.unlink()
+    outcome = tfrecords("--verify data")
+    said(outcome, 1, "data: 2 of its files are not as they were written; delete")
+    assert outcome.out.splitlines() == [
+        "data/train-00001.tfrecord: has another checksum than when it was written",
+        "data/train-00002.index: No such file or directory",
+    ]
+    record.unlink()
+    done(tfrecords("photos --output data --shards 3"), "going on after 1 of 3 files")
+    done(tfrecords("--verify data"))
+    said(tfrecords("--verify data --output other"), 2, "verify: takes the folder and no other")
+    said(tfrecords("--verify photos"), 2, "photos/manifest.json: No such file")
+    said(tfrecords("photos"), 2, "--output is missing")
 
 
 def test_a_complete_folder_is_left_as_it_is_or_replaced_when_told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -17,13 +18,23 @@ from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
+QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text())
+EXAMPLES = [
+    name
+    for name in QUESTIONS["example"]
+    if (ROOT / "templates" / "examples" / f"{name}.py").exists()
+]
 CHOICES = {
-    "example": ["digits", "blank"],
+    "example": EXAMPLES,
     "accelerator": ["cpu", "gpu"],
+    "launch": ["nowhere", "ray"],
     "license": ["MIT", "Apache-2.0", "BSD-3-Clause", "none"],
 }
+# Two examples with every accelerator and licence; what else differs, differs by the example alone.
 COMBINATIONS = [
-    dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())
+    dict(zip(CHOICES, values, strict=True))
+    for values in itertools.product(*CHOICES.values())
+    if values[0] in ("digits", "blank") or values[1:] == ("cpu", "nowhere", "MIT")
 ]
 Render = Callable[..., Path]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -104,7 +115,7 @@ def projects(
 @pytest.fixture(scope="session")
 def digits(projects: dict[tuple[str, ...], Path]) -> Path:
     """The project with the default choices."""
-    return projects["digits", "cpu", "MIT"]
+    return projects["digits", "cpu", "nowhere", "MIT"]
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 
+from scripts.gallery import page
 from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli, cli  # noqa: F401
 from tests.helpers.rendering import ROOT, Render
 
 TEMPLATES_README = "{{cookiecutter.project_slug}}/README.md"
 DOCUMENTS = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/*.md"))]
+EXAMPLES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("templates/examples/*.md"))
 MARK = re.compile(r"<!-- not run: (.+) -->")
 
 
@@ -87,7 +89,7 @@ def shell_commands(name: str) -> list[str]:
 
 
 def test_blocks_have_a_language_and_marks_belong_to_blocks() -> None:
-    for name in (*DOCUMENTS, TEMPLATES_README, "CONTRIBUTING.md"):
+    for name in (*DOCUMENTS, *EXAMPLES, TEMPLATES_README, "CONTRIBUTING.md"):
         for block in blocks(name):
             assert block.language in ("sh", "python", "text"), block
             assert block.language == "sh" or not block.mark, block
@@ -101,8 +103,15 @@ def test_every_command_is_run_or_marked() -> None:
         if name in ("README.md", TEMPLATES_README):  # test_commands_in_a_shell
             continue
         assert shell_commands(name) == [], f"{name}: run it in a test, or mark it"
+    for name in EXAMPLES:  # tests/examples trains them on little
+        assert commands(name) == [], f"{name}: mark it"
     assert len(shell_commands("README.md")) == 6
     assert shell_commands(TEMPLATES_README) == ["./train.sh --workers 2"]
+
+
+def test_the_gallery_is_what_the_examples_say() -> None:
+    """Made anew by python -m scripts.gallery."""
+    assert (ROOT / "docs" / "gallery.md").read_text("utf-8") == page()
 
 
 def test_targets_of_make_exist() -> None:

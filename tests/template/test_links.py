@@ -15,7 +15,7 @@ from markdown_it.token import Token
 from ctl_core.__main__ import main
 from ctl_core.cli import COMMANDS, parse_command
 from ctl_core.tools.record_options import parse as parse_records
-from tests.helpers.rendering import ROOT
+from tests.helpers.rendering import EXAMPLES, ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ctl_core" / "README.md", *DOCS]
@@ -68,10 +68,10 @@ def test_every_document_is_linked_from_the_readme() -> None:
     assert {f"docs/{page.name}" for page in DOCS} <= linked
 
 
-@pytest.mark.parametrize("example", ["digits", "blank"])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_what_a_projects_readme_names(projects: dict[tuple[str, ...], Path], example: str) -> None:
     """Files of the project, and documents of this repository."""
-    project = projects[example, "cpu", "MIT"]
+    project = projects[example, "cpu", "nowhere", "MIT"]
     readme = project / "README.md"
     assert broken(readme) == [] == broken(project / "ctl_core" / "README.md")
     code = [token.content for token in tokens(readme) if token.type == "code_inline"]

@@ -17,7 +17,17 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from tests.helpers.rendering import CHOICES, COMBINATIONS, ROOT, Render, Run, files
+from tests.helpers.rendering import (
+    CHOICES,
+    COMBINATIONS,
+    EXAMPLES,
+    QUESTIONS,
+    ROOT,
+    TEMPLATE,
+    Render,
+    Run,
+    files,
+)
 
 Projects = dict[tuple[str, ...], Path]
 JINJA = re.compile(r"\{\{|\{%|\{#")
@@ -45,14 +55,21 @@ def test_files(projects: Projects, choices: dict[str, str]) -> None:
     }
     if choices["license"] != "none":
         expected.add("LICENSE")
-    if choices["example"] == "digits":
+    if choices["launch"] == "ray":
+        expected.add("launch/ray_job.py")
+    uses_digits = b"digits.npz" in found["callbacks.py"]
+    assert uses_digits or choices["example"] not in ("digits", "tfrecords")
+    if uses_digits:
         expected |= {"data/digits.npz", "data/README.md"}
+    own = TEMPLATE / "pictures" / choices["example"]
+    expected |= {f"pictures/{choices['example']}/{path.name}" for path in own.glob("*")}
     engine = {f"ctl_core/{name}": content for name, content in files(ROOT / "ctl_core").items()}
     assert set(found) == expected | set(engine)
     assert {name: found[name] for name in engine} == engine
     assert not (project / "ctl_core").is_symlink()
     assert not list(project.rglob("__pycache__"))
-    assert (project / "data").exists() == (choices["example"] == "digits")
+    assert (project / "data").exists() == uses_digits
+    assert (project / "pictures").exists() == own.exists()
     assert os.access(project / "train.sh", os.X_OK)
 
 
@@ -60,7 +77,7 @@ def test_files(projects: Projects, choices: dict[str, str]) -> None:
 def test_no_template_marks_left(projects: Projects, choices: dict[str, str]) -> None:
     """No Jinja mark and no variable of cookiecutter's is left in any text."""
     for name, content in files(projects[tuple(choices.values())]).items():
-        if name.startswith("ctl_core/") or name.endswith(".npz"):
+        if name.startswith("ctl_core/") or name.endswith((".npz", ".png")):
             continue
         text = content.decode()
         assert not JINJA.search(text.replace("${{", "")), name
@@ -101,7 +118,12 @@ def test_yaml_files_parse(projects: Projects, choices: dict[str, str]) -> None:
     """config.yaml, the workflow and the pre-commit file are YAML and name the tools there are."""
     project = projects[tuple(choices.values())]
     config = yaml.safe_load((project / "config.yaml").read_text())
-    assert config["batch_size"] == 64
+    common = ["batch_size", "steps", "learning_rate", "seed", "ckpt_every", "eval_every", "hparams"]
+    own = ROOT / "templates" / "examples" / f"{choices['example']}.yaml"
+    changed = yaml.safe_load(own.read_text()) if own.exists() else {}
+    assert list(config)[: len(common)] == common
+    assert changed.items() <= config.items() and set(config) == {*common, *changed}
+    assert config["batch_size"] == changed.get("batch_size", 64)
     assert isinstance(config["hparams"], dict)
     workflow = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())
     commands = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
@@ -220,7 +242,7 @@ def width_of(frame):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", CHOICES["example"])
+@pytest.mark.parametrize("example", ["digits", "blank"])
 def test_imports_of_other_packages_keep_the_checks_green(
     projects: Projects, example: str, run: Run, tmp_path: Path
 ) -> None:
@@ -228,11 +250,11 @@ def test_imports_of_other_packages_keep_the_checks_green(
     tools = [
         tomllib.loads((project / "pyproject.toml").read_text())["tool"]
         for choices, project in projects.items()
-        if choices[0] == example
+        if choices[0] == example and choices[2] == "nowhere"
     ]
     assert all(each == tools[0] for each in tools)
     project = tmp_path / "project"
-    shutil.copytree(projects[example, "cpu", "MIT"], project)
+    shutil.copytree(projects[example, "cpu", "nowhere", "MIT"], project)
     callbacks = project / "callbacks.py"
     text = callbacks.read_text()
     if "import numpy as np\n" not in text:
@@ -252,17 +274,20 @@ def test_imports_of_other_packages_keep_the_checks_green(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", CHOICES["example"])
-def test_mypy(projects: Projects, example: str, run: Run, tmp_path: Path) -> None:
+def test_mypy(projects: Projects, run: Run, tmp_path: Path) -> None:
     """mypy finds nothing; what it reads differs only between the examples."""
-    chosen = {
-        choices: {name: text for name, text in files(project).items() if name.endswith(".py")}
-        for choices, project in projects.items()
-        if choices[0] == example
-    }
-    first, *others = chosen.values()
-    assert all(other == first for other in others)
-    run("mypy", "--cache-dir", tmp_path / "cache", cwd=projects[example, "cpu", "MIT"])
+    for example in EXAMPLES:
+        chosen = [
+            {name: text for name, text in files(project).items() if name.endswith(".py")}
+            for choices, project in projects.items()
+            if choices[0] == example and choices[2] == "nowhere"
+        ]
+        assert all(other == chosen[0] for other in chosen)
+    # One after the other, in one place and with one cache: most of it is the packages'.
+    project = shutil.copytree(projects["digits", "cpu", "nowhere", "MIT"], tmp_path / "project")
+    for example in EXAMPLES:
+        shutil.copy(projects[example, "cpu", "nowhere", "MIT"] / "callbacks.py", project)
+        run("mypy", "--cache-dir", tmp_path / "cache", cwd=project)
 
 
 def test_shellcheck(projects: Projects, digits: Path, run: Run) -> None:
@@ -283,7 +308,30 @@ def test_prompts_are_sentences() -> None:
             assert all(prompts[name][choice].startswith(f"{choice}: ") for choice in value)
         else:
             assert prompts[name]
-    assert {name: context[name] for name in CHOICES} == CHOICES
+    assert {name: context[name] for name in CHOICES} == {**CHOICES, "example": context["example"]}
+    assert all(len(line) < 140 for line in prompts["example"].values())
+
+
+def test_examples_are_whole() -> None:
+    """Each has settings and says what to expect; the post-generation hook knows all of them."""
+    hook = (ROOT / "hooks" / "post_gen_project.py").read_text()
+    known = re.search(r"EXAMPLES = \((.*?)\)", hook, re.S)
+    assert known
+    assert [*re.findall(r'"(\w+)"', known[1]), "blank"] == QUESTIONS["example"]
+    folder = ROOT / "templates" / "examples"
+    assert {path.suffix for path in folder.iterdir()} <= {".py", ".yaml", ".md"}
+    for name in set(EXAMPLES) - {"digits", "blank"}:
+        assert (folder / f"{name}.yaml").exists() and (folder / f"{name}.md").exists(), name
+    pictures = [*TEMPLATE.glob("pictures/*/*")]
+    assert {path.parent.name for path in pictures} <= set(EXAMPLES)
+    assert all(path.suffix == ".png" and path.stat().st_size < 60_000 for path in pictures)
+
+
+def test_pictures_are_shown(projects: Projects) -> None:
+    for choices, project in projects.items():
+        shown = re.findall(r"\]\((pictures/[^)]+)\)", (project / "README.md").read_text())
+        there = [path.relative_to(project).as_posix() for path in project.glob("pictures/*/*")]
+        assert sorted(shown) == sorted(there), choices
 
 
 def test_first_commit(digits: Path, run: Run) -> None:

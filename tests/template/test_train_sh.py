@@ -388,7 +388,7 @@ def test_smoke_test_of_the_digits_project(digits: Path, run: Run) -> None:
 @pytest.mark.slow
 def test_smoke_test_of_a_blank_project(projects: dict[tuple[str, ...], Path], run: Run) -> None:
     """It fails with one line that names a hook that is still to be written."""
-    project = projects["blank", "cpu", "MIT"]
+    project = projects["blank", "cpu", "nowhere", "MIT"]
     done = run(
         *[sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"],
         cwd=project,

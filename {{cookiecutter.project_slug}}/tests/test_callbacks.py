@@ -23,6 +23,7 @@ def train(steps: int, runs_dir: Path) -> Any:
             PROJECT / "config.yaml",
             steps=steps,
             batch_size=8,
+            limit_eval=2,
             run_name="smoke",
             runs_dir=str(runs_dir),
         )

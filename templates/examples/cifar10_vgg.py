@@ -1,0 +1,143 @@
+"""CIFAR-10 by a VGG-style network: what training an image classifier well is made of.
+
+A layer of its own, augmentation that a resumed run repeats, SGD with momentum, weight decay for
+kernels only, label smoothing, top-5 accuracy. Warm-up and cosine are settings, in config.yaml.
+
+A hook names only the arguments it uses. All hooks and their defaults: `python -m ctl_core hooks`.
+"""
+
+import functools
+import tarfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.data import download, index_shuffle_with_seeds
+
+# ---- Data ---------------------------------------------------------------------------------------
+
+# As its authors publish it, with its checksum. Downloaded once, to where Keras keeps its data,
+# ~/.keras/datasets; without a network, a message says which file to put there.
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+MEAN, DEVIATION = [125.3, 123.0, 113.9], [63.0, 62.1, 66.7]  # of red, green and blue in training
+
+
+@functools.cache
+def load_pictures(part):
+    """Returns the pictures of train or test, uint8 [n, 32, 32, 3], and labels, int64 [n]."""
+    names = ["test_batch"] if part == "test" else [f"data_batch_{i}" for i in range(1, 6)]
+    content = b""
+    with tarfile.open(download(URL, SHA256, "cifar-10")) as archive:
+        for name in names:
+            file = archive.extractfile(f"cifar-10-batches-bin/{name}.bin")
+            assert file, f"{name}.bin is no file"
+            content += file.read()
+    records = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
+    pictures = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return tf.constant(pictures), tf.constant(records[:, 0], tf.int64)
+
+
+# Another cut-out of each picture in each pass, mirrored or not. Stateless: how a picture is changed
+# follows from a seed, which is made of its place in the run. So a run that was killed goes on with
+# the very same pictures, and on any number of devices they are the same.
+def augment(picture, seed):
+    padded = tf.pad(picture, [[4, 4], [4, 4], [0, 0]])
+    cut_out = tf.image.stateless_random_crop(padded, [32, 32, 3], seed)
+    return tf.image.stateless_random_flip_left_right(cut_out, seed + 1)
+
+
+# A full shuffle of the pictures' numbers, worked out from how many there were before: a checkpoint
+# holds that count, and no buffer. It never ends, so config.yaml says steps: 390 are a pass.
+def create_dataset(per_replica_batch_size, config):
+    pictures, labels = load_pictures("train")
+
+    def look_up(numbers, seeds):
+        pairs = (tf.gather(pictures, numbers), seeds)
+        changed = tf.map_fn(lambda pair: augment(*pair), pairs, fn_output_signature=tf.uint8)
+        return changed, tf.gather(labels, numbers)
+
+    shuffled = index_shuffle_with_seeds(len(pictures), per_replica_batch_size, config.seed)
+    return shuffled.map(look_up, tf.data.AUTOTUNE)
+
+
+def create_eval_dataset(per_replica_batch_size):
+    return tf.data.Dataset.from_tensor_slices(load_pictures("test")).batch(per_replica_batch_size)
+
+
+# Exported with the model: a client sends pictures as bytes.
+def input_pre(batch):
+    pictures, _ = batch
+    return (tf.cast(pictures, tf.float32) - MEAN) / DEVIATION
+
+
+# ---- Model --------------------------------------------------------------------------------------
+
+
+class MixedPooling(keras.layers.Layer):
+    """Halves height and width by a learnt mixture of the mean and the maximum (Lee et al., 2016).
+
+    A layer of your own has nothing to register: a checkpoint holds its weights, and an exported
+    model its computation, so that whoever loads that needs none of this code.
+    """
+
+    def build(self, input_shape):
+        self.mixture = self.add_weight(shape=(), initializer="zeros", name="mixture")
+
+    def call(self, inputs):
+        share = tf.sigmoid(self.mixture)
+        highest = tf.nn.max_pool2d(inputs, 2, 2, "VALID")
+        return share * highest + (1.0 - share) * tf.nn.avg_pool2d(inputs, 2, 2, "VALID")
+
+
+# Batch normalisation is the one layer here that would see how many devices there are: its mean is
+# that of the replica's own examples, unless it is synchronized.
+def create_model(hparams):
+    layers = [keras.Input((32, 32, 3))]
+    for filters in (hparams["width"], 2 * hparams["width"], 4 * hparams["width"]):
+        for _ in range(2):
+            layers += [
+                keras.layers.Conv2D(filters, 3, padding="same", use_bias=False),
+                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.ReLU(),
+            ]
+        layers.append(MixedPooling())
+    return keras.Sequential(
+        [*layers, keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
+    )
+
+
+# ---- Loss, optimizer, metrics -------------------------------------------------------------------
+
+
+# A loss that names `training` is told: smoothed labels train, plain ones measure. One number per
+# example; the engine divides by the global batch size.
+def create_loss(hparams):
+    options = {"from_logits": True, "reduction": "none"}
+    smoothed = keras.losses.CategoricalCrossentropy(label_smoothing=hparams["smoothing"], **options)
+    plain = keras.losses.CategoricalCrossentropy(**options)
+
+    def train_loss(loss_input, training):
+        logits, label = loss_input
+        return (smoothed if training else plain)(tf.one_hot(label, 10), logits)
+
+    return train_loss
+
+
+# Two groups: kernels decay, what normalises and mixes does not. Both follow the same lr.
+def create_opt(lr, train_model, hparams):
+    kernels = [v for v in train_model.trainable_variables if v.name == "kernel"]
+    others = [v for v in train_model.trainable_variables if v.name != "kernel"]
+    momentum = {"momentum": 0.9, "nesterov": True}
+    return [
+        (keras.optimizers.SGD(lr, weight_decay=hparams["decay"], **momentum), kernels),
+        (keras.optimizers.SGD(lr, **momentum), others),
+    ]
+
+
+def create_metrics():
+    return {
+        "accuracy": keras.metrics.SparseCategoricalAccuracy(),
+        "top_5": keras.metrics.SparseTopKCategoricalAccuracy(5),
+    }

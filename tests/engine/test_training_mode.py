@@ -1,0 +1,163 @@
+"""Layers inside functions that hooks return: in training as in training, elsewhere never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.tools import commands
+from tests.helpers.cases import (
+    FEATURES,
+    assert_weights,
+    make_hooks,
+    norm_model,
+    regression_data,
+    sgd,
+    sliced,
+    unclipped,
+)
+from tests.helpers.fixtures import Train
+
+X, Y = regression_data()
+EVALUATED = 32  # batches of the shape that training has, for which tf.functions are traced
+
+
+class Noise(keras.layers.Layer):
+    """Like random augmentation, it is on unless it is told, and shows by how much it was."""
+
+    def call(self, inputs: Any, training: bool = True) -> Any:
+        return inputs * (1.5 if training else 1.0)
+
+
+def noisy() -> keras.Model:
+    """Layers that are on by default, off by default, and that have statistics."""
+    model = norm_model()
+    return keras.Sequential([keras.Input((FEATURES,)), Noise(), *model.layers])
+
+
+class Module(tf.Module):
+    """Takes no ``training``, as most do not."""
+
+    def __init__(self, net: keras.Model) -> None:
+        super().__init__()
+        self.net = net
+
+    def __call__(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+
+class Traced(Module):
+    """The same in a tf.function, which training traces first."""
+
+    @tf.function
+    def __call__(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+
+class Deaf(Module):
+    """Takes ``training``, and does not hand it on."""
+
+    def __call__(self, inputs: Any, training: bool = True) -> Any:
+        return self.net(inputs)
+
+
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "a lambda": lambda net: lambda inputs: net(inputs),
+    "a tf.Module": Module,
+    "a tf.function": Traced,
+    "one that takes training": Deaf,
+}
+
+
+def net_of(model: Any) -> keras.Model:
+    """Returns the Keras model in one that is wrapped."""
+    return getattr(model, "net", None) or model.__closure__[0].cell_contents
+
+
+def hooks(**own: Any) -> SimpleNamespace:
+    return make_hooks(
+        create_opt=sgd,
+        update_pre=unclipped,
+        create_eval_dataset=sliced((X[:EVALUATED], Y[:EVALUATED])),
+        create_metrics=lambda: {"mean": keras.metrics.Mean()},
+        **{"metric_pre": lambda output: (output,), **own},
+    )
+
+
+def by_hand(net: keras.Model) -> np.ndarray:
+    return np.asarray(net(X[:EVALUATED], training=False))
+
+
+def assert_evaluates(values: dict[str, float], net: keras.Model) -> None:
+    found = by_hand(net)
+    error = ((found - Y[:EVALUATED]) ** 2).mean()
+    assert values["loss"] == pytest.approx(error, rel=1e-5)
+    assert values["mean"] == pytest.approx(found.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_model_around_layers_trains_as_keras_trains_them(train: Train, kind: str) -> None:
+    """And is evaluated without noise; a plain loop tells the layers by hand."""
+    state = train(hooks(create_model=lambda: WRAPPED[kind](noisy())), steps=6, eval_every=3)
+    plain, optimizer = noisy(), keras.optimizers.SGD(0.01)
+    for x, y in sliced((X, Y))(16).take(6):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((plain(x, training=True) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, plain.trainable_variables), plain.trainable_variables)
+    net = net_of(state.train_model)
+    assert_weights(SimpleNamespace(train_model=net), plain)
+    assert abs(net.layers[2].moving_mean.numpy()).max() > 0.01  # of batch normalisation
+    assert_evaluates(state.metrics, plain)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_function_around_the_model_is_evaluated_predicted_and_exported_without_noise(
+    train: Train, replicas: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So are layers in the hooks around the model, which are as in Keras while it trains."""
+    augment, extra = Noise(), Noise()
+    own = hooks(
+        create_model=noisy,
+        create_eval_model=lambda train_model: lambda inputs: train_model(inputs),
+        input_pre=lambda batch: augment(batch[0]),
+        loss_pre=lambda output, batch: (extra(output), batch[1]),
+        metric_pre=lambda output: (extra(output),),
+    )
+    state = train(own, steps=3, virtual_devices=replicas)
+    net = state.train_model
+    assert_evaluates(state.metrics, net)
+    served = ctl_core.load(state.run_dir, callbacks=own)
+    np.testing.assert_allclose(served(X[:EVALUATED]), by_hand(net), rtol=1e-5, atol=1e-6)
+
+    def doubled(model: Any) -> Any:
+        return tf.function(lambda inputs: 2.0 * model(inputs))
+
+    own.create_inference_model = doubled
+    own.serve = lambda inputs: augment(inputs)
+    config = state.config
+    options = {"input": None, "output": None, "checkpoint": None}
+    with np.load(commands.predict(own, config, options)) as file:
+        predicted = file["output"]
+    np.testing.assert_allclose(predicted, 2.0 * by_hand(net), rtol=1e-5, atol=1e-6)
+    exported = tf.saved_model.load(str(commands.export(own, config, options)))
+    np.testing.assert_allclose(exported.serve(X[:EVALUATED]), predicted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_function_tells_its_layers_holds(train: Train) -> None:
+    """Noise that an evaluation is to have, and a teacher that is to have none."""
+    noise = keras.Sequential([keras.Input((FEATURES,)), Noise(), keras.layers.Dense(1)])
+    own = hooks(
+        create_model=lambda: (lambda net: lambda inputs: net(inputs, training=False))(noisy()),
+        create_eval_model=lambda train_model: lambda inputs: noise(inputs, training=True),
+    )
+    state = train(own, steps=2)
+    expected = np.asarray(noise(X[:EVALUATED], training=True)).mean()
+    assert state.metrics["mean"] == pytest.approx(expected, rel=1e-5)
+    assert not net_of(state.train_model).layers[2].moving_mean.numpy().any()

@@ -1,0 +1,88 @@
+"""The example cifar10_vgg: its data and its groups, on one and two devices, and its life."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.helpers.example import Example, assert_devices_agree, assert_is_short, assert_lives
+from tests.helpers.project import Cli, cli
+from tests.helpers.published import cifar10
+
+__all__ = ["cli"]
+SMALL = ("--batch-size", "8", "--hparams.width", "4", "--learning-rate", "0.02")
+
+
+@pytest.fixture
+def example(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
+    """The example with a small archive in a folder of Keras' of its own."""
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    cifar10(tmp_path / "keras")
+    return Example("cifar10_vgg", cli, tmp_path, *SMALL)
+
+
+def test_weights_do_not_depend_on_devices(example: Example) -> None:
+    assert_is_short("cifar10_vgg")
+    # Rounding turns a ReLU now and then, which batch normalisation of 8 pictures makes much of.
+    found = assert_devices_agree(example, atol=1e-4, steps=2)
+    group = "optimizer/optimizers/1/_trainable_variables"
+    mixtures = [value for name, value in found.items() if group in name and value.shape == ()]
+    assert len(mixtures) == 3 and all(mixtures)  # they began with 0
+
+
+def test_what_the_hooks_make(example: Example) -> None:
+    """Pictures the right way up, changes that repeat, smoothing in training only, two groups."""
+    hooks = runpy.run_path(str(example.folder / "callbacks.py"))
+    config = ctl_core.Config(steps=1, hparams={"width": 4, "decay": 0.0005, "smoothing": 0.1})
+    pictures, labels = hooks["load_pictures"]("test")
+    assert pictures.shape == (24, 32, 32, 3) and labels.dtype == tf.int64
+    for picture, label in zip(pictures.numpy(), labels.numpy(), strict=True):
+        bright = picture[3 * label : 3 * label + 4, :, label % 3]
+        assert bright.min() >= 150 > np.delete(picture, label % 3, axis=-1).max()
+
+    drawn = [list(hooks["create_dataset"](8, config).take(11)) for _ in range(2)]
+    for (one, _), (other, _) in zip(*drawn, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert drawn[0][0][0].shape == (8, 32, 32, 3)
+    plain = hooks["load_pictures"]("train")[0].numpy()
+    changed = [image for images, _ in drawn[0][:5] for image in images.numpy()]
+    assert sum(any((image == p).all() for p in plain) for image in changed) < 5
+
+    loss = hooks["create_loss"](config.hparams)
+    logits, label = tf.constant([[9.0] + 9 * [0.0]]), tf.constant([0], tf.int64)
+    probability = np.exp(9.0) / (np.exp(9.0) + 9)
+    rest = 1 / (np.exp(9.0) + 9)
+    smoothed = -(0.91 * np.log(probability) + 0.09 * np.log(rest))
+    np.testing.assert_allclose(loss((logits, label), training=False), [-np.log(probability)], 1e-3)
+    np.testing.assert_allclose(loss((logits, label), training=True), [smoothed], 1e-5)
+
+    model = hooks["create_model"](config.hparams)
+    (decayed, kernels), (_, others) = hooks["create_opt"](0.1, model, config.hparams)
+    assert decayed.weight_decay == 0.0005 and {v.name for v in kernels} == {"kernel"}
+    assert {"mixture", "gamma", "beta", "bias"} == {v.name for v in others}
+    assert len(kernels) + len(others) == len(model.trainable_variables)
+    pooling = next(layer for layer in model.layers if type(layer).__name__ == "MixedPooling")
+    square = np.array([[1, 2], [3, 6]], "float32").reshape(1, 2, 2, 1)
+    pooling.mixture.assign(np.log(3.0))  # three quarters of the maximum
+    np.testing.assert_allclose(pooling(square), [[[[0.75 * 6 + 0.25 * 3]]]], rtol=1e-6)
+    assert isinstance(decayed, keras.optimizers.SGD)
+
+
+@pytest.mark.slow
+def test_trains_in_its_real_size(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow split sums of tensors as large as these, and failed in the graph's second call."""
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    cifar10(tmp_path / "keras", train=130)
+    Example("cifar10_vgg", cli, tmp_path, "--eval-every", "0").train("a", "--steps", "12")
+
+
+@pytest.mark.slow
+def test_killed_resumed_and_used_elsewhere(example: Example) -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3)).astype("uint8")
+    assert_lives(example, pictures)

@@ -1,0 +1,224 @@
+"""An example of the template in a folder of its own: trained, killed, resumed, used.
+
+A test says the small data and settings, and gets the rest of an example's life from here::
+
+    def test_devices(cli, tmp_path):
+        example = Example("gan", cli, tmp_path, "--hparams.width", "4")
+        assert_devices_agree(example)
+
+    @pytest.mark.slow
+    def test_life(cli, tmp_path):
+        assert_lives(Example("gan", cli, tmp_path), inputs=np.zeros([4, 8], "float32"))
+
+All of it happens in this process, but for one other: that uses the export without our code, and is
+killed in the middle of a training.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import ctl_core
+from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
+from tests.helpers.project import Cli, Outcome
+from tests.helpers.rendering import ROOT, TEMPLATE
+
+EXAMPLES = ROOT / "templates" / "examples"
+LINES = 150
+NATIVE = re.compile(r"[IW]\d{4} ")  # of TensorFlow's own log, which a project's console leaves out
+Numbers = dict[str, np.ndarray]
+
+# Ends the process at step 5, once the checkpoint of step 3 counts.
+KILL = """
+
+def _end_here():
+    import os, pathlib, signal, time
+
+    while not pathlib.Path("runs/parts/ckpt/engine/ckpt-3.json").exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+at_step = {**globals().get("at_step", {}), 5: _end_here}
+"""
+# What a process without our code makes of an export; after that, a training that is killed.
+ELSEWHERE = """
+import sys
+import numpy as np
+import tensorflow as tf
+
+with np.load("inputs.npz") as file:
+    inputs = {name: tf.constant(file[name]) for name in file.files}
+found = tf.saved_model.load("runs/whole/export/1").signatures["serving_default"](**inputs)
+assert not {"ctl_core", "callbacks"} & sys.modules.keys()
+np.savez("found.npz", **{name: value.numpy() for name, value in found.items()})
+sys.path[:0] = sys.argv[1:2]
+from ctl_core.__main__ import main
+main(sys.argv[2:])
+"""
+
+
+class Example:
+    """A project with the hooks and the settings of an example, and small ones of the test.
+
+    Attributes:
+        name: of the example
+        folder: of the project
+    """
+
+    def __init__(self, name: str, cli: Cli, folder: Path, *flags: str) -> None:
+        """Writes callbacks.py and config.yaml, and the digits if the hooks read them.
+
+        Args:
+            name: of the example
+            cli: the fixture
+            folder: tmp_path, where ``cli`` runs
+            flags: settings of each training, such as ``"--hparams.width", "4"``
+        """
+        self.name, self.folder = name, folder
+        self._cli, self._flags = cli, flags
+        source = (EXAMPLES / f"{name}.py").read_text()
+        (folder / "callbacks.py").write_text(source)
+        (folder / "config.yaml").write_text((EXAMPLES / f"{name}.yaml").read_text())
+        if "digits.npz" in source:
+            (folder / "data").mkdir(exist_ok=True)
+            shutil.copy(TEMPLATE / "data" / "digits.npz", folder / "data")
+
+    def arguments(self, run: str, *flags: str) -> list[str]:
+        """The command of a training: six steps, with a checkpoint and an evaluation at half."""
+        periods = ("--steps", "6", "--ckpt-every", "3", "--eval-every", "3", "--warmup", "0")
+        return ["train", "--run-name", run, *periods, *self._flags, *flags]
+
+    def train(self, run: str, *flags: str) -> Outcome:
+        """Trains a run, or goes on with it; what was said is checked to be no warning."""
+        return self.command(*self.arguments(run, *flags))
+
+    def command(self, *arguments: str) -> Outcome:
+        """Runs a command, which has to do without an error or a warning."""
+        outcome = self._cli(None, command=arguments)
+        own = [line for line in outcome.err.splitlines() if not NATIVE.match(line)]
+        assert (outcome.code, own) == (0, []), outcome
+        assert "warning" not in outcome.out, outcome.out
+        return outcome
+
+    def numbers(self, run: str, step: int = 6) -> Numbers:
+        """All numbers that a checkpoint holds, by name: weights, optimizer, what a hook keeps."""
+        found: Numbers = {}
+        for part in ("", "engine/"):
+            path = self.folder / f"runs/{run}/ckpt/{part}ckpt-{step}"
+            reader = tf.train.load_checkpoint(str(path))
+            types = reader.get_variable_to_dtype_map()
+            found |= {part + n: reader.get_tensor(n) for n in types if types[n] != tf.string}
+        return found
+
+
+def assert_is_short(name: str) -> None:
+    """Checks that the hooks can be read in one sitting."""
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LINES
+
+
+def assert_devices_agree(
+    example: Example,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    but: str | None = None,
+    steps: int = 6,
+) -> Numbers:
+    """Trains on one device and on two, and compares all that checkpoints hold.
+
+    Args:
+        example: with a batch size that two devices can share
+        rtol, atol: as of ``assert_allclose``
+        but: a regular expression for names of what may differ, such as of random generators
+        steps: how many; few where Adam and kinks (ReLU, max pooling) let rounding grow
+
+    Returns:
+        The numbers of one device.
+    """
+    one, two = "one-device", "two-devices"
+    flags = ("--eval-every", "0", "--steps", str(steps))
+    example.train(one, *flags)
+    example.train(two, *flags, "--virtual-devices", "2")
+    found, other = example.numbers(one, steps), example.numbers(two, steps)
+    assert found.keys() == other.keys()
+    moved = 0
+    for name, value in found.items():
+        if but is None or not re.search(but, name):
+            np.testing.assert_allclose(value, other[name], rtol, atol, err_msg=name)
+            moved += 1
+    assert moved > 3
+    return found
+
+
+def assert_lives(
+    example: Example,
+    inputs: Any,
+    expected: Mapping[str, Any] | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    dataset: str | None = None,
+) -> None:
+    """Trains, evaluates, predicts, exports, loads elsewhere, is killed, and goes on bit for bit.
+
+    Args:
+        example: the example
+        inputs: what a client sends, or a dict of such by the names of the signature
+        expected: what the export returns for it, by name; default: what ``ctl_core.load`` does
+        rtol, atol: for that; default: bit for bit
+        dataset: which of several is predicted
+    """
+    flags = ("--deterministic",)
+    done = example.train("whole", *flags)
+    assert "done: step 6" in done.out
+    predict = ["predict"] if dataset is None else ["predict", "--dataset", dataset]
+    for command in (["evaluate"], predict, ["export"]):
+        example.command(*command, "--run-name", "whole")
+    with np.load(example.folder / "runs/whole/predictions.npz") as predictions:
+        assert predictions.files and all(len(predictions[name]) for name in predictions.files)
+    named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    np.savez(example.folder / "inputs.npz", **named)
+    _use_elsewhere(example, example.arguments("parts", *flags))
+    if expected is None:
+        returned = ctl_core.load(example.folder / "runs/whole")(inputs)
+        expected = returned if isinstance(returned, dict) else {"output": returned}
+    with np.load(example.folder / "found.npz") as found:
+        assert set(found.files) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol, atol, err_msg=name)
+    assert "resuming at step 3" in example.train("parts", *flags).out
+    whole, parts = example.numbers("whole"), example.numbers("parts")
+    assert whole.keys() == parts.keys()
+    for name, number in whole.items():
+        np.testing.assert_array_equal(number, parts[name], err_msg=name)
+    before = example.numbers("whole", step=3)
+    assert any((before[name] != number).any() for name, number in whole.items() if "_var" in name)
+
+
+def _use_elsewhere(example: Example, training: list[str]) -> None:
+    """Uses the export in a process of its own, which then trains until it is killed."""
+    hooks = example.folder / "callbacks.py"
+    source = hooks.read_text()
+    hooks.write_text(source + KILL)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("CTL_")}
+    command = [sys.executable, "-I", "-c", ELSEWHERE, str(ROOT), *training]
+    done = subprocess.run(
+        command,
+        env={**environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"},
+        cwd=example.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    hooks.write_text(source)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
