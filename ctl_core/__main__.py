@@ -25,9 +25,11 @@ from ctl_core.errors import CtlError, PeerLost, SetupError, brief
 _MISSING = "{} is not installed in {}; in the project's folder: {} -m pip install --editable ."
 try:
     from ctl_core.callbacks_file import Source, find_callbacks, load_callbacks
-    from ctl_core.cli import COMMANDS, Command, default_options, parse_command
+    from ctl_core.cli import COMMANDS, Command, as_evaluator, default_options, parse_command
     from ctl_core.cluster import supervisor
+    from ctl_core.cluster.place import find_place
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
+    from ctl_core.cluster.task import Place
     from ctl_core.settings import Config, free_name, nearest
 except ModuleNotFoundError as error:
     print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)
@@ -152,7 +154,13 @@ def _run(command: Command, argv: list[str]) -> int:
         print(note, flush=True)
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
-    in_cluster = command.config.workers > 1 or os.environ.get("TF_CONFIG")
+    place = find_place(command.config) if command.name == "train" else Place()
+    for line in () if supervisor.supervised() else place.lines():
+        print(line, flush=True)
+    if place.evaluates:
+        with interruptible():
+            command = as_evaluator(command)
+    in_cluster = command.config.workers > 1 or place.in_cluster
     level = "3" if command.name == "train" and in_cluster else "2"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else level)
     source = find_callbacks(
@@ -161,7 +169,7 @@ def _run(command: Command, argv: list[str]) -> int:
     if source.note and not supervisor.supervised():
         print(source.note, flush=True)
     if checking := bool(command.options.get("check")):
-        supervisor.check_folder()
+        supervisor.check_folder(command.config)
     if command.name == "train":
         if command.config.workers > 1 and not supervisor.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))
@@ -321,7 +329,7 @@ def _without_greeting(debug: bool, pattern: str = _GREETING) -> Iterator[None]:
 
 def _use_run(command: Command, callbacks: ModuleType) -> int:
     """Runs evaluate, predict or export on a run's checkpoint, in no cluster."""
-    os.environ.pop("TF_CONFIG", None)
+    os.environ.pop("TF_CONFIG", None)  # of which libraries know, too
     from ctl_core.tools import commands
 
     run = getattr(commands, command.name)

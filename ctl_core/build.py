@@ -25,8 +25,10 @@ from ctl_core.checks.created import (
 from ctl_core.checks.pairs import pairs_refused
 from ctl_core.checks.returned import expect, kind_of
 from ctl_core.checks.writes import Write, forward_writes
-from ctl_core.cluster.strategy import Task, create_strategy
+from ctl_core.cluster.shared_folder import check_shared
+from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster
+from ctl_core.cluster.task import Task
 from ctl_core.compat import global_seed_generator
 from ctl_core.console import Console
 from ctl_core.context import StepContext
@@ -75,6 +77,7 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
     strategy = create_strategy(config)
     cluster = Cluster(strategy, run.task)
     cluster.check_settings(config)
+    check_shared(cluster, run.path)
     hooks, warnings = load_hooks(callbacks, config)
     for warning in warnings:
         console.warn(warning)

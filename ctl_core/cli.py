@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 from ctl_core.callbacks_file import DEFAULT
-from ctl_core.errors import SetupError, one_line
+from ctl_core.cluster.place import is_placed
+from ctl_core.errors import PeerLost, SetupError, one_line
 from ctl_core.files import from_here
 from ctl_core.layers import (
     ENV_PREFIX,
@@ -171,6 +172,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "output": (_File, _EXPORT),
     },
 }
+# What says how a run is watched, and where its processes are; the run does not keep these.
+_OF_A_START = ("debug", "cluster", "wait_for_workers")
+# What is known of a command before the settings of its run are.
+_FIRST = ("run_name", "runs_dir", "fork", "cluster", "strategy")
 # How long evaluate --watch waits for a run to begin (seconds).
 BEGINNING = 30.0
 _CONFIG = declare(
@@ -192,8 +197,8 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     """Parses ``<command> [flags]``, where the command is one of ``OPTIONS``.
 
     A run that is there has its own config.yaml, as resolved when it was trained last, in place of
-    the project's; files named by ``--config`` go before it. Only ``debug`` is the project's, since
-    it says how a run is watched, and ``workers`` is left to ``TF_CONFIG``, or to one process.
+    the project's; files named by ``--config`` go before it. Only what says how a run is watched and
+    where this process runs is the project's, and in a cluster ``workers`` is left to that.
 
     Raises:
         SetupError: anything is unknown, of the wrong type, out of range or missing.
@@ -214,7 +219,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     files = [read_file(Path(path), required=bool(named)) for path in named or ["config.yaml"]]
     place: Layer = {}
     for layer in (*files, env, flags):
-        place |= {key: layer[key] for key in ("run_name", "runs_dir", "fork") if key in layer}
+        place |= {key: layer[key] for key in _FIRST if key in layer}
     near = checked(place)
     notes = [
         f"{where} is called {name} now."
@@ -223,7 +228,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         if name in RENAMED.values() and name not in where.lower().replace("-", "_")
     ]
     if command != "train":
-        waits = bool(values.get("watch")) and near.run_name is not None
+        waits = BEGINNING if values.get("watch") and near.run_name is not None else 0
         run: Path | None = find_run(Path(near.runs_dir), near.run_name, waits)
     else:
         run = Path(near.runs_dir, near.run_name) if near.run_name else None
@@ -233,9 +238,9 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     if run is not None:
         own = read_file(run / "config.yaml")
         trained_with = str(own.get("callbacks", ("", DEFAULT))[1])
-        if environ.get("TF_CONFIG"):
+        if is_placed(near, environ):
             own.pop("workers", None)
-        own |= {"debug": files[-1].get("debug", ("debug", False))}
+        own = _of_this_start(own, files[-1])
         if command == "train" and not named and (differ := _differ(own, files[0], env | flags)):
             notes.append(
                 f"{label(from_here(run))}: trained on with its own settings; config.yaml differs: "
@@ -248,6 +253,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         trained_with = str(own.get("callbacks", ("", DEFAULT))[1])
         for name in ("workers", "run_name", "runs_dir", "fork", "init_from", "init_partial"):
             own.pop(name, None)
+        own = _of_this_start(own, files[-1])
         if not named and (differ := _differ(own, files[0], env | flags)):
             notes.append(
                 f"fork: goes on with the settings of {label(from_here(source))}; config.yaml "
@@ -266,6 +272,12 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     config = merge(files, [env, flags], notes)
     config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
     return Command(command, config, values, notes, run, trained_with)
+
+
+def _of_this_start(own: Layer, project: Layer) -> Layer:
+    """Returns a run's own settings with the project's of what is of a start, not of the run."""
+    kept = {name: value for name, value in own.items() if name not in _OF_A_START}
+    return kept | {name: project[name] for name in _OF_A_START if name in project}
 
 
 def _forked(place: Layer) -> Path | None:
@@ -307,18 +319,42 @@ def _flat(layer: Layer) -> dict[str, Any]:
     return flat
 
 
-def find_run(runs_dir: Path, run_name: str | None, waits: bool = False) -> Path:
+def as_evaluator(command: Command) -> Command:
+    """Returns the command of an evaluator in the cluster of a training: ``evaluate --watch``.
+
+    Waits for the run to begin.
+
+    Raises:
+        SetupError: the run has no name.
+        PeerLost: no run has begun after ``wait_for_workers`` seconds.
+    """
+    config = command.config
+    if config.run_name is None:
+        raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
+    try:
+        run = find_run(Path(config.runs_dir), config.run_name, config.wait_for_workers)
+    except SetupError as error:
+        raise PeerLost(
+            f"wait_for_workers: after {config.wait_for_workers} s, there is no run to evaluate: "
+            f"{error}"
+        ) from None
+    options = default_options("evaluate") | {"watch": True}
+    config = dataclasses.replace(config, workers=1)
+    return dataclasses.replace(command, name="evaluate", config=config, options=options, run=run)
+
+
+def find_run(runs_dir: Path, run_name: str | None, waits: float = 0) -> Path:
     """Returns the folder of a run that was trained before; without a name, the newest.
 
     Args:
         runs_dir: the folder of the runs
         run_name: one's name
-        waits: whether it may be about to begin
+        waits: how long it may be about to begin (seconds)
 
     Raises:
         SetupError: there is no such run.
     """
-    end = time.monotonic() + BEGINNING * waits
+    end = time.monotonic() + waits
     while waits and run_name and not (runs_dir / run_name / "config.yaml").is_file():
         if time.monotonic() > end:
             break

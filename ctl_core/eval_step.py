@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from ctl_core.checks.examples import checked_count
 from ctl_core.checks.returned import checked_extra, expect
-from ctl_core.cluster.strategy import Task, distribute, local_replicas
+from ctl_core.cluster.strategy import distribute, local_replicas
+from ctl_core.cluster.task import Task
 from ctl_core.context import StepContext
 from ctl_core.metrics import update_metrics
 from ctl_core.step import batch_sum, forward, weight_of

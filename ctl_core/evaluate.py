@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from ctl_core.checks.examples import checked_count
 from ctl_core.chunks import ChunkLength
-from ctl_core.cluster.strategy import Task
 from ctl_core.cluster.sync import LoopStatus
+from ctl_core.cluster.task import Task
 from ctl_core.context import StepContext
 from ctl_core.errors import RunError
 from ctl_core.eval_data import EvaluationData, create_eval_data

@@ -65,7 +65,7 @@ def check(callbacks: Any, config: Config) -> State:
         SetupError, RunError: as ``train`` does; also where it would do so later.
     """
     begun = time.monotonic()
-    shared, task = check_folder(), task_of(config)
+    shared, task = check_folder(config), task_of(config)
     console = _Console(shown=task.chief)
     with contextlib.ExitStack() as stack:
         folder = shared or stack.enter_context(

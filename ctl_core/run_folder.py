@@ -20,7 +20,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ctl_core.callbacks_file import COPY
-from ctl_core.cluster.strategy import Task
+from ctl_core.cluster.task import Task
 from ctl_core.compat import GraphWriter
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, reason

@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.checks.writes import same_on_all_replicas
-from ctl_core.cluster.strategy import Task, distribute, local_replicas
+from ctl_core.cluster.strategy import distribute, local_replicas
+from ctl_core.cluster.task import Task
 from ctl_core.compat import scratch_graph
 from ctl_core.inputs import Input
 

@@ -268,7 +268,18 @@ class Config:
         examples=["METRIC:PATIENCE"],
     )
     strategy: Literal["auto", "one_device", "mirrored", "multi_worker"] = declare(
-        "auto", "auto joins the cluster of TF_CONFIG; else it takes all GPUs, or the one device"
+        "auto", "auto joins the cluster that is found; else it takes all GPUs, or the one device"
+    )
+    cluster: Literal["auto", "none", "tf_config", "slurm", "kubernetes", "skypilot"] = declare(
+        "auto",
+        "what tells this process of its cluster; auto: TF_CONFIG, else a Slurm step of several "
+        "tasks, an Indexed Job of Kubernetes, or SkyPilot; none: it trains alone",
+    )
+    wait_for_workers: Annotated[int, Field(ge=1, lt=2**31)] = declare(
+        600,
+        "how long the processes of a cluster wait for each other at the start, in seconds, before "
+        "they end with exit code 75",
+        examples=["SECONDS"],
     )
     virtual_devices: _Number = declare(
         1, "split the CPU into so many devices, to try multi-GPU code on a laptop"

@@ -35,6 +35,7 @@ QUICK = (
     "test_jit.py",
     "test_numbers.py",
     "test_pairs.py",
+    "test_place.py",
     "test_profile.py",
     "test_pythons.py",
     "test_randomness.py",

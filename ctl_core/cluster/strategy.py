@@ -3,70 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.cluster.place import find_place, is_placed, read_task
+from ctl_core.cluster.rendezvous import meet
+from ctl_core.cluster.task import Task
 from ctl_core.compat import cpu_devices_of_worker
-from ctl_core.errors import PeerLost, SetupError, one_line, op_message
+from ctl_core.errors import PeerLost, SetupError, op_message
 from ctl_core.settings import Config
-
-# After which a process says that it is waiting for the others to start (seconds).
-PATIENCE = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """This process's place in the cluster; alone, it is the chief of one.
-
-    Attributes:
-        processes: how many train together
-        index: this one's number, from 0; number 0 is the chief
-        addresses: of all processes, as host:port
-    """
-
-    processes: int = 1
-    index: int = 0
-    addresses: tuple[str, ...] = ()
-
-    @property
-    def chief(self) -> bool:
-        """Whether this process prints, writes summaries and keeps the checkpoints."""
-        return self.index == 0
-
-
-def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
-    """Reads this process's place in a cluster from ``TF_CONFIG``.
-
-    The form is TensorFlow's: ``{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task":
-    {"type": "worker", "index": 0}}``; with a "chief" in the cluster, that is process 0.
-
-    Raises:
-        SetupError: it cannot be read, has tasks that do not train, or the settings do not fit it.
-    """
-    text = environ.get("TF_CONFIG", "").strip()
-    if config.strategy not in ("auto", "multi_worker"):
-        return Task()
-    if not text:
-        if config.strategy == "multi_worker":
-            raise SetupError(
-                "strategy: multi_worker needs TF_CONFIG in the environment of each process; on one "
-                "machine, --workers K starts them."
-            )
-        return Task()
-    addresses, place = _read_cluster(text)
-    if len(addresses) > 1 and config.run_name is None:
-        raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
-    return Task(len(addresses), place, addresses)
 
 
 def task_of(config: Config) -> Task:
@@ -81,66 +33,11 @@ def task_of(config: Config) -> Task:
             f"config: expected a ctl_core.Config, such as ctl_core.Config(steps=300), got a "
             f"{type(config).__name__}."
         )
-    if config.workers > 1 and not os.environ.get("TF_CONFIG"):
+    if config.workers > 1 and not is_placed(config):
         raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
     if config.steps is None and config.epochs is None:
         raise SetupError("steps: say how long to train, with steps or epochs.")
     return read_task(config)
-
-
-def _read_cluster(text: str) -> tuple[tuple[str, ...], int]:
-    """Returns the addresses of the processes that train, chief first, and which is this one's.
-
-    Raises:
-        SetupError: ``TF_CONFIG`` is none, or is of a cluster that this engine cannot be.
-    """
-    try:
-        content = json.loads(text)
-        jobs = {job: tuple(hosts) for job, hosts in content["cluster"].items()}
-        type_, index = content["task"]["type"], int(str(content["task"]["index"]))
-        lists = all(isinstance(hosts, list) for hosts in content["cluster"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        lists = False
-    if not lists or not all(isinstance(host, str) for hosts in jobs.values() for host in hosts):
-        raise SetupError(
-            'TF_CONFIG: expected {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
-            '"worker", "index": 0}}, or no TF_CONFIG to train in one process, got '
-            f"{one_line(text, 200)}"
-        )
-    # Every process trains; an evaluator is none of them and may be named beside them.
-    known = "expected 'worker', and at most one 'chief', which was called 'master' once"
-    for job in jobs:
-        if jobs[job] and job not in ("chief", "worker", "evaluator"):
-            raise SetupError(
-                f"TF_CONFIG: the cluster has the job {job!r}, {known}; every process trains here."
-            )
-    if type_ not in ("chief", "worker"):
-        raise SetupError(
-            f"TF_CONFIG: this process has the type {type_!r}, {known}; every process trains here, "
-            "and evaluates as eval_every says."
-        )
-    chiefs, workers = jobs.get("chief", ()), jobs.get("worker", ())
-    if len(chiefs) > 1:
-        raise SetupError(
-            f"TF_CONFIG: the cluster has {len(chiefs)} addresses of a chief, {', '.join(chiefs)}; "
-            "expected one; the others are workers."
-        )
-    own = jobs.get(type_, ())
-    if not 0 <= index < len(own):
-        raise SetupError(
-            f"TF_CONFIG: this process is {type_} {index}, but the cluster has {len(own)} of that "
-            f"type, counted from 0: {', '.join(own) or 'none'}; correct the index or the list."
-        )
-    addresses = chiefs + workers
-    for address in addresses if len(addresses) > 1 else ():
-        if addresses.count(address) > 1:
-            raise SetupError(
-                f"TF_CONFIG: {address!r} is the address of {addresses.count(address)} processes; "
-                "each needs one of its own."
-            )
-        if not re.search(r":\d+$", address):
-            raise SetupError(f"TF_CONFIG: expected addresses as host:port, got {address!r}.")
-    return addresses, index if type_ == "chief" else len(chiefs) + index
 
 
 def prepare(config: Config) -> Task:
@@ -154,6 +51,8 @@ def prepare(config: Config) -> Task:
         PeerLost: the cluster cannot be joined.
     """
     task = read_task(config)
+    if (gpus := find_place(config).gpus) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     if config.virtual_devices > 1:
         _split_cpu(config.virtual_devices)
     _limit_gpu_memory(config.gpu_memory_limit)
@@ -165,7 +64,7 @@ def prepare(config: Config) -> Task:
 def create_strategy(config: Config) -> tf.distribute.Strategy:
     """Creates the strategy that the settings ask for.
 
-    ``auto`` joins the cluster of ``TF_CONFIG``; without one, it takes all GPUs, or the virtual
+    ``auto`` joins the cluster that place.py finds; without one, it takes all GPUs, or the virtual
     devices, or the one device there is.
 
     Raises:
@@ -205,7 +104,7 @@ def _check_batch_size(config: Config, replicas: int) -> None:
 
 # A process joins its cluster once; a second strategy for it would wait for peers that are not
 # starting. One for each number of devices, so that tests can use several.
-_joined: dict[tuple[str, int], tf.distribute.Strategy] = {}
+_joined: dict[tuple[Task, int], tf.distribute.Strategy] = {}
 
 
 def joined() -> bool:
@@ -214,29 +113,58 @@ def joined() -> bool:
 
 
 def _join_cluster(config: Config, task: Task) -> tf.distribute.Strategy:
-    key = (os.environ["TF_CONFIG"], config.virtual_devices)
+    key = (task, config.virtual_devices)
     if key not in _joined:
+        if not _joined:
+            meet(task, config.wait_for_workers, lambda text: print(text, flush=True))
+        cluster = tf.train.ClusterSpec({"worker": list(task.addresses)})
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            cluster, task_type="worker", task_id=task.index, rpc_layer="grpc"
+        )
         try:
-            with cpu_devices_of_worker(config.virtual_devices), _waiting(task), _interruptible():
-                _joined[key] = tf.distribute.MultiWorkerMirroredStrategy()
+            with cpu_devices_of_worker(config.virtual_devices), _bounded(task), _interruptible():
+                _joined[key] = tf.distribute.MultiWorkerMirroredStrategy(resolver)
         except RuntimeError as error:
             raise SetupError(
-                "TF_CONFIG: TensorFlow has started before the cluster was joined; restart the "
+                "cluster: TensorFlow has started before the cluster was joined; restart the "
                 "Python process, or train before other TensorFlow calls."
             ) from error
         except tf.errors.OpError as error:
-            own = task.addresses[task.index]
-            why = op_message(error, 200)
-            if "start gRPC server" in why:
-                why = "its port is taken, perhaps by a process of an earlier start"
+            own, why = task.addresses[task.index], op_message(error, 200)
             raise PeerLost(f"{own}: this process cannot join its cluster: {why}.") from error
+        _check_devices(task)
     return _joined[key]
 
 
-# Prints the text it is given after some seconds, unless its input ends before.
-_SAY_LATER = """
-import sys, threading
-timer = threading.Timer(float(sys.argv[1]), lambda: print(sys.argv[2], flush=True))
+def _check_devices(task: Task) -> None:
+    """Refuses processes with other numbers of devices than this one has.
+
+    The sums over all replicas would wait for ever for those that one process counts and another
+    has not.
+    """
+    for kind in ("GPU", "CPU"):
+        found = [tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices(kind)]
+        counts = [sum(device.task == index for device in found) for index in range(task.processes)]
+        if {*counts} == {counts[task.index]}:
+            continue
+        other = next(i for i, count in enumerate(counts) if count != counts[task.index])
+        raise SetupError(
+            f"cluster: {kind} devices: {counts[task.index]} of {task.shown(task.index)}, "
+            f"{counts[other]} of {task.shown(other)}; give each process as many "
+            f"({'CUDA_VISIBLE_DEVICES' if kind == 'GPU' else 'virtual_devices'})."
+        )
+
+
+# After all processes have met, TensorFlow makes them a cluster in seconds; where one of them ends
+# just then, it waits for ever on process 0 (seconds).
+JOINING = 300.0
+# Ends the process whose child it is after some seconds, unless its input ends before.
+_END_LATER = """
+import os, signal, sys, threading
+def end():
+    print(sys.argv[2], file=sys.stderr, flush=True)
+    os.kill(int(sys.argv[3]), signal.SIGKILL)
+timer = threading.Timer(float(sys.argv[1]), end)
 timer.daemon = True
 timer.start()
 sys.stdin.read()
@@ -244,17 +172,16 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def _waiting(task: Task) -> Iterator[None]:
-    """Says so, once, where the other processes keep this one waiting.
+def _bounded(task: Task) -> Iterator[None]:
+    """Ends this process where TensorFlow does not come back from starting the cluster.
 
-    It takes a small process to say it: TensorFlow lets no Python run here while it waits.
+    It takes a small process to do so: TensorFlow lets no Python run here while it waits.
     """
-    others = [a for index, a in enumerate(task.addresses) if index != task.index]
-    text = f"waiting for the other processes of the cluster: {', '.join(others)}"
-    command = [sys.executable, "-ISc", _SAY_LATER, str(PATIENCE), text]
+    text = f"error: {task.shown(task.index)}: TensorFlow could not start the cluster."
+    command = [sys.executable, "-ISc", _END_LATER, str(JOINING), text, str(os.getpid())]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    except OSError:  # no process to be had: the wait is a silent one
+    except OSError:  # no process to be had: there is no bound
         yield
         return
     with process:  # closes its input and waits for it

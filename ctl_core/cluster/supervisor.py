@@ -34,7 +34,9 @@ except ImportError:  # Windows, where ``start_cluster`` refuses
     fcntl = None  # type: ignore[assignment]
 
 from ctl_core.cluster.gpus import share_gpus, visible_gpus
+from ctl_core.cluster.place import find_place
 from ctl_core.cluster.signals import INTERRUPTED, Counted
+from ctl_core.cluster.task import PIPE as PIPE
 from ctl_core.cluster.verdict import BY_SIGNAL, ORDERLY, End, judge
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import refuse_links
@@ -42,8 +44,6 @@ from ctl_core.files import refuse_links
 if TYPE_CHECKING:
     from ctl_core.settings import Config
 
-# Names the file descriptor of a pipe that ends when the supervisor does, in any way.
-PIPE = "SUPERVISOR_PIPE"
 # Names the temporary folder in which the workers of ``train --check`` have the run.
 CHECK_FOLDER = "SUPERVISOR_CHECK_FOLDER"
 # How often the supervisor looks around (seconds).
@@ -97,10 +97,11 @@ def start_cluster(argv: Sequence[str], config: Config) -> int:
     assert name is not None
     if fcntl is None:
         raise SetupError("workers: a cluster on one machine needs Linux or macOS.")
-    if os.environ.get("TF_CONFIG"):
+    if (place := find_place(config)).in_cluster:
         raise SetupError(
-            f"workers: {workers} are to be started here, but TF_CONFIG in the environment tells "
-            "this process to join a cluster; leave one of them out."
+            f"workers: {workers} are to be started here, but {place.name} in the environment tells "
+            "this process to join a cluster; leave workers out (on Slurm, more tasks are started "
+            "with srun --ntasks-per-node), or join none with --cluster none."
         )
     gpus = visible_gpus(os.environ)
     devices = config.virtual_devices
@@ -134,17 +135,17 @@ def check_cluster(argv: Sequence[str], config: Config) -> int:
             del os.environ[CHECK_FOLDER]
 
 
-def check_folder() -> str | None:
+def check_folder(config: Config) -> str | None:
     """Returns the temporary folder of ``check_cluster``, in one of its workers.
 
     Raises:
         SetupError: this process is in another cluster, which has none.
     """
     folder = os.environ.get(CHECK_FOLDER)
-    if os.environ.get("TF_CONFIG") and folder is None:
+    if folder is None and (place := find_place(config)).in_cluster:
         raise SetupError(
-            "check: the processes of TF_CONFIG have no temporary folder that all of them share; "
-            "check without TF_CONFIG, with --workers 2 say."
+            f"check: the processes of {place.name} have no temporary folder that all of them "
+            "share; check with --cluster none, and with --workers 2 say."
         )
     return folder
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster.strategy import Task
+from ctl_core.cluster.task import Task
 from ctl_core.errors import CtlError, PeerLost, RunError, SetupError
 from ctl_core.numerics.not_finite import NEVER
 from ctl_core.settings import Config
@@ -150,7 +150,8 @@ class Cluster:
         if self.task.processes == 1:
             return
         # What only says how a process works and reports, not what it computes.
-        settings = {**dataclasses.asdict(config), "debug": None, "runs_dir": None}
+        own = dict.fromkeys(("debug", "runs_dir", "cluster", "wait_for_workers"))
+        settings = {**dataclasses.asdict(config), **own}
         numbers = [_digest(json.dumps({n: v}, sort_keys=True)) for n, v in settings.items()]
         differ = (self.gather(numbers) != np.array(numbers)).any(axis=0)
         names = [name for name, other in zip(settings, differ, strict=True) if other]

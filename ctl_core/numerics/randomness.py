@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.strategy import Task
+from ctl_core.cluster.task import Task
 from ctl_core.types import Model
 
 # What the seeds of two neighbouring replicas differ by; any number that seeds rarely differ by.

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from ctl_core.build import create_state
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.cluster.strategy import Task, count_gpus, joined
+from ctl_core.cluster.strategy import count_gpus, joined
+from ctl_core.cluster.task import Task
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here

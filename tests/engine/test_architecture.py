@@ -12,14 +12,16 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    errors table types splits index buckets png
+    errors table types splits index buckets png task
     chunks collectives compat console files precision not_finite reduction signals
     compiled training_mode helpers joining nested profile settings staging hook_state record gpus
     verdict
     callbacks_file batch_norm hook_table sources
+    slurm tf_config rendezvous
+    place
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    manifest record_options download
+    manifest record_options shared_folder download
     defaults shares
     records record_source made_records
     image_source csv_source

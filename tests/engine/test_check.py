@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import os
 import signal
@@ -193,7 +194,8 @@ def test_it_is_an_option_of_the_command(
     assert main(["train", "--check"]) == 1
     assert capsys.readouterr().err.startswith("error: at_step[10000] (callbacks.py:")
     assert sorted(os.listdir(tmp_path)) == there
-    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:2"]}}')
+    place = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(place))
     assert main(["train", "--check", "--run-name", "a"]) == 2
     assert capsys.readouterr().err.startswith("error: check: the processes of TF_CONFIG have no ")
 

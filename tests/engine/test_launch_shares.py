@@ -101,7 +101,9 @@ def test_settings_that_cannot_work(folder: Path, monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert "2 workers cannot share 3 GPUs evenly" in message(workers=2)
-    monkeypatch.setenv("TF_CONFIG", "{}")
+    monkeypatch.setenv(
+        "TF_CONFIG", '{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": 0}}'
+    )
     assert "TF_CONFIG in the environment tells this process to join a cluster" in message(workers=2)
     assert not RUN.exists()
 

@@ -53,6 +53,8 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "keep_best": [("loss", "loss"), ("loss:min", "loss:min"), ("a:max", "a:max")],
     "early_stop": [("loss:3", "loss:3"), ("a:max:1", "a:max:1"), ("b:min:20", "b:min:20")],
     "strategy": [("mirrored", "mirrored"), ("one_device", "one_device"), ("mirrored", "mirrored")],
+    "cluster": [("slurm", "slurm"), ("none", "none"), ("skypilot", "skypilot")],
+    "wait_for_workers": [("60", 60), ("1", 1), ("3600", 3600)],
     "virtual_devices": [("2", 2), ("3", 3), ("4", 4)],
     "gpu_memory_limit": [("512", 512), ("1024", 1024), ("1", 1)],
     "workers": [("2", 2), ("3", 3), ("4", 4)],

@@ -311,8 +311,9 @@ def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_pat
     place = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
     program = (  # a shell starts what it runs in the background without SIGINT
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys; from ctl_core.cluster import strategy; from ctl_core.settings import Config; "
-        "from ctl_core.errors import CtlError; strategy.PATIENCE = 0.5\n"
+        "import sys; from ctl_core.cluster import rendezvous, strategy\n"
+        "from ctl_core.settings import Config; from ctl_core.errors import CtlError\n"
+        "rendezvous.PATIENCE = 0.5\n"
         "try: strategy.prepare(Config(steps=1, run_name='a'))\n"
         "except CtlError as error: sys.exit(f'{error.exit_code} {error}')"
     )
@@ -326,7 +327,8 @@ def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_pat
     waiting = start()
     assert waiting.stdout is not None
     said = waiting.stdout.readline()
-    assert said == f"waiting for the other processes of the cluster: {addresses[1]}\n"
+    who = f"process 1 at {addresses[1]}"
+    assert said == f"waiting for the other processes of the cluster: {who}\n"
     second = start().communicate()[1]
     # TensorFlow greets on some processors, where it is imported by others than the command line.
     assert second[second.index("75 ") :] == (

@@ -10,7 +10,9 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from ctl_core.cluster.strategy import Task, prepare, read_task
+from ctl_core.cluster.place import read_task
+from ctl_core.cluster.strategy import prepare
+from ctl_core.cluster.task import Task
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config
 
@@ -18,7 +20,7 @@ HOSTS = ["a:1", "b:2", "c:3"]
 
 
 def task_of(cluster: object, job: str, index: int, **settings: object) -> Task:
-    config = Config(run_name="run", **settings)  # type: ignore[arg-type]
+    config = Config(**{"run_name": "run", "batch_size": 24, **settings})  # type: ignore[arg-type]
     place = {"cluster": cluster, "task": {"type": job, "index": index}}
     return read_task(config, {"TF_CONFIG": json.dumps(place)})
 
@@ -75,7 +77,7 @@ def test_a_tf_config_of_another_form_is_refused(text: str) -> None:
         ({"worker": HOSTS, "ps": ["e:5"]}, "worker", 1, "has the job 'ps', expected 'worker'"),
         ({"worker": HOSTS, "ps": ["e:5"]}, "ps", 0, "has the job 'ps', expected 'worker'"),
         ({"workers": HOSTS}, "workers", 0, "has the job 'workers', expected 'worker'"),
-        ({"worker": HOSTS}, "evaluator", 0, "this process has the type 'evaluator', expected"),
+        ({"worker": HOSTS}, "evaluator", 0, "has the type 'evaluator', which trains nothing"),
         ({"worker": HOSTS}, "ps", 0, "this process has the type 'ps', expected 'worker'"),
         ({"worker": HOSTS}, None, 0, "this process has the type None, expected 'worker'"),
         ({"worker": HOSTS}, ["worker"], 0, "this process has the type .'worker'., expected"),

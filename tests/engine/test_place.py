@@ -1,0 +1,282 @@
+"""Where a process finds that it is, by its environment; and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctl_core.__main__ import main
+from ctl_core.cluster.place import find_place, read_task
+from ctl_core.cluster.slurm import expand_counts, expand_hosts
+from ctl_core.cluster.task import PIPE
+from ctl_core.errors import SetupError
+from ctl_core.settings import Config
+
+HOSTS = ["a:1", "b:2", "c:3"]
+
+
+def tf_config(job: str, index: int, **cluster: list[str]) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})}
+
+
+def vertex(pool: int, index: int) -> dict[str, str]:
+    """As Vertex AI describes CLUSTER_SPEC."""
+    cluster = {"workerpool0": ["a:1"], "workerpool1": ["b:2", "c:3"], "workerpool3": ["d:4"]}
+    task = {"type": f"workerpool{pool}", "index": index, "trial": "TRIAL_ID"}
+    whole = {"cluster": cluster, "environment": "cloud", "task": task, "job": "{}"}
+    return {"CLUSTER_SPEC": json.dumps(whole)}
+
+
+def slurm(index: int, node: int, local: int, **more: str) -> dict[str, str]:
+    """As srun sets it for job 12, on nodes 9, 10 and 12 with 2, 2 and 1 tasks."""
+    return {
+        "SLURM_JOB_ID": "12",
+        "SLURM_STEP_ID": "3",
+        "SLURM_STEP_NUM_TASKS": "5",
+        "SLURM_STEP_NODELIST": "node[9-10,12]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+        "SLURM_PROCID": str(index),
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local),
+        **more,
+    }
+
+
+def kubernetes(index: int, **more: str) -> dict[str, str]:
+    known = {"JOB_COMPLETION_INDEX": str(index), "JOB_SIZE": "2", "HOSTNAME": f"train-{index}"}
+    return known | more
+
+
+def skypilot(rank: int, ips: str = "10.0.0.1\n10.0.0.2") -> dict[str, str]:
+    return {
+        "SKYPILOT_NODE_IPS": ips,
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }
+
+
+FIRST = 10_000 + 12 * 97 + 3 * 13
+SLURM_ADDRESSES = [f"node{node}:{FIRST + index}" for index, node in enumerate([9, 9, 10, 10, 12])]
+
+
+@pytest.mark.parametrize(
+    ("environ", "kind", "index", "addresses"),
+    [
+        ({}, "none", 0, []),
+        (tf_config("worker", 1, worker=HOSTS), "tf_config", 1, HOSTS),
+        (tf_config("worker", 0, chief=["d:4"], worker=HOSTS), "tf_config", 1, ["d:4", *HOSTS]),
+        (vertex(0, 0), "tf_config", 0, HOSTS),
+        (vertex(1, 1), "tf_config", 2, HOSTS),
+        ({"CLUSTER_SPEC": "somebody else's"}, "none", 0, []),
+        (slurm(0, 0, 0), "slurm", 0, SLURM_ADDRESSES),
+        (slurm(3, 1, 1), "slurm", 3, SLURM_ADDRESSES),
+        (slurm(4, 2, 0), "slurm", 4, SLURM_ADDRESSES),
+        (slurm(0, 0, 0, SLURM_STEP_NUM_TASKS="1"), "slurm", 0, []),  # of one task
+        (slurm(0, 0, 0, SLURM_PTY_PORT="4242"), "none", 0, []),  # srun --pty bash
+        ({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "none", 0, []),  # sbatch
+        (kubernetes(1), "kubernetes", 1, ["train-0.train:2222", "train-1.train:2222"]),
+        (
+            kubernetes(0, JOB_SERVICE="net", HOSTNAME="a-b-0"),
+            "kubernetes",
+            0,
+            ["a-b-0.net:2222", "a-b-1.net:2222"],
+        ),
+        ({"JOB_COMPLETION_INDEX": "3"}, "none", 0, []),  # a sweep
+        (skypilot(1), "skypilot", 1, ["10.0.0.1:2222", "10.0.0.2:2222"]),
+        (skypilot(0, "fd00::1\nfd00::2\n"), "skypilot", 0, ["[fd00::1]:2222", "[fd00::2]:2222"]),
+        (
+            skypilot(1) | kubernetes(1),
+            "kubernetes",
+            1,
+            ["train-0.train:2222", "train-1.train:2222"],
+        ),
+        # A step of one task that was started inside another place is not in the way of that one.
+        (slurm(0, 0, 0, SLURM_STEP_NUM_TASKS="1") | skypilot(1), "skypilot", 1, None),
+    ],
+)
+def test_the_place_of_a_process(
+    environ: dict[str, str], kind: str, index: int, addresses: list[str] | None
+) -> None:
+    place = find_place(Config(), environ)
+    assert (place.kind, place.task.index) == (kind, index)
+    assert addresses is None or list(place.task.addresses) == addresses
+    assert place.task.processes == max(1, len(place.task.addresses))
+    assert not place.evaluates and place.gpus is None and not place.note
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (slurm(0, 0, 0) | {"SLURM_PROCID": ""}, "^SLURM_PROCID: expected a whole .* got nothing"),
+        (slurm(0, 0, 0) | {"SLURM_STEP_NUM_TASKS": "x"}, "^SLURM_STEP_NUM_TASKS: exp.*got x; --cl"),
+        (slurm(0, 0, 0, SLURM_STEP_NODELIST="node[9-"), r"^SLURM_STEP_NODELIST: .* got node\[9-;"),
+        (slurm(0, 0, 0, SLURM_STEP_TASKS_PER_NODE="2(2)"), "^SLURM_STEP_TASKS_PER_NODE: expected"),
+        (
+            slurm(0, 0, 0, SLURM_STEP_NUM_TASKS="6"),
+            "^SLURM_STEP_NUM_TASKS: 6 tasks, .*do not fit 3",
+        ),
+        (slurm(0, 0, 0, SLURM_STEP_NODELIST="n[1-2]"), "^SLURM_STEP_NUM_TASKS: 5 .* fit 2 nodes"),
+        (slurm(5, 2, 0), "^SLURM_STEP_NUM_TASKS: 5 tasks, of which this is SLURM_PROCID 5, do not"),
+        (slurm(1, 1, 0), "^SLURM_NODEID: task 1 is on node 1, .* on node9; .*distribution=block"),
+        (slurm(0, 0, 0, SLURM_HET_SIZE="2"), "^SLURM_HET_SIZE: a heterogeneous job"),
+        (kubernetes(2), "^JOB_COMPLETION_INDEX: 2, but JOB_SIZE is 2"),
+        (kubernetes(0, JOB_SIZE="two"), "^JOB_SIZE: expected a whole number, got two"),
+        (kubernetes(0, HOSTNAME="pod"), "^HOSTNAME: expected the name .* ends in -0, got pod"),
+        (skypilot(2), "^SKYPILOT_NODE_RANK: 2, but SKYPILOT_NODE_IPS has 2 nodes"),
+        (skypilot(0) | {"SKYPILOT_NODE_RANK": ""}, "^SKYPILOT_NODE_RANK: expected .* got nothing"),
+        (skypilot(0, "10.0.0.1 head"), "^SKYPILOT_NODE_IPS: expected an IP address .* got head"),
+        (
+            skypilot(0) | kubernetes(1),
+            "^cluster: which process is this. Kubernetes job train says 1 of 2 and SkyPilot says 0 "
+            "of 2; choose with --cluster kubernetes or skypilot",
+        ),
+        ({"TPU_NAME": "local"}, "^TPU_NAME: this is a machine with TPUs, which are not supported"),
+        (vertex(2, 0), "^CLUSTER_SPEC: this process has the type 'ps', .*no parameter servers"),
+        (vertex(1, 2), "^CLUSTER_SPEC: this process is worker 2, but the cluster has 2"),
+    ],
+)
+def test_a_place_that_cannot_be_is_one_line(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(SetupError, match=words) as told:
+        find_place(Config(), environ)
+    assert "\n" not in str(told.value)
+    assert find_place(Config(cluster="none"), environ).kind == "none"
+
+
+def test_tf_config_goes_before_what_else_there_is_and_says_so() -> None:
+    told = tf_config("worker", 1, worker=HOSTS)
+    for other in (slurm(0, 0, 0), kubernetes(0), skypilot(0)):
+        place = find_place(Config(), other | told)
+        assert place.task.index == 1 and place.kind == "tf_config"
+        assert place.note.startswith("cluster: TF_CONFIG is taken; ")
+    assert find_place(Config(), slurm(0, 0, 0, SLURM_STEP_NODELIST="[") | told).note == ""
+    assert find_place(Config(cluster="slurm"), slurm(0, 0, 0) | told).kind == "slurm"
+
+
+@pytest.mark.parametrize("kind", ["tf_config", "slurm", "kubernetes", "skypilot"])
+def test_a_place_that_is_asked_for_has_to_be_there(kind: Any) -> None:
+    with pytest.raises(SetupError, match=f"^cluster: {kind} needs .*not in the environment"):
+        find_place(Config(cluster=kind), {"TPU_NAME": "local"})
+
+
+def test_a_worker_of_this_machine_is_where_its_supervisor_says() -> None:
+    environ = slurm(0, 0, 0) | tf_config("worker", 2, worker=HOSTS) | {PIPE: "5"}
+    place = find_place(Config(cluster="none", workers=3), environ)
+    assert place.task.index == 2 and not place.note
+
+
+@pytest.mark.parametrize(
+    ("gpus", "on_node", "expected"),
+    [
+        ("0,1,2,3", "4", "2,3"),  # all tasks of the node see all of them
+        ("2", "4", None),  # bound by Slurm
+        ("2,3", "4", None),
+        ("5", None, None),  # by the user
+        ("", "4", None),  # to train on the CPU
+    ],
+)
+def test_gpus_that_the_tasks_of_a_node_share(
+    gpus: str, on_node: str | None, expected: str | None
+) -> None:
+    environ = slurm(3, 1, 1, CUDA_VISIBLE_DEVICES=gpus)
+    place = find_place(Config(), environ | ({"SLURM_GPUS_ON_NODE": on_node} if on_node else {}))
+    assert place.gpus == expected
+    if expected:  # read again, with its own part
+        again = {"CUDA_VISIBLE_DEVICES": expected, "SLURM_GPUS_ON_NODE": str(on_node)}
+        assert find_place(Config(), environ | again).gpus is None
+
+
+def test_gpus_that_the_tasks_of_a_node_cannot_share() -> None:
+    environ = slurm(3, 1, 1, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="1")
+    with pytest.raises(SetupError, match="2 tasks on this node cannot share 1 GPU evenly"):
+        find_place(Config(), environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", ["a"]),
+        ("a,b-1.cs.org", ["a", "b-1.cs.org"]),
+        ("node[9-10,12]", ["node9", "node10", "node12"]),  # in order, not as texts
+        ("n[008-010]x", ["n008x", "n009x", "n010x"]),
+        ("rack[1-2]node[3-4]", ["rack1node3", "rack1node4", "rack2node3", "rack2node4"]),
+        ("a[1,3],b,c[07]", ["a1", "a3", "b", "c07"]),
+    ],
+)
+def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a[", "a]", "a[]", "a[1-]", "a[2-1]", "a[x]", "a b", "a[1 2]", "[[1]]", "a[0-9999999]"],
+)
+def test_what_is_no_list_of_hosts(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a list of hosts"):
+        expand_hosts(text)
+
+
+def test_counts_of_tasks() -> None:
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1] and expand_counts("4") == [4]
+    for text in ("", "x", "2x3", "2(x)", "1,,2", "1(x99999)"):
+        with pytest.raises(ValueError, match="expected numbers of tasks"):
+            expand_counts(text)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "words"),
+    [(24, "start 4 or 6 of them"), (7, "start 1 or 7 of them"), (3, "start 3 of them")],
+)
+def test_processes_that_do_not_divide_the_batch(batch_size: int, words: str) -> None:
+    environ = tf_config("worker", 1, worker=[f"a:{port}" for port in range(5)])
+    with pytest.raises(
+        SetupError, match=rf"^batch_size: {batch_size} .* over 5 processes; {words}"
+    ):
+        read_task(Config(run_name="a", batch_size=batch_size), environ)
+
+
+def test_what_is_said_of_a_place() -> None:
+    def lines(environ: dict[str, str]) -> list[str]:
+        return find_place(Config(), environ).lines()
+
+    assert lines({}) == lines(tf_config("worker", 0, worker=["a:1"])) == []
+    assert lines(kubernetes(1)) == [
+        "cluster: Kubernetes job train: 2 processes on train-0.train, train-1.train; this is "
+        "process 1 at train-1.train:2222."
+    ]
+    assert lines(slurm(0, 0, 0)) == [
+        "cluster: Slurm step 12.3: 5 processes on node9, node10, node12; this is process 0 at "
+        f"node9:{FIRST}."
+    ]
+    assert lines(slurm(1, 0, 1)) == []  # all print to the console of srun
+
+
+@pytest.mark.parametrize("environ", [tf_config("evaluator", 0, worker=HOSTS), vertex(3, 0)])
+def test_an_evaluator_watches_the_run(
+    environ: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    called: list[Any] = []
+
+    def evaluate(_: object, config: Config, options: dict[str, Any]) -> None:
+        called.append((config.run_name, config.workers, options))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ctl_core.tools.commands.evaluate", evaluate)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    Path("callbacks.py").touch()
+    Path("config.yaml").write_text("steps: 3\nwait_for_workers: 1\n")
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err.startswith("error: run_name: a cluster needs one")
+    assert main(["train", "--run-name", "a"]) == 75
+    assert "after 1 s, there is no run to evaluate: runs: no run" in capsys.readouterr().err
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").write_text("steps: 3\nworkers: 2\n")
+    assert main(["train", "--run-name", "a", "--then", "export"]) == 0
+    assert called == [("a", 1, {"checkpoint": None, "watch": True})]
+    assert "this is its evaluator: evaluate --watch" in capsys.readouterr().out
