@@ -11,6 +11,7 @@
 # make bench  time the engine beside Keras fit and custom loops on the CPU
 # make test-pythons  train a project on each Python that pyproject.toml allows, with an environment
 #             of its own; make test-pythons PYTHONS="3.12 3.13" for these only
+# make test-slurm  launch/slurm.sh on a real Slurm of two nodes here, by Debian's packages, as root
 # make test-ray  launch/ray_job.py on a real Ray of two nodes here, in an environment of its own
 #
 # Each makes the virtual environment it needs: .venv-demo for the demo, .venv for the others.
@@ -20,9 +21,9 @@ DEMO_VENV ?= .venv-demo
 
 # A process that crashes ends the tests: with another in its place they would wait for ever.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 \
-	--dist loadfile --no-loadscope-reorder
+	--dist loadfile --no-loadscope-reorder --ignore tests/on_ray --ignore tests/on_slurm
 
-.PHONY: demo check test test-slow test-clusters test-rest test-all test-pythons test-compat test-ray lint bench
+.PHONY: demo check test test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -62,6 +63,11 @@ test-compat: | python
 	"$(COMPAT_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check $(WITH) pydantic pytest pyyaml rich
 	"$(COMPAT_VENV)/bin/python" -m pytest tests/engine/test_compat.py
 
+# A machine without Slurm is told what to install, and .ci/run goes on without.
+test-slurm: $(VENV)/.made
+	@"$(VENV)/bin/python" -m tests.on_slurm.slurm
+	"$(VENV)/bin/python" -m pytest -p no:xdist tests/on_slurm
+
 RAY_VENV ?= .venv-ray
 
 test-ray: $(RAY_VENV)/.made
@@ -77,7 +83,7 @@ lint: $(VENV)/.made
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
-	"$(VENV)/bin/shellcheck" .ci/run "{{cookiecutter.project_slug}}/train.sh"
+	"$(VENV)/bin/shellcheck" .ci/run "{{cookiecutter.project_slug}}/train.sh" "{{cookiecutter.project_slug}}/launch/slurm.sh"
 
 bench: $(VENV)/.made
 	"$(VENV)/bin/python" -c "import jax" 2>/dev/null || \

@@ -39,6 +39,12 @@ EXAMPLES = (
     "gan",
     "contrastive",
 )
+# What launch/ has for each place; "all" keeps everything.
+LAUNCH = {
+    "nowhere": (),
+    "ray": ("ray_job.py",),
+    "slurm": ("slurm.sh",),
+}
 
 
 def restore_engine() -> None:
@@ -66,8 +72,10 @@ def remove_unneeded() -> None:
     for folder in ("ctl_core", "tests"):
         for cache in list((PROJECT / folder).rglob("__pycache__")):
             shutil.rmtree(cache)
-    if CONTEXT["launch"] == "nowhere":
-        shutil.rmtree(PROJECT / "launch", ignore_errors=True)
+    if CONTEXT["launch"] != "all":
+        for name in {name for names in LAUNCH.values() for name in names}:
+            if name not in LAUNCH[CONTEXT["launch"]]:
+                (PROJECT / "launch" / name).unlink(missing_ok=True)
     if CONTEXT["license"] == "none":
         (PROJECT / "LICENSE").unlink(missing_ok=True)
     # Only what the template brought: generating over an existing project (cookiecutter -f) must
@@ -79,7 +87,7 @@ def remove_unneeded() -> None:
     for name in EXAMPLES:
         if name != CONTEXT["example"]:
             shutil.rmtree(pictures / name, ignore_errors=True)
-    for left in (data, pictures):
+    for left in (data, pictures, PROJECT / "launch"):
         if left.is_dir() and not any(left.iterdir()):
             left.rmdir()
 
@@ -167,7 +175,9 @@ def main() -> None:
     restore_engine()
     remove_unneeded()
     # A zip archive does not keep the mode.
-    (PROJECT / "train.sh").chmod(0o755)
+    for script in ("train.sh", "launch/slurm.sh"):
+        if (PROJECT / script).exists():
+            (PROJECT / script).chmod(0o755)
     if CONTEXT["under_cruft"] and in_scratch_folder():
         return
     print(make_repository())

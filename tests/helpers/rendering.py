@@ -27,14 +27,16 @@ EXAMPLES = [
 CHOICES = {
     "example": EXAMPLES,
     "accelerator": ["cpu", "gpu"],
-    "launch": ["nowhere", "ray"],
+    "launch": QUESTIONS["launch"],
     "license": ["MIT", "Apache-2.0", "BSD-3-Clause", "none"],
 }
-# Two examples with every accelerator and licence; what else differs, differs by the example alone.
+# Two examples with every accelerator, licence and place; what else differs, differs by the example
+# alone, and no place by the licence.
 COMBINATIONS = [
     dict(zip(CHOICES, values, strict=True))
     for values in itertools.product(*CHOICES.values())
-    if values[0] in ("digits", "blank") or values[1:] == ("cpu", "nowhere", "MIT")
+    if values[1:] == ("cpu", "nowhere", "MIT")
+    or (values[0] in ("digits", "blank") and (values[2] == "nowhere" or values[3] == "MIT"))
 ]
 Render = Callable[..., Path]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -55,8 +55,9 @@ def test_files(projects: Projects, choices: dict[str, str]) -> None:
     }
     if choices["license"] != "none":
         expected.add("LICENSE")
-    if choices["launch"] == "ray":
-        expected.add("launch/ray_job.py")
+    for place, name in {"ray": "ray_job.py", "slurm": "slurm.sh"}.items():
+        if choices["launch"] in (place, "all"):
+            expected.add(f"launch/{name}")
     uses_digits = b"digits.npz" in found["callbacks.py"]
     assert uses_digits or choices["example"] not in ("digits", "tfrecords")
     if uses_digits:

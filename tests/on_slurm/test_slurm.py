@@ -1,0 +1,178 @@
+"""launch/slurm.sh on a real Slurm of two nodes here: ``make test-slurm`` runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.ckpt_files import assert_same_bits, trained_to, weights
+from tests.helpers.rendering import environment, render
+from tests.on_slurm.slurm import Slurm, missing
+
+__all__ = ["environment", "render"]
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {missing()}")
+
+# The digits' hooks, slowed down so that there is time to disturb a run.
+SLOW = """
+
+import time
+
+every_steps = {10: lambda: time.sleep(0.1)}
+"""
+FAILING = """
+
+def fail(step):
+    raise ValueError("a hook that fails")
+
+
+at_step = {20: fail}
+"""
+RESUMED = r"resuming at step (\d+)"
+STEPS = ("--callbacks", "slow.py", "--steps", "1200", "--ckpt-every", "100", "--eval-every", "0")
+SMALL = ("--cpus-per-task=1", "--time=10")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Two nodes that take one process each."""
+    started = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        started.start()
+        yield started
+    finally:
+        started.stop()
+
+
+@pytest.fixture(scope="module")
+def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A generated project with launch/slurm.sh."""
+    made = render(tmp_path_factory.mktemp("project"), launch="slurm")
+    for name, more in (("slow.py", SLOW), ("failing.py", FAILING)):
+        (made / name).write_text((made / "callbacks.py").read_text() + more)
+    return made  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(project: Path) -> dict[str, np.ndarray]:
+    """What a cluster of two processes trains without Slurm, and without a loss."""
+    local(project, "--run-name", "undisturbed", "--workers", "2", *STEPS)
+    return weights(project / "runs" / "undisturbed", 1200)
+
+
+def local(project: Path, *settings: str) -> None:
+    """Trains without Slurm."""
+    command = [sys.executable, "-m", "ctl_core", "train", *settings]
+    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=300)
+
+
+def printed(project: Path, number: str) -> str:
+    """Returns what the job's script has printed."""
+    return (project / f"slurm-{number}.out").read_text()
+
+
+def rank_of(name: str, rank: int) -> int:
+    """Returns the number of the process that is this rank of a run."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            environ = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "ctl_core" in words and name in words and f"SLURM_PROCID={rank}" in environ:
+            return int(folder.name)
+    raise AssertionError(f"no process {rank} of {name}")
+
+
+def test_two_nodes_train_what_one_process_does(project: Path, slurm: Slurm) -> None:
+    job = slurm.submit(project, *SMALL, "launch/slurm.sh", "--run-name", "two", "--steps", "60")
+    slurm.wait(job)
+    log = (project / "runs" / "two" / "slurm.log").read_text()
+    assert f"cluster: Slurm step {job}.0: 2 processes on node9, node10" in log
+    assert log.count("step 60/60  loss") == 1  # of one process, once
+    assert f"job {job} is done" in printed(project, job)
+    local(project, "--run-name", "one", "--steps", "60")
+    found, expected = (weights(project / "runs" / name, 60) for name in ("two", "one"))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, 1e-5, 2e-6, err_msg=name)
+
+
+def test_preempted_and_killed_changes_no_bit(
+    project: Path, slurm: Slurm, undisturbed: dict[str, np.ndarray]
+) -> None:
+    run = project / "runs" / "a"
+    job = slurm.submit(project, *SMALL, "launch/slurm.sh", "--run-name", "a", *STEPS)
+    trained_to(run, 200)
+    os.kill(rank_of("a", 1), signal.SIGKILL)
+    trained_to(run, 500)
+    assert slurm.job(job)["Restarts"] == "1"
+    for step in (700, 900):  # preempted twice
+        urgent = slurm.submit(
+            project, "-N2", "--exclusive", "--wrap", "sleep 2", partition="urgent"
+        )
+        slurm.wait(urgent)
+        trained_to(run, step)
+    assert slurm.wait(job)["Restarts"] == "3"
+    assert_same_bits(weights(run, 1200), undisturbed)
+    resumed = [int(step) for step in re.findall(RESUMED, log_of(run))]
+    assert len(resumed) == 3
+    assert resumed[0] % 100 == 0  # the last one of a run that was killed
+    assert all(step % 100 for step in resumed[1:])  # saved when it was told to end
+
+
+def test_the_time_limit_is_no_end(project: Path, slurm: Slurm) -> None:
+    """Of one process on one node, which the limit of two minutes ends once."""
+    limit = ("-N1", "--cpus-per-task=1", "--time=2", "--signal=TERM@60")
+    job = slurm.submit(project, *limit, "launch/slurm.sh", *STEPS, "--steps", "12000")
+    end = time.monotonic() + 240
+    while slurm.job(job)["Restarts"] == "0" and time.monotonic() < end:
+        time.sleep(0.5)
+    told = slurm.wait(job, "RUNNING")
+    assert told["Restarts"] == "1"
+    run = project / "runs" / f"slurm-{job}"  # without a name
+    while "resuming" not in log_of(run) and time.monotonic() < end:
+        time.sleep(0.2)
+    saved = int(re.findall(RESUMED, log_of(run))[0])
+    assert saved % 100
+    slurm.call("scancel", job)
+    assert slurm.wait(job, "CANCELLED")["Restarts"] == "1"
+    assert printed(project, job).count("back in the queue") == 1
+
+
+def test_a_hook_that_fails_ends_the_job(project: Path, slurm: Slurm) -> None:
+    settings = ("--run-name", "fails", "--callbacks", "failing.py", "--steps", "60")
+    job = slurm.submit(project, *SMALL, "launch/slurm.sh", *settings)
+    told = slurm.wait(job, "FAILED")
+    assert (told["Restarts"], told["ExitCode"]) == ("0", "1:0")
+    assert "error: at_step[20] (failing.py:" in log_of(project / "runs" / "fails")
+    assert "has failed with exit code 1: runs/fails/slurm.log says why" in printed(project, job)
+
+
+def test_an_array_of_two(project: Path, slurm: Slurm) -> None:
+    """Each task is a run with a seed of its own; one that is killed starts again by itself."""
+    options = ("-N1", "--array=3-4", *SMALL, "launch/slurm.sh", "--run-name", "array")
+    job = slurm.submit(project, *options, *STEPS, "--steps", "400")
+    trained_to(project / "runs" / "array-4", 100)
+    os.kill(rank_of("array-4", 0), signal.SIGKILL)
+    for task, restarts in ((3, "0"), (4, "1")):
+        assert slurm.wait(f"{job}_{task}")["Restarts"] == restarts
+        run = project / "runs" / f"array-{task}"
+        assert f"\nseed: {task}\n" in (run / "config.yaml").read_text()
+        assert f"job {job}_{task} is done" in printed(project, f"{job}_{task}")
+        assert weights(run, 400)
+
+
+def log_of(run: Path) -> str:
+    """Returns what the processes of a run have printed."""
+    log = run / "slurm.log"
+    return log.read_text() if log.exists() else ""
