@@ -53,11 +53,11 @@ def raw_inputs(state: State, inference_model: Any = None) -> RawInputs:
     """
     hooks = state.hooks
     element = element_of(state)
-    used, made = _used(state, element)
+    used, made = _used(state, element, lambda batch: model_input(state.context, batch, False))
     choice = _choice(element, used)
     of_batch = None if choice is None else lambda batch: _taken(choice, batch)
     if hooks.serve is not None:
-        return _of_serve(hooks.serve, element, of_batch, _listed(used))
+        return _of_serve(state, hooks.serve, element, of_batch, _listed(used))
     by_hook = "(the hook serve has them send something else)."
     own = _own_input(inference_model)
     if own is not None and not _takes(own, made):
@@ -76,7 +76,7 @@ def raw_inputs(state: State, inference_model: Any = None) -> RawInputs:
 
 
 def _of_serve(
-    serve: Hook, element: Any, of_batch: Callable[[Any], Any] | None, used: str
+    state: State, serve: Hook, element: Any, of_batch: Callable[[Any], Any] | None, used: str
 ) -> RawInputs:
     def to_input(inputs: Any) -> Any:
         return something(serve, serve.in_graph(inputs=inputs), {})
@@ -93,7 +93,15 @@ def _of_serve(
             f"it is not plain what a client sends, since input_pre uses {used}; make serve a "
             "tf.function with an input_signature."
         )
-    return RawInputs(of_batch(element), to_input, of_batch)
+    whole, take = of_batch(element), of_batch
+    choice = _choice(whole, _used(state, whole, to_input)[0])
+    if choice is None:  # all of it
+        return RawInputs(whole, to_input, of_batch)
+    return RawInputs(
+        _taken(choice, whole),
+        lambda inputs: to_input(_filled(choice, whole, inputs, _count(inputs))),
+        lambda batch: _taken(choice, take(batch)),
+    )
 
 
 def element_of(state: State) -> Any:
@@ -105,15 +113,15 @@ def element_of(state: State) -> Any:
 _Path = tuple[Any, ...]
 
 
-def _used(state: State, element: Any) -> tuple[list[_Path], Any]:
-    """Finds out what ``input_pre`` makes the model's input of, by a graph that is thrown away.
+def _used(state: State, element: Any, make: Callable[[Any], Any]) -> tuple[list[_Path], Any]:
+    """Finds out what ``make`` makes the model's input of, by a graph that is thrown away.
 
     Returns:
         The paths of the parts of a batch that it depends on, and the specification of the input.
     """
     with scratch(state.data, state.cluster.task), inference():
         batch = placeholders(element)
-        made = model_input(state.context, batch, training=False)
+        made = make(batch)
         owners = {
             tensor.op.name: path
             for path, part in _leaves(batch)

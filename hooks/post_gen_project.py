@@ -38,6 +38,7 @@ EXAMPLES = (
     "tfrecords",
     "gan",
     "contrastive",
+    "diffusion",
 )
 # What launch/ has for each place; "all" keeps everything.
 LAUNCH = {
