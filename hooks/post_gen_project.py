@@ -39,6 +39,7 @@ EXAMPLES = (
     "gan",
     "contrastive",
     "diffusion",
+    "text",
 )
 # What launch/ has for each place; "all" keeps everything.
 LAUNCH = {

@@ -1,4 +1,4 @@
-"""The example diffusion: on one and two devices, killed and resumed, its network and its drawings."""
+"""The example diffusion: one and two devices, killed and resumed, its network and its drawings."""
 
 from __future__ import annotations
 

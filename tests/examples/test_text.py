@@ -1,0 +1,132 @@
+"""The example text: packed rows, one and two devices, killed and resumed, texts in and out."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.helpers.example import (
+    EXAMPLES,
+    Example,
+    assert_devices_agree,
+    assert_is_short,
+    assert_lives,
+)
+from tests.helpers.project import Cli, cli
+
+__all__ = ["cli"]
+SMALL = ("--hparams.width", "8", "--hparams.heads", "2", "--hparams.layers", "1")
+SMALL += ("--batch-size", "4", "--hparams.written", "3", "--hparams.files", "texts/*.txt")
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Any:
+    """The example's hooks, as a module."""
+    spec = importlib.util.spec_from_file_location("text_hooks", EXAMPLES / "text.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_texts(folder: Path) -> list[bytes]:
+    """Writes twenty texts of 1 to 400 bytes, of which two are held out."""
+    random = np.random.default_rng(0)
+    texts = [
+        random.integers(97, 123, size).astype(np.uint8).tobytes() for size in range(1, 401, 21)
+    ]
+    (folder / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (folder / "texts" / f"{number:02d}.txt").write_bytes(text)
+    return texts
+
+
+def test_rows_hold_each_byte_once(hooks: Any, tmp_path: Path) -> None:
+    """Rows, unpacked by their pieces and places, are the texts again."""
+    texts = write_texts(tmp_path)
+    rows = hooks.packed(texts)
+    assert {values.shape for values in rows.values()} == {(len(rows["byte"]), 128)}
+    found = []
+    for byte, after, piece, place in zip(*rows.values(), strict=True):
+        assert (np.diff((piece > 0).astype(int)) >= 0).all()  # padding is on the left
+        for number in range(1, piece.max() + 1):
+            own = piece == number
+            np.testing.assert_array_equal(place[own], np.arange(own.sum()))
+            np.testing.assert_array_equal(byte[own][1:], after[own][:-1])
+            found.append(bytes([*byte[own].astype(np.uint8), after[own][-1]]))
+    cut = [text[at : at + 129] for text in texts for at in range(0, len(text), 128)]
+    assert sorted(found) == sorted(piece for piece in cut if len(piece) > 1)
+    assert len(rows["byte"]) < len(found)  # several share a row
+
+
+def test_pieces_of_a_row_do_not_see_each_other(hooks: Any) -> None:
+    """A piece gets the same numbers alone as beside others, and does not see what comes."""
+    model = hooks.create_model({"width": 8, "layers": 2, "heads": 2})
+    texts = [b"the first one", b"another of them", b"and a third"]
+    together = hooks.packed(texts)
+    assert len(together["byte"]) == 1
+    output = model({name: together[name] for name in ("byte", "piece", "place")})[0].numpy()
+    for text in texts:
+        alone = hooks.packed([text])
+        expected = model({name: alone[name] for name in ("byte", "piece", "place")})[0].numpy()
+        size = len(text) - 1
+        (begin,) = (
+            at for at in range(128 - size + 1)
+            if bytes(together["byte"][0, at : at + size].astype(np.uint8)) == text[:-1]
+        )  # fmt: skip
+        np.testing.assert_allclose(output[begin : begin + size], expected[-size:], atol=1e-5)
+        changed = {name: alone[name].copy() for name in ("byte", "piece", "place")}
+        changed["byte"][0, -1] += 1
+        other = model(changed)[0].numpy()
+        np.testing.assert_allclose(other[:-1][-size + 1 :], expected[:-1][-size + 1 :], atol=1e-5)
+        assert np.abs(other[-1] - expected[-1]).max() > 1e-4
+
+
+def test_texts_as_rows(hooks: Any) -> None:
+    """What clients send becomes what training would make of it: a line break before, its end."""
+    rows = {name: part.numpy() for name, part in hooks.serve(["abc", "", "x" * 300, "é"]).items()}
+    for number, text in enumerate([b"\nabc", b"\n", b"x" * 128, "\né".encode()]):
+        size = len(text)
+        assert bytes(rows["byte"][number, -size:].astype(np.uint8)) == text
+        assert rows["piece"][number].sum() == size == rows["piece"][number, -size:].sum()
+        np.testing.assert_array_equal(rows["place"][number, -size:], np.arange(size))
+
+
+def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
+    """What is written at once is what comes of asking again with what was written so far."""
+    model = hooks.create_model({"width": 8, "layers": 1, "heads": 2})
+    told = {"temperature": 0.001, "written": 6}  # the likeliest byte, whatever is drawn
+    for start in ("ab", "y" * 125):  # of which the first bytes slide out
+        whole = hooks.write(model, hooks.serve([start]), told)[0].numpy()
+        text = b"\n" + start.encode()
+        for _ in range(6):
+            last = text[-128:]
+            codes = np.frombuffer(last, np.uint8).astype(np.int32)
+            rows = {name: np.zeros((1, 128), np.int32) for name in ("byte", "piece", "place")}
+            rows["byte"][0, -len(last) :] = codes
+            rows["piece"][0, -len(last) :] = 1
+            rows["place"][0, -len(last) :] = np.arange(len(last))
+            text += bytes([int(model(rows)[0, -1].numpy().argmax())])
+        assert text.endswith(whole) and len(whole) == 6
+
+
+@pytest.mark.slow
+def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
+    assert_is_short("text")
+    write_texts(tmp_path)
+    assert_devices_agree(Example("text", cli, tmp_path, *SMALL), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    example = Example("text", cli, tmp_path, *SMALL)
+    assert_lives(example, np.array([b"the first", b"a longer one than that"]))
+    written = ctl_core.load(tmp_path / "runs" / "whole")(["def f(x):"])
+    assert written.dtype == tf.string and len(written[0].numpy()) == 3
