@@ -166,16 +166,15 @@ def _run(command: Command, argv: list[str]) -> int:
         print(source.note, flush=True)
     if checking := bool(command.options.get("check")):
         supervisor.check_folder()
-    note = command.options.get("note")
-    if command.name == "train" and not supervisor.supervised():
-        if note is not None or command.options["background"]:
-            made = command.config.run_name or free_name(Path(command.config.runs_dir))
-            config = dataclasses.replace(command.config, run_name=made)
-            command = dataclasses.replace(command, config=config)
-            if note is not None:
-                training_log.check_note(note, Path(config.runs_dir, made))
-            if command.options["background"]:
-                return detach(argv, config)
+    expected, background = (command.options.get(name) for name in ("note", "background"))
+    if (expected is not None or background) and not supervisor.supervised():
+        made = command.config.run_name or free_name(Path(command.config.runs_dir))
+        config = dataclasses.replace(command.config, run_name=made)
+        command = dataclasses.replace(command, config=config)
+        if expected is not None:
+            training_log.check_note(expected, Path(config.runs_dir, made))
+        if background:
+            return detach(argv, config)
     if command.name == "train":
         if command.config.workers > 1 and not supervisor.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))
@@ -204,7 +203,7 @@ def _run(command: Command, argv: list[str]) -> int:
 
         check_following(command.options["then"], callbacks)
         go_on = bool(command.options["continue"])
-        state = check(callbacks, config) if checking else train(callbacks, config, go_on, note)
+        state = check(callbacks, config) if checking else train(callbacks, config, go_on, expected)
         if state.stopped_by is not None:
             return 128 + state.stopped_by
         command = dataclasses.replace(command, config=state.config)
