@@ -240,7 +240,7 @@ def stop(argv: Sequence[str]) -> int:
     except OSError as error:
         raise SetupError(f"{name}: process {process.pid}: {one_line(error)}.") from error
     until = time.monotonic() + options.timeout
-    while process.alive():
+    while process.alive() or held(folder):  # its threads let go of the lock a moment later
         if time.monotonic() > until:
             raise RunError(
                 f"{name}: has been told to stop, and has not ended after {options.timeout:g} s; it "

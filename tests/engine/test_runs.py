@@ -51,7 +51,7 @@ def test_a_run_in_the_background_is_killed_resumed_and_stopped(
         assert process is not None and process.background
         if not again:
             os.kill(process.pid, signal.SIGKILL)
-            while process.alive():
+            while process.alive() or run_process.held(folder):
                 time.sleep(0.1)
             assert _state(folder, capsys) == "killed"
     assert main(["stop", "a"]) == 0
