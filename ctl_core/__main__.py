@@ -24,6 +24,7 @@ from ctl_core.errors import CtlError, PeerLost, SetupError, brief
 
 _MISSING = "{} is not installed in {}; in the project's folder: {} -m pip install --editable ."
 try:
+    from ctl_core import training_log
     from ctl_core.callbacks_file import Source, find_callbacks, load_callbacks
     from ctl_core.cli import COMMANDS, Command, as_evaluator, default_options, parse_command
     from ctl_core.cluster import supervisor
@@ -31,6 +32,7 @@ try:
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
     from ctl_core.cluster.task import Place
     from ctl_core.settings import Config, free_name, nearest
+    from ctl_core.tools.background import detach
 except ModuleNotFoundError as error:
     print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)
     sys.exit(2)
@@ -111,6 +113,8 @@ def _read(argv: list[str]) -> Command | int:
     try:
         if name == "tfrecords":
             return _write_records(rest)
+        if name in ("runs", "stop", "logs"):
+            return int(getattr(importlib.import_module("ctl_core.tools.runs"), name)(rest))
         return parse_command(argv)
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
@@ -170,6 +174,15 @@ def _run(command: Command, argv: list[str]) -> int:
         print(source.note, flush=True)
     if checking := bool(command.options.get("check")):
         supervisor.check_folder(command.config)
+    expected, background = (command.options.get(name) for name in ("note", "background"))
+    if (expected is not None or background) and not supervisor.supervised():
+        made = command.config.run_name or free_name(Path(command.config.runs_dir))
+        config = dataclasses.replace(command.config, run_name=made)
+        command = dataclasses.replace(command, config=config)
+        if expected is not None:
+            training_log.check_note(expected, Path(config.runs_dir, made))
+        if background:
+            return detach(argv, config)
     if command.name == "train":
         if command.config.workers > 1 and not supervisor.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))
@@ -198,7 +211,7 @@ def _run(command: Command, argv: list[str]) -> int:
 
         check_following(command.options["then"], callbacks)
         go_on = bool(command.options["continue"])
-        state = check(callbacks, config) if checking else train(callbacks, config, go_on)
+        state = check(callbacks, config) if checking else train(callbacks, config, go_on, expected)
         if state.stopped_by is not None:
             return 128 + state.stopped_by
         command = dataclasses.replace(command, config=state.config)

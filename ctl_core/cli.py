@@ -125,6 +125,14 @@ _CHECK = declare(
     "batch, a checkpoint; hooks that write files or call services do so; a run that is there is "
     "not touched",
 )
+_BACKGROUND = declare(
+    False, "train in a process of its own, which goes on when the terminal is closed"
+)
+_NOTE = declare(
+    None,
+    "what you expect of the run: begins its entry in training_log.md, which its end completes",
+    title="a text",
+)
 _INPUT = declare(
     None,
     "a .npy file with what clients send, a .npz file with one array per named input, or a .csv, "
@@ -158,6 +166,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "continue": (bool, _CONTINUE),
         "check": (bool, _CHECK),
         "then": (_Then, _THEN),
+        "background": (bool, _BACKGROUND),
+        "note": (str | None, _NOTE),
     },
     "evaluate": {**_CHECKPOINT, "watch": (bool, _WATCH)},
     "predict": {
@@ -190,6 +200,9 @@ COMMANDS = {
     "export": "write a run's model for others to use",
     "tfrecords": "write images or tables as TFRecord files",
     "hooks": "print the table of hooks",
+    "runs": "list the runs: state, step, metrics, age",
+    "stop": "stop a run, which is saved",
+    "logs": "print what a run has said, -f as it goes on",
 }
 
 
@@ -216,6 +229,9 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     named = values.pop("config")
     if values.get("then") and values["check"]:
         raise SetupError("then: a check trains nothing that a command could use; leave one out.")
+    for name in ("background", "note") if values.get("check") else ():
+        if values[name]:
+            raise SetupError(f"{name}: a check is no run; leave one out.")
     files = [read_file(Path(path), required=bool(named)) for path in named or ["config.yaml"]]
     place: Layer = {}
     for layer in (*files, env, flags):

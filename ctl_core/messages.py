@@ -63,6 +63,13 @@ def conclude(state: State, start: int, seconds: float, trained: bool, console: C
     console.say(closing(state, start, seconds))
 
 
+def ending(state: State) -> tuple[str, str]:
+    """Returns in a word how training has ended, and what stopped it."""
+    if state.stopped_by is not None:
+        return "stopped", "max_time" if state.timed_out else signal.Signals(state.stopped_by).name
+    return "diverged" if state.diverged else "ended" if state.ended else "done", ""
+
+
 def opening(state: State, start: int, last: int, resumed: bool) -> str:
     """Says where training begins, how far it goes, and on what."""
     config, replicas, run = state.config, state.context.replicas, from_here(state.run_dir)

@@ -31,8 +31,7 @@ def provenance(devices: Sequence[str]) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    commit = _git("rev-parse", "HEAD")
-    changes = None if commit is None else _git("status", "--porcelain", "--untracked-files=no")
+    name, dirty = commit()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -40,9 +39,16 @@ def provenance(devices: Sequence[str]) -> dict[str, Any]:
         "system": platform.platform(),
         "devices": list(devices),
         "versions": versions,
-        "commit": commit,
-        "dirty": None if changes is None else bool(changes),
+        "commit": name,
+        "dirty": dirty,
     }
+
+
+def commit() -> tuple[str | None, bool | None]:
+    """Returns the commit of the current folder, and whether files differ from it, or None."""
+    name = _git("rev-parse", "HEAD")
+    changes = None if name is None else _git("status", "--porcelain", "--untracked-files=no")
+    return name, None if changes is None else bool(changes)
 
 
 def _git(*arguments: str) -> str | None:

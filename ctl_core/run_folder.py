@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from ctl_core import run_process, training_log
 from ctl_core.callbacks_file import COPY
+from ctl_core.cluster.supervisor import supervised
 from ctl_core.cluster.task import Task
 from ctl_core.compat import GraphWriter
 from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError, RunError, SetupError, reason
+from ctl_core.errors import CtlError, RunError, SetupError, brief, reason
 from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.layers import write_config
 from ctl_core.provenance import provenance
@@ -54,6 +57,7 @@ class Run:
         task: this process's place in the cluster
         reading: whether the run is only used, and nothing is written to its folder
         steps_taken: tells how many steps this process has trained
+        note: what is expected of the run, for training_log.md
     """
 
     def __init__(self, config: Config, task: Task, reading: bool = False) -> None:
@@ -66,6 +70,8 @@ class Run:
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
         self.task, self.reading = task, reading
         self.steps_taken: Callable[[], int] = lambda: 0
+        self.note: str | None = None
+        self._config, self._trains = config, False
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
         self._writers: dict[str, Any] = {}
@@ -90,8 +96,18 @@ class Run:
         """Holds the run, by its log, until it is closed or the process ends in any way.
 
         Raises:
-            SetupError: another process is training it.
+            SetupError: another process is training it; or it has another note.
         """
+        self._lock()
+        try:
+            run_process.begin(self.path, os.getppid() if supervised() else os.getpid())
+            self._trains = True
+            if self.note is not None:
+                training_log.begin(self.path, self.note, self._config)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _lock(self) -> None:
         if fcntl is None:
             return
         for again_after in (0.1, 0.2, 0.0):
@@ -127,6 +143,18 @@ class Run:
         except OSError:
             return None
         return False
+
+    def ended(self, how: str, line: str = "", step: int | None = None, metrics: Any = None) -> None:
+        """Writes down how training ended, where ``runs`` and training_log.md have it."""
+        if not self._trains:
+            return
+        self._trains = False
+        try:
+            process = run_process.end(self.path, how, line, step, metrics)
+            if process is not None:
+                training_log.complete(self.path, process)
+        except OSError as error:
+            LOG.warning("%s: how it ended cannot be written: %s", self.shown, reason(error))
 
     @property
     def shown(self) -> str:
@@ -309,9 +337,11 @@ def session(run: Run, console: Console) -> Iterator[None]:
         yield
     except CtlError as error:
         LOG.error(str(error), exc_info=error.__cause__ or error)
+        run.ended("failed", str(error))
         raise
     except BaseException as error:
         LOG.error("failed", exc_info=error)
+        run.ended("failed", brief(error))
         raise
     finally:
         tf.summary.experimental.set_step(step_of_summaries)

@@ -33,6 +33,7 @@ from ctl_core.messages import (
     announce,
     attributed,
     conclude,
+    ending,
     last_step,
     look_at_rate,
     note_losses,
@@ -58,7 +59,7 @@ from ctl_core.table import OBSERVED
 FLUSH_INTERVAL = 1.0
 
 
-def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
+def train(callbacks: Any, config: Config, go_on: bool = False, note: str | None = None) -> State:
     """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
 
     Args:
@@ -66,6 +67,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
         config: the settings
         go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
             otherwise takes more steps than it was to take then
+        note: what is expected of the run, for its entry in training_log.md
 
     Returns:
         The trained state. ``stopped_by`` is set if a signal ended training early, ``ended`` if a
@@ -79,6 +81,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False) -> State:
     task, source = task_of(config), source_of(callbacks)
     run, console = Run(config, task), Console(shown=task.chief)
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
+    run.note = note
     with (
         session(run, console),
         process_state(config),
@@ -193,6 +196,7 @@ class Trainer:
         run.flush()
         console.stop()
         conclude(state, self.start, time.monotonic() - seconds, going_on, console)
+        run.ended(*ending(state), state.step, state.metrics)
 
     def _loop(self) -> None:
         state, clock = self.state, self.state.clock

@@ -15,13 +15,14 @@ LAYERS = """
     errors table types splits index buckets png task
     chunks collectives compat console files precision not_finite reduction signals
     compiled training_mode helpers joining nested profile settings staging hook_state record gpus
-    verdict
+    verdict run_process
     callbacks_file batch_norm hook_table sources
     slurm tf_config rendezvous
     place
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
+    training_log
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    manifest record_options shared_folder download
+    manifest record_options shared_folder download background runs
     defaults shares
     records record_source made_records
     image_source csv_source

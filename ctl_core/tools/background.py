@@ -1,0 +1,66 @@
+"""``train --background``: the same command in a process of its own, which no terminal ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ctl_core import run_process
+from ctl_core.cluster.place import find_place
+from ctl_core.errors import SetupError, one_line
+from ctl_core.files import from_here, refuse_links
+from ctl_core.settings import Config, free_name
+
+
+def detach(argv: Sequence[str], config: Config) -> int:
+    """Starts the training and leaves it; says where it prints.
+
+    Args:
+        argv: the command line
+        config: the settings that it means
+
+    Raises:
+        SetupError: the run is being trained, its folder cannot be written, or another program
+            starts the processes of this cluster.
+    """
+    if sys.platform == "win32":
+        raise SetupError("background: needs Linux or macOS.")
+    if (place := find_place(config)).in_cluster:
+        raise SetupError(
+            f"background: {place.name} in the environment says that another program starts and ends "
+            "this process; leave background out, or join no cluster with --cluster none."
+        )
+    name = config.run_name or free_name(Path(config.runs_dir))
+    folder = Path(config.runs_dir).absolute() / name
+    output = folder / run_process.OUTPUT
+    process = run_process.read_process(folder)
+    begun = process is not None and process.ended is None and process.alive()
+    if run_process.held(folder) or begun:
+        raise SetupError(
+            f"{from_here(folder)}: another process is training this run; stop it (python -m "
+            f"ctl_core stop {name}), or choose another run_name."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        refuse_links(folder, [output, folder / run_process.FILE])
+        with output.open("ab", buffering=0) as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "ctl_core", *argv, "--no-background", "--run-name", name],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # neither Ctrl-C nor the end of the terminal reaches it
+            )
+        run_process.begin(folder, child.pid, background=True)
+    except OSError as error:
+        raise SetupError(
+            f"{from_here(folder)}: the run cannot be started in the background: {one_line(error)}."
+        ) from error
+    print(f"{from_here(folder)}: started in the background, process {child.pid}.")
+    print(f"It prints into {from_here(output)}: python -m ctl_core logs {name} -f")
+    print(f"To stop and save it: python -m ctl_core stop {name}")
+    return 0
