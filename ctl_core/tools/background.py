@@ -30,8 +30,8 @@ def detach(argv: Sequence[str], config: Config) -> int:
         raise SetupError("background: needs Linux or macOS.")
     if (place := find_place(config)).in_cluster:
         raise SetupError(
-            f"background: {place.name} in the environment says that another program starts and ends "
-            "this process; leave background out, or join no cluster with --cluster none."
+            f"background: {place.name} in the environment says that another program starts and "
+            "ends this process; leave background out, or join no cluster with --cluster none."
         )
     name = config.run_name or free_name(Path(config.runs_dir))
     folder = Path(config.runs_dir).absolute() / name
