@@ -182,7 +182,7 @@ def _run(command: Command, argv: list[str]) -> int:
         if expected is not None:
             training_log.check_note(expected, Path(config.runs_dir, made))
         if background:
-            return detach(argv, config)
+            return detach(argv, config, expected)
     if command.name == "train":
         if command.config.workers > 1 and not supervisor.supervised():
             name = command.config.run_name or free_name(Path(command.config.runs_dir))

@@ -8,19 +8,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctl_core import run_process
+from ctl_core import run_process, training_log
 from ctl_core.cluster.place import find_place
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import from_here, refuse_links
 from ctl_core.settings import Config, free_name
 
 
-def detach(argv: Sequence[str], config: Config) -> int:
+def detach(argv: Sequence[str], config: Config, note: str | None = None) -> int:
     """Starts the training and leaves it; says where it prints.
 
     Args:
         argv: the command line
         config: the settings that it means
+        note: what is expected of the run; its entry is there when this returns
 
     Raises:
         SetupError: the run is being trained, its folder cannot be written, or another program
@@ -56,6 +57,8 @@ def detach(argv: Sequence[str], config: Config) -> int:
                 start_new_session=True,  # neither Ctrl-C nor the end of the terminal reaches it
             )
         run_process.begin(folder, child.pid, background=True)
+        if note is not None:
+            training_log.begin(folder, note, config)
     except OSError as error:
         raise SetupError(
             f"{from_here(folder)}: the run cannot be started in the background: {one_line(error)}."
