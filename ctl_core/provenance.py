@@ -31,7 +31,7 @@ def provenance(devices: Sequence[str]) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    name, dirty = commit()
+    revision, dirty = commit()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -39,7 +39,7 @@ def provenance(devices: Sequence[str]) -> dict[str, Any]:
         "system": platform.platform(),
         "devices": list(devices),
         "versions": versions,
-        "commit": name,
+        "commit": revision,
         "dirty": dirty,
     }
 

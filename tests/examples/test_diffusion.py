@@ -13,20 +13,20 @@ from tests.helpers.example import Example, assert_devices_agree, assert_is_short
 from tests.helpers.project import Cli, cli
 
 __all__ = ["cli"]
-SMALL = ("--hparams.width", "4", "--batch-size", "8", "--eval-batch-size", "64")
-SMALL += ("--hparams.drawing_steps", "3", "--hparams.ema", "0.5")
+SMALL = ("--hparams.width", "4", "--hparams.drawing_steps", "3", "--hparams.ema", "0.5")
+BATCHES = ("--batch-size", "8", "--eval-batch-size", "64")
 
 
 @pytest.mark.slow
 def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
     assert_is_short("diffusion")
-    assert_devices_agree(Example("diffusion", cli, tmp_path, *SMALL))
+    assert_devices_agree(Example("diffusion", cli, tmp_path, *SMALL, *BATCHES))
 
 
 @pytest.mark.slow
 def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
     noise = np.random.default_rng(0).normal(size=(5, 8, 8, 1)).astype("float32")
-    example = Example("diffusion", cli, tmp_path, *SMALL)
+    example = Example("diffusion", cli, tmp_path, *SMALL, *BATCHES)
     hooks = tmp_path / "callbacks.py"
     hooks.write_text(hooks.read_text().replace("every_steps = {500:", "every_steps = {3:"))
     assert_lives(example, {"noise": noise})

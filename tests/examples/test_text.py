@@ -22,7 +22,7 @@ from tests.helpers.project import Cli, cli
 
 __all__ = ["cli"]
 SMALL = ("--hparams.width", "8", "--hparams.heads", "2", "--hparams.layers", "1")
-SMALL += ("--batch-size", "4", "--hparams.written", "3", "--hparams.files", "texts/*.txt")
+DATA = ("--batch-size", "4", "--hparams.written", "3", "--hparams.files", "texts/*.txt")
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +120,13 @@ def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
 def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
     assert_is_short("text")
     write_texts(tmp_path)
-    assert_devices_agree(Example("text", cli, tmp_path, *SMALL), atol=1e-4)
+    assert_devices_agree(Example("text", cli, tmp_path, *SMALL, *DATA), atol=1e-4)
 
 
 @pytest.mark.slow
 def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
     write_texts(tmp_path)
-    example = Example("text", cli, tmp_path, *SMALL)
+    example = Example("text", cli, tmp_path, *SMALL, *DATA)
     assert_lives(example, np.array([b"the first", b"a longer one than that"]))
     written = ctl_core.load(tmp_path / "runs" / "whole")(["def f(x):"])
     assert written.dtype == tf.string and len(written[0].numpy()) == 3
