@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
+from tests.helpers.ckpt_files import assert_same_bits, trained_to, weights
 from tests.helpers.rendering import environment, render
 
 psutil = pytest.importorskip("psutil")
@@ -96,24 +95,6 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> str:
     return said
 
 
-def weights(run: Path, step: int) -> dict[str, np.ndarray]:
-    """Returns what a checkpoint of create_ckpt has."""
-    reader = tf.train.load_checkpoint(str(run / "ckpt" / f"ckpt-{step}"))
-    names = [n for n in reader.get_variable_to_shape_map() if "OBJECT_GRAPH" not in n]
-    return {n: reader.get_tensor(n) for n in names if not n.startswith("save_counter")}
-
-
-def trained_to(run: Path, step: int) -> None:
-    """Waits for a checkpoint of at least this step."""
-    end = time.monotonic() + 200
-    while time.monotonic() < end:
-        steps = [int(p.stem.split("-")[1]) for p in run.glob("ckpt/engine/ckpt-*.json")]
-        if max(steps, default=0) >= step:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{run} has no checkpoint of step {step}")
-
-
 def workers_of(name: str) -> list[Any]:
     """The processes that train a run, by their rank."""
     found = []
@@ -158,8 +139,7 @@ def test_a_worker_that_is_killed_changes_no_bit(
     workers_of("killed")[1].kill()
     ended(process)
     found = weights(project / "runs" / "killed", 1500)
-    for name, value in undisturbed.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert_same_bits(found, undisturbed)
 
 
 def test_a_node_that_is_lost_changes_no_bit(
@@ -171,8 +151,7 @@ def test_a_node_that_is_lost_changes_no_bit(
     cluster.add_node(num_cpus=1)
     ended(process)
     found = weights(project / "runs" / "node", 1500)
-    for name, value in undisturbed.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert_same_bits(found, undisturbed)
 
 
 def test_a_hook_that_fails_ends_the_job_and_is_not_tried_again(project: Path, job: Job) -> None:
