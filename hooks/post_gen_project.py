@@ -46,6 +46,7 @@ LAUNCH = {
     "nowhere": (),
     "ray": ("ray_job.py",),
     "slurm": ("slurm.sh",),
+    "kubernetes": ("kubernetes.yaml", "Dockerfile", "Dockerfile.dockerignore"),
 }
 
 

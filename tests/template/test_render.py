@@ -31,6 +31,11 @@ from tests.helpers.rendering import (
 
 Projects = dict[tuple[str, ...], Path]
 JINJA = re.compile(r"\{\{|\{%|\{#")
+LAUNCH = {
+    "ray": ["ray_job.py"],
+    "slurm": ["slurm.sh"],
+    "kubernetes": ["kubernetes.yaml", "Dockerfile", "Dockerfile.dockerignore"],
+}
 COOKIECUTTER = re.compile(r"cookiecutter\.[a-z_]")
 every_combination = pytest.mark.parametrize(
     "choices", COMBINATIONS, ids=["-".join(choices.values()) for choices in COMBINATIONS]
@@ -55,9 +60,9 @@ def test_files(projects: Projects, choices: dict[str, str]) -> None:
     }
     if choices["license"] != "none":
         expected.add("LICENSE")
-    for place, name in {"ray": "ray_job.py", "slurm": "slurm.sh"}.items():
+    for place, names in LAUNCH.items():
         if choices["launch"] in (place, "all"):
-            expected.add(f"launch/{name}")
+            expected |= {f"launch/{name}" for name in names}
     uses_digits = b"digits.npz" in found["callbacks.py"]
     assert uses_digits or choices["example"] not in ("digits", "tfrecords")
     if uses_digits:

@@ -1,0 +1,80 @@
+"""launch/kubernetes.yaml: what it says is valid, and its rules bring a run through a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.helpers.ckpt_files import assert_same_bits, weights
+from tests.helpers.rendering import environment, render
+from tests.on_pods.pods import Job, missing
+
+__all__ = ["environment", "render"]
+STEPS = ("--steps", "600", "--ckpt-every", "100", "--eval-every", "0")
+FAILING = """
+
+def fail(step):
+    raise ValueError("a hook that fails")
+
+
+at_step = {5: fail}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A generated project with launch/kubernetes.yaml."""
+    made = render(tmp_path_factory.mktemp("pods"), launch="kubernetes")
+    (made / "failing.py").write_text((made / "callbacks.py").read_text() + FAILING)
+    return made  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def job(project: Path, tmp_path: Path) -> Iterator[Job]:
+    """The manifest's job, with a network for its pods."""
+    if lacks := missing():
+        pytest.skip(f"no pods here: {lacks}")
+    job = Job(project / "launch" / "kubernetes.yaml", project, tmp_path)
+    with job.networks():
+        yield job
+
+
+def test_the_manifest_is_valid_and_says_the_same_everywhere(project: Path) -> None:
+    documents = list(yaml.safe_load_all((project / "launch/kubernetes.yaml").read_text()))
+    for document in documents:
+        kubernetes_validate.validate(document, "1.31", strict=True)
+    job = documents[-1]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    (size,) = (each["value"] for each in container["env"] if each["name"] == "JOB_SIZE")
+    assert int(size) == job["completions"] == job["parallelism"]
+    documents[-1]["spec"]["parallelsim"] = 2
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(documents[-1], "1.31", strict=True)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_pod_that_is_killed_changes_no_bit(project: Path, job: Job) -> None:
+    undisturbed, disturbed = (project / "runs" / name for name in ("undisturbed", "disturbed"))
+    assert job.run("--run-name", "undisturbed", *STEPS) == "Complete", job.said()
+    assert (
+        "cluster: Kubernetes job train: 2 processes on train-0.train, train-1.train" in job.said()
+    )
+    assert job.restarts == [0, 0]
+    seen = disturbed / "ckpt" / "engine" / "ckpt-200.json"
+    assert job.run("--run-name", "disturbed", *STEPS, kill_when=seen.exists) == "Complete"
+    assert job.restarts == [1, 1], job.said()
+    assert_same_bits(weights(disturbed, 600), weights(undisturbed, 600))
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_hook_that_fails_ends_the_job(job: Job) -> None:
+    arguments = ("--run-name", "fails", "--callbacks", "failing.py", *STEPS)
+    assert job.run(*arguments) == "Failed"
+    assert "error: at_step[5] (failing.py:" in job.said()
