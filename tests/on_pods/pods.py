@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 BRIDGE = "ctl-pods"
+_QUIETLY: dict[str, Any] = {"check": False, "stderr": subprocess.DEVNULL}
 
 
 def missing() -> str:
@@ -62,6 +63,7 @@ class Job:
     @contextlib.contextmanager
     def networks(self) -> Iterator[None]:
         """Makes a namespace for each pod, joined by a bridge."""
+        self._clear()  # what a test that was killed has left
         hosts = ["127.0.0.1 localhost"]
         _ip("link", "add", BRIDGE, "type", "bridge")
         try:
@@ -84,9 +86,12 @@ class Job:
             for process in self._running.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-            for index in range(self.size):
-                subprocess.run(["ip", "netns", "del", f"{BRIDGE}-{index}"], check=False)
-            _ip("link", "del", BRIDGE)
+            self._clear()
+
+    def _clear(self) -> None:
+        for index in range(self.size):
+            subprocess.run(["ip", "netns", "del", f"{BRIDGE}-{index}"], **_QUIETLY)
+        subprocess.run(["ip", "link", "del", BRIDGE], **_QUIETLY)
 
     def _host(self, index: int) -> str:
         return f"{self.name}-{index}"
