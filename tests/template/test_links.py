@@ -79,6 +79,7 @@ def test_what_a_projects_readme_names(projects: dict[tuple[str, ...], Path], exa
         text for text in code if re.fullmatch(r"[\w./-]+\.(md|py|toml|yaml|npz)|LICENSE", text)
     }
     assert {"callbacks.py", "docs/hooks.md", "ctl_core/README.md"} < files
+    files.remove("training_log.md")  # which a run with a note makes
     places = {file: ROOT if file.startswith("docs/") else project for file in files}
     assert [file for file, place in places.items() if not (place / file).exists()] == []
 
@@ -97,8 +98,9 @@ def test_commands_are_understood(
     """Each line that starts as a command of a project, and each in a sentence."""
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text((digits / "config.yaml").read_text())
-    for run in ("a", "b", "gan"):
+    for run in ("a", "b", "gan", "w"):
         Path("runs", run).mkdir(parents=True)
+        Path("runs", run, "train.log").touch()
         Path("runs", run, "config.yaml").write_text("steps: 300\n")
     seen = 0
     for token in tokens(page or digits / "README.md"):
@@ -111,6 +113,10 @@ def test_commands_are_understood(
             assert arguments[0] in COMMANDS, line
             if arguments[0] == "hooks" or "--help" in arguments:
                 assert main(arguments if "--help" in arguments else ["hooks", "--help"]) == 0, line
+            elif arguments[0] in ("runs", "logs"):
+                assert main(arguments) == 0, line
+            elif arguments[0] == "stop":
+                assert main(arguments) == 2 and "is not running" in capsys.readouterr().err, line
             elif arguments[0] == "tfrecords":
                 Path(arguments[1]).mkdir(exist_ok=True)
                 parse_records(arguments[1:])
