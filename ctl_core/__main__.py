@@ -175,24 +175,23 @@ def _run(command: Command, argv: list[str]) -> int:
     if checking := bool(command.options.get("check")):
         supervisor.check_folder(command.config)
     expected, background = (command.options.get(name) for name in ("note", "background"))
-    if (expected is not None or background) and not supervisor.supervised():
-        made = command.config.run_name or free_name(Path(command.config.runs_dir))
-        config = dataclasses.replace(command.config, run_name=made)
+    several = command.name == "train" and command.config.workers > 1
+    if (expected is not None or background or several) and not supervisor.supervised():
+        name = command.config.run_name or free_name(Path(command.config.runs_dir))
+        config = dataclasses.replace(command.config, run_name=name)
         command = dataclasses.replace(command, config=config)
         if expected is not None:
-            training_log.check_note(expected, Path(config.runs_dir, made))
+            training_log.check_note(expected, Path(config.runs_dir, name))
         if background:
             return detach(argv, config, expected)
-    if command.name == "train":
-        if command.config.workers > 1 and not supervisor.supervised():
-            name = command.config.run_name or free_name(Path(command.config.runs_dir))
+        if several:
             start = supervisor.check_cluster if checking else supervisor.start_cluster
-            config = dataclasses.replace(command.config, run_name=name)
             code = start(argv, config)
             if code or not command.options["then"]:
                 return code
             _prepare_alone(config)
-            return _follow(dataclasses.replace(command, config=config), _load(source, config))
+            return _follow(command, _load(source, config))
+    if command.name == "train":
         _prepare(command.config)
     elif command.name == "predict":
         os.environ.pop("TF_CONFIG", None)

@@ -29,6 +29,7 @@ from ctl_core.layers import (
     Word,
     checked,
     environment,
+    flat,
     laid_over,
     merge,
     read_file,
@@ -310,7 +311,9 @@ def _differ(own: Layer, project: Layer, above: Layer) -> str:
     """Says what a run and config.yaml have otherwise, and neither variable nor flag says."""
     if "steps" in above or "epochs" in above:
         above = above | dict.fromkeys(("steps", "epochs"), ("", None))
-    before, after, known = (_flat(layer) for layer in (own, project, above))
+    before, after, known = (
+        flat({name: value for name, (_, value) in layer.items()}) for layer in (own, project, above)
+    )
     before = dataclasses.asdict(Config()) | before  # an earlier engine did not have them all
     if "callbacks" in after:
         after["callbacks"] = from_here(str(after["callbacks"]))
@@ -320,19 +323,6 @@ def _differ(own: Layer, project: Layer, above: Layer) -> str:
         if name not in (*known, "run_name", "runs_dir") and before.get(name) != value
     ]
     return ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
-
-
-def _flat(layer: Layer) -> dict[str, Any]:
-    """Returns values by name, those of hparams by names like hparams.width."""
-    flat: dict[str, Any] = {}
-    names: list[tuple[str, Any]] = [(name, value) for name, (_, value) in layer.items()]
-    while names:
-        name, value = names.pop(0)
-        if isinstance(value, dict):
-            names[:0] = [(f"{name}.{inner}", value[inner]) for inner in value]
-        else:
-            flat[name] = value
-    return flat
 
 
 def as_evaluator(command: Command) -> Command:

@@ -25,6 +25,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from ctl_core.metric_values import worded
+
 LOG = logging.getLogger("ctl_core")
 LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
 Listener = Callable[[int, str, dict[str, float]], None]
@@ -147,7 +149,7 @@ class Console:
         numbers = {name: _scalar(name, value) for name, value in _flat(values)}
         for listener in self.listeners:
             listener(step, split, numbers)
-        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        text = worded(numbers)
         now = time.monotonic()
         self._measure(step, now)
         if split == "train":

@@ -264,6 +264,15 @@ def _like(old: Any, value: Any, where: str) -> Any:
     )
 
 
+def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Returns values by name, those of hparams by names like hparams.width."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = flat(value, f"{above}{name}.") if isinstance(value, dict) else {}
+        found |= inner or {f"{above}{name}": value}
+    return found
+
+
 def write_config(config: Config, path: Path) -> None:
     """Writes the settings as resolved, whole or not at all."""
     text = yaml.dump(

@@ -15,6 +15,7 @@ from ctl_core.compat import with_called
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
+from ctl_core.metric_values import worded
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.slow_input import advice
 from ctl_core.state import State
@@ -97,7 +98,7 @@ def opening(state: State, start: int, last: int, resumed: bool) -> str:
 
 def closing(state: State, start: int, seconds: float) -> str:
     """Says how training has ended, after how many steps and with what evaluation."""
-    values = "  ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
+    values = worded(state.metrics)
     parts = [f"step {state.step}", f"{state.step - start} steps in {seconds:.1f} s"]
     if values:
         parts.append(f"evaluation: {values}")

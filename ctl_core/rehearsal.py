@@ -31,6 +31,7 @@ from ctl_core.errors import RunError, StopTraining
 from ctl_core.eval_data import dataset_of
 from ctl_core.hooks import Hook, Hooks, describe, load_hooks
 from ctl_core.messages import last_step
+from ctl_core.metric_values import worded
 from ctl_core.nested import described, output_names
 from ctl_core.process_state import process_state
 from ctl_core.readers.kinds import is_reader
@@ -140,8 +141,7 @@ class _Console(Console):
         """Hands values to the listeners, and shows those of the evaluation."""
         super().values(step, split, values)
         if split == "eval":
-            text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-            self.done("evaluation", text)
+            self.done("evaluation", worded(values))
 
     def line(self, text: str) -> None:
         """Prints a line."""

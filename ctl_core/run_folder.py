@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -29,6 +28,7 @@ from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, brief, reason
 from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.layers import write_config
+from ctl_core.metric_values import read_metrics, storable
 from ctl_core.provenance import provenance
 from ctl_core.settings import Config, free_name
 
@@ -131,18 +131,7 @@ class Run:
 
         Looking takes the lock for an instant, which ``lock`` waits out.
         """
-        if fcntl is None:
-            return None
-        try:
-            with (self.path / "train.log").open() as log:
-                fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return None
-        return False
+        return run_process.locked(self.path / "train.log")
 
     def ended(self, how: str, line: str = "", step: int | None = None, metrics: Any = None) -> None:
         """Writes down how training ended, where ``runs`` and training_log.md have it."""
@@ -242,8 +231,8 @@ class Run:
             self._write(step, split, values)
 
     def _write(self, step: int, split: str, values: dict[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._metrics.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
+        line = {"step": step, "split": split, **storable(values)}
+        self._metrics.write(json.dumps(line) + "\n")
         with self.writer(split).as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
@@ -312,20 +301,6 @@ class Run:
         with contextlib.suppress(OSError):
             self._log.close()
         self._held.close()
-
-
-def read_metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Reads a run's metrics.jsonl; a last line that was cut short by a kill is left out."""
-    file = run / name
-    lines = []
-    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import platform
 import time
@@ -23,6 +22,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ctl_core.files import written_whole
+from ctl_core.metric_values import storable
 
 FILE = "process.json"
 # What a run in the background prints.
@@ -123,8 +123,7 @@ def end(
     if process is None:
         return None
     process.ended, process.how, process.line, process.step = time.time(), how, line, step
-    values = (metrics or {}).items()
-    process.metrics = {name: value if math.isfinite(value) else None for name, value in values}
+    process.metrics = storable(metrics or {})
     write(folder, process)
     return process
 
@@ -151,20 +150,27 @@ def read_process(folder: Path) -> Process | None:
 
 
 def held(folder: Path) -> bool | None:
-    """Whether a process trains a run; None where there are no locks to tell.
+    """Whether a process trains a run, or starts its workers; None where no locks tell."""
+    for name in _LOCKS:
+        if (found := locked(folder / name)) is not False:
+            return found
+    return False
+
+
+def locked(log: Path) -> bool | None:
+    """Whether a process holds a run by this log of it; None where there are no locks to tell.
 
     Looking takes the lock for an instant, which training waits out.
     """
     if fcntl is None:
         return None
-    for name in _LOCKS:
-        try:
-            with (folder / name).open() as log:
-                fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return None
+    try:
+        with log.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
     return False

@@ -15,12 +15,12 @@ from ctl_core.context import StepContext
 from ctl_core.evaluate import Evaluation
 from ctl_core.hooks import Hooks
 from ctl_core.inputs import Input, create_input
+from ctl_core.metric_values import read_metrics
 from ctl_core.numerics.batch_norm import MovingStatistics
 from ctl_core.numerics.freezing import Freezing
 from ctl_core.numerics.learning_rate import LearningRate
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.profile import Clock
-from ctl_core.run_folder import read_metrics
 from ctl_core.run_state.record import Record
 from ctl_core.run_state.tracking import Found
 from ctl_core.settings import Config

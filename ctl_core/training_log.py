@@ -11,19 +11,13 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 from ctl_core import run_process
 from ctl_core.errors import SetupError, one_line
-from ctl_core.files import from_here, written_whole
-from ctl_core.layers import load_config
+from ctl_core.files import alone_in, from_here, written_whole
+from ctl_core.layers import flat, load_config
+from ctl_core.metric_values import worded
 from ctl_core.provenance import commit
 from ctl_core.run_process import Process
 from ctl_core.settings import Config, shown
@@ -62,7 +56,7 @@ def begin(folder: Path, note: str, config: Config) -> None:
         OSError: the file cannot be written.
     """
     path = Path(FILE).absolute()
-    with _locked(path):
+    with alone_in(path.parent):
         check_note(note, folder)
         text = _read(path)
         if _entry(text, from_here(folder)) is None:
@@ -90,7 +84,7 @@ def complete(folder: Path, process: Process) -> None:
     if process.training_log is None:
         return
     path = Path(process.training_log)
-    with _locked(path):
+    with alone_in(path.parent):
         text, name = _read(path), os.path.relpath(folder, path.parent)
         entry = _entry(text, from_here(folder)) or _entry(text, name)
         if entry is None:  # taken out by hand
@@ -106,10 +100,7 @@ def complete(folder: Path, process: Process) -> None:
 
 
 def _result(process: Process) -> str:
-    values = "  ".join(
-        f"{name} {'NaN' if value is None else format(value, '.4g')}"
-        for name, value in process.metrics.items()
-    )
+    values = worded(process.metrics)
     how = {"ended": "ended early", "stopped": f"stopped by {process.line}"}.get(
         str(process.how), str(process.how)
     )
@@ -146,21 +137,13 @@ def _changed(config: Config) -> str:
     project, where = Config(), "the defaults"
     with contextlib.suppress(SetupError):
         project, where = load_config("config.yaml"), "config.yaml"
-    before, after = (_flat(dataclasses.asdict(each)) for each in (project, config))
+    before, after = (flat(dataclasses.asdict(each)) for each in (project, config))
     found = [
         f"{name} {shown(value, 40)}"
         for name, value in after.items()
         if name not in _PLACE and before.get(name) != value
     ]
     return ", ".join(found) or f"those of {where}"
-
-
-def _flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = _flat(value, f"{above}{name}.") if isinstance(value, dict) else {}
-        flat |= inner or {f"{above}{name}": value}
-    return flat
 
 
 def _read(path: Path) -> str:
@@ -176,18 +159,3 @@ def _write(path: Path, text: str) -> None:
     target = Path(os.path.realpath(path))  # a link stays one
     with written_whole(target) as beside:
         beside.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the file's folder against other runs, as far as the file system has locks."""
-    if fcntl is None:
-        yield
-        return
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ctl_core.data.manifest import read_complete
 from ctl_core.errors import SetupError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from ctl_core.files import alone_in
 
 
 def write_tfrecords(source: str | Path, output: str | Path, **options: Any) -> Path:
@@ -41,7 +35,9 @@ def write_tfrecords(source: str | Path, output: str | Path, **options: Any) -> P
     from ctl_core.tools.tfrecords import write_records
 
     folder = Path(output)
-    with _alone(Path(source)):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the source is not there: as will be said, or need not
+            stack.enter_context(alone_in(Path(source)))
         with contextlib.suppress(SetupError):
             return read_complete(folder).folder
         arguments = [str(source), "--output", str(folder)]
@@ -51,20 +47,3 @@ def write_tfrecords(source: str | Path, output: str | Path, **options: Any) -> P
                 arguments += [flag] if each is True else [f"{flag}={each}"]
         write_records(parse(arguments))
     return folder
-
-
-@contextlib.contextmanager
-def _alone(source: Path) -> Iterator[None]:
-    """Within, no other process of this machine is here with the same source."""
-    try:
-        held = os.open(source, os.O_RDONLY)
-    except OSError:  # it is not there, as will be said, or need not be
-        yield
-        return
-    try:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)

@@ -12,7 +12,7 @@ from ctl_core import run_process, training_log
 from ctl_core.cluster.place import find_place
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import from_here, refuse_links
-from ctl_core.settings import Config, free_name
+from ctl_core.settings import Config
 
 
 def detach(argv: Sequence[str], config: Config, note: str | None = None) -> int:
@@ -20,7 +20,7 @@ def detach(argv: Sequence[str], config: Config, note: str | None = None) -> int:
 
     Args:
         argv: the command line
-        config: the settings that it means
+        config: the settings that it means, with the run's name
         note: what is expected of the run; its entry is there when this returns
 
     Raises:
@@ -34,7 +34,8 @@ def detach(argv: Sequence[str], config: Config, note: str | None = None) -> int:
             f"background: {place.name} in the environment says that another program starts and "
             "ends this process; leave background out, or join no cluster with --cluster none."
         )
-    name = config.run_name or free_name(Path(config.runs_dir))
+    name = config.run_name
+    assert name is not None
     folder = Path(config.runs_dir).absolute() / name
     output = folder / run_process.OUTPUT
     process = run_process.read_process(folder)

@@ -20,6 +20,7 @@ from rich.table import Table
 from ctl_core.errors import RunError, SetupError, one_line
 from ctl_core.files import from_here
 from ctl_core.layers import environment, read_file
+from ctl_core.metric_values import parse_metrics, worded
 from ctl_core.run_process import OUTPUT, Process, held, read_process
 from ctl_core.run_state.record import Damaged, Record, read_record, saved_steps
 from ctl_core.settings import Config, nearest, shown
@@ -65,7 +66,7 @@ class Found:
 def look_at(folder: Path) -> Found:
     """Finds out what a run does, by its lock, its process.json and its files."""
     process, record = read_process(folder), _record(folder)
-    lines = _metrics(folder)
+    lines = parse_metrics(_tail(folder / "metrics.jsonl"))
     steps = [line["step"] for line in lines] + ([record.step] if record else [])
     values = next((line for line in reversed(lines) if line.get("split") == "eval"), None)
     values = values or (lines[-1] if lines else {})
@@ -116,18 +117,6 @@ def _record(folder: Path) -> Record | None:
         except (Damaged, OSError, SetupError):
             return None
     return None
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in _tail(folder / "metrics.jsonl").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:  # cut at either end
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
 
 
 def _tail(path: Path) -> str:
@@ -194,13 +183,8 @@ def _print_table(found: Sequence[Found]) -> None:
     table.add_column("age", justify="right")
     table.add_column("metrics", overflow="fold")
     for run in found:
-        values = [
-            f"{name} {'NaN' if value is None else format(value, '.4g')}"
-            for name, value in run.metrics.items()
-        ]
-        said = [run.said] if run.said else []
         step = "" if run.step is None else str(run.step)
-        text = "  ".join(said + values)
+        text = "  ".join(filter(None, (run.said, worded(run.metrics))))
         table.add_row(run.name, run.state, step, _age(time.time() - run.started), text)
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import signal
 import threading
 import time
@@ -24,7 +23,8 @@ from ctl_core.errors import CtlError, SetupError, reason
 from ctl_core.evaluate import evaluate, trace_anew
 from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.layers import read_file
-from ctl_core.run_folder import Run, read_metrics
+from ctl_core.metric_values import read_metrics, storable, worded
+from ctl_core.run_folder import Run
 from ctl_core.run_state.record import Damaged, read_record, saved_steps
 from ctl_core.state import State
 
@@ -144,7 +144,7 @@ class _Watch:
         self._frozen = flags
         values = evaluate(state.evaluation)
         assert values is not None
-        self._console.say(f"step {step}  eval: {_shown(values)}")
+        self._console.say(f"step {step}  eval: {worded(values)}")
         self._values.write(step, values)
         self._seen[step] = stamp
         return values
@@ -163,10 +163,6 @@ class _Watch:
         if epochs is not None and per_epoch is not None:
             last = int(epochs) * per_epoch
         return last is not None and newest.step >= int(last)
-
-
-def _shown(values: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 class _Values:
@@ -188,9 +184,8 @@ class _Values:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes the values of a step; where that cannot be, says so once."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         others = [line for line in read_metrics(self._folder, FILE) if line["step"] != step]
-        lines = [*others, {"step": step, "split": "watch", **finite}]
+        lines = [*others, {"step": step, "split": "watch", **storable(values)}]
         lines.sort(key=lambda line: line["step"])
         try:
             with written_whole(self._file) as beside:

@@ -1,12 +1,20 @@
-"""What the checkpoints in the folder of a run hold, and waiting for one; without our engine."""
+"""Training in a project's folder, and what the checkpoints of its runs hold."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+
+
+def train_here(project: Path, *settings: str) -> None:
+    """Trains in a process of its own, by no launcher."""
+    command = [sys.executable, "-m", "ctl_core", "train", *settings]
+    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=300)
 
 
 def weights(run: Path, step: int) -> dict[str, np.ndarray]:
@@ -25,6 +33,12 @@ def trained_to(run: Path, step: int, seconds: float = 200) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"{run} has no checkpoint of step {step}")
+
+
+def assert_rounded_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Compares two results of ``weights`` whose sums were taken in another order."""
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, 1e-5, 2e-6, err_msg=name)
 
 
 def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 import yaml
 
+from tests.helpers.processes import trainings
+
 BRIDGE = "ctl-pods"
 _QUIETLY: dict[str, Any] = {"check": False, "stderr": subprocess.DEVNULL}
 
@@ -120,13 +122,10 @@ class Job:
 
     def process(self, index: int) -> int:
         """Returns the number of the process that trains in a pod."""
-        group = self._running[index].pid
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if b"ctl_core" in words and os.getpgid(int(folder.name)) == group:
-                    return int(folder.name)
-        raise AssertionError(f"no training in pod {index}")
+        own = f"JOB_COMPLETION_INDEX={index}"
+        found = [pid for pid, _, environ in trainings() if own in environ]
+        assert found, f"no training in pod {index}"
+        return found[0]
 
     def run(self, *args: str, kill_when: Any = None, seconds: float = 300) -> str:
         """Runs all pods to their end, each started again as the manifest's rules have it.

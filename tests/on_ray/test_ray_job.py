@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.ckpt_files import assert_same_bits, trained_to, weights
+from tests.helpers.ckpt_files import (
+    assert_rounded_alike,
+    assert_same_bits,
+    train_here,
+    trained_to,
+    weights,
+)
 from tests.helpers.rendering import environment, render
 
 psutil = pytest.importorskip("psutil")
@@ -105,19 +111,13 @@ def workers_of(name: str) -> list[Any]:
     return sorted(found, key=lambda one: one.environ()["TF_CONFIG"].split("index")[-1])
 
 
-def local(project: Path, *settings: str) -> None:
-    """Trains without Ray."""
-    command = [sys.executable, "-m", "ctl_core", "train", *settings]
-    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=300)
-
-
 STEPS = ("--steps", "1500", "--ckpt-every", "100", "--eval-every", "0")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(project: Path) -> dict[str, np.ndarray]:
     """What a cluster of two processes trains without Ray, and without a loss."""
-    local(project, "--run-name", "undisturbed", "--workers", "2", *STEPS)
+    train_here(project, "--run-name", "undisturbed", "--workers", "2", *STEPS)
     return weights(project / "runs" / "undisturbed", 1500)
 
 
@@ -125,10 +125,9 @@ def test_two_workers_train_what_one_process_does(project: Path, job: Job) -> Non
     said = ended(job("--run-name", "two", "--steps", "60"))
     assert "2 replicas" in said and "  eval_accuracy 0." in said
     assert said.count("step 60/60  loss") == 1  # of one worker, once
-    local(project, "--run-name", "one", "--steps", "60")
+    train_here(project, "--run-name", "one", "--steps", "60")
     found, expected = (weights(project / "runs" / name, 60) for name in ("two", "one"))
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, 1e-5, 2e-6, err_msg=name)
+    assert_rounded_alike(found, expected)
 
 
 def test_a_worker_that_is_killed_changes_no_bit(

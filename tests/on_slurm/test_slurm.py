@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.ckpt_files import assert_same_bits, trained_to, weights
+from tests.helpers.ckpt_files import (
+    assert_rounded_alike,
+    assert_same_bits,
+    train_here,
+    trained_to,
+    weights,
+)
+from tests.helpers.processes import trainings
 from tests.helpers.rendering import environment, render
 from tests.on_slurm.slurm import Slurm, missing
 
@@ -66,14 +71,8 @@ def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(project: Path) -> dict[str, np.ndarray]:
     """What a cluster of two processes trains without Slurm, and without a loss."""
-    local(project, "--run-name", "undisturbed", "--workers", "2", *STEPS)
+    train_here(project, "--run-name", "undisturbed", "--workers", "2", *STEPS)
     return weights(project / "runs" / "undisturbed", 1200)
-
-
-def local(project: Path, *settings: str) -> None:
-    """Trains without Slurm."""
-    command = [sys.executable, "-m", "ctl_core", "train", *settings]
-    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=300)
 
 
 def printed(project: Path, number: str) -> str:
@@ -83,15 +82,13 @@ def printed(project: Path, number: str) -> str:
 
 def rank_of(name: str, rank: int) -> int:
     """Returns the number of the process that is this rank of a run."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
-            environ = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if "ctl_core" in words and name in words and f"SLURM_PROCID={rank}" in environ:
-            return int(folder.name)
-    raise AssertionError(f"no process {rank} of {name}")
+    found = [
+        pid
+        for pid, words, environ in trainings()
+        if name in words and f"SLURM_PROCID={rank}" in environ
+    ]
+    assert found, f"no process {rank} of {name}"
+    return found[0]
 
 
 def test_two_nodes_train_what_one_process_does(project: Path, slurm: Slurm) -> None:
@@ -101,10 +98,9 @@ def test_two_nodes_train_what_one_process_does(project: Path, slurm: Slurm) -> N
     assert f"cluster: Slurm step {job}.0: 2 processes on node9, node10" in log
     assert log.count("step 60/60  loss") == 1  # of one process, once
     assert f"job {job} is done" in printed(project, job)
-    local(project, "--run-name", "one", "--steps", "60")
+    train_here(project, "--run-name", "one", "--steps", "60")
     found, expected = (weights(project / "runs" / name, 60) for name in ("two", "one"))
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, 1e-5, 2e-6, err_msg=name)
+    assert_rounded_alike(found, expected)
 
 
 def test_preempted_and_killed_changes_no_bit(
