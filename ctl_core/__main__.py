@@ -158,14 +158,15 @@ def _run(command: Command, argv: list[str]) -> int:
         print(note, flush=True)
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
-    place = find_place(command.config) if command.name == "train" else Place()
+    shared = command.name in ("train", "predict")
+    place = find_place(command.config) if shared else Place()
     for line in () if supervisor.supervised() else place.lines():
         print(line, flush=True)
-    if place.evaluates:
+    if place.evaluates and command.name == "train":
         with interruptible():
             command = as_evaluator(command)
     in_cluster = command.config.workers > 1 or place.in_cluster
-    level = "3" if command.name == "train" and in_cluster else "2"
+    level = "3" if shared and in_cluster else "2"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else level)
     source = find_callbacks(
         command.config.callbacks, command.run, command.trained_with, command.name == "train"
@@ -176,6 +177,8 @@ def _run(command: Command, argv: list[str]) -> int:
         supervisor.check_folder(command.config)
     expected, background = (command.options.get(name) for name in ("note", "background"))
     several = command.name == "train" and command.config.workers > 1
+    if command.name == "predict" and command.config.workers > 1 and not supervisor.supervised():
+        return supervisor.start_prediction(argv, command.config)
     if (expected is not None or background or several) and not supervisor.supervised():
         name = command.config.run_name or free_name(Path(command.config.runs_dir))
         config = dataclasses.replace(command.config, run_name=name)
@@ -191,7 +194,7 @@ def _run(command: Command, argv: list[str]) -> int:
                 return code
             _prepare_alone(config)
             return _follow(command, _load(source, config))
-    if command.name == "train":
+    if command.name == "train" or (command.name == "predict" and place.in_cluster):
         _prepare(command.config)
     elif command.name == "predict":
         os.environ.pop("TF_CONFIG", None)
@@ -221,6 +224,11 @@ def _run(command: Command, argv: list[str]) -> int:
             _follow(command, callbacks) if command.options["then"] and alone and not code else code
         )
     with interruptible():
+        if command.name == "predict" and place.in_cluster:
+            from ctl_core.tools.commands import predict
+
+            predict(callbacks, config, command.options, in_cluster=True)
+            return 0
         return _use_run(dataclasses.replace(command, config=config), callbacks)
 
 

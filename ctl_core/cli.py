@@ -277,15 +277,13 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
                 f"differs: {differ}; --config config.yaml takes those."
             )
         files = [own, *(files if named else ())]
-    if command != "train":  # a trained run is used in one process
-        if checked({key: flags[key] for key in flags if key == "workers"}).workers > 1:
-            devices = ", on all devices of it (--virtual-devices, or GPUs)"
-            raise SetupError(
-                f"workers: {command} uses a run in one process{devices * (command == 'predict')}; "
-                "leave it out."
-            )
+    if command != "train":  # a trained run is used in one process, whatever trained it
+        several = {key: flags[key] for key in flags if key == "workers"}
+        if command != "predict" and checked(several).workers > 1:
+            raise SetupError(f"workers: {command} uses a run in one process; leave it out.")
         for layer in (*files, env, flags):
             layer.pop("workers", None)
+        flags |= several if command == "predict" else {}
     config = merge(files, [env, flags], notes)
     config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
     return Command(command, config, values, notes, run, trained_with)

@@ -10,7 +10,7 @@ import dataclasses
 import io
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,7 +47,14 @@ class ArraysOnDisk:
             RunError: it has another number of dimensions than those before.
             OSError: the disk is full.
         """
-        array, sizes = on_host(value)
+        self.add_array(name, *on_host(value))
+
+    def add_array(self, name: str, array: np.ndarray, sizes: Mapping[int, np.ndarray]) -> None:
+        """The same for what ``on_host`` has made of a tensor.
+
+        Raises:
+            As ``add``.
+        """
         if name not in self._arrays:
             file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  closed with this object
             self._arrays[name] = _Array(file)

@@ -6,7 +6,7 @@ import itertools
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -15,11 +15,17 @@ from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.errors import SetupError, one_line, reason
 from ctl_core.files import from_here
 from ctl_core.nested import described, input_names, matched, output_names, structured
-from ctl_core.npz import ArraysOnDisk
 from ctl_core.settings import label
 
 
-def predict(model: Callable[[Any], Any], batches: Iterable[Any], arrays: ArraysOnDisk) -> int:
+class Arrays(Protocol):
+    """Takes the outputs of a model, batch by batch."""
+
+    def add(self, name: str, value: Any) -> None:
+        """Adds the next batch of an output: an eager tensor, dense, ragged or sparse."""
+
+
+def predict(model: Callable[[Any], Any], batches: Iterable[Any], arrays: Arrays) -> int:
     """Runs a model over batches, one after the other, and keeps its outputs in their order.
 
     Args:
@@ -41,7 +47,7 @@ def predict_on_replicas(
     model: Callable[[Any], Any],
     spec: Any,
     batches: Iterable[Any],
-    arrays: ArraysOnDisk,
+    arrays: Arrays,
 ) -> int:
     """The same on all replicas of this process, each with a batch of its own at a time.
 
@@ -76,7 +82,7 @@ def predict_on_replicas(
     return _keep(outputs(), arrays)
 
 
-def _keep(outputs: Iterable[Any], arrays: ArraysOnDisk) -> int:
+def _keep(outputs: Iterable[Any], arrays: Arrays) -> int:
     number = 0
     for number, output in enumerate(outputs, 1):  # noqa: B007
         for name, value in output_names(output).items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.cluster.strategy import local_replicas
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
 from ctl_core.eval_data import create_eval_data
@@ -18,15 +19,17 @@ from ctl_core.evaluate import Evaluation
 from ctl_core.evaluate import evaluate as run_evaluation
 from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.npz import ArraysOnDisk
+from ctl_core.predict import Arrays, predict_on_replicas, read_inputs
 from ctl_core.predict import predict as run_prediction
-from ctl_core.predict import predict_on_replicas, read_inputs
 from ctl_core.serving import Serving, create_serving
 from ctl_core.settings import Config, nearest, shown
+from ctl_core.state import State
 from ctl_core.tools.card import model_card
 from ctl_core.tools.export import next_version, save_model
 from ctl_core.tools.formats import WRITE, check_format
 from ctl_core.tools.input_table import SUFFIXES, read_table
-from ctl_core.tools.restored import built, restored
+from ctl_core.tools.parts import Part, Shared
+from ctl_core.tools.restored import Devices, built, restored
 from ctl_core.tools.watch import watch
 
 _NO_DATA = "create_eval_dataset: there is none, so there is nothing to evaluate."
@@ -54,11 +57,18 @@ def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict
     return values
 
 
-def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
+def predict(
+    callbacks: Any, config: Config, options: Mapping[str, Any], in_cluster: bool = False
+) -> Path:
     """Writes the model's outputs for a file, or for the evaluation data, as a .npz file.
+
+    Args:
+        callbacks, config, options: as of the command line
+        in_cluster: whether the processes of a cluster share the work; all of them call this
 
     Raises:
         SetupError: the file does not fit the model, or there is no data or no checkpoint.
+        PeerLost: another process of the cluster is gone.
     """
     if options["input"] and options.get("dataset"):
         raise SetupError("input and dataset: give one of the two.")
@@ -66,44 +76,78 @@ def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     source = Path(options["input"]) if options["input"] else None
     if options["output"]:
         _check_output(Path(options["output"]), source)
-    with restored(callbacks, config, options["checkpoint"], replicas=True) as (state, _, console):
+    devices: Devices = "of the cluster" if in_cluster else "here"
+    with restored(callbacks, config, options["checkpoint"], devices=devices) as (state, _, console):
         path = Path(options["output"] or state.run_dir / _predictions(source))
-        _try(path)
+        if state.cluster.task.chief:
+            _try(path)
         serving = create_serving(state)
-        # Whatever the replicas: a batch of another size is rounded differently.
-        size = config.batch_size // config.accumulate_steps
-        if source is not None:
-            spec = serving.input_spec
-            if source.suffix.lower() in SUFFIXES:
-                batches = read_table(source, spec, size, console.say)
-            else:
-                batches = read_inputs(source, spec, size)
-            _note(serving, console)
-        elif state.evaluation is not None:
-            if serving.of_batch is None:
-                raise SetupError(f"input: name a file. {serving.note}")
+        name = None
+        if source is None and state.evaluation is not None:
             name = _chosen(state.evaluation, options.get("dataset"))
-            data = state.evaluation.sets[name].data
-            if state.context.replicas > 1:
-                data = create_eval_data(state.hooks, config.eval_batch_size or size)[name]
-            spec, batches = data.dataset.element_spec, iter(data)
-        else:
-            raise SetupError("input: name a file, since there is no create_eval_dataset.")
-        with _said(path), ArraysOnDisk(path.parent) as arrays:
+        spec, batches = _inputs(state, config, serving, source, name, console)
+        model = serving.of_batch if source is None else serving.function
+        if state.context.replicas == 1:
+            model = serving.of_batch if source is None else serving.traced
+
+        def run(batches: Iterable[Any], arrays: Arrays) -> None:
             try:
                 if state.context.replicas > 1:
-                    model = serving.of_batch if source is None else serving.function
                     predict_on_replicas(state.strategy, model, spec, batches, arrays)
                 else:
-                    model = serving.of_batch if source is None else serving.traced
                     run_prediction(model, batches, arrays)
             except tf.errors.OpError as error:
                 raise serving.failure(error) from error
+
+        with _said(path), ArraysOnDisk(path.parent) as arrays:
+            if state.cluster.task.processes > 1:
+                shared = Shared(state.cluster, state.run_dir, local_replicas(state.strategy))
+                with shared.parts():
+                    with shared.file() as file:
+                        run(shared.own(batches), Part(file))
+                    shared.join(arrays)
+            else:
+                run(batches, arrays)
+            if not state.cluster.task.chief:
+                return path
             with written_whole(path) as beside:
                 found = arrays.write(beside)
         shapes = ", ".join(f"{name} {shape}" for name, shape in found.items())
         console.say(f"step {state.step}: wrote {shapes} to {from_here(path)}")
     return path
+
+
+def _inputs(
+    state: State,
+    config: Config,
+    serving: Serving,
+    source: Path | None,
+    name: str | None,
+    console: Console,
+) -> tuple[Any, Iterable[Any]]:
+    """Returns what a prediction is for, in batches, and their specification.
+
+    Raises:
+        SetupError: the file does not fit the model, or there is no data.
+    """
+    # Whatever the replicas: a batch of another size is rounded differently.
+    size = config.batch_size // config.accumulate_steps
+    if source is not None:
+        spec = serving.input_spec
+        if source.suffix.lower() in SUFFIXES:
+            batches = read_table(source, spec, size, console.say)
+        else:
+            batches = read_inputs(source, spec, size)
+        _note(serving, console)
+        return spec, batches
+    if state.evaluation is None or name is None:
+        raise SetupError("input: name a file, since there is no create_eval_dataset.")
+    if serving.of_batch is None:
+        raise SetupError(f"input: name a file. {serving.note}")
+    data = state.evaluation.sets[name].data
+    if state.context.replicas > 1:
+        data = create_eval_data(state.hooks, config.eval_batch_size or size)[name]
+    return data.dataset.element_spec, iter(data)
 
 
 def _check_output(path: Path, source: Path | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ctl_core.build import create_state
 from ctl_core.checkpoint import Checkpoints
+from ctl_core.cluster.place import read_task
 from ctl_core.cluster.strategy import count_gpus, joined
 from ctl_core.cluster.task import Task
 from ctl_core.console import Console
@@ -20,6 +21,8 @@ from ctl_core.run_state.record import Record
 from ctl_core.settings import Config
 from ctl_core.state import State
 
+Devices = Literal["one", "here", "of the cluster"]
+
 
 @contextmanager
 def restored(
@@ -27,7 +30,7 @@ def restored(
     config: Config,
     checkpoint: int | Literal["best"] | None = None,
     console: Console | None = None,
-    replicas: bool = False,
+    devices: Devices = "one",
 ) -> Iterator[tuple[State, Record, Console]]:
     """Builds the state of a run and restores a checkpoint; the weights are averaged.
 
@@ -36,12 +39,13 @@ def restored(
         config: the settings of the run
         checkpoint: its step, or the one that ``keep_best`` keeps; default: the newest
         console: where to say so
-        replicas: whether on all devices of this process, as the settings have them; else on one
+        devices: on one, on all of this process as the settings have them, or on all of its cluster
 
     Raises:
         SetupError: there is none, or it does not fit.
+        PeerLost: another process of the cluster is gone.
     """
-    with built(callbacks, config, console, replicas) as (state, run, console):
+    with built(callbacks, config, console, devices) as (state, run, console):
         record = Checkpoints(state, console).restore(checkpoint, with_input=False)
         if record is None:
             raise SetupError(
@@ -55,12 +59,17 @@ def restored(
 
 @contextmanager
 def built(
-    callbacks: Any, config: Config, console: Console | None = None, replicas: bool = False
+    callbacks: Any, config: Config, console: Console | None = None, devices: Devices = "one"
 ) -> Iterator[tuple[State, Run, Console]]:
-    """Builds the state of a run that is only read, on one device or on all of this process."""
-    console = console or Console()
+    """Builds the state of a run that is only read; ``devices`` is as above."""
+    task = read_task(config) if devices == "of the cluster" else Task()
+    console = console or Console(shown=task.chief)
+    if devices == "one":
+        config = on_one_device(config)
+    elif devices == "here":
+        config = on_this_machine(config, console)
     config = dataclasses.replace(
-        on_this_machine(config, console) if replicas else on_one_device(config),
+        config,
         workers=1,
         # Nobody need count the training data.
         steps=None,
@@ -68,7 +77,7 @@ def built(
         ckpt_every=0,
         eval_every=0,
     )
-    run = Run(config, Task(), reading=True)
+    run = Run(config, task, reading=True)
     with session(run, console), process_state(config):
         yield create_state(callbacks, config, run, console), run, console
 

@@ -47,7 +47,7 @@ LAYERS = """
     build graph messages remainder input_position raw_inputs forking initial_weights
     compile_choice sums traced writing reading serving
     checkpoint export
-    trainer watch restored card formats
+    trainer watch restored card formats parts
     rehearsal commands load
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}

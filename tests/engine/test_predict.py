@@ -16,7 +16,7 @@ from ctl_core.tools import commands
 from ctl_core.tools.table_source import load_pyarrow
 from tests.helpers.cases import make_hooks, regression_data, sgd, small_model
 from tests.helpers.fixtures import Train
-from tests.helpers.project import EVALUATED, Cli, refused
+from tests.helpers.project import EVALUATED, Cli, refused, source_of
 
 BATCH = 12
 INPUTS = regression_data()[0]
@@ -95,8 +95,6 @@ def test_what_is_read_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
     outcome = cli(None, "--input", "x.npz", command=("predict",))
     assert outcome.code == 0 and "to runs/a/predictions-x.npz" in outcome.out
     assert Path("runs/a/predictions.npz").read_bytes() == first
-    outcome = cli(None, "--workers", "2", command=("predict",))
-    refused(outcome, "workers: predict uses a run in one process, on all devices of it")
 
 
 TABULAR = """
@@ -195,3 +193,41 @@ def test_a_table_may_be_one_input(cli: Cli) -> None:
     refused(
         cli(None, "--input", "x.csv", command=("predict",)), "a table of 5 columns (there: a, b)"
     )
+
+
+OF_SEVERAL_SHAPES = """\
+def create_inference_model(model):
+    def outputs(inputs):
+        lengths = tf.cast(tf.abs(inputs[:, 0]) * 3, tf.int32)
+        ragged = tf.RaggedTensor.from_row_lengths(tf.repeat(inputs[:, 1], lengths), lengths)
+        texts = tf.strings.as_string(inputs[:, 0])
+        return {"of model": model(inputs), "texts": texts, "ragged": ragged,
+                "sum": tf.reduce_sum(inputs)}
+
+    return outputs
+"""
+
+
+@pytest.mark.slow
+def test_processes_share_predictions(cli: Cli) -> None:
+    """Those of one process, bit for bit and in its order, also on two devices each; no part is
+    left behind, and what cannot be done is said in one line.
+    """
+    assert cli(source_of(create_inference_model=OF_SEVERAL_SHAPES)).code == 0
+    np.save("x.npy", np.random.default_rng(3).normal(size=(41, 2)).astype("float32"))
+    found = []
+    for flags in ("--workers 1", "--workers 2", "--workers 2 --virtual-devices 2"):
+        words = ("--input", "x.npy", "--batch-size", "4", "--output", "out.npz", *flags.split())
+        outcome = cli(None, *words, command=("predict",))
+        assert outcome.code == 0, outcome.err
+        with np.load("out.npz") as file:
+            found.append(dict(file))
+    assert found[0].keys() == {"of model", "texts", "ragged", "ragged.lengths", "sum"}
+    assert found[0]["of model"].shape == (41, 1) and found[0]["sum"].shape == (11,)
+    for others in found[1:]:
+        assert others.keys() == found[0].keys()
+        for name, values in found[0].items():
+            np.testing.assert_array_equal(others[name], values, err_msg=name)
+    assert not list(Path("runs/a").glob(".pred*")) and not list(Path("runs/a").glob("worker*"))
+    outcome = cli(None, "--input", "none.npy", "--workers", "2", command=("predict",))
+    refused(outcome, "input: none.npy cannot be read")
