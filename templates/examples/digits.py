@@ -4,8 +4,6 @@ A hook names only the arguments it uses, in any order. All hooks, and what each 
 `python -m ctl_core hooks`. One that you delete means its default.
 """
 
-from pathlib import Path
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -22,13 +20,14 @@ from ctl_core import (
     unpack,
     weighted,
 )
+from ctl_core.data import project_file
 
-DIGITS = Path(__file__).parent / "data" / "digits.npz"
+DIGITS = "data/digits.npz"
 
 
 def load_digits(part):
     """Returns images, float32 [n, 8, 8, 1] from 0 to 1, and labels, int64 [n]."""
-    with np.load(DIGITS) as file:
+    with np.load(project_file(DIGITS, __file__)) as file:
         rows = file[part]
         images = file["images"][rows, :, :, None].astype(np.float32) / 16.0
         return images, file["labels"][rows].astype(np.int64)

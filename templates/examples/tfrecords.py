@@ -7,14 +7,11 @@ features to ("image", "label"), and `image_size=(160, 160)` for `read_tfrecords`
 A hook names only the arguments it uses. All hooks and their defaults: `python -m ctl_core hooks`.
 """
 
-from pathlib import Path
-
 import keras
 import tensorflow as tf
 
-from ctl_core.data import read_tfrecords, write_tfrecords
+from ctl_core.data import project_file, read_tfrecords, write_tfrecords
 
-HERE = Path(__file__).parent
 CLASSES = 10
 
 # ---- Data ---------------------------------------------------------------------------------------
@@ -24,9 +21,10 @@ CLASSES = 10
 # example's split follows from a hash of its own values: it stays where it is whatever is added.
 # A tenth is for choosing (when to stop, which checkpoint to keep), a tenth for the final word.
 def read(split, **options):
+    digits = project_file("data/digits.npz", __file__)
     records = write_tfrecords(
-        HERE / "data" / "digits.npz",
-        HERE / "records" / "digits",
+        digits,
+        digits.parents[1] / "records" / "digits",
         drop=["train", "test"],  # the split that the file comes with
         validation=0.1,
         test=0.1,

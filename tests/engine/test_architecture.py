@@ -22,7 +22,7 @@ LAYERS = """
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
     training_log
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    manifest record_options shared_folder download background runs
+    manifest record_options shared_folder download project_files background runs
     defaults shares
     records record_source made_records
     image_source csv_source
