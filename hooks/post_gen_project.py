@@ -47,6 +47,8 @@ LAUNCH = {
     "ray": ("ray_job.py",),
     "slurm": ("slurm.sh",),
     "kubernetes": ("kubernetes.yaml", "Dockerfile", "Dockerfile.dockerignore"),
+    "skypilot": ("skypilot.yaml",),
+    "vertex": ("vertex.yaml", "Dockerfile", "Dockerfile.dockerignore"),
 }
 
 

@@ -35,6 +35,8 @@ LAUNCH = {
     "ray": ["ray_job.py"],
     "slurm": ["slurm.sh"],
     "kubernetes": ["kubernetes.yaml", "Dockerfile", "Dockerfile.dockerignore"],
+    "skypilot": ["skypilot.yaml"],
+    "vertex": ["vertex.yaml", "Dockerfile", "Dockerfile.dockerignore"],
 }
 COOKIECUTTER = re.compile(r"cookiecutter\.[a-z_]")
 every_combination = pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""launch/skypilot.yaml and vertex.yaml, read by the clouds' own packages (``make test-clouds``).
+
+Nothing is started: there is no cloud here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers.rendering import environment, render
+
+sky = pytest.importorskip("sky")
+vertex = pytest.importorskip("google.cloud.aiplatform_v1.types")
+
+__all__ = ["environment", "render"]
+CHOICES = [
+    {"launch": launch, "accelerator": accelerator}
+    for launch in ("skypilot", "vertex", "all")
+    for accelerator in ("cpu", "gpu")
+]
+
+
+@pytest.fixture(params=CHOICES, ids=lambda choices: "-".join(choices.values()))
+def launch(request: Any, render: Any, tmp_path: Path) -> Path:
+    """The folder launch/ of a generated project."""
+    made = render(tmp_path, project_name="Überlange Project 2", **request.param)
+    return made / "launch"  # type: ignore[no-any-return]
+
+
+def test_skypilot_takes_its_file(launch: Path) -> None:
+    """With machines that may be taken away, found again; a typo is refused."""
+    file = launch / "skypilot.yaml"
+    if not file.exists():
+        pytest.skip("another place was chosen")
+    task = sky.Task.from_yaml(str(file))
+    (resources,) = task.resources
+    assert task.num_nodes == 1 and resources.use_spot
+    assert resources.job_recovery["recover_on_exit_codes"] == [75]
+    assert list(task.storage_mounts) == ["/runs"] and "--runs-dir /runs" in task.run
+    wrong = yaml.safe_load(file.read_text())
+    wrong["num_node"] = wrong.pop("num_nodes")
+    with pytest.raises(sky.exceptions.InvalidSkyPilotConfigError, match="did you mean 'num_nodes'"):
+        sky.Task.from_yaml_config(wrong)
+
+
+def test_vertex_ai_takes_its_file(launch: Path) -> None:
+    """Both pools train alike, on storage that they share; a typo is refused."""
+    file = launch / "vertex.yaml"
+    if not file.exists():
+        pytest.skip("another place was chosen")
+    found = yaml.safe_load(file.read_text())
+    spec = vertex.CustomJobSpec.from_json(json.dumps(found))
+    chief, workers = spec.worker_pool_specs
+    assert chief.replica_count == 1 and workers.container_spec == chief.container_spec
+    assert workers.machine_spec == chief.machine_spec and workers.nfs_mounts == chief.nfs_mounts
+    assert f"/mnt/nfs/{chief.nfs_mounts[0].mount_point}" in chief.container_spec.args
+    assert spec.scheduling.restart_job_on_worker_restart
+    found["workerPoolSpecs"][0]["replicaCuont"] = found["workerPoolSpecs"][0].pop("replicaCount")
+    with pytest.raises(Exception, match='no field named "replicaCuont"'):
+        vertex.CustomJobSpec.from_json(json.dumps(found))
