@@ -95,27 +95,11 @@ def start_cluster(argv: Sequence[str], config: Config) -> int:
     Raises:
         SetupError: the cluster cannot be started here, or the run is being trained.
     """
-    workers, name = config.workers, config.run_name
+    check_workers(config)
+    workers, name, devices = config.workers, config.run_name, config.virtual_devices
     assert name is not None
-    if fcntl is None:
-        raise SetupError("workers: a cluster on one machine needs Linux or macOS.")
-    if (place := find_place(config)).in_cluster:
-        raise SetupError(
-            f"workers: {workers} are to be started here, but {place.name} in the environment tells "
-            "this process to join a cluster; leave workers out (on Slurm, more tasks are started "
-            "with srun --ntasks-per-node), or join none with --cluster none."
-        )
-    gpus = visible_gpus(os.environ)
-    devices = config.virtual_devices
-    # All workers have the same number of replicas; with GPUs, TensorFlow has the last word on it.
-    replicas = workers * devices
-    if config.batch_size % replicas:
-        raise SetupError(
-            f"batch_size: {config.batch_size} cannot be shared out evenly over {replicas} "
-            f"replicas; take a multiple of {replicas}."
-        )
     shares = None
-    if gpus:
+    if gpus := visible_gpus(os.environ):
         # Virtual devices are the CPU's, yet TensorFlow would take the GPUs' memory.
         shares = [""] * workers if devices > 1 else share_gpus(gpus, workers)
     return supervise(
@@ -125,6 +109,30 @@ def start_cluster(argv: Sequence[str], config: Config) -> int:
         max_restarts=config.max_restarts,
         gpus=shares,
     )
+
+
+def check_workers(config: Config) -> None:
+    """Refuses workers that cannot be started here.
+
+    Raises:
+        SetupError: this is no place for them, or the batch cannot be shared out evenly.
+    """
+    workers = config.workers
+    if fcntl is None:
+        raise SetupError("workers: a cluster on one machine needs Linux or macOS.")
+    if (place := find_place(config)).in_cluster:
+        raise SetupError(
+            f"workers: {workers} are to be started here, but {place.name} in the environment tells "
+            "this process to join a cluster; leave workers out (on Slurm, more tasks are started "
+            "with srun --ntasks-per-node), or join none with --cluster none."
+        )
+    # All workers have the same number of replicas; with GPUs, TensorFlow has the last word on it.
+    replicas = workers * config.virtual_devices
+    if config.batch_size % replicas:
+        raise SetupError(
+            f"batch_size: {config.batch_size} cannot be shared out evenly over {replicas} "
+            f"replicas; take a multiple of {replicas}."
+        )
 
 
 def check_cluster(argv: Sequence[str], config: Config) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ctl_core import run_process, training_log
 from ctl_core.cluster.place import find_place
+from ctl_core.cluster.supervisor import check_workers
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import from_here, refuse_links
 from ctl_core.settings import Config
@@ -24,8 +25,8 @@ def detach(argv: Sequence[str], config: Config, note: str | None = None) -> int:
         note: what is expected of the run; its entry is there when this returns
 
     Raises:
-        SetupError: the run is being trained, its folder cannot be written, or another program
-            starts the processes of this cluster.
+        SetupError: the run is being trained, its folder cannot be written, its workers cannot be
+            started here, or another program starts the processes of this cluster.
     """
     if sys.platform == "win32":
         raise SetupError("background: needs Linux or macOS.")
@@ -34,6 +35,8 @@ def detach(argv: Sequence[str], config: Config, note: str | None = None) -> int:
             f"background: {place.name} in the environment says that another program starts and "
             "ends this process; leave background out, or join no cluster with --cluster none."
         )
+    if config.workers > 1:
+        check_workers(config)
     name = config.run_name
     assert name is not None
     folder = Path(config.runs_dir).absolute() / name

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from ctl_core import run_process, training_log
 from ctl_core.errors import RunError, SetupError, one_line
 from ctl_core.files import from_here
 from ctl_core.layers import environment, read_file
@@ -148,9 +149,10 @@ def runs(argv: Sequence[str]) -> int:
     if options.sort not in ("age", "name", "step", "state"):
         known = sorted({name for run in found for name in run.metrics})
         if found and options.sort not in known:
+            there = ["age", "name", "step", "state", *known]
             raise SetupError(
-                f"sort: no run has a metric {shown(options.sort)}{nearest(options.sort, known)} "
-                f"(there: age, name, step, state, {', '.join(known)})"
+                f"sort: no run has a metric {shown(options.sort)}{nearest(options.sort, there)} "
+                f"(there: {', '.join(there)})"
             )
     found = [run for run in found if options.state in (None, run.state)]
     found.sort(key=_order(options.sort))
@@ -184,12 +186,15 @@ def _print_table(found: Sequence[Found]) -> None:
     table.add_column("metrics", overflow="fold")
     for run in found:
         step = "" if run.step is None else str(run.step)
-        text = "  ".join(filter(None, (run.said, worded(run.metrics))))
+        text = "  ".join(filter(None, (one_line(run.said, 100), worded(run.metrics))))
         table.add_row(run.name, run.state, step, _age(time.time() - run.started), text)
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 10_000  # a pipe has no width: one line a run
-    console.print(table, soft_wrap=False)
+    with console.capture() as printed:
+        console.print(table)
+    for line in printed.get().splitlines():
+        print(line.rstrip())
 
 
 def _age(seconds: float) -> str:
@@ -232,13 +237,16 @@ def stop(argv: Sequence[str]) -> int:
             )
         time.sleep(_POLL)
     run = look_at(folder)
+    if run.state == "killed":  # by the signal, before there was anything to save or to say
+        if (ended := run_process.end(folder, "stopped")) is not None:
+            training_log.complete(folder, ended)
+        print(f"{name}: stopped before its first step.")
+        return 0
     at = f" at step {run.step}" if run.step is not None else ""
     if run.state in ("failed", "diverged"):
         raise RunError(f"{name}: {run.state}{at} while it was to stop. {run.said}".rstrip())
     if run.state == "stopped":
         print(f"{name}: stopped{at}, saved; goes on with --run-name {folder.name}")
-    elif run.state == "killed":  # by the signal, before there was anything to save
-        print(f"{name}: stopped before its first step.")
     else:
         print(f"{name}: {run.state}{at}.")
     return 0
@@ -279,6 +287,11 @@ def _put(text: bytes) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if flag := re.match("unrecognized arguments: (--[^ =]+)", message):
+            raise SetupError(
+                f"{self.prog.split()[-1]}: unknown flag {flag[1]}"
+                f"{nearest(flag[1], self._option_string_actions) or '; --help shows them.'}"
+            )
         raise SetupError(f"{self.prog.split()[-1]}: {one_line(message)}.")
 
 

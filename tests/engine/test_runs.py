@@ -8,6 +8,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -105,3 +106,49 @@ def test_another_machines_process_and_a_reused_number_are_not_the_run(
     run_process.write(folder, process)
     assert main(["stop", "a"]) == 2
     assert f"runs on not-{platform.node()}" in capsys.readouterr().err
+
+
+def test_a_run_that_is_stopped_before_its_first_step_was_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as starting:
+        run_process.begin(folder, starting.pid)
+        threading.Thread(target=starting.wait, daemon=True).start()
+        assert main(["stop", "a"]) == 0
+    assert capsys.readouterr().out == "runs/a: stopped before its first step.\n"
+    assert _state(folder, capsys) == "stopped"
+
+
+def test_workers_that_cannot_be_are_refused_before_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("callbacks.py").write_text(source_of())
+    words = ("--background", "--workers", "3", "--batch-size", "32", "--steps", "3")
+    assert main(["train", *words]) == 2
+    assert "batch_size: 32 cannot be shared out evenly over 3" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_the_list_of_runs_in_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line a run, without blanks behind it, however long the error; typos get the nearest."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for name, line in (("a", "x" * 300), ("longer", "")):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        run_process.begin(folder, os.getpid())
+        run_process.end(folder, "failed", line, 3, {"loss": 0.5})
+    assert main(["runs", "--sort", "name"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all(line == line.rstrip() for line in lines)
+    assert "xxx" in lines[1] and len(lines[1]) < 170 and lines[1].endswith("loss 0.5")
+    assert main(["runs", "--sort", "stpe"]) == 2
+    assert "did you mean 'step'? (there: age, name, step, state, loss)" in capsys.readouterr().err
+    assert main(["runs", "--stat", "done"]) == 2
+    assert "runs: unknown flag --stat; did you mean '--state'?" in capsys.readouterr().err
