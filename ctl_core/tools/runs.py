@@ -140,7 +140,7 @@ def _changed(folder: Path) -> float:
 
 def runs(argv: Sequence[str]) -> int:
     """Prints a table of the runs, the newest last started first."""
-    parser = _parser("runs", "Lists the runs, the last started first.")
+    parser = parser_of("runs", "Lists the runs, the last started first.")
     parser.add_argument("--state", choices=STATES, help="only those of this state")
     parser.add_argument("--sort", default="age", help="age, name, step, state, or a metric's name")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
@@ -187,17 +187,23 @@ def _print_table(found: Sequence[Found]) -> None:
     for run in found:
         step = "" if run.step is None else str(run.step)
         text = "  ".join(filter(None, (one_line(run.said, 100), worded(run.metrics))))
-        table.add_row(run.name, run.state, step, _age(time.time() - run.started), text)
+        table.add_row(run.name, run.state, step, age_of(time.time() - run.started), text)
+    print_table(table)
+
+
+def print_table(table: Table) -> None:
+    """Prints a table as wide as the terminal; in a pipe, each row is one line."""
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 10_000  # a pipe has no width: one line a run
+        console.width = 10_000  # a pipe has no width
     with console.capture() as printed:
         console.print(table)
     for line in printed.get().splitlines():
         print(line.rstrip())
 
 
-def _age(seconds: float) -> str:
+def age_of(seconds: float) -> str:
+    """Returns a time as a person says it: ``5 min``."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit}"
@@ -206,14 +212,14 @@ def _age(seconds: float) -> str:
 
 def stop(argv: Sequence[str]) -> int:
     """Stops a run as Ctrl-C does, and waits until it is saved."""
-    parser = _parser("stop", "Stops a run, which is saved, and waits for that.", name=True)
+    parser = parser_of("stop", "Stops a run, which is saved, and waits for that.", name=True)
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="how long to wait (seconds; default: 300)"
     )
     options = parser.parse_args(argv)
     if not 0 <= options.timeout < 1e9:
         raise SetupError(f"timeout: expected seconds from 0 up, got {options.timeout:g}.")
-    folder = _folder(options.runs_dir, options.name)
+    folder = find_folder(options.runs_dir, options.name)
     name, run, process = from_here(folder), look_at(folder), read_process(folder)
     if run.state not in ("running", "starting", "unknown"):
         raise SetupError(f"{name}: is not running, but {run.state}; there is nothing to stop.")
@@ -254,13 +260,13 @@ def stop(argv: Sequence[str]) -> int:
 
 def logs(argv: Sequence[str]) -> int:
     """Prints what a run has printed, or its log; with ``-f``, goes on until it has ended."""
-    parser = _parser("logs", "Prints what a run has said.", name=True)
+    parser = parser_of("logs", "Prints what a run has said.", name=True)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
     parser.add_argument("-n", "--lines", type=int, help="only so many of the last lines")
     options = parser.parse_args(argv)
     if options.lines is not None and options.lines < 0:
         raise SetupError(f"lines: expected a whole number from 0 up, got {options.lines}.")
-    folder = _folder(options.runs_dir, options.name)
+    folder = find_folder(options.runs_dir, options.name)
     there = [path for path in (folder / OUTPUT, folder / "train.log") if path.is_file()]
     process = read_process(folder)
     background = process is not None and process.background
@@ -295,7 +301,8 @@ class _Parser(argparse.ArgumentParser):
         raise SetupError(f"{self.prog.split()[-1]}: {one_line(message)}.")
 
 
-def _parser(command: str, text: str, name: bool = False) -> argparse.ArgumentParser:
+def parser_of(command: str, text: str, name: bool = False) -> argparse.ArgumentParser:
+    """Returns the parser of a command about runs, or about one of which it takes the ``name``."""
     parser = _Parser(prog=f"ctl_core {command}", description=text, allow_abbrev=False)
     if name:
         parser.add_argument("name", metavar="NAME", help="of the run")
@@ -323,7 +330,12 @@ def _folders(given: Path | None) -> list[Path]:
     return sorted({path.parent for mark in marks for path in folder.glob(f"[!.]*/{mark}")})
 
 
-def _folder(given: Path | None, name: str) -> Path:
+def find_folder(given: Path | None, name: str) -> Path:
+    """Returns the folder of a run.
+
+    Raises:
+        SetupError: there is none of that name.
+    """
     folders = {folder.name: folder for folder in _folders(given)}
     if name not in folders:
         there = f" (there: {one_line(', '.join(sorted(folders)), 100)})" if folders else ""

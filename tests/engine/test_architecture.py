@@ -23,6 +23,8 @@ LAYERS = """
     training_log
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
     manifest record_options shared_folder download project_files background runs
+    curves
+    compare plot
     defaults shares
     records record_source made_records
     image_source csv_source

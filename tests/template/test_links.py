@@ -98,10 +98,11 @@ def test_commands_are_understood(
     """Each line that starts as a command of a project, and each in a sentence."""
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text((digits / "config.yaml").read_text())
-    for run in ("a", "b", "gan", "w"):
+    for run in ("a", "b", "gan", "rate", "w"):
         Path("runs", run).mkdir(parents=True)
         Path("runs", run, "train.log").touch()
         Path("runs", run, "config.yaml").write_text("steps: 300\n")
+        Path("runs", run, "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     seen = 0
     for token in tokens(page or digits / "README.md"):
         of_code = token.type == "fence" or "code" in token.type
@@ -113,7 +114,7 @@ def test_commands_are_understood(
             assert arguments[0] in COMMANDS, line
             if arguments[0] == "hooks" or "--help" in arguments:
                 assert main(arguments if "--help" in arguments else ["hooks", "--help"]) == 0, line
-            elif arguments[0] in ("runs", "logs"):
+            elif arguments[0] in ("runs", "logs", "compare", "plot"):
                 assert main(arguments) == 0, line
             elif arguments[0] == "stop":
                 assert main(arguments) == 2 and "is not running" in capsys.readouterr().err, line
