@@ -146,7 +146,7 @@ def _figure(several: Sequence[Curves]) -> Any:
     down = math.ceil(len(names) / across)
     figure = Figure(figsize=(6.4 * across, 3.6 * down + 0.3 * len(several)), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).flatten()
-    lines = {}
+    lines: dict[str, Any] = {}
     for panel, name in zip(panels, names, strict=False):
         for index, (run, label) in enumerate(zip(several, labels(several), strict=True)):
             for (split, each), (steps, values) in run.values.items():
@@ -164,7 +164,7 @@ def _figure(several: Sequence[Curves]) -> Any:
         panel.grid(alpha=0.3)
     for panel in panels[len(names) :]:
         panel.set_axis_off()
-    figure.legend(lines.values(), lines.keys(), loc="outside lower left", fontsize="small")
+    figure.legend(handles=[*lines.values()], loc="outside lower left", fontsize="small")
     return figure
 
 
