@@ -90,7 +90,7 @@ def load_config(path: str | Path, **overrides: Any) -> Config:
     return merge([read_file(Path(path))], [given], [])
 
 
-def _load(text: str) -> Any:
+def load_yaml(text: str) -> Any:
     """Reads YAML.
 
     Raises:
@@ -108,7 +108,7 @@ def _load(text: str) -> Any:
 def read_value(text: str) -> Any:
     """Reads the text of a flag or variable as YAML; what is none is a text."""
     with contextlib.suppress(ValueError):
-        return _load(text) if text else ""
+        return load_yaml(text) if text else ""
     return str(text)
 
 
@@ -126,7 +126,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
     """Reads one YAML file of settings; a missing file that was not asked for is an empty one."""
     where = label(path)
     try:
-        content = _load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if required:
             raise SetupError(f"{where}: there is no such settings file.") from None

@@ -112,9 +112,7 @@ def _criterion(setting: str, text: str, names: list[str] | None) -> Criterion:
     if setting == EARLY_STOP:
         text, _, number = text.rpartition(":")
         patience = int(number)
-    metric, mode = text, ""
-    if text.endswith((":max", ":min")):
-        metric, _, mode = text.rpartition(":")
+    metric, mode = metric_in(text)
     # Of several sets of evaluation data, values are called NAME/loss.
     meant = [name for name in names if name.partition("/")[2] == metric]
     if metric not in names and len(meant) > 1:
@@ -127,6 +125,23 @@ def _criterion(setting: str, text: str, names: list[str] | None) -> Criterion:
             f"{setting}: no metric is called {metric!r}{nearest(metric, names)} (there: "
             f"{', '.join(names)})"
         )
+    return Criterion(setting, metric, is_highest(setting, metric, mode), patience)
+
+
+def metric_in(text: str) -> tuple[str, str]:
+    """Splits ``METRIC:max`` into the metric and ``max`` or ``min``, if that is said."""
+    if text.endswith((":max", ":min")):
+        metric, _, mode = text.rpartition(":")
+        return metric, mode
+    return text, ""
+
+
+def is_highest(setting: str, metric: str, mode: str) -> bool:
+    """Whether more of a metric is better, as ``mode`` or its name says.
+
+    Raises:
+        SetupError: neither does.
+    """
     if not mode:
         plain = metric.rpartition("/")[2]
         mode = "min" if _LOWER.search(plain) else "max" if _HIGHER.search(plain) else ""
@@ -135,4 +150,4 @@ def _criterion(setting: str, text: str, names: list[str] | None) -> Criterion:
             f"{setting}: say whether {metric} is better when it is higher or lower: {metric}:max "
             f"or {metric}:min."
         )
-    return Criterion(setting, metric, mode == "max", patience)
+    return mode == "max"

@@ -74,4 +74,5 @@ else
 fi
 
 # exec: signals reach the training directly.
-exec "$env/bin/python" -m ctl_core train "$@"
+[ "${1:-}" = sweep ] || set -- train "$@"
+exec "$env/bin/python" -m ctl_core "$@"

@@ -161,7 +161,7 @@ def runs(argv: Sequence[str]) -> int:
             print(json.dumps(dataclasses.asdict(run)))
     elif not found:
         what = f" in the state {options.state}" if options.state else ""
-        print(f"{from_here(_runs_dir(options.runs_dir))}: no runs there{what}.")
+        print(f"{from_here(runs_dir_of(options.runs_dir))}: no runs there{what}.")
     else:
         _print_table(found)
     return 0
@@ -312,7 +312,8 @@ def parser_of(command: str, text: str, name: bool = False) -> argparse.ArgumentP
     return parser
 
 
-def _runs_dir(given: Path | None) -> Path:
+def runs_dir_of(given: Path | None) -> Path:
+    """Returns the folder of the runs: the one given, or that of config.yaml."""
     if given is not None:
         return given
     env, named = environment(os.environ)
@@ -323,7 +324,7 @@ def _runs_dir(given: Path | None) -> Path:
 
 
 def _folders(given: Path | None) -> list[Path]:
-    folder = _runs_dir(given)
+    folder = runs_dir_of(given)
     if given is not None and not folder.is_dir():
         raise SetupError(f"runs_dir: {shown(str(folder))} is no folder.")
     marks = ("config.yaml", "process.json", "train.log")
@@ -340,6 +341,7 @@ def find_folder(given: Path | None, name: str) -> Path:
     if name not in folders:
         there = f" (there: {one_line(', '.join(sorted(folders)), 100)})" if folders else ""
         raise SetupError(
-            f"no run {shown(name)} in {from_here(_runs_dir(given))}{nearest(name, folders)}{there}"
+            f"no run {shown(name)} in {from_here(runs_dir_of(given))}"
+            f"{nearest(name, folders)}{there}"
         )
     return folders[name]

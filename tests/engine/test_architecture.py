@@ -24,7 +24,10 @@ LAYERS = """
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
     manifest record_options shared_folder download project_files background runs
     curves
-    compare plot
+    plan
+    study jobs
+    compare plot report
+    sweep
     defaults shares
     records record_source made_records
     image_source csv_source

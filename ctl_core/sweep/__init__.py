@@ -1,0 +1,1 @@
+"""Searching settings: many runs, each a process of its own, steered by Optuna."""
