@@ -27,6 +27,7 @@ from ctl_core.compat import GraphWriter
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, RunError, SetupError, brief, reason
 from ctl_core.files import from_here, refuse_links, written_whole
+from ctl_core.hparams_page import write_hparams
 from ctl_core.layers import write_config
 from ctl_core.metric_values import read_metrics, storable
 from ctl_core.provenance import provenance
@@ -142,7 +143,9 @@ class Run:
             process = run_process.end(self.path, how, line, step, metrics)
             if process is not None:
                 training_log.complete(self.path, process)
-        except OSError as error:
+            if self.task.chief and how != "failed":
+                write_hparams(self.path / "tb", self.path.name, self._config)
+        except (OSError, tf.errors.OpError) as error:
             LOG.warning("%s: how it ended cannot be written: %s", self.shown, reason(error))
 
     @property

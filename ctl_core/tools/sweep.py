@@ -140,12 +140,12 @@ class _Runner:
     def _table(self) -> Table:
         """Returns what runs now."""
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("running", "step", f"best {self._plan.metric}", "settings"):
+        for name in ("running", "step", f"best {self._plan.metric}"):
             table.add_column(name, no_wrap=True)
         for job in self._jobs:
             step = "" if job.step is None else str(job.step)
             best = "" if job.best is None else worded({"": job.best}).strip()
-            table.add_row(job.name, step, best, words_of(job.settings))
+            table.add_row(job.name, step, best)
         return table
 
     def _start(self) -> bool:

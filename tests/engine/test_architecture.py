@@ -20,7 +20,7 @@ LAYERS = """
     slurm tf_config rendezvous
     place
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
-    training_log
+    training_log hparams_page
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
     manifest record_options shared_folder download project_files background runs
     curves

@@ -22,6 +22,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from ctl_core.__main__ import main
+from ctl_core.settings import Config
+from ctl_core.sweep.plan import read_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINS = """
@@ -258,6 +260,18 @@ def test_a_wrong_file_is_one_line(
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1, err
     assert not Path("runs").exists() and not Path("sweeps").exists()
+
+
+def test_the_file_in_the_documentation_is_one() -> None:
+    text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    Path("d.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    plan = read_plan(Path("d.yaml"))
+    assert plan.metric == "accuracy" and plan.highest and plan.settings["steps"] == 300
+    assert plan.space["learning_rate"].log and plan.space["hparams.width"].whole
+    function: dict[str, Any] = {}
+    exec(text.split("```python\n")[1].split("```")[0], function)
+    found = function["sweep_space"](optuna.trial.FixedTrial({"lr_schedule": "cosine", "warmup": 9}))
+    assert Config(**found).warmup == 9
 
 
 def test_a_sweep_that_is_another_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def shell_commands(name: str) -> list[str]:
 def test_blocks_have_a_language_and_marks_belong_to_blocks() -> None:
     for name in (*DOCUMENTS, *EXAMPLES, TEMPLATES_README, "CONTRIBUTING.md"):
         for block in blocks(name):
-            assert block.language in ("sh", "python", "text"), block
+            assert block.language in ("sh", "python", "text", "yaml"), block
             assert block.language == "sh" or not block.mark, block
         marks = [block.mark for block in blocks(name) if block.mark]
         assert (ROOT / name).read_text("utf-8").count("<!-- not run") == len(marks), name
