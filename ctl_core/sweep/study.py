@@ -6,6 +6,7 @@ of its run, which goes on from its checkpoint; Optuna has the old one as failed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -66,6 +67,7 @@ class Sweep:
         """
         optuna = load_optuna()
         self.name, self.folder, self._plan = folder.name, folder, plan
+        self._states = optuna.trial.TrialState
         combinations = plan.grid() if sampler == "grid" else []
         if sampler == "cmaes" and importlib.util.find_spec("cmaes") is None:
             raise SetupError(
@@ -73,50 +75,63 @@ class Sweep:
                 f"{sys.executable} -m pip install cmaes"
             )
         self._most = min(trials, len(combinations)) if combinations else trials
+        self._owner = folder / f".{platform.node()}-{os.getpid()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._owner = folder / f".{platform.node()}-{os.getpid()}"
-            self._held = self._owner.open("w")
+            with alone_in(folder):
+                self._held = self._owner.open("w")
+                if fcntl is not None:
+                    with contextlib.suppress(OSError):  # a file system without locks
+                        fcntl.flock(self._held, fcntl.LOCK_EX)
         except OSError as error:
             raise SetupError(
                 f"{from_here(folder)}: cannot be written: {error.strerror}; name another by --name."
             ) from error
-        if fcntl is not None:
-            fcntl.flock(self._held, fcntl.LOCK_EX)
-        storage = optuna.storages.JournalStorage(
-            optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL))
+        try:
+            with alone_in(folder):
+                self._open(optuna, sampler, seed)
+                self._enqueue(combinations[: self._most])
+                self._take_over()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, optuna: Any, sampler: str, seed: int | None) -> None:
+        journal = optuna.storages.journal.JournalFileBackend(str(self.folder / JOURNAL))
+        self.study = optuna.create_study(
+            storage=optuna.storages.JournalStorage(journal),
+            study_name=self.name,
+            direction="maximize" if self._plan.highest else "minimize",
+            load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=0),
         )
-        with alone_in(folder):
-            self.study = optuna.create_study(
-                storage=storage,
-                study_name=self.name,
-                direction="maximize" if plan.highest else "minimize",
-                load_if_exists=True,
-                pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=0),
+        began = self.study.user_attrs.get("plan")
+        if began not in (None, self._plan.digest()):
+            raise SetupError(
+                f"{from_here(self.folder)}: is a sweep of another metric, space or settings; "
+                "choose another --name."
             )
-            began = self.study.user_attrs.get("plan")
-            if began not in (None, plan.digest()):
-                raise SetupError(
-                    f"{from_here(folder)}: is a sweep of another metric, space or settings; "
-                    "choose another --name."
-                )
-            if began is None:
-                self.study.set_user_attr("plan", plan.digest())
-            # What comes after a start is not what came after the one before.
-            seed = None if seed is None else seed + len(self.study.trials)
-            self.study.sampler = {
-                "tpe": optuna.samplers.TPESampler,
-                "cmaes": optuna.samplers.CmaEsSampler,
-            }.get(sampler, optuna.samplers.RandomSampler)(seed=seed)
-            self._states = optuna.trial.TrialState
-            there = {trial.user_attrs.get(_GRID) for trial in self.study.trials}
-            for number, values in enumerate(combinations[: self._most]):
-                if number not in there:
-                    self.study.enqueue_trial(values, user_attrs={_GRID: number})
-            self._take_over()
+        if began is None:
+            self.study.set_user_attr("plan", self._plan.digest())
+        # What comes after a start is not what came after the one before.
+        seed = None if seed is None else seed + len(self.study.trials)
+        self.study.sampler = {
+            "tpe": optuna.samplers.TPESampler,
+            "cmaes": optuna.samplers.CmaEsSampler,
+        }.get(sampler, optuna.samplers.RandomSampler)(seed=seed)
+
+    def _enqueue(self, combinations: list[dict[str, Any]]) -> None:
+        """Asks for those of a grid that are not there yet."""
+        there = {trial.user_attrs.get(_GRID) for trial in self.study.trials}
+        for number, values in enumerate(combinations):
+            if number not in there:
+                self.study.enqueue_trial(values, user_attrs={_GRID: number})
 
     def _take_over(self) -> None:
         """Asks again for trials whose sweep is gone."""
+        for owner in self.folder.glob(f".{platform.node()}-*"):
+            if owner != self._owner and locked(owner) is False:
+                owner.unlink(missing_ok=True)
         trials = self.study.trials
         for trial in trials:
             owner, run = (trial.user_attrs.get(name) for name in (_OWNER, _RUN))

@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ctl_core.cluster.gpus import share_gpus, visible_gpus
-from ctl_core.cluster.signals import INTERRUPTED, interruptible
+from ctl_core.cluster.signals import INTERRUPTED
 from ctl_core.errors import RunError, SetupError
 from ctl_core.files import from_here
 from ctl_core.metric_values import worded
@@ -61,8 +63,8 @@ def sweep(argv: Sequence[str]) -> int:
     environs = _shares(options.jobs)
     found = Sweep(Path("sweeps", name), plan, options.trials, options.sampler, options.seed)
     try:
-        with interruptible():
-            runner = _Runner(found, plan, runs_dir_of(options.runs_dir), environs)
+        runner = _Runner(found, plan, runs_dir_of(options.runs_dir), environs)
+        with _told():
             code = runner.run(prune=not options.no_prune)
     finally:
         found.close()
@@ -86,6 +88,25 @@ def _shares(jobs: int) -> list[dict[str, str]]:
             "evenly; take a number that divides it, or choose GPUs with CUDA_VISIBLE_DEVICES."
         )
     return [{"CUDA_VISIBLE_DEVICES": share} for share in share_gpus(gpus, jobs)]
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, after which runs are saved as after Ctrl-C."""
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    def raise_it(*_: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, raise_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Runner:
@@ -127,10 +148,10 @@ class _Runner:
                         )
                     if self._jobs:
                         time.sleep(_POLL)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as told:
             self._stop()
             print("stopped; the same command goes on with it.")
-            return INTERRUPTED
+            return 143 if isinstance(told, _Terminated) else INTERRUPTED
         except BaseException:
             self._stop()
             raise

@@ -129,8 +129,9 @@ def test_the_best_of_some_trials(capsys: pytest.CaptureFixture[str]) -> None:
         assert Path(f"sweeps/s/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on(project: Path) -> None:
-    """No trial is lost or had twice: after SIGKILL of the sweep alone, of all, and after Ctrl-C."""
+    """No trial is lost or had twice: after SIGKILL of the sweep alone, of all; Ctrl-C; SIGTERM."""
     write(SWEEP | {"settings": {"steps": 30}})
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from ctl_core.__main__ import main"
     words = ["sweep", "s.yaml", "--trials", "12", "--jobs", "2", "--no-prune"]
@@ -161,12 +162,16 @@ def test_a_sweep_that_is_killed_goes_on(project: Path) -> None:
     third = begin(180)
     third.send_signal(signal.SIGINT)
     assert third.wait(30) == 130
+    fourth = begin(210)
+    fourth.send_signal(signal.SIGTERM)
+    assert fourth.wait(30) == 143
     assert subprocess.run(command).returncode == 0
     found = trials()
     complete = [trial for trial in found if trial.state.name == "COMPLETE"]
     runs = Counter(trial.user_attrs["run"] for trial in complete)
     assert sorted(runs) == [f"s-{number:04d}" for number in range(12)] == sorted(os.listdir("runs"))
     assert {*runs.values()} == {1} and len(found) > 12
+    assert not list(Path("sweeps/s").glob(".*-*"))
     for name in runs:
         lines = Path("runs", name, "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [*range(1, 31)]
