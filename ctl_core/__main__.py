@@ -115,6 +115,8 @@ def _read(argv: list[str]) -> Command | int:
             return _write_records(rest)
         if name in ("runs", "stop", "logs"):
             return int(getattr(importlib.import_module("ctl_core.tools.runs"), name)(rest))
+        if name == "track":
+            return int(importlib.import_module("ctl_core.tools.track").track(rest))
         return parse_command(argv)
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)

@@ -204,6 +204,7 @@ COMMANDS = {
     "runs": "list the runs: state, step, metrics, age",
     "stop": "stop a run, which is saved",
     "logs": "print what a run has said, -f as it goes on",
+    "track": "log a run to trackers afterwards",
 }
 
 

@@ -139,7 +139,7 @@ def _changed(folder: Path) -> float:
 
 def runs(argv: Sequence[str]) -> int:
     """Prints a table of the runs, the newest last started first."""
-    parser = _parser("runs", "Lists the runs, the last started first.")
+    parser = parser_of("runs", "Lists the runs, the last started first.")
     parser.add_argument("--state", choices=STATES, help="only those of this state")
     parser.add_argument("--sort", default="age", help="age, name, step, state, or a metric's name")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
@@ -159,7 +159,7 @@ def runs(argv: Sequence[str]) -> int:
             print(json.dumps(dataclasses.asdict(run)))
     elif not found:
         what = f" in the state {options.state}" if options.state else ""
-        print(f"{from_here(_runs_dir(options.runs_dir))}: no runs there{what}.")
+        print(f"{from_here(runs_dir_of(options.runs_dir))}: no runs there{what}.")
     else:
         _print_table(found)
     return 0
@@ -201,7 +201,7 @@ def _age(seconds: float) -> str:
 
 def stop(argv: Sequence[str]) -> int:
     """Stops a run as Ctrl-C does, and waits until it is saved."""
-    parser = _parser("stop", "Stops a run, which is saved, and waits for that.", name=True)
+    parser = parser_of("stop", "Stops a run, which is saved, and waits for that.", name=True)
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="how long to wait (seconds; default: 300)"
     )
@@ -246,7 +246,7 @@ def stop(argv: Sequence[str]) -> int:
 
 def logs(argv: Sequence[str]) -> int:
     """Prints what a run has printed, or its log; with ``-f``, goes on until it has ended."""
-    parser = _parser("logs", "Prints what a run has said.", name=True)
+    parser = parser_of("logs", "Prints what a run has said.", name=True)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
     parser.add_argument("-n", "--lines", type=int, help="only so many of the last lines")
     options = parser.parse_args(argv)
@@ -282,7 +282,8 @@ class _Parser(argparse.ArgumentParser):
         raise SetupError(f"{self.prog.split()[-1]}: {one_line(message)}.")
 
 
-def _parser(command: str, text: str, name: bool = False) -> argparse.ArgumentParser:
+def parser_of(command: str, text: str, name: bool = False) -> argparse.ArgumentParser:
+    """Returns the parser of a command about runs; its errors are ours."""
     parser = _Parser(prog=f"ctl_core {command}", description=text, allow_abbrev=False)
     if name:
         parser.add_argument("name", metavar="NAME", help="of the run")
@@ -292,7 +293,8 @@ def _parser(command: str, text: str, name: bool = False) -> argparse.ArgumentPar
     return parser
 
 
-def _runs_dir(given: Path | None) -> Path:
+def runs_dir_of(given: Path | None) -> Path:
+    """Returns the folder of the runs: as given, or as variable or config.yaml say."""
     if given is not None:
         return given
     env, named = environment(os.environ)
@@ -303,7 +305,7 @@ def _runs_dir(given: Path | None) -> Path:
 
 
 def _folders(given: Path | None) -> list[Path]:
-    folder = _runs_dir(given)
+    folder = runs_dir_of(given)
     if given is not None and not folder.is_dir():
         raise SetupError(f"runs_dir: {shown(str(folder))} is no folder.")
     marks = ("config.yaml", "process.json", "train.log")
@@ -315,6 +317,7 @@ def _folder(given: Path | None, name: str) -> Path:
     if name not in folders:
         there = f" (there: {one_line(', '.join(sorted(folders)), 100)})" if folders else ""
         raise SetupError(
-            f"no run {shown(name)} in {from_here(_runs_dir(given))}{nearest(name, folders)}{there}"
+            f"no run {shown(name)} in {from_here(runs_dir_of(given))}"
+            f"{nearest(name, folders)}{there}"
         )
     return folders[name]
