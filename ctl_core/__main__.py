@@ -33,6 +33,7 @@ try:
     from ctl_core.cluster.task import Place
     from ctl_core.settings import Config, free_name, nearest
     from ctl_core.tools.background import detach
+    from ctl_core.trackers.base import check_installed
 except ModuleNotFoundError as error:
     print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)
     sys.exit(2)
@@ -174,6 +175,9 @@ def _run(command: Command, argv: list[str]) -> int:
     )
     if source.note and not supervisor.supervised():
         print(source.note, flush=True)
+    if command.name == "train" and command.run is None:
+        for tracker in command.config.trackers:
+            check_installed(tracker)
     if checking := bool(command.options.get("check")):
         supervisor.check_folder(command.config)
     expected, background = (command.options.get(name) for name in ("note", "background"))

@@ -47,8 +47,9 @@ def track(argv: Sequence[str]) -> int:
         check_installed(name)
     sender = Sender(folder, names, options.anew)
     try:
-        sender.begin(look_at(folder).step or 0, True, _say, _warn, patience=None)
-        if held(folder):
+        trained = held(folder) is True
+        sender.send(look_at(folder).step or 0, trained, _say, _warn)
+        if trained:
             _say(f"{from_here(folder)}: is being trained; it is followed to its end.")
         while held(folder):
             time.sleep(_POLL)

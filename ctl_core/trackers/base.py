@@ -64,13 +64,13 @@ class Status:
     Attributes:
         how: done, ended (early), stopped, diverged, failed or killed
         line: what a failure said, or which signal stopped the run
-        step: after which it ended, or None
+        step: after which it ended, or the last one known of
         metrics: of its last evaluation; NaN where a value was not finite
     """
 
     how: str
     line: str
-    step: int | None
+    step: int
     metrics: Mapping[str, float]
 
 

@@ -25,8 +25,8 @@ from ctl_core.errors import CtlError, brief
 from ctl_core.layers import load_config
 from ctl_core.run_process import read_process
 from ctl_core.trackers.base import Refused, Status, Tracked, Tracker, find_tracker
-from ctl_core.trackers.events import Pictures
-from ctl_core.trackers.sent import Left, Sent, fingerprint
+from ctl_core.trackers.events import Picture, Pictures
+from ctl_core.trackers.sent import Left, Mark, Sent, fingerprint
 from ctl_core.training_log import note_of
 
 try:
@@ -47,28 +47,59 @@ MANY = 500
 Tell = Callable[[str, str], None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of metrics.jsonl.
+
+    Attributes:
+        step, split, values: as it has them; NaN for a value that was not finite
+        order: the highest step up to here, by which pictures come in between
+        mark: the place behind it
+    """
+
+    step: int
+    split: str
+    values: dict[str, float]
+    order: int
+    mark: Mark
+
+
 class Follower:
     """Logs one run to one tracker."""
 
-    def __init__(self, folder: Path, name: str, step: int, tell: Tell, over: Callable[[], bool]):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        step: int,
+        more: bool,
+        tell: Tell,
+        over: Callable[[], bool],
+    ) -> None:
         """
         Args:
             folder: of the run
             name: of the tracker
             step: where the run begins or goes on
+            more: whether anything is about to be written there
             tell: says how it goes
             over: whether nothing more will be written
         """
-        self._folder, self._name, self._step = folder, name, step
+        self._folder, self._name, self._step, self._more = folder, name, step, more
         self._tell, self._over = tell, over
         self._path = folder / "trackers" / f"{name}.json"
         self._sent = Sent.read(self._path)
+        self._waiting: list[Line | Picture] = []
+        self._warned, self._has_all, self._noted = False, False, True
+        self._counts = [0, 0]
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Reads the run's files from their beginnings."""
         self._left = Left(self._sent)
-        self._lines = Lines(folder / "metrics.jsonl")
-        self._pictures = Pictures(folder / "tb")
-        self._waiting: list[Any] = []
-        self._warned = False
-        self._damaged, self._counts = 0, [0, 0]
+        self._lines = Lines(self._folder / "metrics.jsonl")
+        self._pictures = Pictures(self._folder / "tb")
+        self._damaged, self._order = 0, -1
 
     def follow(self, tracker: Tracker, anew: bool = False) -> bool:
         """Logs what there is and what comes, until the run is over.
@@ -84,6 +115,8 @@ class Follower:
             Refused: the tracker cannot be used.
         """
         done = started = self._trying(lambda: self._start(tracker, anew))
+        if started and self._has_all:
+            return True
         over = not started
         while not over:
             over = self._over()  # before looking: what is there then is all
@@ -147,7 +180,14 @@ class Follower:
                 )
             sent = Sent(project=sent.project)
             self._left = Left(sent)
-            self._left.begin([])
+        waiting: list[Line | Picture] = [
+            *self._read(lines[self._left.number :]),
+            *self._first_pictures(sent),
+        ]
+        if sent.closed and not self._more and not waiting:
+            self._has_all = True
+            self._tell("ready", "has everything already")
+            return
         sent.project = sent.project or Path.cwd().name or "training"
         run = Tracked(
             name=self._folder.name,
@@ -161,33 +201,38 @@ class Follower:
         try:
             sent.id = tracker.start(settings, run)
         except BaseException:
-            self._lines = Lines(self._folder / "metrics.jsonl")
-            self._left = Left(self._sent)
+            self._look_again()
             raise
         sent.fingerprint, sent.closed = now, False
-        self._sent = sent
+        self._sent, self._waiting = sent, waiting
         self._sent.write(self._path)
-        self._waiting = [*lines[self._left.number :], *self._first_pictures()]
         self._tell("ready", str(getattr(tracker, "where", "") or ""))
 
-    def _first_pictures(self) -> list[Any]:
+    def _first_pictures(self, sent: Sent) -> list[Picture]:
         """Returns the pictures that are there; of a step that was taken twice, the later one.
 
-        Those of later steps are of steps that are about to be taken again.
+        Those of later steps than the run has are of steps that are about to be taken again.
         """
-        last = {(p.name, p.step): p for p in self._pictures.new() if p.step <= self._step}
-        return sorted(last.values(), key=lambda picture: picture.step)
+        last = {
+            (picture.name, picture.step): picture
+            for picture in self._pictures.new()
+            if sent.pictures.get(picture.name, -1) < picture.step <= self._step
+        }
+        return list(last.values())
 
     def _send(self, tracker: Tracker) -> None:
         """Sends what there is; what fails stays for the next time."""
-        self._waiting += self._lines.new()
+        self._waiting += self._read(self._lines.new())
         self._waiting += self._pictures.new()
+        self._waiting.sort(key=lambda one: one.order if isinstance(one, Line) else one.step)
         flush = getattr(tracker, "flush", lambda: None)
         number = 0
         while self._waiting:
             one = self._waiting[0]
-            if isinstance(one, str):
-                self._send_line(tracker, one)
+            if isinstance(one, Line):
+                tracker.log(one.step, one.split, one.values)
+                self._sent.add(one.step, one.mark)
+                self._counts[0] += 1
             elif one.step > self._sent.pictures.get(one.name, -1):
                 if image := getattr(tracker, "image", None):
                     image(one.step, one.name, one.png)
@@ -195,40 +240,46 @@ class Follower:
                 self._sent.pictures[one.name] = one.step
             self._waiting.pop(0)
             number += 1
+            self._noted = False
             if number % MANY == 0:
                 flush()
                 self._note(tracker)
-        if number:
+        if not self._noted:
             flush()
             self._note(tracker)
 
-    def _send_line(self, tracker: Tracker, line: str) -> None:
-        try:
-            values = json.loads(line)
-            step, split = int(values.pop("step")), str(values.pop("split"))
-            numbers = {name: math.nan if x is None else float(x) for name, x in values.items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            self._damaged += 1
-            self._left.is_new(line, -1)
-            return
-        if self._left.is_new(line, step):
-            tracker.log(step, split, numbers)
-            self._left.was_sent(step)
-            self._counts[0] += 1
+    def _read(self, lines: list[str]) -> list[Line]:
+        """Returns those of the next lines that are to be sent."""
+        found = []
+        for line in lines:
+            try:
+                values = json.loads(line)
+                step, split = int(values.pop("step")), str(values.pop("split"))
+                numbers = {name: math.nan if x is None else float(x) for name, x in values.items()}
+            except (ValueError, TypeError, KeyError, AttributeError):
+                self._damaged += 1
+                self._left.next(line, -1)
+                continue
+            self._order = max(self._order, step)
+            if mark := self._left.next(line, step):
+                found.append(Line(step, split, numbers, self._order, mark))
+        return found
 
     def _note(self, tracker: Tracker) -> None:
         """Writes down how far the tracker has come, once that is safe there."""
         if getattr(tracker, "safe", True):
             self._sent.write(self._path)
+        self._noted = True
 
     def _finish(self, tracker: Tracker) -> bool:
         """Finishes the tracker; returns whether that has worked."""
         process = read_process(self._folder)
         metrics = process.metrics if process else {}
+        step = process.step if process else None
         status = Status(
             (process.how if process else None) or "killed",
             process.line if process else "",
-            process.step if process else None,
+            max(self._order, 0) if step is None else step,
             {name: math.nan if x is None else x for name, x in metrics.items()},
         )
         if not self._trying(lambda: tracker.finish(status), once=True):
@@ -236,6 +287,8 @@ class Follower:
         self._sent.closed = True
         with contextlib.suppress(OSError):
             self._sent.write(self._path)
+        if missed := getattr(tracker, "missed", ""):
+            self._tell("warning", f"{self._name}: {missed}")
         if self._damaged:
             lines = _many(self._damaged, "line")
             self._tell("warning", f"metrics.jsonl: {lines} cannot be read, and left out.")
@@ -321,7 +374,8 @@ def main(folder: str, name: str, anew: str = "") -> int:
 
         threading.Thread(target=wait_for_end, daemon=True).start()
         with _alone(run / "trackers" / f"{name}.lock"):
-            done = Follower(run, name, int(begin), tell, over).follow(tracker, bool(anew))
+            step, more = json.loads(begin)
+            done = Follower(run, name, step, more, tell, over).follow(tracker, bool(anew))
     except (Refused, CtlError) as error:
         tell("refused", str(error))
         return 2

@@ -116,8 +116,7 @@ class Tracker:
         self.flush()
         now = int(time.time() * 1000)
         final = [
-            Metric(_name(f"final/{key}"), x, now, status.step or 0)
-            for key, x in status.metrics.items()
+            Metric(_name(f"final/{key}"), x, now, status.step) for key, x in status.metrics.items()
         ]
         self._client.log_batch(self._run, metrics=final)
         self._tag({"how": status.how} | ({"said": status.line} if status.line else {}))

@@ -20,7 +20,7 @@ from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 
 # How long a run waits for trackers before its first step, and at its end (seconds).
-START, END = 30.0, 20.0
+START, END = 20.0, 20.0
 
 Say = Callable[[str], None]
 
@@ -45,39 +45,61 @@ class Sender:
         (folder / "trackers").mkdir(parents=True, exist_ok=True)
         self._children = [_Child(folder, name, anew, self._heard) for name in names]
 
-    def begin(
-        self, step: int, fresh: bool, say: Say, warn: Say, patience: float | None = START
-    ) -> None:
-        """Lets them start the trackers, and waits for that, though not for ever.
+    def begin(self, step: int, fresh: bool, say: Say, warn: Say) -> None:
+        """Lets them start the trackers of a run that is about to be trained.
 
         Args:
             step: where the run begins or goes on
-            fresh: whether it has taken no step yet: a tracker that cannot be used is an error then,
-                and a warning for one that goes on
+            fresh: whether it has taken no step yet: it waits for the trackers then, though not for
+                ever, and one that cannot be used is an error; otherwise it is a warning
             say: shows a line to the user; may be called in any thread
-            warn: shows a warning
-            patience: how long to wait (seconds); one that takes longer is started meanwhile
+            warn: shows a warning; may be, too
 
         Raises:
             SetupError: a tracker cannot be used.
         """
-        self._shown = lambda kind, text: (warn if kind == "warning" else say)(text)
+        self._tell(step, True, say, warn)
+        if fresh:
+            self._hear(say, START)
+        else:
+            threading.Thread(target=self._hear, args=(say, None, warn), daemon=True).start()
+
+    def send(self, step: int, more: bool, say: Say, warn: Say) -> None:
+        """The same for a run that another process trains, or has trained.
+
+        Args:
+            step: to which it was trained
+            more: whether it still is
+            say: shows a line to the user
+            warn: shows a warning
+
+        Raises:
+            SetupError: a tracker cannot be used.
+        """
+        self._tell(step, more, say, warn)
+        self._hear(say, None)
+
+    def _tell(self, step: int, more: bool, say: Say, warn: Say) -> None:
         self._begun = True
+        self._shown = lambda kind, text: (warn if kind == "warning" else say)(text)
         for child in self._children:
-            child.write(f"{step}\n")
+            child.write(json.dumps([step, more]) + "\n")
+
+    def _hear(self, say: Say, patience: float | None, warn: Say | None = None) -> None:
+        """Waits for what they answer; with ``warn``, one that cannot be used is a warning."""
         until = time.monotonic() + (patience or 0)
         for child in self._children:
             left = None if patience is None else max(0.0, until - time.monotonic())
             kind, text = child.answer(left)
             if kind == "ready":
                 say(f"{child.name}: {text or 'the run is logged there'}")
-            elif kind == "refused" and fresh:
+            elif kind == "refused" and warn is not None:
+                warn(f"trackers: {text}; the run goes on without it.")
+            elif kind == "refused":
                 self.kill()
                 raise SetupError(f"trackers: {text}")
-            elif kind == "refused":
-                warn(f"trackers: {text}; the run goes on without it.")
             elif kind == "late":
-                warn(
+                say(
                     f"{child.name} has not answered in {patience:g} s; training goes on, and what "
                     "is missing is sent when it does."
                 )

@@ -11,9 +11,9 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ctl_core.callbacks_file import COPY
 from ctl_core.files import written_whole
@@ -38,6 +38,13 @@ _OF_PLACE = (
     "steps_per_call",
     "callbacks",
 )
+
+
+class Mark(NamedTuple):
+    """A place in metrics.jsonl: how many lines are before it, and their digest."""
+
+    lines: int
+    digest: str
 
 
 @dataclasses.dataclass
@@ -72,6 +79,13 @@ class Sent:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         return cls()
 
+    def add(self, step: int, mark: Mark) -> None:
+        """Counts a line as sent: its step, and the place behind it."""
+        self.lines, self.digest = mark
+        if step > self.high:
+            self.high, self.at = step, 0
+        self.at += step == self.high
+
     def write(self, path: Path) -> None:
         """Writes it, whole or not at all.
 
@@ -98,59 +112,40 @@ class Left:
     """Which lines of metrics.jsonl are left to send, as they come."""
 
     def __init__(self, sent: Sent) -> None:
-        self._sent = sent
+        self._sent, self._high, self._at = sent, sent.high, sent.at
         self._number, self._digest = 0, hashlib.sha256()
         self._skipping = False
-        self._at_high = 0
 
     def begin(self, lines: Sequence[str]) -> bool:
-        """Finds out where to go on; returns whether steps are about to be taken again.
+        """Finds out where to go on; returns whether steps were taken again, or are about to be.
 
         Args:
             lines: that are there when the run is started
         """
-        sent = self._sent
-        self._skipping = len(lines) < sent.lines or _digest(lines[: sent.lines]) != sent.digest
-        if not self._skipping:
-            self._take(lines[: sent.lines])
-        return self._skipping
+        done = lines[: self._sent.lines]
+        for line in done:
+            self._take(line)
+        if len(done) == self._sent.lines and self._digest.hexdigest() == self._sent.digest:
+            return False
+        self._number, self._digest = 0, hashlib.sha256()
+        self._skipping = True
+        return True
 
     @property
     def number(self) -> int:
         """How many lines were gone through."""
         return self._number
 
-    def is_new(self, line: str, step: int) -> bool:
-        """Goes on by one line; returns whether it is to be sent.
+    def next(self, line: str, step: int) -> Mark | None:
+        """Goes on by one line; returns the place behind it, or None if it was sent before."""
+        self._take(line)
+        if self._skipping and step == self._high:
+            self._at -= 1
+        if self._skipping and (step < self._high or (step == self._high and self._at >= 0)):
+            return None
+        self._skipping = False
+        return Mark(self._number, self._digest.hexdigest())
 
-        Call ``was_sent`` after that.
-        """
-        self._take([line])
-        if not self._skipping:
-            return True
-        if step == self._sent.high:
-            self._at_high += 1
-        self._skipping = step < self._sent.high or (
-            step == self._sent.high and self._at_high <= self._sent.at
-        )
-        return not self._skipping
-
-    def was_sent(self, step: int) -> None:
-        """Counts the last line as sent."""
-        sent = self._sent
-        sent.lines, sent.digest = self._number, self._digest.hexdigest()
-        if step > sent.high:
-            sent.high, sent.at = step, 0
-        sent.at += step == sent.high
-
-    def _take(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._number += 1
-            self._digest.update(line.encode() + b"\n")
-
-
-def _digest(lines: Iterable[str]) -> str:
-    found = hashlib.sha256()
-    for line in lines:
-        found.update(line.encode() + b"\n")
-    return found.hexdigest()
+    def _take(self, line: str) -> None:
+        self._number += 1
+        self._digest.update(line.encode() + b"\n")

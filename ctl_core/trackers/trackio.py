@@ -46,7 +46,7 @@ class Tracker:
 
     def finish(self, status: Status) -> None:
         """Ends the run."""
-        if status.metrics and status.step is not None:
+        if status.metrics:
             final = {f"final/{name}": value for name, value in status.metrics.items()}
             self._run.log(final, step=status.step)
         self._run.finish()

@@ -25,6 +25,7 @@ class Tracker:
 
     def start(self, config: Mapping[str, Any], run: Tracked) -> str:
         """Begins a run, or goes on with it; offline, a further folder is written of the same id."""
+        self._step, self._late = -1, 0
         name = run.id or uuid.uuid4().hex[:8]
         try:
             self._run: Any = wandb.init(
@@ -50,14 +51,30 @@ class Tracker:
         return name
 
     def log(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Logs values of a step; a step below the last one is left out by Weights & Biases."""
+        """Logs values of a step; it takes none of a step below the last one."""
+        if step < self._step:
+            self._late += 1
+            return
+        self._step = step
         self._run.log(named(split, values), step=step)
 
+    @property
+    def missed(self) -> str:
+        """Says what it does not have."""
+        if not self._late:
+            return ""
+        return (
+            f"{self._late} lines of metrics.jsonl have steps below that of a line before, and "
+            "Weights & Biases takes none of these."
+        )
+
     def image(self, step: int, name: str, png: bytes) -> None:
-        """Logs a picture."""
+        """Logs a picture; one that comes late, at the step that there is now."""
         from PIL import Image
 
-        self._run.log({name: wandb.Image(Image.open(io.BytesIO(png)))}, step=step)
+        self._step = max(step, self._step)
+        picture = wandb.Image(Image.open(io.BytesIO(png)), caption=f"step {step}")
+        self._run.log({name: picture}, step=self._step)
 
     def finish(self, status: Status) -> None:
         """Ends the run, as failed unless it has come to its end or was stopped."""
