@@ -33,6 +33,7 @@ try:
     from ctl_core.cluster.task import Place
     from ctl_core.settings import Config, free_name, nearest
     from ctl_core.tools.background import detach
+    from ctl_core.trackers.base import check_installed
 except ModuleNotFoundError as error:
     print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)
     sys.exit(2)
@@ -115,7 +116,7 @@ def _read(argv: list[str]) -> Command | int:
             return _write_records(rest)
         if name in ("runs", "stop", "logs"):
             return int(getattr(importlib.import_module("ctl_core.tools.runs"), name)(rest))
-        if name in ("compare", "plot", "sweep"):
+        if name in ("compare", "plot", "sweep", "track"):
             return int(getattr(importlib.import_module(f"ctl_core.tools.{name}"), name)(rest))
         return parse_command(argv)
     except SystemExit as asked_for_help:
@@ -175,6 +176,9 @@ def _run(command: Command, argv: list[str]) -> int:
     )
     if source.note and not supervisor.supervised():
         print(source.note, flush=True)
+    if command.name == "train" and command.run is None:
+        for tracker in command.config.trackers:
+            check_installed(tracker)
     if checking := bool(command.options.get("check")):
         supervisor.check_folder(command.config)
     expected, background = (command.options.get(name) for name in ("note", "background"))

@@ -207,6 +207,7 @@ COMMANDS = {
     "sweep": "search settings by many runs",
     "compare": "compare runs: last values, settings that differ",
     "plot": "plot what runs have measured, here or into a file",
+    "track": "log a run to trackers afterwards",
 }
 
 

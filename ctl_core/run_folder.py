@@ -31,7 +31,10 @@ from ctl_core.hparams_page import write_hparams
 from ctl_core.layers import write_config
 from ctl_core.metric_values import read_metrics, storable
 from ctl_core.provenance import provenance
+from ctl_core.run_state.record import saved_steps
 from ctl_core.settings import Config, free_name
+from ctl_core.trackers.base import check_installed
+from ctl_core.trackers.sender import Sender
 
 
 class _Log(logging.FileHandler):
@@ -59,6 +62,7 @@ class Run:
         reading: whether the run is only used, and nothing is written to its folder
         steps_taken: tells how many steps this process has trained
         note: what is expected of the run, for training_log.md
+        console: where it says what becomes of its trackers
     """
 
     def __init__(self, config: Config, task: Task, reading: bool = False) -> None:
@@ -72,6 +76,8 @@ class Run:
         self.task, self.reading = task, reading
         self.steps_taken: Callable[[], int] = lambda: 0
         self.note: str | None = None
+        self.console: Console | None = None
+        self._sender: Sender | None = None
         self._config, self._trains = config, False
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
@@ -97,14 +103,20 @@ class Run:
         """Holds the run, by its log, until it is closed or the process ends in any way.
 
         Raises:
-            SetupError: another process is training it; or it has another note.
+            SetupError: another process is training it; it has another note; or a tracker of a run
+                without a checkpoint is not installed.
         """
         self._lock()
+        if not saved_steps(self.ckpt / "engine"):
+            for name in self._config.trackers:
+                check_installed(name)
         try:
             run_process.begin(self.path, os.getppid() if supervised() else os.getpid())
             self._trains = True
             if self.note is not None:
                 training_log.begin(self.path, self.note, self._config)
+            if self._config.trackers:  # they need seconds, which the model is built in
+                self._sender = Sender(self.path, self._config.trackers)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -201,7 +213,8 @@ class Run:
             devices: that this process trains on
 
         Raises:
-            SetupError: one of the files cannot be written.
+            SetupError: one of the files cannot be written; or, before the first step of the run, a
+                tracker cannot be used.
         """
         try:
             if new or not self.config_file.exists():
@@ -220,6 +233,9 @@ class Run:
             self._metrics = self.metrics_file.open("a", encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
+        if self._sender is not None and new:
+            console = self.console or Console()
+            self._sender.begin(step, step == 0, console.say, console.warn)
 
     def _unwritable(self, error: OSError) -> SetupError:
         file = f"{from_here(error.filename)}: " if error.filename else ""
@@ -300,6 +316,9 @@ class Run:
         self._writers, self._flushes = {}, []
         if self.reading:
             return
+        if self._sender is not None:  # now that they can read everything
+            self._sender.end((self.console or Console()).warn)
+            self._sender = None
         logging.getLogger("ctl_core").removeHandler(self._log)
         with contextlib.suppress(OSError):
             self._log.close()
@@ -310,6 +329,7 @@ class Run:
 def session(run: Run, console: Console) -> Iterator[None]:
     """Opens the run's log and console, and closes them however the run ends."""
     activate(console)
+    run.console = console
     step_of_summaries = tf.summary.experimental.get_step()
     try:
         yield

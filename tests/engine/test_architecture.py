@@ -16,19 +16,20 @@ LAYERS = """
     chunks collectives compat console files precision not_finite reduction signals
     compiled training_mode helpers joining nested profile settings staging hook_state record gpus
     verdict run_process
-    callbacks_file batch_norm hook_table sources
+    callbacks_file batch_norm hook_table sources base events pictures sender
     slurm tf_config rendezvous
     place
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
     training_log hparams_page
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    manifest record_options shared_folder download project_files background runs
+    manifest record_options shared_folder download project_files background runs sent wandb mlflow
+    comet trackio
     curves
     plan
     study jobs
     compare plot report
     sweep
-    defaults shares
+    defaults shares follow track
     records record_source made_records
     image_source csv_source
     table_source

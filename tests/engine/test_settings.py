@@ -64,6 +64,11 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
     "callbacks": [("experiments/gan.py", "experiments/gan.py"), ("b c.py", "b c.py"), ("d", "d")],
+    "trackers": [
+        ("[wandb, a.b.C]", ["wandb", "a.b.C"]),
+        ("mlflow,comet", ["mlflow", "comet"]),
+        ("[trackio]", ["trackio"]),
+    ],
     "debug": [("yes", True), ("true", True), ("", True)],
 }
 
@@ -232,7 +237,7 @@ def test_the_resolved_config_comes_back_equal(folder: Path) -> None:
     assert os.listdir(folder) == ["resolved.yaml"]
 
 
-PLAIN = {int, float, str, bool, dict, type(None)}
+PLAIN = {int, float, str, bool, dict, list, type(None)}
 
 
 def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:

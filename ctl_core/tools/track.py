@@ -1,0 +1,70 @@
+"""``track``: logs a run to trackers afterwards, or goes on where that was cut short."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from ctl_core.cli import find_run
+from ctl_core.errors import SetupError
+from ctl_core.files import from_here
+from ctl_core.layers import load_config
+from ctl_core.run_process import held
+from ctl_core.settings import tracker_names
+from ctl_core.tools.runs import look_at, parser_of, runs_dir_of
+from ctl_core.trackers.base import check_installed
+from ctl_core.trackers.sender import Sender
+
+# How often it is looked whether a run is still trained (seconds).
+_POLL = 1.0
+
+
+def track(argv: Sequence[str]) -> int:
+    """Logs a run to trackers; what they have of it already is not sent again.
+
+    A run that is being trained is followed until it has ended.
+
+    Raises:
+        SetupError: there is no such run, or a tracker cannot be used.
+    """
+    parser = parser_of("track", "Logs a run to trackers, afterwards or while it is trained.")
+    parser.add_argument("--run-name", metavar="NAME", help="of the run; default: the newest")
+    parser.add_argument("--to", metavar="NAMES", help="trackers; default: those of the run")
+    parser.add_argument(
+        "--anew", action="store_true", help="as a new run there, not where it was logged before"
+    )
+    options = parser.parse_args(argv)
+    folder = find_run(runs_dir_of(options.runs_dir), options.run_name).absolute()
+    try:
+        names = load_config(folder / "config.yaml").trackers
+        names = names if options.to is None else tracker_names(options.to)
+    except ValueError as error:
+        raise SetupError(f"to: {error}" if str(error) else "to: name each tracker once.") from error
+    if not names:
+        raise SetupError(f"to: {from_here(folder)} was trained without trackers; name one.")
+    for name in names:
+        check_installed(name)
+    sender = Sender(folder, names, options.anew)
+    try:
+        trained = held(folder) is True
+        sender.send(look_at(folder).step or 0, trained, _say, _warn)
+        if trained:
+            _say(f"{from_here(folder)}: is being trained; it is followed to its end.")
+        while held(folder):
+            time.sleep(_POLL)
+        codes = sender.end(_warn, patience=None)
+    except BaseException:
+        sender.kill()
+        raise
+    for name, what in sender.sent.items():
+        _say(f"{name}: {what}.")
+    return max(codes)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,85 @@
+"""Weights & Biases. ``WANDB_MODE=offline`` needs no login; the files are in the run's ``trackers``.
+
+``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_DIR`` and others of its own are heeded.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import wandb
+
+from ctl_core.errors import brief
+from ctl_core.files import from_here
+from ctl_core.trackers.base import WELL, Refused, Status, Tracked, flat_env, named
+
+
+class Tracker:
+    """A run of Weights & Biases."""
+
+    where = ""
+
+    def start(self, config: Mapping[str, Any], run: Tracked) -> str:
+        """Begins a run, or goes on with it; offline, a further folder is written of the same id."""
+        self._step, self._late = -1, 0
+        name = run.id or uuid.uuid4().hex[:8]
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT") or run.project,
+                id=name,
+                name=run.name,
+                notes=run.note or None,
+                dir=os.environ.get("WANDB_DIR") or str(run.files),
+                config={**config, "env": flat_env(run)},
+                resume="allow",
+                settings=wandb.Settings(console="off", silent=True, disable_code=True),
+            )
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise Refused(
+                f"wandb: {brief(error).partition(': ')[2]} (wandb login, or WANDB_MODE=offline for "
+                "files here)"
+            ) from error
+        if self._run.offline:
+            folder = from_here(self._run.settings.sync_dir)
+            self.where = f"offline, in {folder}; wandb sync {folder} uploads it"
+        else:
+            self.where = str(self._run.url)
+        return name
+
+    def log(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        """Logs values of a step; it takes none of a step below the last one."""
+        if step < self._step:
+            self._late += 1
+            return
+        self._step = step
+        self._run.log(named(split, values), step=step)
+
+    @property
+    def missed(self) -> str:
+        """Says what it does not have."""
+        if not self._late:
+            return ""
+        return (
+            f"{self._late} lines of metrics.jsonl have steps below that of a line before, and "
+            "Weights & Biases takes none of these."
+        )
+
+    def image(self, step: int, name: str, png: bytes) -> None:
+        """Logs a picture; one that comes late, at the step that there is now."""
+        from PIL import Image
+
+        self._step = max(step, self._step)
+        picture = wandb.Image(Image.open(io.BytesIO(png)), caption=f"step {step}")
+        self._run.log({name: picture}, step=self._step)
+
+    def finish(self, status: Status) -> None:
+        """Ends the run, as failed unless it has come to its end or was stopped."""
+        self._run.summary.update(
+            {"how": status.how, "said": status.line}
+            | {f"final/{name}": value for name, value in status.metrics.items()}
+        )
+        self._run.finish(exit_code=0 if status.how in (*WELL, "stopped") else 1)

@@ -1,0 +1,282 @@
+"""Trackers: what a user's own gets of a run, and what is refused.
+
+tests/on_trackers tries ours, each with its own package.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.trackers import sender
+from ctl_core.trackers.events import Pictures
+from ctl_core.trackers.sent import Left, Sent
+from tests.helpers.project import Cli, refused, source_of
+
+# A user's tracker: a file with a line for each call; it fails as its environment says.
+OWN = """
+import json
+import os
+from pathlib import Path
+
+from ctl_core.trackers.base import Refused
+
+
+class Notes:
+    where = "notes.jsonl"
+
+    def note(self, *what):
+        with Path("notes.jsonl").open("a") as file:
+            file.write(json.dumps(what) + chr(10))
+
+    def start(self, config, run):
+        if os.environ.get("REFUSED"):
+            raise Refused("own.Notes: no login; set NOTES_KEY")
+        if os.environ.get("UNREACHABLE"):
+            raise ConnectionError("nobody answers")
+        print("a line that nobody wants to see")
+        self.id = run.id or f"id-{len(list(Path.cwd().glob('started-*')))}"
+        Path(f"started-{self.id}").touch()
+        env = [run.env["host"] != "", run.env["versions"]["ctl_core"]]
+        self.note("start", self.id, run.name, run.step, config["learning_rate"], run.note, env)
+        return self.id
+
+    def log(self, step, split, values):
+        if os.environ.get("FULL") and step > 4:
+            raise OSError("no space left")
+        self.note("log", self.id, step, split, values)
+
+    def image(self, step, name, png):
+        self.note("image", self.id, step, name, len(png))
+
+    def finish(self, status):
+        self.note("finish", self.id, status.how, status.step, dict(status.metrics))
+
+
+class Empty:
+    pass
+"""
+WATCHED = """\
+import os
+
+
+def look(step, loss):
+    ctl_core.report(step, loss=loss)
+    if os.environ.get("FAILS_AT") == str(step):
+        raise ValueError("a hook that fails")
+
+
+def draw(step, batch):
+    ctl_core.image(step, "host", np.full((4, 6), step / 10))
+
+
+def input_pre(batch):
+    with tf.summary.record_if(tf.summary.experimental.get_step() % 5 == 0):
+        tf.summary.image("graph", tf.ones([2, 3, 3, 1]), max_outputs=2)
+    return batch[0]
+
+
+every_steps = {1: look, 5: draw}
+"""
+EVALUATED = """\
+def create_eval_dataset(per_replica_batch_size):
+    return data.batch(per_replica_batch_size)
+"""
+SOURCE = source_of(every_steps=WATCHED, more=EVALUATED)
+TRACKED = ("--trackers", "own.Notes", "--ckpt-every", "4", "--eval-every", "5")
+
+
+@pytest.fixture
+def own(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """A project with a tracker of its own."""
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.setattr(sender, "END", 60.0)
+    return cli
+
+
+def notes(kind: str) -> list[list[Any]]:
+    path = Path("notes.jsonl")
+    found = map(json.loads, path.read_text().splitlines() if path.is_file() else ())
+    return [rest for first, *rest in found if first == kind]
+
+
+def logged(name: str) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "split": split, **values}
+        for by, step, split, values in notes("log")
+        if by == name
+    ]
+
+
+def written(run: str = "a") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("runs", run, "metrics.jsonl").open()]
+
+
+def test_a_run_is_logged_once_though_it_fails_goes_on_and_is_begun_anew(
+    own: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure at step 7 loses the steps since the checkpoint of step 4."""
+    monkeypatch.setenv("FAILS_AT", "7")
+    outcome = own(SOURCE, *TRACKED, "--note", "goes well")
+    assert outcome.code == 1 and "a hook that fails" in outcome.err
+    assert "own.Notes: notes.jsonl\n" in outcome.out
+    assert "nobody wants" not in outcome.out + outcome.err
+    assert "nobody wants" in Path("runs/a/trackers/own.Notes.log").read_text()
+    version = ctl_core.__version__
+    assert notes("start") == [["id-0", "a", 0, 0.001, "goes well", [True, version]]]
+    assert [line["step"] for line in logged("id-0")] == [1, 2, 3, 4, 5, 5, 6, 7]
+    assert notes("finish") == [["id-0", "failed", 7, {}]]
+
+    monkeypatch.delenv("FAILS_AT")
+    outcome = own(None, *TRACKED)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert notes("start")[1][:3] == ["id-0", "a", 4]
+    assert logged("id-0") == written()
+    assert [line["step"] for line in written()] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]
+    pictures = [(step, name) for _, step, name, size in notes("image") if size > 60]
+    names = ("train/graph/0", "train/graph/1", "train/host")
+    assert sorted(pictures) == [(step, name) for step in (5, 10) for name in names]
+    assert notes("finish")[1][:3] == ["id-0", "done", 10]
+    metrics = written()[-1]
+    assert notes("finish")[1][3] == {"loss": metrics["loss"]}
+
+    outcome = own(None, command=("track", "--run-name", "a"))
+    assert (outcome.code, outcome.out) == (0, "own.Notes: has everything already\n")
+    assert len(notes("start")) == 2
+    outcome = own(None, command=("track", "--to", "own.Notes", "--anew"))
+    assert outcome.code == 0 and outcome.out.endswith("own.Notes: 12 lines and 6 pictures sent.\n")
+    assert logged("id-1") == written()
+    assert notes("finish")[2][:3] == ["id-1", "done", 10]
+
+
+def test_other_settings_after_a_failure_begin_a_new_run_there(
+    own: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS_AT", "7")
+    assert own(SOURCE, *TRACKED).code == 1
+    monkeypatch.delenv("FAILS_AT")
+    outcome = own(None, *TRACKED, "--learning-rate", "0.01")
+    assert outcome.code == 0 and "the run begins anew there, and id-0 stays" in outcome.out
+    assert [line["step"] for line in logged("id-0")] == [1, 2, 3, 4, 5, 5, 6, 7]
+    assert logged("id-1") == written()
+
+
+def test_what_fails_there_is_one_warning_and_is_sent_later(
+    own: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FULL", "1")
+    outcome = own(SOURCE, *TRACKED)
+    said = [line for line in outcome.out.splitlines() if line.startswith("warning: own")]
+    assert outcome.code == 0 and len(said) == 2, outcome
+    assert "OSError: no space left; training is not affected" in said[0]
+    assert "track --run-name a --to own.Notes sends the rest" in said[1]
+    assert len(logged("id-0")) == 4
+    assert own(None, command=("track",)).code == 1
+    monkeypatch.delenv("FULL")
+    assert own(None, command=("track",)).code == 0
+    assert logged("id-0") == written()
+
+    monkeypatch.setenv("UNREACHABLE", "1")
+    outcome = own(None, *TRACKED, "--run-name", "b")
+    assert outcome.code == 0 and outcome.out.count("nobody answers") == 1
+    assert outcome.out.count("warning: own.Notes") == 2
+    monkeypatch.delenv("UNREACHABLE")
+    assert own(None, command=("track", "--run-name", "b")).code == 0
+    assert logged("id-1") == written("b")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wandbb", "unknown tracker 'wandbb'; did you mean 'wandb'?"),
+        ("wandb,wandb", "trackers: expected names of trackers, each once"),
+        ("own.Nothing", "has no attribute 'Nothing'"),
+        ("owner.Notes", "owner.Notes: ModuleNotFoundError: No module named 'owner'"),
+        ("own.Empty", "own.Empty: has no start, log, finish; a tracker has"),
+        ("own.Notes", "trackers: own.Notes: no login; set NOTES_KEY"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_the_first_step(
+    own: Cli, name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFUSED", "1")
+    outcome = own(SOURCE, "--trackers", name)
+    outcome.written.difference_update({p for p in outcome.written if "/trackers/" in p})
+    refused(outcome, words)
+    if name == "own.Notes":
+        monkeypatch.delenv("REFUSED")
+        assert own(None, *TRACKED).code == 0
+        monkeypatch.setenv("REFUSED", "1")
+        outcome = own(None, *TRACKED, "--steps", "12")
+        assert outcome.code == 0 and "warning: trackers: own.Notes: no login" in outcome.out
+
+
+@pytest.mark.skipif(find_spec("comet_ml") is not None, reason="comet_ml is installed here")
+def test_a_package_that_is_missing_is_refused_with_what_installs_it(own: Cli) -> None:
+    words = "comet is not installed; in the project's folder: python -m pip install --editable \"."
+    refused(own(SOURCE, "--trackers", "comet"), words)
+    refused(own(None, "--trackers", "comet", "--check"), words)
+    assert own(SOURCE).code == 0
+    refused(own(None, command=("track", "--run-name", "a", "--to", "comet")), words)
+    refused(own(None, command=("track", "--run-name", "a")), "was trained without trackers")
+
+
+def test_a_damaged_line_is_left_out_and_said(own: Cli) -> None:
+    assert own(SOURCE).code == 0
+    path = Path("runs/a/metrics.jsonl")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:9], *lines[2:]]) + "\n")
+    outcome = own(None, command=("track", "--to", "own.Notes"))
+    assert outcome.code == 0 and "metrics.jsonl: 1 line cannot be read, and left out" in outcome.err
+    assert logged("id-0") == [json.loads(line) for line in [lines[0], *lines[2:]]]
+
+
+def steps_sent(sent: Sent, steps: list[int], before: int = 0) -> list[int]:
+    """Sends the lines of these steps, of which some are there at the start."""
+    lines, left, found = [f"line {step}" for step in steps], Left(sent), []
+    left.begin(lines[:before])
+    for step, line in list(zip(steps, lines, strict=True))[left.number :]:
+        if mark := left.next(line, step):
+            sent.add(step, mark)
+            found.append(step)
+    return found
+
+
+def test_steps_that_are_taken_again_are_sent_once_however_often_that_happens() -> None:
+    sent = Sent()
+    assert steps_sent(sent, [1, 2, 2, 3, 4, 4]) == [1, 2, 2, 3, 4, 4]
+    assert steps_sent(sent, [1, 2, 2, 3], before=3) == []
+    assert steps_sent(sent, [1, 2, 2, 3, 4, 4, 4, 5], before=1) == [4, 5]
+    assert steps_sent(sent, [1, 2, 2, 3, 4, 4, 4, 5, 6], before=8) == [6]
+    assert steps_sent(sent, [1, 2, 2, 3, 4, 4, 4, 5, 6, 2, 7], before=9) == [2, 7]
+
+
+def test_pictures_are_those_of_tensorflow_as_they_come(tmp_path: Path) -> None:
+    pictures, found = Pictures(tmp_path), []
+    pixels = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
+    writer = tf.summary.create_file_writer(str(tmp_path / "train"))
+    with writer.as_default():
+        for step in (1, 2):
+            ctl_core.image(step, "several", pixels)
+            ctl_core.image(step, "grey", pixels[0, :, :, 0] / 255)
+            tf.summary.scalar("images", 1.0, step)
+            writer.flush()
+            found += pictures.new()
+    names = ["train/several/0", "train/several/1", "train/grey"]
+    assert [(one.step, one.name) for one in found] == [(s, n) for s in (1, 2) for n in names]
+    decoded = [tf.io.decode_png(one.png).numpy() for one in found[:3]]
+    np.testing.assert_array_equal(decoded[:2], pixels)
+    np.testing.assert_array_equal(decoded[2], pixels[0, :, :, :1])
+    (path,) = tmp_path.glob("train/*")
+    path.write_bytes(path.read_bytes()[:-5])  # cut short by a kill
+    assert len(Pictures(tmp_path).new()) == 6
+    for wrong in (np.zeros(3), np.zeros((2, 2, 5)), np.zeros((2, 2), int), np.zeros((0, 2))):
+        with pytest.raises(ValueError, match=r"^image 'x': expected"):
+            ctl_core.image(1, "x", wrong)
