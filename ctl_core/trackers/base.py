@@ -38,6 +38,7 @@ class Tracked:
         folder: of the run, absolute
         project: the name of the folder that the run was started in
         id: with which the run goes on where it has been logged before; None: it is new there
+        finished: whether ``finish`` has returned when it was logged there before
         step: at which it begins or goes on
         note: what is expected of it, or ""
         env: what env.json has: commit, host, devices, versions, command and so on
@@ -47,6 +48,7 @@ class Tracked:
     folder: Path
     project: str
     id: str | None
+    finished: bool
     step: int
     note: str
     env: Mapping[str, Any]

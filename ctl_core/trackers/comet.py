@@ -45,7 +45,7 @@ class Tracker:
             self._experiment: Any = comet_ml.start(
                 project_name=os.environ.get("COMET_PROJECT_NAME") or run.project,
                 experiment_key=key,
-                mode="get" if run.id else "create",
+                mode="get_or_create" if run.id else "create",
                 experiment_config=comet_ml.ExperimentConfig(
                     **_OFF, display_summary_level=0, offline_directory=folder, name=run.name
                 ),

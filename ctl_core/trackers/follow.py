@@ -194,6 +194,7 @@ class Follower:
             folder=self._folder,
             project=sent.project,
             id=sent.id,
+            finished=sent.closed,
             step=self._step,
             note=note_of(self._folder),
             env=_env(self._folder),

@@ -9,6 +9,7 @@ import io
 import os
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import wandb
@@ -19,21 +20,31 @@ from ctl_core.trackers.base import WELL, Refused, Status, Tracked, flat_env, nam
 
 
 class Tracker:
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases.
+
+    Its own process writes and uploads: where that is killed, too, what it had not written is gone.
+    What was sent since the last proper end is sent again then; of steps that the server has, it
+    takes nothing, and what was left of the files here is put aside.
+    """
 
     where = ""
+    safe = False
 
     def start(self, config: Mapping[str, Any], run: Tracked) -> str:
         """Begins a run, or goes on with it; offline, a further folder is written of the same id."""
         self._step, self._late = -1, 0
         name = run.id or uuid.uuid4().hex[:8]
+        folder = Path(os.environ.get("WANDB_DIR") or run.files)
+        if not run.finished:
+            for left in sorted(folder.glob(f"wandb/offline-run-*-{name}*"))[-1:]:
+                left.rename(left.with_name(left.name.replace("offline-run", "unfinished", 1)))
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or run.project,
                 id=name,
                 name=run.name,
                 notes=run.note or None,
-                dir=os.environ.get("WANDB_DIR") or str(run.files),
+                dir=str(folder),
                 config={**config, "env": flat_env(run)},
                 resume="allow",
                 settings=wandb.Settings(console="off", silent=True, disable_code=True),
@@ -44,8 +55,8 @@ class Tracker:
                 "files here)"
             ) from error
         if self._run.offline:
-            folder = from_here(self._run.settings.sync_dir)
-            self.where = f"offline, in {folder}; wandb sync {folder} uploads it"
+            written = from_here(self._run.settings.sync_dir)
+            self.where = f"offline, in {written}; wandb sync {written} uploads it"
         else:
             self.where = str(self._run.url)
         return name
