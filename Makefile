@@ -13,6 +13,7 @@
 #             of its own; make test-pythons PYTHONS="3.12 3.13" for these only
 # make test-slurm  launch/slurm.sh on a real Slurm of two nodes here, by Debian's packages, as root
 # make test-ray  launch/ray_job.py on a real Ray of two nodes here, in an environment of its own
+# make test-trackers  wandb, MLflow, Comet and Trackio, offline, in an environment of their own
 #
 # Each makes the virtual environment it needs: .venv-demo for the demo, .venv for the others.
 PYTHON ?= python3
@@ -21,9 +22,10 @@ DEMO_VENV ?= .venv-demo
 
 # A process that crashes ends the tests: with another in its place they would wait for ever.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 \
-	--dist loadfile --no-loadscope-reorder --ignore tests/on_ray --ignore tests/on_slurm
+	--dist loadfile --no-loadscope-reorder --ignore tests/on_ray --ignore tests/on_slurm \
+	--ignore tests/on_trackers
 
-.PHONY: demo check test test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray lint bench
+.PHONY: demo check test test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-trackers lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -77,6 +79,17 @@ $(RAY_VENV)/.made: pyproject.toml | python
 	"$(PYTHON)" -m venv "$(RAY_VENV)"
 	"$(RAY_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --editable . \
 		"cookiecutter>=2.6,<3" psutil pytest "ray[default,train,tune]>=2.60"
+	touch $@
+
+TRACKERS_VENV ?= .venv-trackers
+
+test-trackers: $(TRACKERS_VENV)/.made
+	"$(TRACKERS_VENV)/bin/python" -m pytest tests/on_trackers
+
+$(TRACKERS_VENV)/.made: pyproject.toml | python
+	"$(PYTHON)" -m venv "$(TRACKERS_VENV)"
+	"$(TRACKERS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check \
+		--editable ".[wandb,mlflow,comet,trackio]" psutil pytest
 	touch $@
 
 lint: $(VENV)/.made
