@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import os
 import uuid
+import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import comet_ml
@@ -41,6 +43,7 @@ class Tracker:
         """Begins an experiment, or goes on with it; offline, by a further archive of its key."""
         key = run.id or uuid.uuid4().hex
         folder = os.environ.get("COMET_OFFLINE_DIRECTORY") or str(run.files / "comet")
+        _remove_unfinished(Path(folder), key)
         try:
             self._experiment: Any = comet_ml.start(
                 project_name=os.environ.get("COMET_PROJECT_NAME") or run.project,
@@ -84,3 +87,15 @@ class Tracker:
         self._experiment.log_others({"how": status.how, "said": status.line})
         self._experiment.log_others({f"final/{k}": x for k, x in status.metrics.items()})
         self._experiment.end()
+
+
+def _remove_unfinished(folder: Path, key: str) -> None:
+    """Removes what a process that was killed has left: an archive with nothing in it."""
+    for path in folder.glob(f"{key}*.zip"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                empty = not archive.namelist()
+        except zipfile.BadZipFile:
+            empty = True
+        if empty:
+            path.unlink()

@@ -164,7 +164,8 @@ def of_comet() -> Found:
             keys.add(json.loads(archive.read("experiment.json"))["offline_id"])
             for line in archive.read("messages.json").decode().splitlines():
                 message = json.loads(line)["payload"]
-                if metric := message.get("metric"):
+                metric = message.get("metric") or {}
+                if metric.get("metricName", "").startswith(("train/", "eval/")):
                     value = float(metric["metricValue"])
                     values.append((metric["metricName"], metric["step"], value))
                 elif message.get("upload_type") == "visualization":
