@@ -185,7 +185,8 @@ class Console:
         if self._terminal.is_terminal:
             self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=self._terminal.file, flush=True)
+            # In one piece: another thread may print, too.
+            print(f"{text}\n", end="", file=self._terminal.file, flush=True)
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,6 +157,19 @@ def _imported(path: str) -> Any:
             found = getattr(found, part)
         return found() if isinstance(found, type) else found
     raise AssertionError(path)
+
+
+_DENIED = re.compile(
+    r"\b40[13]\b|unauthori[sz]ed|unauthenticated|forbidden|permission denied|invalid api key", re.I
+)
+
+
+def denied(error: Exception) -> bool:
+    """Whether a service has answered, and says that the login is not good enough.
+
+    Their packages have no exception of one kind for it: it is told by name and text.
+    """
+    return _DENIED.search(f"{type(error).__name__} {error}") is not None
 
 
 def flat_env(run: Tracked) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import comet_ml
 from ctl_core.errors import brief
 from ctl_core.files import from_here
 from ctl_core.layers import flat
-from ctl_core.trackers.base import Refused, Status, Tracked, flat_env, named
+from ctl_core.trackers.base import Refused, Status, Tracked, denied, flat_env, named
 
 _OFF = {
     "auto_output_logging": False,
@@ -53,10 +53,12 @@ class Tracker:
                     **_OFF, display_summary_level=0, offline_directory=folder, name=run.name
                 ),
             )
-        except ValueError as error:
+        except Exception as error:
+            if not isinstance(error, ValueError) and not denied(error):
+                raise
+            why = brief(error, 160).partition(": ")[2]
             raise Refused(
-                f"comet: {brief(error).partition(': ')[2]} (comet login, or COMET_START_ONLINE=0 "
-                "for files here)"
+                f"comet: {why} (comet login, or COMET_START_ONLINE=0 for files here)"
             ) from error
         if isinstance(self._experiment, comet_ml.OfflineExperiment):
             self.safe = False

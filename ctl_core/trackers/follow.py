@@ -161,8 +161,8 @@ class Follower:
             self._warned = True
             self._tell(
                 "warning",
-                f"{self._name}: {brief(error)}; training is not affected, and what is missing is "
-                "sent when that works.",
+                f"{self._name}: {brief(error, 160).rstrip('.')}; training is not affected, and "
+                "what is missing is sent when that works.",
             )
 
     def _start(self, tracker: Tracker, anew: bool) -> None:

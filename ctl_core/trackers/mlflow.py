@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from ctl_core.errors import brief
 from ctl_core.files import from_here
 from ctl_core.layers import flat
-from ctl_core.trackers.base import WELL, Refused, Status, Tracked, flat_env, named
+from ctl_core.trackers.base import WELL, Refused, Status, Tracked, denied, flat_env, named
 
 # What one call may hold, by MLflow's own limits.
 _PARAMS, _METRICS, _LENGTH = 100, 1000, 5000
@@ -48,9 +48,9 @@ class Tracker:
             self._client.update_run(self._run, status="RUNNING")
             self._describe(config, run)
         except MlflowException as error:
-            if error.get_http_status_code() in (401, 403) or "credentials" in str(error):
+            if error.get_http_status_code() in (401, 403) or denied(error):
                 raise Refused(
-                    f"mlflow: {brief(error).partition(': ')[2]} (MLFLOW_TRACKING_USERNAME and "
+                    f"mlflow: {brief(error, 160).partition(': ')[2]} (MLFLOW_TRACKING_USERNAME and "
                     "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN)"
                 ) from error
             raise

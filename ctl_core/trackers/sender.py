@@ -20,7 +20,9 @@ from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 
 # How long a run waits for trackers before its first step, and at its end (seconds).
-START, END = 20.0, 20.0
+START, END = 10.0, 20.0
+# The same at the end for one that has not begun, and so has nothing in hand (seconds).
+NOT_BEGUN = 2.0
 
 Say = Callable[[str], None]
 
@@ -99,9 +101,10 @@ class Sender:
                 self.kill()
                 raise SetupError(f"trackers: {text}")
             elif kind == "late":
-                say(
+                self._shown(
+                    "warning",
                     f"{child.name} has not answered in {patience:g} s; training goes on, and what "
-                    "is missing is sent when it does."
+                    "is missing is sent when it does.",
                 )
 
     def _heard(self, kind: str, name: str, text: str) -> None:
@@ -124,11 +127,12 @@ class Sender:
             self.kill()
         for child in self._children:
             child.close()
-        until = None if patience is None else time.monotonic() + patience
+        since = time.monotonic()
         codes = []
         for child in self._children:
             try:
-                left = None if until is None else max(0.0, until - time.monotonic())
+                most = patience if child.answered else patience and min(patience, NOT_BEGUN)
+                left = None if most is None else max(0.0, since + most - time.monotonic())
                 codes.append(child.wait(left))
             except subprocess.TimeoutExpired:
                 say(
@@ -150,7 +154,7 @@ class _Child:
     def __init__(
         self, folder: Path, name: str, anew: bool, heard: Callable[[str, str, str], None]
     ) -> None:
-        self.name, self._killed = name, False
+        self.name, self.answered, self._killed = name, False, False
         self._log = folder / "trackers" / f"{name}.log"
         self._heard, self._first = heard, queue.SimpleQueue[tuple[str, str]]()
         path = [str(Path(ctl_core.__file__).parents[1]), *filter(None, sys.path)]
@@ -169,14 +173,13 @@ class _Child:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        answered = False
         for line in self._process.stdout:
             try:
                 kind, text = json.loads(line)
             except ValueError:
                 continue
-            if not answered and kind in ("ready", "refused", "warning"):
-                answered = True
+            if not self.answered and kind in ("ready", "refused", "warning"):
+                self.answered = True
                 self._first.put((kind, text))
                 if kind != "warning":
                     continue
@@ -185,7 +188,7 @@ class _Child:
             else:
                 self._heard(kind, self.name, text)
         code = self._process.wait()
-        if not answered:
+        if not self.answered:
             self._first.put(("ended", ""))
         if code not in (0, 1, 2) and not self._killed:
             self._heard(

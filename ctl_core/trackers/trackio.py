@@ -10,7 +10,8 @@ from typing import Any
 
 import trackio
 
-from ctl_core.trackers.base import Status, Tracked, flat_env, named
+from ctl_core.errors import brief
+from ctl_core.trackers.base import Refused, Status, Tracked, denied, flat_env, named
 
 
 class Tracker:
@@ -24,13 +25,18 @@ class Tracker:
         name = run.id or run.name
         if run.id is None and name in _names(project):
             name = f"{run.name}-{uuid.uuid4().hex[:4]}"
-        self._run: Any = trackio.init(
-            project=project,
-            name=name,
-            config={**config, "env": flat_env(run), "note": run.note},
-            resume="allow",
-            embed=False,
-        )
+        try:
+            self._run: Any = trackio.init(
+                project=project,
+                name=name,
+                config={**config, "env": flat_env(run), "note": run.note},
+                resume="allow",
+                embed=False,
+            )
+        except Exception as error:
+            if not isinstance(error, ValueError) and not denied(error):
+                raise
+            raise Refused(f"trackio: {brief(error, 160).partition(': ')[2]}") from error
         self.where = f'trackio show --project "{project}" shows it'
         return name
 

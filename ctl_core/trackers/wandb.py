@@ -16,7 +16,7 @@ import wandb
 
 from ctl_core.errors import brief
 from ctl_core.files import from_here
-from ctl_core.trackers.base import WELL, Refused, Status, Tracked, flat_env, named
+from ctl_core.trackers.base import WELL, Refused, Status, Tracked, denied, flat_env, named
 
 
 class Tracker:
@@ -49,10 +49,13 @@ class Tracker:
                 resume="allow",
                 settings=wandb.Settings(console="off", silent=True, disable_code=True),
             )
-        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+        except wandb.errors.Error as error:
+            known = isinstance(error, wandb.errors.UsageError | wandb.errors.AuthenticationError)
+            if not known and not denied(error):
+                raise
+            why = brief(error, 160).partition(": ")[2]
             raise Refused(
-                f"wandb: {brief(error).partition(': ')[2]} (wandb login, or WANDB_MODE=offline for "
-                "files here)"
+                f"wandb: {why} (wandb login, or WANDB_MODE=offline for files here)"
             ) from error
         if self._run.offline:
             written = from_here(self._run.settings.sync_dir)
