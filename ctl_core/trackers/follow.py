@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class Follower:
         name: str,
         step: int,
         more: bool,
+        sizes: Mapping[str, int] | None,
         tell: Tell,
         over: Callable[[], bool],
     ) -> None:
@@ -82,10 +83,12 @@ class Follower:
             name: of the tracker
             step: where the run begins or goes on
             more: whether anything is about to be written there
+            sizes: of the files of summaries when it began or went on there, if that is known
             tell: says how it goes
             over: whether nothing more will be written
         """
         self._folder, self._name, self._step, self._more = folder, name, step, more
+        self._sizes = sizes
         self._tell, self._over = tell, over
         self._path = folder / "trackers" / f"{name}.json"
         self._sent = Sent.read(self._path)
@@ -212,12 +215,14 @@ class Follower:
     def _first_pictures(self, sent: Sent) -> list[Picture]:
         """Returns the pictures that are there; of a step that was taken twice, the later one.
 
-        Those of later steps than the run has are of steps that are about to be taken again.
+        Those of later steps than the run had are of steps that are taken again.
         """
+        known = self._sizes is not None or not self._more
         last = {
             (picture.name, picture.step): picture
-            for picture in self._pictures.new()
-            if sent.pictures.get(picture.name, -1) < picture.step <= self._step
+            for picture in self._pictures.new(self._sizes)
+            if picture.step > sent.pictures.get(picture.name, -1)
+            and (picture.step <= self._step or not known)
         }
         return list(last.values())
 
@@ -375,8 +380,9 @@ def main(folder: str, name: str, anew: str = "") -> int:
 
         threading.Thread(target=wait_for_end, daemon=True).start()
         with _alone(run / "trackers" / f"{name}.lock"):
-            step, more = json.loads(begin)
-            done = Follower(run, name, step, more, tell, over).follow(tracker, bool(anew))
+            step, more, sizes = json.loads(begin)
+            follower = Follower(run, name, step, more, sizes, tell, over)
+            done = follower.follow(tracker, bool(anew))
     except (Refused, CtlError) as error:
         tell("refused", str(error))
         return 2

@@ -20,7 +20,7 @@ from mlflow.entities import Metric, Param, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
 from ctl_core.errors import brief
-from ctl_core.files import from_here
+from ctl_core.files import alone_in, from_here
 from ctl_core.layers import flat
 from ctl_core.trackers.base import WELL, Refused, Status, Tracked, denied, flat_env, named
 
@@ -43,8 +43,9 @@ class Tracker:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         here = run.folder.parent / "mlflow.db"
         try:
-            self._client = MlflowClient(uri or f"sqlite:///{here}")
-            self._run = run.id or self._create(run, uri)
+            with alone_in(run.folder.parent):  # of several runs, one makes the file
+                self._client = MlflowClient(uri or f"sqlite:///{here}")
+                self._run = run.id or self._create(run, uri)
             self._client.update_run(self._run, status="RUNNING")
             self._describe(config, run)
         except MlflowException as error:

@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import ctl_core
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here
+from ctl_core.trackers.events import sizes_in
 
 # How long a run waits for trackers before its first step, and at its end (seconds).
 START, END = 10.0, 20.0
@@ -60,7 +62,7 @@ class Sender:
         Raises:
             SetupError: a tracker cannot be used.
         """
-        self._tell(step, True, say, warn)
+        self._tell([step, True, sizes_in(self._folder / "tb")], say, warn)
         if fresh:
             self._hear(say, START)
         else:
@@ -78,14 +80,14 @@ class Sender:
         Raises:
             SetupError: a tracker cannot be used.
         """
-        self._tell(step, more, say, warn)
+        self._tell([step, more, None], say, warn)
         self._hear(say, None)
 
-    def _tell(self, step: int, more: bool, say: Say, warn: Say) -> None:
+    def _tell(self, begin: list[Any], say: Say, warn: Say) -> None:
         self._begun = True
         self._shown = lambda kind, text: (warn if kind == "warning" else say)(text)
         for child in self._children:
-            child.write(json.dumps([step, more]) + "\n")
+            child.write(json.dumps(begin) + "\n")
 
     def _hear(self, say: Say, patience: float | None, warn: Say | None = None) -> None:
         """Waits for what they answer; with ``warn``, one that cannot be used is a warning."""

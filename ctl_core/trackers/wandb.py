@@ -33,6 +33,7 @@ class Tracker:
     def start(self, config: Mapping[str, Any], run: Tracked) -> str:
         """Begins a run, or goes on with it; offline, a further folder is written of the same id."""
         self._step, self._late = -1, 0
+        self._pictures: list[tuple[int, str, bytes]] = []
         name = run.id or uuid.uuid4().hex[:8]
         folder = Path(os.environ.get("WANDB_DIR") or run.files)
         if not run.finished:
@@ -69,6 +70,7 @@ class Tracker:
         if step < self._step:
             self._late += 1
             return
+        self._log_pictures(step)
         self._step = step
         self._run.log(named(split, values), step=step)
 
@@ -83,15 +85,23 @@ class Tracker:
         )
 
     def image(self, step: int, name: str, png: bytes) -> None:
-        """Logs a picture; one that comes late, at the step that there is now."""
+        """Keeps a picture until the values of its step are there, which may come later."""
+        self._pictures.append((step, name, png))
+
+    def _log_pictures(self, step: int | None = None) -> None:
+        """Logs the pictures of steps up to one, or all; those that are late with the last step."""
         from PIL import Image
 
-        self._step = max(step, self._step)
-        picture = wandb.Image(Image.open(io.BytesIO(png)), caption=f"step {step}")
-        self._run.log({name: picture}, step=self._step)
+        self._pictures.sort(key=lambda picture: picture[0])
+        while self._pictures and (step is None or self._pictures[0][0] <= step):
+            own, name, png = self._pictures.pop(0)
+            self._step = max(own, self._step)
+            picture = wandb.Image(Image.open(io.BytesIO(png)), caption=f"step {own}")
+            self._run.log({name: picture}, step=self._step)
 
     def finish(self, status: Status) -> None:
         """Ends the run, as failed unless it has come to its end or was stopped."""
+        self._log_pictures()
         self._run.summary.update(
             {"how": status.how, "said": status.line}
             | {f"final/{name}": value for name, value in status.metrics.items()}

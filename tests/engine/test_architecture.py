@@ -16,8 +16,8 @@ LAYERS = """
     chunks collectives compat console files precision not_finite reduction signals
     compiled training_mode helpers joining nested profile settings staging hook_state record gpus
     verdict run_process
-    callbacks_file batch_norm hook_table sources base events pictures sender
-    slurm tf_config rendezvous
+    callbacks_file batch_norm hook_table sources base events pictures
+    slurm tf_config rendezvous sender
     place
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
     training_log hparams_page

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.trackers import sender
-from ctl_core.trackers.events import Pictures
+from ctl_core.trackers.events import Pictures, sizes_in
 from ctl_core.trackers.sent import Left, Sent
 from tests.helpers.project import Cli, refused, source_of
 
@@ -275,8 +275,14 @@ def test_pictures_are_those_of_tensorflow_as_they_come(tmp_path: Path) -> None:
     np.testing.assert_array_equal(decoded[:2], pixels)
     np.testing.assert_array_equal(decoded[2], pixels[0, :, :, :1])
     (path,) = tmp_path.glob("train/*")
+    sizes = sizes_in(tmp_path)
+    with writer.as_default():
+        ctl_core.image(3, "grey", pixels[0])
+        writer.flush()
+    later = Pictures(tmp_path)
+    assert later.new(sizes) == found and [one.step for one in later.new()] == [3]
     path.write_bytes(path.read_bytes()[:-5])  # cut short by a kill
-    assert len(Pictures(tmp_path).new()) == 6
+    assert Pictures(tmp_path).new() == found
     for wrong in (np.zeros(3), np.zeros((2, 2, 5)), np.zeros((2, 2), int), np.zeros((0, 2))):
         with pytest.raises(ValueError, match=r"^image 'x': expected"):
             ctl_core.image(1, "x", wrong)
