@@ -47,7 +47,7 @@ class Moment:
 
     def wait(self, project: Project, run: str, begun: float, ended: Callable[[], bool]) -> bool:
         """Waits for the moment; returns whether it came before the run ended."""
-        limit = begun + 300
+        limit = begun + 900
         known, seen = project.files(run), 0
         while not ended():
             if time.time() > limit:
@@ -134,7 +134,7 @@ def train_and_kill(
                         done += 1
                         hit[struck.split(": ")[-1].split(" step")[0]] += 1
                         say(f"kill {done} of {kills}, {run}, {struck}")
-                code = process.wait(timeout=None if done >= kills else 60)
+                code = process.wait(timeout=None if done >= kills else 600)
             finally:
                 process.kill()
             code = None if code == -signal.SIGKILL else code

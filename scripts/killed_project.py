@@ -136,7 +136,8 @@ class Project:
             command += [f"--workers={self.workers}", "--max-restarts=1000000"]
         with (self.folder / f"{run}.log").open("ab") as log:
             how = {"stdout": log, "stderr": log, "env": os.environ, **how}
-            how["env"] = {**how["env"], "PYTHONPATH": str(ROOT)}
+            paths = [how["env"].get("PYTHONPATH", ""), str(ROOT)]
+            how["env"] = {**how["env"], "PYTHONPATH": os.pathsep.join(filter(None, paths))}
             how["env"].pop("TF_CPP_MIN_LOG_LEVEL", None)  # the engine's own choice is to be seen
             return subprocess.Popen(command, cwd=self.folder, **how)
 

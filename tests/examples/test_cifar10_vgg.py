@@ -27,6 +27,7 @@ def example(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exampl
     return Example("cifar10_vgg", cli, tmp_path, *SMALL)
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_devices(example: Example) -> None:
     assert_is_short("cifar10_vgg")
     # Rounding turns a ReLU now and then, which batch normalisation of 8 pictures makes much of.

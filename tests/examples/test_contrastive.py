@@ -38,6 +38,7 @@ def test_the_loss_is_that_of_all_pairs_of_views(cli: Cli, tmp_path: Path) -> Non
     np.testing.assert_allclose(found, expected.reshape(8, 2).mean(1), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
     """Each device has half of the views, and has to tell its own from those of both."""
     assert_devices_agree(Example("contrastive", cli, tmp_path, *SMALL))

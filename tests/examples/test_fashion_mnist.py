@@ -74,6 +74,7 @@ def tutorials_loop(hooks: dict[str, Any], devices: int, steps: int, rate: float)
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_weights_are_those_of_the_tutorials_loop(
     train: Train, cli: Cli, tmp_path: Path, case: str
 ) -> None:

@@ -34,6 +34,7 @@ def pictures(run: Path) -> dict[tuple[str, int], np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_devices(example: Example) -> None:
     assert_is_short("tfrecords")
     assert_devices_agree(example)

@@ -14,7 +14,7 @@ import tensorflow as tf
 def train_here(project: Path, *settings: str) -> None:
     """Trains in a process of its own, by no launcher."""
     command = [sys.executable, "-m", "ctl_core", "train", *settings]
-    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=600)
 
 
 def weights(run: Path, step: int) -> dict[str, np.ndarray]:
@@ -24,7 +24,7 @@ def weights(run: Path, step: int) -> dict[str, np.ndarray]:
     return {n: reader.get_tensor(n) for n in names if not n.startswith("save_counter")}
 
 
-def trained_to(run: Path, step: int, seconds: float = 200) -> None:
+def trained_to(run: Path, step: int, seconds: float = 600) -> None:
     """Waits for a checkpoint of at least this step."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -77,6 +77,13 @@ def weights_of_micro_batches(folder: Path) -> None:
     keep_weights(folder, "accumulated", state)
 
 
+def weights_compiled(folder: Path) -> None:
+    """The same, each replica's part of a step compiled by XLA."""
+    for kind in ("sgd", "nadam"):
+        name = f"compiled-{kind}"
+        keep_weights(folder, name, run(folder, name, cases.exact_hooks(kind), jit_compile=True))
+
+
 def weights_of_whole_batches(folder: Path) -> None:
     """The same, of batches of the global size, which the engine cuts up; their number unknown."""
 

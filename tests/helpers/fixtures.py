@@ -5,6 +5,7 @@ The devices are fixed before TensorFlow starts, so that one process can test 1, 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,14 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from tests.helpers import lean
 
+lean.hide()
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
 )
 tf.config.list_logical_devices()  # starts TensorFlow, which fixes the devices
+gc.freeze()  # the million objects that TensorFlow is made of are not looked through again and again
 
 Train = Callable[..., ctl_core.State]
 

@@ -1,4 +1,4 @@
-"""Shared by the template's tests: rendering a project in a clean environment, in this process."""
+"""Shared by the template's tests: rendering a project in a clean environment."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-from cookiecutter.main import cookiecutter
+
+from tests.helpers import lean
+from tests.helpers.renderer import Renderer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
@@ -48,6 +49,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     home = tmp_path_factory.mktemp("home")
     config = home / "cookiecutter.yaml"
     config.write_text(f"cookiecutters_dir: {home}/templates\nreplay_dir: {home}/replay\n")
+    lean.hide()
     names = [name for name in os.environ if name.startswith(("GIT_", "CTL_"))]
     kept = {name: value for name, value in os.environ.items() if name not in names}
     kept.pop("VENV", None)
@@ -62,18 +64,15 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 @pytest.fixture(scope="session")
-def render(environment: dict[str, str]) -> Render:
+def render(environment: dict[str, str]) -> Iterator[Render]:
     """Renders a project into a folder; ``template`` may be another place than this one."""
+    renderer = Renderer(environment)
 
     def function(folder: Path, template: str | Path = ROOT, **answers: Any) -> Path:
-        with mock.patch.dict(os.environ, environment, clear=True):
-            return Path(
-                cookiecutter(
-                    str(template), no_input=True, extra_context=answers, output_dir=str(folder)
-                )
-            )
+        return renderer.render(folder, template, answers)
 
-    return function
+    yield function
+    renderer.close()
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +123,8 @@ def digits(projects: dict[tuple[str, ...], Path]) -> Path:
 def template_repository(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
     """A git repository with the working tree as its only commit; tests clone it."""
     repository = tmp_path_factory.mktemp("source") / "template"
-    ignored = [".git", ".venv", "build", "dist", "runs", "__pycache__", "*.egg-info", ".*_cache"]
+    ignored = [".git", ".venv*", "build", "demo", "dist", "runs", "__pycache__"]
+    ignored += ["*.egg-info", ".*_cache"]
     shutil.copytree(ROOT, repository, symlinks=True, ignore=shutil.ignore_patterns(*ignored))
     run("git", "init", "--quiet", cwd=repository)
     commit(run, repository, "Template")

@@ -14,6 +14,7 @@ import pytest
 
 from ctl_core.cluster import supervisor
 from ctl_core.cluster.supervisor import supervise
+from tests.helpers import lean
 
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/a")
@@ -43,7 +44,7 @@ def wait_for(*names):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty project folder, in which workers find the engine."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", lean.PYTHONPATH)
     for name in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES", supervisor.PIPE):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "pids").mkdir()
@@ -90,7 +91,7 @@ def alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < limit, "waited in vain"
         time.sleep(0.02)
