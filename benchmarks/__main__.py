@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks import first_step, processes
 from benchmarks.installed import has_jax, has_orbit
-from benchmarks.report import REPORTED_COMPILED, Memory, Results, Timing, print_report
+from benchmarks.report import REPORTED_COMPILED, Memory, Results, Timing, print_report, put_into
 
 # By number of devices; each line is a process. Memory needs one that did nothing before, and what
 # distributed iterators leave behind must not slow down who comes next.
@@ -75,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     results = Results(timings, memory)
     notes = _notes(rounds, time.monotonic() - begun)
     print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)
+    if arguments.into:
+        put_into(arguments.into, results, notes)
     if arguments.json:
         content = {**results.as_json(), "notes": notes}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -92,6 +94,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="how often each peer is timed (default: 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to a file")
+    parser.add_argument(
+        "--into", type=Path, metavar="FILE.md", help="put the report at the end of a document"
+    )
     arguments = parser.parse_args(argv)
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error(f"--rounds: expected a number from 1 up, got {arguments.rounds}")

@@ -30,14 +30,22 @@ from benchmarks.installed import has_orbit
 from benchmarks.pace import CHECKED, Pace, timed
 from benchmarks.peers import PEERS, all_reduce, callbacks, compiled, engine, settings
 from benchmarks.records import records
-from benchmarks.report import ALL_REDUCE, COMPILED, REPORTED_COMPILED, Memory, Timing, memory_used
+from benchmarks.report import (
+    ALL_REDUCE,
+    COMPILED,
+    REPORTED_COMPILED,
+    SAVING,
+    Memory,
+    Timing,
+    memory_used,
+)
 from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
 from ctl_core.evaluate import evaluate
 
 ONE_DEVICE_ONLY = ("floor", "input alone")
-MEMORY_STEPS, IMAGES = 10_000, 100_000
-EVALUATED = 100  # batches
+MEMORY_STEPS, IMAGES = 20_000, 50_000
+EVALUATED = 300  # batches: 10,000 examples or so
 
 
 def steps(
@@ -56,7 +64,7 @@ def steps(
     strategy = _strategy(devices)
     names = names or tuple(name for name in PEERS if _fits(name, work.name, devices, every))
     loops = {name: functools.partial(PEERS[name], work, strategy, every) for name in names}
-    paces = {name: Pace(loop, work.segment) for name, loop in loops.items()}
+    paces = {name: Pace(loop, work.segment_of(name == COMPILED)) for name, loop in loops.items()}
     yield from _rounds(work.name, devices, every, paces, rounds, tolerance=work.tolerance)
 
 
@@ -195,7 +203,7 @@ def checkpoints(rounds: int) -> Iterator[Timing]:
     strategy = _strategy(1)
     paces = {
         name: Pace(functools.partial(engine, work, strategy, 50, ckpt_every=ckpt_every), 100)
-        for name, ckpt_every in {"engine": 0, "engine, saving every 100 steps": 100}.items()
+        for name, ckpt_every in {"engine": 0, SAVING: 100}.items()
     }
     # The first two checkpoints of a run are others: their graphs are traced.
     yield from _rounds("checkpoints of cnn", 1, 50, paces, rounds, warm=4)
@@ -227,7 +235,7 @@ def _note(text: str) -> None:
 
 def shortened(work: Workload) -> Workload:
     """The same with the shortest segments."""
-    return dataclasses.replace(work, segment=CHECKED)
+    return dataclasses.replace(work, segment=CHECKED, compiled_segment=0)
 
 
 def main(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]) -> None:

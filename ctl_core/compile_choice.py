@@ -164,10 +164,15 @@ class _Trial:
             self.take(one is functions)
             seconds[name] = _seconds_per_step(one)
         plainly, compiled = seconds["plain"], seconds["compiled"]
-        took = f"{1e6 * compiled:.3g} µs a step against {1e6 * plainly:.3g}"
+        took = f"{in_microseconds(compiled)} µs a step against {in_microseconds(plainly)}"
         if compiled < plainly:
             return True, f"{took} of plain graphs"
         return False, f"compiled {took}"
+
+
+def in_microseconds(seconds: float) -> str:
+    """Returns seconds as microseconds with three digits that count: 0.00213 is ``2,130``."""
+    return f"{float(f'{1e6 * seconds:.3g}'):,.10g}"
 
 
 def _seconds_per_step(functions: StepFunctions) -> float:

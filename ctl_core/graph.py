@@ -67,15 +67,21 @@ class StepFunctions:
         self, fetches: frozenset[str], due: Sequence[Hook] = (), steps: int = 1
     ) -> dict[str, Any]:
         """Takes one step, or some if ``looped``; returns what the last has for the due hooks."""
-        self._state.data.watched += steps
-        pieces, found, _, noted = self.graph(fetches)(tf.constant(steps, tf.int64))
-        self._note(noted)
+        pieces, found = self.take(fetches, steps)
         for name, why in differing(pieces).items():
             if name not in self._told:
                 hooks = ", ".join(str(hook) for hook in due if name in hook.arguments)
                 self._console.say(f"{hooks}: {name} {why}")
             self._told.add(name)
         return {**found, **all_for_host(pieces)}
+
+    def take(self, fetches: frozenset[str], steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Makes the call; returns output and batch in pieces, and what is the same everywhere."""
+        self._state.data.watched += steps
+        how_many = [tf.constant(steps, tf.int64)] if self.looped(fetches) else []
+        pieces, found, _, noted = self.graph(fetches)(*how_many)
+        self._note(noted)
+        return pieces, found
 
     def trace_counts(self) -> list[int]:
         """Returns how often each graph function was traced."""
@@ -91,10 +97,10 @@ class StepFunctions:
         """
         key = (self._frozen, fetches)
         if key not in self._graphs:
-            if fetches is None:
-                function = self._trace_train_steps()
-            else:
-                function = self._trace_train_step(fetches)
+            function = (
+                self._trace_train_steps() if fetches is None else self._trace_train_step(fetches)
+            )
+            self._state.clock.traced += 1
             self._traced.append(function)
             self._graphs[key] = function.get_concrete_function()
         return self._graphs[key]
@@ -130,8 +136,9 @@ class StepFunctions:
         results = state.strategy.experimental_local_results
         take_one = train_step if state.context.stack is None else train_one
 
-        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
-        def with_last(steps: tf.Tensor) -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
+        # An argument that is not needed would take each call some ten microseconds.
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)] * looped)
+        def with_last(steps: Any = 1) -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
             before = state.step_variable.read_value()
             if looped:
                 values, noted = train_stretches(state.context, state.data, before, steps, True)
@@ -141,7 +148,7 @@ class StepFunctions:
                     values = take_one(state.context, state.data, fetches, True, step)
                 seen = itertools.chain(*self._by_replica(values.pop("noted", [])))
                 noted = of_step(list(seen), step)
-            state.step_variable.assign_add(steps)
+            state.step_variable.assign_add(tf.cast(steps, tf.int64))
             whole: dict[str, Any] = {}
             for name in ("output", "batch"):  # one replica's micro-batches after the other's
                 if name in values:
@@ -159,7 +166,7 @@ class StepFunctions:
     def _note(self, summary: tf.Tensor) -> None:
         """Keeps what a graph call has noted."""
         if self._state.context.notes_losses:
-            self.noted = Noted(*summary.numpy().tolist())
+            self.noted = (self.noted or Noted()).then(Noted(*summary.numpy().tolist()))
 
     def _by_replica(self, values: Any) -> list[Any]:
         """Returns the structure that each of this process's replicas has."""

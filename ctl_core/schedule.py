@@ -34,6 +34,7 @@ class Schedule:
             steps_per_epoch: None if the data have no end
         """
         self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
+        self._deferred = [(n, hook) for n, hook in self._every if hook.deferred]
         self._at = hooks.at_step
         self._last = last
         self._marks = marks
@@ -61,9 +62,9 @@ class Schedule:
         """Returns the hooks to run after a step: every_steps first, each in its own order."""
         return [hook for n, hook in self._every if step % n == 0] + list(self._at.get(step, ()))
 
-    def deferred(self, step: int) -> list[Hook]:
-        """Returns the hooks due after a step for which the graph was not left."""
-        return [hook for n, hook in self._every if hook.deferred and step % n == 0]
+    def deferred(self, steps: range) -> list[tuple[int, Hook]]:
+        """Returns steps for which the graph was not left, each with a hook due after it."""
+        return [(step, hook) for step in steps for n, hook in self._deferred if step % n == 0]
 
     def evaluation_due(self, step: int) -> bool:
         """Whether an evaluation belongs after this step."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ctl_core.checks.data import Pipeline
 from ctl_core.compat import stages
+from ctl_core.pipeline import Pipeline
 from ctl_core.profile import Clock
 
 # Of the time of a run that is long enough to tell (seconds).

@@ -33,7 +33,7 @@ from ctl_core.metrics import update_loss_parts, update_train_metrics
 from ctl_core.numerics.micro_batches import ONCE_IN_MICRO_BATCH, accumulate
 from ctl_core.numerics.not_finite import found_nans, seen
 from ctl_core.numerics.precision import all_finite, to_float32
-from ctl_core.numerics.reduction import divide, sum_over_replicas
+from ctl_core.numerics.reduction import divide, for_optimizer, sum_over_replicas
 from ctl_core.numerics.shares import of_share, weight_of_share
 from ctl_core.run_state.tracking import plain_variable, variable_name
 from ctl_core.training_mode import call, call_model
@@ -153,7 +153,7 @@ def forward_backward(context: StepContext, batch: Any, kept: frozenset[str]) -> 
         the scaled objectives.
     """
     scale = context.loss_scale
-    with tf.GradientTape(persistent=len(context.optimizers) > 1) as tape:
+    with tf.GradientTape(persistent=len(context.optimizers) > 1 or bool(context.look)) as tape:
         output, loss = forward(context, batch, training=True)
         weight = weight_of(context, batch, output)
         named = objectives(context, batch, output, loss, weight)
@@ -161,6 +161,8 @@ def forward_backward(context: StepContext, batch: Any, kept: frozenset[str]) -> 
             name: objective if scale is None else scale.multiply(objective)
             for name, (objective, *_) in named.items()
         }
+    if context.look is not None:
+        context.look(tape, scaled)
     gradients = {}
     for name, (_, variables, parts) in named.items():
         found = tape.gradient(scaled[name], variables)
@@ -273,11 +275,13 @@ def _summed(context: StepContext, contributed: dict[str, Any], with_loss: bool) 
 def apply_gradients(context: StepContext, updates: dict[str, list[Any]]) -> None:
     """Lets each objective's optimizer apply what ``update_pre`` returned for it, if anything."""
     for name, gradients in updates.items():
+        optimizer = context.optimizers[name]
+        gradients = for_optimizer(optimizer, gradients)
         pairs = list(zip(gradients, context.trained[name], strict=True))
-        apply = context.optimizers[name].apply_gradients
         if pairs:
+            hook, apply = context.hooks.create_opt, optimizer.apply_gradients
             with gradients_are_summed():
-                _attributed(context.hooks.create_opt, "the optimizer", apply, pairs)
+                _attributed(hook, "the optimizer", apply, pairs)
 
 
 def train_step(

@@ -252,3 +252,17 @@ def why_ignored(optimizers: Mapping[str, Any]) -> str | None:
         if type(optimizer).__module__.startswith("keras.") and "lr" in vars(optimizer):
             return "sets optimizer.lr, which nothing reads; change the rate by lr.assign(x)"
     return None
+
+
+def rates_used(lr: Rate, optimizers: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the rates that the optimizers use now, by objective; of a single one, under "".
+
+    Args:
+        lr: what hooks are given, which stands for optimizers that are not Keras'
+        optimizers: by objective
+    """
+    rates = {
+        name: lr if rate_of(optimizer) is None else optimizer.learning_rate
+        for name, optimizer in optimizers.items()
+    }
+    return {name: float(tf.cast(rate, tf.float32)) for name, rate in rates.items()}

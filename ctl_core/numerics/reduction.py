@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
+
+
+class Merged(tf.IndexedSlices):  # type: ignore[misc]
+    """A sparse gradient that has each index once; ``parts`` is the one that may have it often."""
+
+    def __init__(self, values: Any, indices: Any, parts: tf.IndexedSlices) -> None:
+        super().__init__(values, indices, parts.dense_shape)
+        self.parts = parts
+
+
+def for_optimizer(optimizer: Any, gradients: list[Any]) -> list[Any]:
+    """Returns what an optimizer is given: rows as they came, where it does nothing but add them up.
+
+    Sums of rows that nobody looks at are then not computed: TensorFlow leaves them out.
+    """
+    limits = ("momentum", "clipnorm", "clipvalue", "global_clipnorm", "gradient_accumulation_steps")
+    adds_up = type(optimizer) is keras.optimizers.SGD
+    if not adds_up or any(getattr(optimizer, name) for name in limits):
+        return gradients
+    return [one.parts if isinstance(one, Merged) else one for one in gradients]
 
 
 def sum_over_replicas(values: Any, replicas: int, compiled: bool = False) -> Any:
@@ -53,7 +74,7 @@ def _merge_rows(gradient: Any) -> Any:
         return gradient
     indices, rows = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+    return Merged(values, indices, gradient)
 
 
 def _merge_in_place(gradient: Any) -> Any:
@@ -69,4 +90,4 @@ def _merge_in_place(gradient: Any) -> Any:
     rows = tf.gather(first, gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, rows, number)
     indices = tf.where(rows == places, gradient.indices, end)
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+    return Merged(values, indices, gradient)

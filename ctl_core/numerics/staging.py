@@ -100,11 +100,15 @@ class ReplicaCopies:
     @contextlib.contextmanager
     def put_back_after(self) -> Iterator[None]:
         """Around something that changes the variables, and must not."""
-        self._copy(to_own=True)
+        self.take()
         try:
             yield
         finally:
-            self._copy(to_own=False)
+            self.put_back()
+
+    def take(self) -> None:
+        """Copies what the replicas have."""
+        self._copy(to_own=True)
 
     def put_back(self) -> None:
         """Gives the replicas what ``own`` holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from benchmarks.report import (
     Results,
     Timing,
     print_report,
+    put_into,
 )
 from benchmarks.workloads import mlp
 
@@ -100,7 +102,7 @@ def made_up() -> Results:
             one("floor", 80, 80, 80),
             one("input alone", 20, 20, 20),
             one("engine", 1000, 1000, 1000, section="cnn"),
-            one("Keras fit", 900, 990, 1100, section="cnn"),
+            one("Keras fit", 900, 970, 1100, section="cnn"),
             one("textbook loop", 3000, 3000, 3000, section="cnn"),
             one("floor", 1, 1, 1, section="cnn"),  # no peer: it reads no data
             one("Orbit", section="cnn", failure="InternalError"),
@@ -114,7 +116,7 @@ def test_goals_are_compared_with_the_median_of_each_rounds_ratio() -> None:
     assert goals == {
         "mlp: Keras fit / engine": (pytest.approx(4.0), True),
         "mlp: engine / (floor + input alone)": (pytest.approx(1.5), False),
-        "cnn: best peer (Keras fit) / engine": (pytest.approx(0.99), False),
+        "cnn: best peer (Keras fit) / engine": (pytest.approx(0.97), False),
         "memory after 10000 steps / before": (pytest.approx(1.03), False),
     }
 
@@ -126,8 +128,24 @@ def test_report_shows_every_row_and_what_failed() -> None:
     assert "mlp 1 every 50 engine 150 µs 125 µs – 175 µs 1.00" in lines
     assert "Keras fit 500 µs 475 µs – 650 µs 4.00" in lines
     assert "Orbit fails InternalError" in lines
+    assert "Keras fit 970 µs 935 µs – 1035 µs quicker: 0.97" in lines
+    assert "floor 1 µs 1 µs – 1 µs 0.00" in lines  # no training, and so not a quicker one
     assert any(line.startswith("mlp: Keras fit / engine ≥ 4.00 4.00") for line in lines)
     assert lines[-1] == "a note."
+
+
+def test_report_takes_the_place_of_the_one_in_a_document(tmp_path: Path) -> None:
+    document = tmp_path / "performance.md"
+    document.write_text("# Speed\n\n```text\nas it was\n```\n\n## Report\n\n```text\nold\n```\n")
+    for _ in range(2):
+        put_into(document, made_up(), ["a note."])
+    before, report = document.read_text().rsplit("```text\n", 1)
+    assert before == "# Speed\n\n```text\nas it was\n```\n\n## Report\n\n"
+    assert report.startswith("Time\n") and report.endswith("a note.\n```\n")
+    assert "old" not in report and "cnn: best peer (Keras fit) / engine" in report
+    document.write_text("no block")
+    with pytest.raises(SystemExit, match="expected a block"):
+        put_into(document, made_up(), [])
 
 
 def test_json_holds_the_ratios_and_goals() -> None:

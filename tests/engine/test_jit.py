@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ctl_core.compile_choice import in_microseconds
 from ctl_core.errors import SetupError, not_compiled
 from tests.helpers.cases import exact_hooks, make_hooks, set_weights, sliced
 from tests.helpers.fixtures import Train
@@ -54,3 +55,24 @@ def test_what_xla_cannot_compile_is_named(train: Train) -> None:
     assert (
         not_compiled(tf.errors.InvalidArgumentError(None, None, "Matrix size-incompatible")) is None
     )
+
+
+def test_what_xla_cannot_compile_to_be_deterministic_is_named(train: Train) -> None:
+    def create_model() -> keras.Model:
+        layers = [keras.Input((4, 4, 1)), keras.layers.Conv2D(2, 1), keras.layers.MaxPooling2D()]
+        return keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(1)])
+
+    random = np.random.default_rng(0)
+    images = random.normal(size=(32, 4, 4, 1)).astype("float32")
+    hooks = make_hooks(create_dataset=sliced((images, images[:, 0, 0])), create_model=create_model)
+    expected = r"deterministic XLA implementation; leave deterministic or jit_compile out\.$"
+    with pytest.raises(SetupError, match=expected):
+        train(hooks, steps=2, jit_compile=True, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(2.1301e-3, "2,130"), (1.2345678, "1,230,000"), (1.234e-4, "123"), (1.234e-5, "12.3")],
+)
+def test_microseconds_have_three_digits_that_count(seconds: float, shown: str) -> None:
+    assert in_microseconds(seconds) == shown

@@ -173,6 +173,7 @@ def test_update_post_follows_each_turn_and_the_average_the_step(train: Train) ->
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "float16"}], ids=str)
+@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_run(train: Train, settings: Any) -> None:
     def freeze(train_model: Any) -> None:
         train_model.discriminator.trainable = False

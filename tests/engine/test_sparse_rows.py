@@ -1,0 +1,110 @@
+"""Gradients of embeddings: rows of a word that comes twice are added up wherever that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core.numerics.reduction import for_optimizer, sum_over_replicas
+from tests.helpers.cases import make_hooks, set_weights, squared_error
+from tests.helpers.fixtures import Train
+
+WORDS, BATCH, STEPS, RATE = 5, 16, 8, 0.1
+
+OPTIMIZERS: dict[str, Callable[[Any], keras.optimizers.Optimizer]] = {
+    "SGD": keras.optimizers.SGD,
+    "momentum": lambda lr: keras.optimizers.SGD(lr, momentum=0.9),
+    "clipnorm": lambda lr: keras.optimizers.SGD(lr, clipnorm=0.05),
+    "clipvalue": lambda lr: keras.optimizers.SGD(lr, clipvalue=0.01),
+    "global_clipnorm": lambda lr: keras.optimizers.SGD(lr, global_clipnorm=0.05),
+    "accumulated": lambda lr: keras.optimizers.SGD(lr, gradient_accumulation_steps=2),
+    "Adagrad": lambda lr: keras.optimizers.Adagrad(lr),
+}
+
+
+def create_model() -> keras.Model:
+    layers = [keras.Input((6,), dtype="int32"), keras.layers.Embedding(WORDS, 4)]
+    return set_weights(keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(1)]))
+
+
+def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    random = np.random.default_rng(0)
+    data = random.integers(0, WORDS, (64, 6)), random.normal(size=(64, 1)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices(data).batch(per_replica_batch_size)
+
+
+def as_they_are(gradients: Any) -> Any:
+    return gradients, gradients
+
+
+def clipped(gradients: Any) -> Any:
+    return tf.clip_by_global_norm(gradients, 0.05)[0], gradients
+
+
+def by_hand(create_opt: Callable[[Any], Any], update_pre: Callable[[Any], Any]) -> Any:
+    """A loop whose gradients are dense, so that nothing in them comes twice."""
+    model = create_model()
+    optimizer = create_opt(RATE)
+    for words, target in create_dataset(BATCH).repeat().take(STEPS):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(squared_error((model(words), target))) / BATCH
+        gradients = tape.gradient(loss, model.trainable_variables)
+        gradients = update_pre([tf.convert_to_tensor(gradient) for gradient in gradients])[0]
+        optimizer.apply(gradients, model.trainable_variables)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("update_pre", [as_they_are, clipped])
+def test_optimizers_get_what_a_dense_gradient_would_give_them(
+    train: Train, name: str, update_pre: Callable[[Any], Any]
+) -> None:
+    hooks = make_hooks(
+        create_dataset=create_dataset,
+        create_model=create_model,
+        create_opt=lambda lr: OPTIMIZERS[name](lr),
+        update_pre=update_pre,
+    )
+    state = train(hooks, steps=STEPS, batch_size=BATCH, learning_rate=RATE)
+    expected = by_hand(OPTIMIZERS[name], update_pre)
+    for one, other in zip(state.train_model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("others", [{"jit_compile": True}, {"virtual_devices": 2}])
+def test_rows_that_nobody_looks_at_are_added_up_by_the_optimizer(
+    train: Train, others: dict[str, Any]
+) -> None:
+    seen: list[Any] = []
+    hooks = make_hooks(
+        create_dataset=create_dataset,
+        create_model=create_model,
+        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        update_pre=as_they_are,
+        every_steps={3: lambda update_gradients: seen.extend(update_gradients)},
+    )
+    state = train(hooks, steps=STEPS, batch_size=BATCH, learning_rate=RATE, **others)
+    for one, other in zip(
+        state.train_model.get_weights(), by_hand(keras.optimizers.SGD, as_they_are), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    for rows in (gradient for gradient in seen if isinstance(gradient, tf.IndexedSlices)):
+        indices = rows.indices.numpy()[rows.indices.numpy() < WORDS]
+        assert len({*indices}) == len(indices)  # who does look sees sums
+
+
+def test_only_an_optimizer_that_adds_rows_gets_them_as_they_came() -> None:
+    came = tf.IndexedSlices(tf.ones([3, 2]), tf.constant([1, 0, 1]), tf.constant([WORDS, 2]))
+    (summed,) = sum_over_replicas([came], 1)
+    assert summed.indices.numpy().tolist() == [1, 0]
+    np.testing.assert_array_equal(summed.values, [[2, 2], [1, 1]])
+    for name, create_opt in OPTIMIZERS.items():
+        (given,) = for_optimizer(create_opt(RATE), [summed])
+        assert given is (came if name == "SGD" else summed), name
+    changed = tf.clip_by_global_norm([summed], 1.0)[0]
+    assert for_optimizer(keras.optimizers.SGD(RATE), changed) == changed
