@@ -146,14 +146,14 @@ class Checkpoints:
         if loss_scale is not None and (complaint := loss_scale.complaint()):
             self._console.warn_once(complaint)
         self.wait()
-        self.remainder.check_nothing_new(step)
+        hooks_ran = self.remainder.check_nothing_new(step)
         with self._cluster.peers(), self._state.statistics.averaged():
             self._divergence.check(step)
             self.remainder.take()
-            self._save(step)
+            self._save(step, hooks_ran)
         self.saved_step, self._begun = step, step
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, hooks_ran: bool) -> None:
         chief = self._cluster.task.chief
         with all_write(self._state, step):
             self._engine.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class Checkpoints:
         with all_write(self._state, step):
             if chief:
                 record.vocabularies = self._vocabularies.save(self._engine)
-                self._writer.write(record)
+                self._writer.write(record, hooks_ran)
             else:
                 self._writer.take_part()
 

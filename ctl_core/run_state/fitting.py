@@ -8,7 +8,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from ctl_core.compat import checkpointed_names
-from ctl_core.errors import SetupError
+from ctl_core.errors import SettingError, SetupError
 from ctl_core.files import from_here
 
 # What reading a file that is cut short, altered or gone raises.
@@ -16,12 +16,25 @@ UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 KEY_END = "/.ATTRIBUTES/"
 
 
-def unfitting(path: str, differences: list[str]) -> SetupError:
-    """Returns the error for a checkpoint of which these parts differ."""
+def unfitting(path: str, differences: list[str], fork: str | None = None) -> SetupError:
+    """Returns the error for a checkpoint of which these parts differ.
+
+    Args:
+        path: of the checkpoint
+        differences: in words
+        fork: where it was copied from, if the run has not begun with it yet
+    """
     more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
+    found = f"{'; '.join(differences[:5])}{more}"
+    if fork is not None:
+        return SettingError(
+            f"fork: the checkpoint of {fork} does not fit the model: {found}. Fork it with the "
+            f"model that it has, or begin with the weights that fit: --init-from {fork} "
+            "--init-partial."
+        )
     return SetupError(
-        f"the checkpoint {from_here(path)} does not fit the model any more: "
-        f"{'; '.join(differences[:5])}{more}. Undo the change, or choose another run_name."
+        f"the checkpoint {from_here(path)} does not fit the model any more: {found}. Undo the "
+        "change, or choose another run_name."
     )
 
 

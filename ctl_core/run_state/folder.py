@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import tensorflow as tf
@@ -12,7 +14,15 @@ import tensorflow as tf
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
 from ctl_core.files import from_here, written_whole
-from ctl_core.run_state.record import NAME, PART, Damaged, Record, read_record, saved_steps
+from ctl_core.run_state.record import (
+    NAME,
+    PART,
+    Damaged,
+    Record,
+    read_record,
+    saved_steps,
+    steps_of,
+)
 from ctl_core.selection import best_step
 
 
@@ -68,23 +78,32 @@ def clean(folder: Path, console: Console) -> None:
 
 
 def remove_orphans(folder: Path) -> None:
-    """Removes engine parts whose user part the manager has deleted, or that do not count."""
+    """Removes engine parts whose user part the manager has deleted, or that do not count.
+
+    Each folder is listed once: this comes with every checkpoint.
+    """
     named, engine = set(), folder / "engine"
-    for step in saved_steps(engine):
-        path = engine / f"ckpt-{step}.json"
-        with contextlib.suppress(Damaged):  # restore says so
-            record = read_record(engine, step)
-            named.add(record.vocabularies)
-            if not (folder / f"{record.path}.index").exists():
-                path.unlink()
-    for path in engine.glob("vocabularies-*.json"):
-        if path.name not in named:
-            path.unlink()
-    for path in (*engine.glob("*.index"), *engine.glob("input-*.json")):
-        match = PART.fullmatch(path.stem)
-        if match and not (engine / f"ckpt-{match[1]}.json").exists():
-            for part in engine.glob(f"{path.stem}.*"):
-                part.unlink()
+    users, ours = set(os.listdir(folder)), set(os.listdir(engine))
+    for step in steps_of(ours):
+        record = engine / f"ckpt-{step}.json"
+        with contextlib.suppress(Damaged, FileNotFoundError):  # restore says so
+            path, vocabularies = _names(engine, step, record.stat().st_mtime_ns)
+            named.add(vocabularies)
+            if f"{path}.index" not in users:
+                record.unlink()
+                ours.remove(record.name)
+    for name in ours:
+        part = PART.fullmatch(name.split(".")[0]) if NAME.fullmatch(name) else None
+        lost = part is not None and f"ckpt-{part[1]}.json" not in ours
+        if lost or (fnmatch(name, "vocabularies-*.json") and name not in named):
+            (engine / name).unlink(missing_ok=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(engine: Path, step: int, _written: int) -> tuple[str, str | None]:
+    """Returns what a record names: the user's part and the vocabularies. Read once as written."""
+    record = read_record(engine, step)
+    return record.path, record.vocabularies
 
 
 def keep_best(folder: Path, record: Record) -> None:

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
 from ctl_core.files import from_here
-from ctl_core.layers import read_file
 from ctl_core.run_folder import Run
 from ctl_core.run_state.folder import copy_checkpoint
-from ctl_core.run_state.record import Damaged, Record, read_record, saved_steps
+from ctl_core.run_state.record import Damaged, read_record, saved_steps
 from ctl_core.selection import best_step
 from ctl_core.settings import Config
-from ctl_core.sources import Source, read_source
+from ctl_core.sources import read_source, record_of
 
 
 @contextlib.contextmanager
@@ -64,21 +63,12 @@ def _fork(config: Config, run: Run, console: Console) -> None:
         console: where to say so
 
     Raises:
-        SetupError: there is no such checkpoint, it cannot be copied, or the run began otherwise.
+        SetupError: there is no such checkpoint, or it cannot be copied.
     """
-    if config.fork is None:
-        return
-    if saved_steps(run.ckpt / "engine"):
-        begun = read_file(run.config_file, required=False).get("fork", ("", None))[1]
-        if begun != config.fork:
-            how = "by itself" if begun is None else f"from {begun}"
-            raise SetupError(
-                f"fork: {run.shown} has checkpoints and began {how}, not from {config.fork}; "
-                "choose another run_name."
-            )
+    if config.fork is None or saved_steps(run.ckpt / "engine"):
         return
     source = read_source("fork", config.fork, config.runs_dir)
-    record = _record(source)
+    record = record_of("fork", source)
     where = f"{from_here(source.run)}, step {record.step}"
     try:
         run.ckpt.mkdir(exist_ok=True)
@@ -93,32 +83,3 @@ def _fork(config: Config, run: Run, console: Console) -> None:
         why = reason(error) if isinstance(error, OSError) else error
         raise SetupError(f"fork: {where}: the checkpoint cannot be copied: {why}.") from error
     console.say(f"{run.shown} goes on from {where}.")
-
-
-def _record(source: Source) -> Record:
-    """Returns the record of the checkpoint that is meant.
-
-    Raises:
-        SetupError: there is none, or it cannot be read.
-    """
-    engine, shown = source.folder / "engine", from_here(source.run)
-    steps = saved_steps(engine)
-    step = source.step if isinstance(source.step, int) else next(iter(steps), None)
-    if step not in steps:
-        there = ", ".join(map(str, steps[:10])) or "none"
-        best = ", train with keep_best for a best one" * (source.step == "best")
-        raise SetupError(
-            f"fork: {shown} has no checkpoint of {_words(source)} (there: {there}){best}."
-        )
-    assert step is not None
-    try:
-        return read_record(engine, step)
-    except Damaged as error:
-        why = f"the checkpoint of step {step} is damaged: {error}"
-        raise SetupError(f"fork: {shown}: {why}.") from error
-
-
-def _words(source: Source) -> str:
-    if source.step is None:
-        return "any step"
-    return f"step {source.step}" if isinstance(source.step, int) else "its best step"

@@ -17,11 +17,10 @@ import tensorflow as tf
 
 from ctl_core.compat import checkpointed_below, checkpointed_names
 from ctl_core.console import Console
-from ctl_core.errors import SetupError, brief
+from ctl_core.errors import SettingError, brief
 from ctl_core.files import from_here
-from ctl_core.run_state.record import Damaged, read_record, saved_steps
 from ctl_core.run_state.tracking import plain_variable, variable_name
-from ctl_core.sources import read_source
+from ctl_core.sources import read_source, record_of, saved_model
 from ctl_core.state import State
 
 # What Keras calls the states of random layers, which are no weights: a run has those of its seed.
@@ -51,15 +50,10 @@ def load_initial_weights(state: State, console: Console) -> None:
     A run is taken with its weights as they were trained, without its optimizer; ``fork`` takes all.
 
     Raises:
-        SetupError: there is nothing to be read; or it does not fit, and ``init_partial`` is
-            false; or that is given alone.
+        SettingError: there is nothing to be read; or it does not fit, and ``init_partial`` is
+            false.
     """
     text = state.config.init_from
-    if text is None and state.config.init_partial:
-        raise SetupError(
-            "init_partial: says how init_from is taken, such as --init-from a; add that, or leave "
-            "it out."
-        )
     if text is None:
         return
     path = Path(text)
@@ -98,13 +92,13 @@ def _take(state: State, console: Console, what: str, fit: _Fit) -> None:
     """Takes what fits, and says so.
 
     Raises:
-        SetupError: not all fits, and it has to; or nothing does.
+        SettingError: not all fits, and it has to; or nothing does.
     """
     others = [*fit.different, *(f"{name} is of no use here" for name in fit.unused)]
     said = "; ".join(others[:5]) + f"; and {len(others) - 5} more" * (len(others) > 5)
     if others and (not state.config.init_partial or not fit.taken):
         cure = "" if not fit.taken else " --init-partial takes what fits."
-        raise SetupError(
+        raise SettingError(
             f"init_from: {what} fits {fit.taken} of the {fit.wanted} weights of "
             f"{state.hooks.create_model}: {said}.{cure}"
         )
@@ -134,13 +128,9 @@ def _offered(state: State, text: str) -> tuple[str, list[_Weight]]:
     """Returns what a run or a SavedModel is called, and its weights.
 
     Raises:
-        SetupError: there is neither.
+        SettingError: there is neither.
     """
-    folder = Path(text)
-    versions = [part.parent for part in folder.glob("*/saved_model.pb")]
-    if numbers := [int(part.name) for part in versions if part.name.isdecimal()]:
-        folder /= str(max(numbers))  # of what export writes, the newest
-    if (folder / "saved_model.pb").is_file():
+    if (folder := saved_model(text)) is not None:
         loaded = _read(folder, tf.saved_model.load)
         found = getattr(loaded, "variables", None)  # Keras' own list names each once
         found = found or tf.train.TrackableView(loaded).descendants()
@@ -150,19 +140,11 @@ def _offered(state: State, text: str) -> tuple[str, list[_Weight]]:
             if isinstance(item, tf.Variable)
         ]
     source = read_source("init_from", text, state.config.runs_dir)
-    shown, engine = from_here(source.run), source.folder / "engine"
-    steps = saved_steps(engine)
-    step = source.step if isinstance(source.step, int) else next(iter(steps), None)
-    if step is None or step not in steps:
-        there = ", ".join(map(str, steps[:10])) or "none"
-        raise SetupError(f"init_from: {shown} has no such checkpoint (there: {there}).")
-    try:
-        path = source.folder / read_record(engine, step).path
-    except Damaged as error:
-        raise SetupError(f"init_from: {shown}: step {step} cannot be read: {error}.") from error
+    record = record_of("init_from", source)
+    path = source.folder / record.path
     reader = _read(path, tf.train.load_checkpoint)
     names, shapes = checkpointed_names(reader), reader.get_variable_to_shape_map()
-    return f"{shown}, step {step}", [
+    return f"{from_here(source.run)}, step {record.step}", [
         _Weight(
             names.get(key) or place,
             place,
@@ -178,12 +160,13 @@ def _read(path: Path, read: Callable[[str], Any]) -> Any:
     """Reads something.
 
     Raises:
-        SetupError: it cannot be read.
+        SettingError: it cannot be read.
     """
     try:
         return read(str(path))
     except Exception as error:
-        raise SetupError(f"init_from: {from_here(path)} cannot be read: {brief(error)}") from error
+        why = brief(error)
+        raise SettingError(f"init_from: {from_here(path)} cannot be read: {why}") from error
 
 
 def _by_name(wanted: dict[str, Any], places: dict[int, str], offered: list[_Weight]) -> _Fit:
@@ -249,18 +232,13 @@ def _of_keras_file(state: State, path: Path) -> _Fit:
     """Compares the weights of a ``.keras`` or ``.weights.h5`` file with those of the model.
 
     Raises:
-        SetupError: it cannot be read, or the model is none of Keras'.
+        SettingError: it cannot be read, or the model is none of Keras'.
     """
     model = state.train_model
     if not isinstance(model, keras.Model):
-        raise SetupError(
+        raise SettingError(
             f"init_from: {from_here(path)} is for a Keras model, and {state.hooks.create_model} "
             "returns another; take a run or a SavedModel."
-        )
-    if not path.name.endswith((".keras", ".weights.h5")):
-        raise SetupError(
-            f"init_from: expected a .keras or .weights.h5 file, a SavedModel or a run, got "
-            f"{from_here(path)}."
         )
     folder = tempfile.TemporaryDirectory(prefix="ctl_core-")
     file, own = path, Path(folder.name) / "own.weights.h5"

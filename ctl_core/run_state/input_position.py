@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.position import holds_shuffles
+from ctl_core.checks.position import data_files, holds_shuffles
 from ctl_core.compat import GraphCheckpoint
 from ctl_core.console import Console
 from ctl_core.errors import op_message
@@ -54,7 +54,7 @@ class InputPosition:
                 "ctl_core.data.with_seeds."
             )
             return False
-        size = sum(path.stat().st_size for path in prefix.parent.glob(f"{prefix.name}.data*"))
+        size = sum(file.stat().st_size for file in data_files(prefix))
         if size > _LARGE:
             self._console.warn_once(
                 f"the position in the training data takes {size / 2**20:.0f} MB in every "

@@ -14,6 +14,7 @@ from ctl_core.run_state.fitting import KEY_END, UNREADABLE, differing_variables,
 from ctl_core.run_state.record import Damaged, Record, read_record, regular
 from ctl_core.run_state.remainder import Remainder
 from ctl_core.run_state.vocabularies import Vocabularies
+from ctl_core.sources import NOT_BEGUN
 from ctl_core.state import State
 
 
@@ -34,6 +35,7 @@ class CheckpointReader:
         self._vocabularies = vocabularies
         self._engine_part = engine_part
         self._restore = state.ckpt.restore
+        self._fork: str | None = None  # where the checkpoint was copied from just now
         self._relearnt: list[str] = []  # what the last restore has put back into layers
 
     def read(self, folder: Path, step: int) -> Record:
@@ -43,6 +45,7 @@ class CheckpointReader:
             Damaged: a file is cut short, altered or gone.
             SetupError: the checkpoint does not fit the model.
         """
+        self._fork = self._state.config.fork if (folder / NOT_BEGUN).exists() else None
         engine = folder / "engine"
         record = read_record(engine, step)
         user_part = regular(str(folder / record.path))
@@ -79,7 +82,7 @@ class CheckpointReader:
             differences = differing_variables(self._state.ckpt, path)
             if not differences:  # unequal in a way that no variable shows
                 differences = [op_message(error, 200)]
-            raise unfitting(path, [*differences, *self._relearnt]) from error
+            raise unfitting(path, [*differences, *self._relearnt], self._fork) from error
 
     def _fitting_remainder(self, names: list[str] | None, engine_part: str) -> list[str]:
         """Compares what the engine's part holds for the user's with what there is.
@@ -101,7 +104,7 @@ class CheckpointReader:
         keys = [f"remainder/{i}{KEY_END}VARIABLE_VALUE" for i in range(len(names))]
         differences, changes = self._remainder.compare(names, [shapes.get(key) for key in keys])
         if differences:
-            raise unfitting(engine_part, [*differences, *self._relearnt])
+            raise unfitting(engine_part, [*differences, *self._relearnt], self._fork)
         if changes:
             self._console.warn(f"of what hooks hold, compared with the checkpoint: {changes}.")
         return names

@@ -6,9 +6,11 @@ What a folder holds may have been copied, renamed or damaged: nothing of it is b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -93,8 +95,13 @@ class Record:
 
 def saved_steps(folder: Path) -> list[int]:
     """Returns the steps of which a folder has records, newest first; other names are not ours."""
-    names = (RECORD.fullmatch(path.name) for path in folder.glob("ckpt-*.json"))
-    return sorted({int(match[1]) for match in names if match}, reverse=True)
+    return steps_of(path.name for path in folder.glob("ckpt-*.json"))
+
+
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Returns the steps of the records among the names of files, newest first."""
+    matches = map(RECORD.fullmatch, names)
+    return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -124,13 +131,17 @@ def read_record(folder: Path, step: int) -> Record:
         record = Record(**content)
     except (OSError, ValueError, TypeError) as error:
         raise Damaged("its record cannot be read") from error
-    hints = get_type_hints(Record)
-    if wrong := [name for name, hint in hints.items() if not _fits(getattr(record, name), hint)]:
+    if wrong := [name for name, hint in _hints().items() if not _fits(getattr(record, name), hint)]:
         raise Damaged(f"its record has a wrong value for {wrong[0]}")
     match = NUMBER.search(record.path)
     if record.step != step or not match or int(match[1]) != step or "/" in record.path:
         raise Damaged(f"its record is that of step {record.step}, {record.path}")
     return record
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(Record)  # which takes longer than reading a record
 
 
 def _refuse_newer(path: Path, content: dict[str, Any]) -> None:

@@ -55,6 +55,9 @@ class Remainder:
         known = (*map(plain_variable, state.found.variables.values()), *own_variables(state))
         self._known = set(map(id, known))
         self._ran: set[int] = set()
+        self._looked: int | None = None  # at so many traces; None: hooks have run since
+        every = state.hooks.every_steps.values()
+        self._deferred = any(hook.deferred for hooks in every for hook in hooks)  # run at any time
 
     def saved(self, names: list[str]) -> dict[str, Any]:
         """Returns what is written, or read, for the paths in ``names``, by their position."""
@@ -123,18 +126,32 @@ class Remainder:
         Raises:
             RunError: it has.
         """
+        if hooks:
+            self._looked = None
         if not self._ran.issuperset(map(id, hooks)):
             self._ran |= set(map(id, hooks))
-            self.check_nothing_new(step)
+            self._look(step)
 
-    def check_nothing_new(self, step: int) -> None:
+    def check_nothing_new(self, step: int) -> bool:
         """Looks whether hooks have made variables since training began.
 
-        Costs some microseconds for each object that the run is made of.
+        Costs some microseconds for each object that the run is made of; nothing where no hook
+        has run or was traced since the last time.
+
+        Returns:
+            Whether one has, so that it had to look.
 
         Raises:
             RunError: they have.
         """
+        if self._looked == self._state.clock.traced:
+            return False
+        self._look(step)
+        if not self._deferred:
+            self._looked = self._state.clock.traced
+        return True
+
+    def _look(self, step: int) -> None:
         others = ("metrics", "ckpt")  # made anew at each start, and saved whatever it holds
         roots = {name: root for name, root in self._state.roots.items() if name not in others}
         new = [

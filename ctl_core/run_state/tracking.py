@@ -16,7 +16,7 @@ import dis
 import functools
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ ADAPTED = (
     keras.layers.Normalization,
 )
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
+_PLAIN_TYPES = frozenset(_PLAIN)
 _CONTAINERS = (dict, list, tuple, set, np.ndarray, np.generic)
 # A longer list or dict, of numbers, texts or records, is data.
 _LONG = 1000
@@ -118,19 +119,20 @@ def find(roots: Mapping[str, Any]) -> Found:
     adapted: dict[str, keras.Layer] = {}
     tables: list[Any] = []
     for path, item in _walk(roots):
-        if isinstance(item, keras.Layer):
+        role = _role(item.__class__)
+        if role is keras.Layer:
             layers.setdefault(id(item), item)
             if isinstance(item, ADAPTED):
                 adapted[path] = item
-        elif isinstance(item, keras.random.SeedGenerator):
+        elif role is keras.random.SeedGenerator:
             state = plain_variable(item.state)
             generators.setdefault(id(state), state)
-        elif isinstance(item, keras.Optimizer):
+        elif role is keras.Optimizer:
             optimizers.append(item)
-        elif isinstance(item, _LEAVES) and id(plain_variable(item)) not in known:
+        elif role is tf.Variable and id(plain_variable(item)) not in known:
             known.add(id(plain_variable(item)))
             variables[path] = item
-        elif isinstance(item, tf.saved_model.experimental.TrackableResource):
+        elif role is tf.saved_model.experimental.TrackableResource:
             tables.append(item)
     states = list(generators.values())
     return Found(variables, list(layers.values()), states, optimizers, adapted, tables)
@@ -211,21 +213,23 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     seen: dict[int, Any] = {}
     sets: list[tuple[str, Any]] = []
     for root in roots.items():
-        queue = collections.deque([root])
+        queue = collections.deque([("", *root)])
         while queue:
-            path, item = queue.popleft()
-            if isinstance(item, _PLAIN) or id(item) in seen:
+            holder, name, item = queue.popleft()
+            if id(item) in seen or (children := _reader(item.__class__)) is None:
                 continue
             seen[id(item)] = item
-            if isinstance(item, set | frozenset):
+            path = _path(holder, name) if holder else name
+            if children is _of_set:
                 sets.append((path, item))
                 continue
             yield path, item
-            if not isinstance(item, _LEAVES):
-                queue.extend((_path(path, name), child) for name, child in _children(item))
+            for name, child in children(item):
+                if type(child) not in _PLAIN_TYPES:  # as most are
+                    queue.append((path, name, child))
     for path, several in sets:  # last: what is found elsewhere, too, has a name
-        for item in several:
-            if id(item) in seen or isinstance(item, _PLAIN):
+        for _, item in _of_set(several):
+            if id(item) in seen or _reader(item.__class__) is None:
                 continue
             if any(isinstance(part, _LEAVES) for _, part in _walk({path: item})):
                 raise SetupError(
@@ -238,33 +242,75 @@ def _path(path: str, name: str) -> str:
     return name[1:] if name.startswith("/") else f"{path}/{name}"
 
 
-def _children(item: Any) -> Iterable[tuple[str, Any]]:
-    """Returns name and object of what an object holds."""
-    if isinstance(item, Mapping):
-        if len(item) > _LONG and isinstance(next(iter(item.values())), (*_PLAIN, *_CONTAINERS)):
-            return ()
-        return [
-            (str(key) if isinstance(key, str | int) else str(index), value)
-            for index, (key, value) in enumerate(item.items())
-        ]
-    if isinstance(item, list | tuple | collections.deque):
-        if len(item) > _LONG and isinstance(item[0], (*_PLAIN, *_CONTAINERS)):
-            return ()
-        return [(str(index), part) for index, part in enumerate(item)]
-    if isinstance(item, functools.partial):
-        return [("func", item.func), ("args", item.args), ("keywords", item.keywords)]
-    if isinstance(item, types.MethodType):
-        return [("self", item.__self__), ("func", item.__func__)]
-    if isinstance(item, staticmethod | classmethod):
-        return [("func", item.__func__)]
-    if isinstance(item, property):
-        return [("get", item.fget)]
-    if isinstance(item, types.FunctionType):
-        return _of_function(item)
-    if isinstance(item, tf.types.experimental.PolymorphicFunction):
-        return [("python_function", item.python_function)]
-    if _is_library(type(item)) and not isinstance(item, _HOLDERS):
+# What an object is, is asked of its class, once: a run is walked through at many checkpoints.
+@functools.lru_cache(maxsize=4096)
+def _role(kind: type) -> type | None:
+    """Returns what objects of a class are to a run: one of the classes here, or nothing."""
+    if issubclass(kind, _LEAVES):
+        return tf.Variable
+    roles = (
+        keras.Layer,
+        keras.random.SeedGenerator,
+        keras.Optimizer,
+        tf.saved_model.experimental.TrackableResource,
+    )
+    return next((role for role in roles if issubclass(kind, role)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _reader(kind: type) -> Callable[[Any], Iterable[tuple[str, Any]]] | None:
+    """Returns what gives name and object of all that objects of a class hold.
+
+    None where the objects themselves do not matter.
+    """
+    if issubclass(kind, _PLAIN):
+        return None
+    readers: tuple[tuple[Any, Callable[[Any], Iterable[tuple[str, Any]]]], ...] = (
+        ((set, frozenset), _of_set),
+        (_LEAVES, _of_nothing),
+        (Mapping, _of_mapping),
+        ((list, tuple, collections.deque), _of_sequence),
+        (functools.partial, lambda it: [(n, getattr(it, n)) for n in ("func", "args", "keywords")]),
+        (types.MethodType, lambda it: [("self", it.__self__), ("func", it.__func__)]),
+        ((staticmethod, classmethod), lambda it: [("func", it.__func__)]),
+        (property, lambda it: [("get", it.fget)]),
+        (types.FunctionType, _of_function),
+        (
+            tf.types.experimental.PolymorphicFunction,
+            lambda it: [("python_function", it.python_function)],
+        ),
+    )
+    for kinds, reader in readers:
+        if issubclass(kind, kinds):
+            return reader
+    return _of_nothing if _is_library(kind) and not issubclass(kind, _HOLDERS) else _of_object
+
+
+def _of_nothing(_: Any) -> Iterable[tuple[str, Any]]:
+    return ()
+
+
+def _of_set(several: Any) -> Iterable[tuple[str, Any]]:
+    """A set: its parts have no names, so they are looked at last."""
+    return [("", item) for item in several]
+
+
+def _of_mapping(item: Any) -> Iterable[tuple[str, Any]]:
+    if len(item) > _LONG and isinstance(next(iter(item.values())), (*_PLAIN, *_CONTAINERS)):
         return ()
+    return [
+        (str(key) if isinstance(key, str | int) else str(index), value)
+        for index, (key, value) in enumerate(item.items())
+    ]
+
+
+def _of_sequence(item: Any) -> Iterable[tuple[str, Any]]:
+    if len(item) > _LONG and isinstance(item[0], (*_PLAIN, *_CONTAINERS)):
+        return ()
+    return [(str(index), part) for index, part in enumerate(item)]
+
+
+def _of_object(item: Any) -> Iterable[tuple[str, Any]]:
     own = {**_of_classes(item), **getattr(item, "__dict__", {})}
     if isinstance(item, keras.Sequential):
         # ``_functional`` is a model of the same layers that nobody sees, tracked under that name.
@@ -279,11 +325,17 @@ def _is_library(kind: type) -> bool:
 def _of_classes(item: Any) -> dict[str, Any]:
     """What an object has from the user's classes: functions, shared variables, slots."""
     found: dict[str, Any] = {}
-    for base in reversed(type(item).__mro__):
-        if not _is_library(base):
-            found |= {n: v for n, v in vars(base).items() if not isinstance(v, _PLAIN)}
+    kind: Any = type(item)
+    for base in _own_classes(kind):
+        found |= {n: v for n, v in vars(base).items() if not isinstance(v, _PLAIN)}
     slots = [name for name, v in found.items() if isinstance(v, types.MemberDescriptorType)]
     return found | {name: getattr(item, name, None) for name in slots}
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_classes(kind: type) -> tuple[type, ...]:
+    """The user's classes that a class is made of, the first one last."""
+    return tuple(base for base in reversed(kind.__mro__) if not _is_library(base))
 
 
 def _of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
@@ -337,6 +389,7 @@ def _is_own(module: types.ModuleType) -> bool:
     return bool(file) and is_own_file(str(file))
 
 
+@functools.lru_cache(maxsize=4096)
 def is_own_file(name: str) -> bool:
     """Whether a source file is the user's own: of no library, and not made by AutoGraph."""
     return not any(part in name for part in _NOT_OURS)

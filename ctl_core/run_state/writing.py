@@ -44,9 +44,14 @@ class CheckpointWriter:
         self._copies: list[StagingCopy] = []
         self._entries: list[Any] | None = None  # what copies must hold, until they have shown it
 
-    def write(self, record: Record) -> None:
-        """Writes a checkpoint, or begins to: what was begun before must have been waited for."""
-        copies = self._take_copies()
+    def write(self, record: Record, hooks_ran: bool) -> None:
+        """Writes a checkpoint, or begins to: what was begun before must have been waited for.
+
+        Args:
+            record: of the checkpoint
+            hooks_ran: whether hooks may have changed what it is made of since the last one
+        """
+        copies = self._take_copies(hooks_ran)
         if not copies:
             self._write(record, self._originals())
             self._make_copies(record.step)
@@ -101,9 +106,9 @@ class CheckpointWriter:
             paths = manager.latest_checkpoint, str(self._folder / "engine" / f"ckpt-{step}")
             self._entries = [entries(path) for path in paths]
 
-    def _take_copies(self) -> list[tf.train.Checkpoint]:
+    def _take_copies(self, hooks_ran: bool) -> list[tf.train.Checkpoint]:
         """Copies the variables; returns what is to be written instead of the originals, if any."""
-        if not all(one.fits() for one in self._copies):
+        if hooks_ran and not all(one.fits() for one in self._copies):
             self._copies = []
         for one in self._copies:
             one.take()

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ctl_core
 from ctl_core.errors import CtlError, SetupError
-from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, shuffled
+from ctl_core.settings import Config
+from ctl_core.tools.runs import look_at
+from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, sgd, shuffled
 from tests.helpers.fixtures import Train
+from tests.helpers.project import Cli, source_of
 from tests.helpers.resume import values
 
 SHORT = {"batch_size": 10, "learning_rate": 0.05, "ckpt_every": 2}
@@ -84,18 +88,73 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"fork": "a", "init_from": "a"}, r"^fork and init_from: give one of the two\.$"),
     "partly": ({"init_partial": True}, r"^init_partial: says how init_from is taken"),
     "no weights": ({"init_from": "nobody"}, r"^init_from: there is no run 'nobody'"),
-    "not those": ({"init_from": "a@7"}, r"^init_from: .*a has no such checkpoint \(there: 4, 2\)"),
+    "not those": (
+        {"init_from": "a@7"},
+        r"^init_from: .*a has no checkpoint of step 7 \(there: 4, 2",
+    ),
+    "no file": (
+        {"init_from": "/none/m.keras"},
+        r"^init_from: there is no file '/none/m\.keras'; name a \.keras or \.weights\.h5 file",
+    ),
+    "a file": (
+        {"fork": "m.keras"},
+        r"^fork: there is no run 'm\.keras' .*; --init-from begins with",
+    ),
+    "a folder": (
+        {"init_from": "/"},
+        r"^init_from: '/' is the folder of neither a run nor a SavedM",
+    ),
 }
 
 
-def test_what_cannot_be_begun_from_is_refused(train: Train) -> None:
+def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> None:
+    """Nothing of a new run is there then, and a run that is there is as it was."""
     train(hooks(), run_name="a", steps=4, **SHORT)
     for settings, message in REFUSED.values():
         with pytest.raises(SetupError, match=message):
             train(hooks(), run_name="b", steps=8, **SHORT, **settings)
+        assert not (tmp_path / "runs/b").exists(), settings
     train(hooks(), run_name="b", steps=2, **SHORT)
     with pytest.raises(SetupError, match="has checkpoints and began by itself, not from a; choose"):
         train(hooks(), run_name="b", steps=8, **SHORT, fork="a")
+    assert look_at(tmp_path / "runs/b").state == "done"
+
+
+def test_the_command_line_refuses_before_it_says_or_starts_anything(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """Whoever trains: this process, one in the background, or several; and in a check."""
+    assert cli(source_of(), "--steps", "2", "--run-name", "a").code == 0
+    Path("m.keras").touch()
+    for words, said in (
+        (("--fork", "a@77"), "fork: runs/a has no checkpoint of step 77 (there: 2)."),
+        (("--init-from", "n.keras"), "there is no file 'n.keras'; did you mean 'm.keras'?"),
+        (("--init-from", "m.keras"), "init_from: m.keras cannot be read: BadZipFile"),
+        (("--fork", "b", "--background"), "fork: there is no run 'b' (there: a)"),
+        (("--fork", "b", "--workers", "2"), "fork: there is no run 'b' (there: a)"),
+        (("--fork", "b", "--check"), "fork: there is no run 'b' (there: a)"),
+    ):
+        outcome = cli(None, "--run-name", "q", *words, config="seed: 3\n")
+        assert (outcome.code, outcome.out) == (2, "") and said in outcome.err, words
+    assert [path.name for path in Path("runs").iterdir()] == ["a"]
+
+
+def test_a_check_begins_from_what_the_run_would(train: Train, tmp_path: Path) -> None:
+    trained = train(hooks(), run_name="a", steps=4, **SHORT)
+    settings: dict[str, Any] = {
+        "run_name": "b",
+        "runs_dir": str(tmp_path / "runs"),
+        "steps": 8,
+        **SHORT,
+    }
+    config = Config(init_from="a", **{**settings, "learning_rate": 1e-9})
+    state = ctl_core.check(hooks(create_opt=sgd), config)
+    kernel = state.train_model.get_layer("hidden").kernel
+    np.testing.assert_allclose(kernel, trained.train_model.get_layer("hidden").kernel, atol=1e-6)
+    assert not (tmp_path / "runs/b").exists()
+    train(hooks(), **{**settings, "init_from": "a", "steps": 2})
+    shutil.rmtree(tmp_path / "runs/a")  # the run that has begun needs it no more
+    ctl_core.check(hooks(), Config(init_from="a", **settings))
 
 
 def failing() -> Any:
@@ -111,10 +170,8 @@ def reads_nothing(per_replica_batch_size: int) -> Any:
 
 
 NOT_BEGUN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "another model": ({"create_model": lambda: model(units=9)}, {"fork": "a"}),
     "a hook": ({"create_model": failing}, {"fork": "a"}),
     "data": ({"create_dataset": reads_nothing}, {"fork": "a"}),
-    "other weights": ({"create_model": lambda: model(units=9)}, {"init_from": "a"}),
     "no fork": ({"create_dataset": reads_nothing}, {}),
 }
 
@@ -122,7 +179,10 @@ NOT_BEGUN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_run_that_fails_before_its_first_step_leaves_its_log_alone(
     train: Train, tmp_path: Path
 ) -> None:
-    """The same command, put right, begins as if the first had not been given."""
+    """The same command, put right, begins as if the first had not been given.
+
+    What does not fit a setting leaves nothing at all: tests/engine/test_refused.py.
+    """
     whole = train(hooks(), run_name="a", steps=6, **SHORT)
     for name, (wrong, settings) in NOT_BEGUN.items():
         with pytest.raises(CtlError):
@@ -211,13 +271,18 @@ def test_a_run_that_is_there_takes_no_other_weights(train: Train) -> None:
     assert_equal(values(resumed), values(begun))
 
 
-def test_weights_that_are_averaged_begin_with_those(train: Train) -> None:
+def test_weights_that_are_averaged_begin_with_those(
+    train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
     trained = train(hooks(), run_name="a", steps=4, **SHORT)
     state = train(hooks(), run_name="b", steps=0, init_from="a", ema=0.9, **SHORT)
     assert state.context.average is not None
     state.context.average.put_in()
     kernel = state.train_model.get_layer("hidden").kernel
     np.testing.assert_array_equal(kernel, trained.train_model.get_layer("hidden").kernel)
+    assert (
+        "b: to step 0, nothing to train; the model is saved as it begins" in capfd.readouterr().out
+    )
 
 
 class Linear(tf.Module):

@@ -299,7 +299,7 @@ def test_elements_of_another_size_in_the_middle_of_a_pass_are_counted(
 
 
 def test_a_pass_without_a_global_batch_ends(train: Train) -> None:
-    with pytest.raises(SetupError, match="fewer examples than one global batch"):
+    with pytest.raises(SetupError, match="fewer than the 8 of a global batch"):
         train(
             trained_on([], lambda b: kept(ids()).take(6).batch(b)),
             steps=2, batch_size=BATCH, virtual_devices=4,

@@ -24,7 +24,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 def when_at(project: Project, run: str, step: int, act: Callable[[], None]) -> None:
     """Waits until the run has reported ``step``, then acts."""
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 600
     while not any(line["step"] >= step for line in project.lines(run)):
         assert time.monotonic() < limit, "the run does not get on"
         time.sleep(0.05)

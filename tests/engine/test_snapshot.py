@@ -57,6 +57,7 @@ def values_of(train_model: Any, optimizer: Any, lr: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.slow
 def test_a_late_written_checkpoint_holds_the_values_of_its_step(
     train: Train, late: type[Late], replicas: int
 ) -> None:
@@ -183,11 +184,11 @@ def test_a_failing_hook_leaves_the_checkpoint_that_was_being_written(
     def slowly(self: Any, path: str, options: Any = None) -> Any:
         if str(path).endswith("engine/ckpt-6"):
             reached.set()
-            assert failing.wait(10)
+            assert failing.wait(600)
         return write(self, path, options)
 
     def fail() -> None:
-        assert reached.wait(10)
+        assert reached.wait(600)
         failing.set()
         raise ValueError("mine")
 

@@ -359,6 +359,18 @@ def test_variables_that_a_hook_makes_while_training_are_refused(train: Train) ->
         train(make_hooks(at_step={2: add_layer}), steps=6, run_name="layer")
 
 
+@pytest.mark.parametrize("mark", [lambda hook: hook, ctl_core.deferred], ids=["now", "deferred"])
+def test_also_if_it_makes_them_after_some_checkpoints(train: Train, mark: Any) -> None:
+    made: list[Any] = []
+
+    def follow(step: int) -> None:
+        if step == 5:
+            made.append(tf.Variable(1.0))
+
+    with pytest.raises(ctl_core.RunError, match=r"after step 6, .*made/0 is new"):
+        train(make_hooks(every_steps={1: mark(follow)}), steps=8, ckpt_every=2)
+
+
 def test_a_variable_that_nothing_leads_to_is_refused(train: Train) -> None:
     layers = {dense(FEATURES), dense(FEATURES)}
     with pytest.raises(ctl_core.SetupError, match="layers is a set with variables in it"):
