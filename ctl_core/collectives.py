@@ -10,15 +10,19 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.compat import in_layer_call
+
 
 def num_replicas() -> int:
     """Returns how many replicas there are, over all processes."""
-    return _context().num_replicas_in_sync  # type: ignore[no-any-return]
+    context = _context() or tf.distribute.get_strategy()
+    return context.num_replicas_in_sync  # type: ignore[no-any-return]
 
 
 def replica_id() -> Any:
     """Returns this replica's number, from 0: a number where it is fixed, otherwise a tensor."""
-    return _context().replica_id_in_sync_group
+    context = _context()
+    return 0 if context is None else context.replica_id_in_sync_group
 
 
 def all_gather(value: Any, axis: int = 0) -> Any:
@@ -34,7 +38,7 @@ def all_gather(value: Any, axis: int = 0) -> Any:
         the loss of the replica's own examples.
     """
     context = _context()
-    if context.num_replicas_in_sync == 1:
+    if context is None or context.num_replicas_in_sync == 1:
         return value
     return tf.nest.map_structure(lambda part: context.all_gather(part, axis), value)
 
@@ -52,19 +56,22 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     if op not in ("sum", "mean"):
         raise ValueError(f"expected the op 'sum' or 'mean', got {op!r}")
     context = _context()
-    if context.num_replicas_in_sync == 1:
+    if context is None or context.num_replicas_in_sync == 1:
         return value
     return context.all_reduce(tf.distribute.ReduceOp[op.upper()], value)
 
 
-def _context() -> tf.distribute.ReplicaContext:
+def _context() -> tf.distribute.ReplicaContext | None:
     """Returns the context of the replica that is being traced.
+
+    None, in which nothing is exchanged, where create_model calls a layer: for its shapes, as
+    Keras' functional models are made, or on a sample, which makes its variables.
 
     Raises:
         ValueError: there is none.
     """
     context = tf.distribute.get_replica_context()
-    if context is None:
+    if context is None and not in_layer_call():
         raise ValueError(
             "replicas exchange values in hooks of the graph, in a layer's call and in the loss "
             "only, not where all of them are handled at once"

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -101,6 +102,7 @@ def layers_run(training: bool) -> Iterator[None]:
     of its own.
     """
     _look_how_layers_run()
+    _keep_losses_apart()
     before = getattr(_running, "training", None)
     _running.training = training
     try:
@@ -129,6 +131,36 @@ def _look_how_layers_run() -> None:
 
     keras.Layer._get_call_context = call_context
     function_context.make_function_context = make_function_context
+
+
+@functools.cache
+def _keep_losses_apart() -> None:
+    """Lets each replica have the losses of its own ``add_loss``, where there are several.
+
+    Keras keeps them in the list ``_losses`` of the layer, which replicas share: where they take
+    turns at being traced, as at a synchronized batch normalisation, the next one clears the list,
+    or adds to it, before the first has read it. Each replica is traced in a thread of its own.
+    """
+
+    def of_replica(layer: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return vars(layer).get("_losses")
+        if not hasattr(_running, "losses"):
+            _running.losses = weakref.WeakKeyDictionary()
+        return _running.losses.setdefault(layer, [])
+
+    def of_all(layer: Any, losses: Any) -> None:
+        vars(layer)["_losses"] = losses
+
+    keras.Layer._losses = property(of_replica, of_all)
+
+
+def in_layer_call() -> bool:
+    """Whether a Keras layer is being called in this thread, by Keras' global state."""
+    from keras.src.backend.common import global_state
+
+    return global_state.get_global_attribute("current_call_ctx") is not None
 
 
 def is_deterministic() -> bool:
@@ -235,12 +267,13 @@ def iterator_handle(iterator: Any) -> Any:
 def graphs_called(op: Any) -> list[Any]:
     """Returns the graphs of the functions that an op calls: tf.functions, branches, loops.
 
-    ``_get_function``: a graph has no public way to its functions.
+    ``_get_function``: a graph has no public way to its functions. TensorFlow's older kind of
+    function, of which the loops of its CTC loss are, keeps no graph: nothing of a hook is in it.
     """
     attributes = op.node_def.attr.values()
     named = [f for a in attributes for f in (*([a.func] * a.HasField("func")), *a.list.func)]
     functions = [op.graph._get_function(function.name) for function in named]
-    return [function.graph for function in functions if function is not None]
+    return [function.graph for function in functions if hasattr(function, "graph")]
 
 
 def with_called(operations: Iterable[Any]) -> Iterator[Any]:

@@ -23,6 +23,10 @@ from ctl_core.readers.stream import Looked, Stream
 from ctl_core.settings import shown
 
 _NAME = re.compile(r"\w[\w.-]{0,99}")
+_EMPTY = (
+    "returned an empty dataset; if there are examples, batch them without drop_remainder: the last "
+    "batch of an evaluation may be smaller."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +199,8 @@ def _create(
             if names & _SHUFFLES:
                 data = dataclasses.replace(data, _anew=lambda: whole(again()))
     with reading(hook):
-        if examples_in(hooks.count_examples, first_of(iter(made), hook)) is None:
+        first = first_of(iter(made), hook, _EMPTY)
+        if examples_in(hooks.count_examples, first) is None:
             raise hook.reject(
                 "returned single examples, expected batches: use "
                 "dataset.batch(per_replica_batch_size)."

@@ -20,16 +20,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.autograph import is_default
-from ctl_core.checks.data import (
-    Found,
-    Pipeline,
-    Sizes,
-    check_made_anew,
-    create_pipeline,
-    known,
-    look,
-    uneven,
-)
+from ctl_core.checks.data import check_made_anew, look
 from ctl_core.checks.position import why_not_saved
 from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
@@ -38,6 +29,7 @@ from ctl_core.console import Console
 from ctl_core.hooks import Hooks
 from ctl_core.last_batch import kept, whole_passes
 from ctl_core.passes import Tally, cut, on_host, overfit, tallied, timed, whole_groups
+from ctl_core.pipeline import Found, Pipeline, Sizes, create_pipeline, known, uneven
 from ctl_core.settings import Config
 from ctl_core.units import Units, begin
 

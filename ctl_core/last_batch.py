@@ -12,13 +12,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import RESHUFFLING, Found, Kept, Pipeline, Sizes
 from ctl_core.checks.examples import checked_count
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import stages
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
 from ctl_core.passes import share_of
+from ctl_core.pipeline import RESHUFFLING, Found, Kept, Pipeline, Sizes
 
 
 def kept(

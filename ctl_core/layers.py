@@ -22,6 +22,12 @@ from ctl_core.files import written_whole
 from ctl_core.settings import RENAMED, SETTINGS, WORDS, Config, kind_of, label, nearest, shown
 
 ENV_PREFIX = "CTL_"
+# Settings of where and how long a run is trained, which change none of its values.
+OF_PLACE = (
+    *("run_name", "runs_dir", "callbacks", "trackers", "curves", "debug", "profile"),
+    *("workers", "strategy", "cluster", "wait_for_workers", "virtual_devices", "gpu_memory_limit"),
+    *("max_restarts", "max_time", "ckpt_every", "keep_best", "steps_per_call"),
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -87,7 +93,7 @@ def load_config(path: str | Path, **overrides: Any) -> Config:
             raise SetupError(f"unknown setting {name!r}{nearest(name, SETTINGS)}")
     given: Layer = {name: (name, value) for name, value in overrides.items()}
     checked(given)
-    return merge([read_file(Path(path))], [given], [])
+    return merge([read_file(Path(path))], [given], str(path))
 
 
 def load_yaml(text: str) -> Any:
@@ -137,6 +143,11 @@ def read_file(path: Path, required: bool = True) -> Layer:
         raise SetupError(f"{where}: cannot be read as a settings file: {reason(error)}.") from error
     except ValueError as error:
         raise SetupError(f"{where}: {error}.") from error
+    if not (content and isinstance(content, dict)) and (path.parent / "train.log").exists():
+        raise SetupError(
+            f"{where}: is damaged, so that the settings of this run are not known; remove it and "
+            "start the run with all of them (its command is in env.json), or put back a copy."
+        )
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -198,14 +209,30 @@ def checked(layer: Layer) -> Config:
         raise SetupError(f"{where}{colon}{words}") from error.__cause__
 
 
-def merge(files: Sequence[Layer], above: Sequence[Layer], notes: list[str]) -> Config:
+def merge(
+    files: Sequence[Layer], above: Sequence[Layer], file: str, others: Sequence[Layer] = ()
+) -> Config:
     """Lays later values over earlier ones; hparams are merged name by name, at any depth.
 
     ``--epochs 3`` over ``steps: 600`` in a file means three epochs, not a conflict. What is above
-    the files does not change the type of an hparam; ``notes`` gets a warning of what may be a slip.
+    the files does not change the type of an hparam, and has no names that no file has, unless no
+    file has any.
+
+    Args:
+        files: what settings files say
+        above: what variables and flags say
+        file: the name of the one that a new hparam is to be written into
+        others: files of which only the names of hparams count, as the project's for a run that has
+            settings of its own
+
+    Raises:
+        SetupError: a value is wrong, or an hparam unknown.
     """
     merged: Layer = {}
     hparams: dict[str, Any] = {}
+    known: dict[str, Any] = {}
+    for layer in (*others, *files):
+        known = laid_over(known, layer.get("hparams", ("", {}))[1], "")
     for number, layer in enumerate((*files, *above)):
         for one, other in (("steps", "epochs"), ("epochs", "steps")):
             if one in layer and other not in layer:
@@ -213,12 +240,14 @@ def merge(files: Sequence[Layer], above: Sequence[Layer], notes: list[str]) -> C
         merged |= layer
         if "hparams" in layer:
             where, over = layer["hparams"]
-            hparams = laid_over(hparams, over, where, notes if number >= len(files) else None)
+            if number >= len(files):
+                _refuse_unknown(known, over, where, file)
+            hparams = laid_over(hparams, over, where, typed=number >= len(files))
     return checked(merged | {"hparams": ("hparams", hparams)})
 
 
 def laid_over(
-    below: Mapping[str, Any], over: Mapping[str, Any], where: str, notes: list[str] | None = None
+    below: Mapping[str, Any], over: Mapping[str, Any], where: str, typed: bool = False
 ) -> dict[str, Any]:
     """Lays one dict over another, name by name, also in the dicts within.
 
@@ -226,21 +255,40 @@ def laid_over(
         below: what is there
         over: what is laid over it
         where: what to call ``over`` in a message
-        notes: gets a warning of a name that is near to one of ``below``; None: names and types
-            are free
+        typed: whether values have the types of those that they replace
+
+    Raises:
+        SetupError: a value has another type.
     """
     merged = dict(below)
     for name, value in over.items():
         inner, old = f"{where}.{name}", below.get(name)
-        if notes is not None:
+        if typed:
             value = _like(old, value, inner)
-            others = [other for other in below if isinstance(other, str) and other not in over]
-            if name not in below and (near := nearest(str(name), others, cutoff=0.75)):
-                notes.append(f"warning: {label(inner)} is in no settings file{near}")
         if isinstance(value, dict):
-            value = laid_over(old if isinstance(old, dict) else {}, value, inner, notes)
+            value = laid_over(old if isinstance(old, dict) else {}, value, inner, typed)
         merged[name] = value
     return merged
+
+
+def _refuse_unknown(
+    known: Mapping[str, Any], over: Mapping[str, Any], where: str, file: str
+) -> None:
+    """Refuses names that are not among others, where there are any; also in the dicts within.
+
+    Raises:
+        SetupError: a name is unknown: with it, a run would be trained with the old value.
+    """
+    for name, value in over.items() if known else ():
+        if name not in known:
+            others = [str(other) for other in known]
+            near = nearest(str(name), others) or f" (there: {one_line(', '.join(others), 100)})."
+            raise SetupError(
+                f"{label(f'{where}.{name}')}: is not among the hparams of {label(file)}{near} "
+                "A new one is to be written there first."
+            )
+        if isinstance(value, dict) and isinstance(known[name], dict):
+            _refuse_unknown(known[name], value, f"{where}.{name}", file)
 
 
 def _like(old: Any, value: Any, where: str) -> Any:

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# Beside metrics.jsonl: how a run goes, by the clock and at which learning rate. See pace.py.
+PROGRESS = "progress.jsonl"
+
 
 def storable(values: Mapping[str, float]) -> dict[str, float | None]:
     """Returns values as JSON can hold them: None for one that is not finite."""
@@ -20,6 +23,18 @@ def worded(values: Mapping[str, Any]) -> str:
         f"{name} {'NaN' if value is None else format(value, '.4g')}"
         for name, value in values.items()
     )
+
+
+def evaluation(values: Mapping[str, Any], of: int | None, step: int | None) -> str:
+    """Returns the values of an evaluation with its step, where that is another than the run's.
+
+    Args:
+        values: of the evaluation
+        of: the step that it is of, or None if that is not known
+        step: that the run has come to
+    """
+    where = f" of step {of}" if of is not None and of != step else ""
+    return f"evaluation{where}: {worded(values)}"
 
 
 def read_metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -36,6 +51,18 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
             values = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(values, dict) and isinstance(values.get("step"), int):
+        if isinstance(values, dict) and type(step := values.get("step")) is int and step < 1 << 63:
             lines.append(values)
     return lines
+
+
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float | None]:
+    """Returns the values of a line, without step and split; None for one that is not finite.
+
+    What is no number is left out: a file may have been edited.
+    """
+    return {
+        name: value if value is not None and abs(value) < 1e300 else None
+        for name, value in line.items()
+        if name not in ("step", "split") and (value is None or type(value) in (int, float))
+    }

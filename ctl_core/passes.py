@@ -9,18 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import Found, Pipeline, Sizes
 from ctl_core.checks.examples import checked_count, packed
 from ctl_core.console import Console
-from ctl_core.errors import SetupError
+from ctl_core.errors import SettingError, SetupError
 from ctl_core.hooks import describe
+from ctl_core.pipeline import Found, Pipeline, Sizes
 
 
 def whole_groups(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
     """Leaves out the last elements of a pass, those that fill no step."""
     assert found.elements is not None
     if found.elements < found.together:
-        raise SetupError(
+        raise SettingError(
             f"{pipeline.name}: the dataset has {found.elements * found.size} examples, fewer than "
             f"one global batch of {found.together * found.size}; lower batch_size, or keep them "
             "with --last-batch keep."
@@ -154,7 +154,7 @@ def overfit(
         SetupError: a pass is known to have fewer.
     """
     if found.elements is not None and found.elements // found.together < batches:
-        raise SetupError(
+        raise SettingError(
             f"overfit_batches: {batches} asked for, but {pipeline.name} has "
             f"{found.elements // found.together} global batches in a pass; lower it, or leave it "
             "out."

@@ -22,6 +22,7 @@ import tensorflow as tf
 from ctl_core.build import create_state
 from ctl_core.checks.data import first_of
 from ctl_core.checks.sums import check_sums
+from ctl_core.checks.wholes import check_wholes
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import check_folder
@@ -40,6 +41,7 @@ from ctl_core.run_state.tracking import tf_variable
 from ctl_core.schedule import Schedule
 from ctl_core.serving import create_serving
 from ctl_core.settings import Config
+from ctl_core.sources import from_anywhere
 from ctl_core.state import State
 from ctl_core.summary import Summary
 from ctl_core.trackers.base import check_installed
@@ -69,7 +71,7 @@ def check(callbacks: Any, config: Config) -> State:
     begun = time.monotonic()
     for name in config.trackers:  # their packages; nothing of a check is logged there
         check_installed(name)
-    shared, task = check_folder(config), task_of(config)
+    shared, task, config = check_folder(config), task_of(config), from_anywhere(config)
     console = _Console(shown=task.chief)
     with contextlib.ExitStack() as stack:
         folder = shared or stack.enter_context(
@@ -100,6 +102,7 @@ def _try_everything(
     state = create_state(_rehearsed(hooks, console), short, run, console)
     _check_length(state, config, console)
     check_sums(state, console)
+    check_wholes(state, console)
     console.done(hooks.create_dataset, _described(state.data.element_spec))
     console.done(hooks.create_model, Summary(state.train_model, state.train_loss).total())
     trainer = Trainer(state, run, console, signals)
@@ -137,7 +140,7 @@ class _Console(Console):
         """Says what a signal does."""
         super().answer(f"{text.split(':')[0]}: the check stops after what is running now.")
 
-    def start(self, step: int, total: int) -> None:
+    def start(self, step: int, total: int, clock: object = None) -> None:
         """Begins no progress line."""
 
     def values(self, step: int, split: str, values: dict[str, Any]) -> None:

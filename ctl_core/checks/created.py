@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -10,7 +12,7 @@ import tensorflow as tf
 from ctl_core.autograph import is_default
 from ctl_core.checks.returned import kind_of
 from ctl_core.compat import max_to_keep
-from ctl_core.errors import SetupError
+from ctl_core.errors import SettingError, SetupError
 from ctl_core.helpers import sample_weight
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.numerics.groups import OptimizerGroups
@@ -26,9 +28,16 @@ def create_callable(hook: Hook, what: str, **values: Any) -> Any:
     return made
 
 
-def check_keras_loss(hook: Hook, loss: Loss) -> None:
-    """Refuses a Keras loss that averages, or that is to be called with two arguments."""
+def check_loss(hook: Hook, loss: Loss) -> None:
+    """Refuses a loss that is to be called with two arguments, or a Keras loss that averages."""
     if not isinstance(loss, keras.losses.Loss):
+        needed = needed_arguments(loss)
+        if len(needed) > 1:
+            raise hook.reject(
+                f"returned a function of {' and '.join(needed)}, but train_loss is called with one "
+                "argument, what loss_pre returns, by default the pair (output, target): let it "
+                "take one, and begin with output, target = pair."
+            )
         return
     said = f"{hook}: {type(loss).__name__}"
     if loss.reduction not in ("sum", "none", None):  # over a replica's batch it cannot be right
@@ -42,6 +51,24 @@ def check_keras_loss(hook: Hook, loss: Loss) -> None:
             f"{said} takes y_true and y_pred, but train_loss is called with one argument, what "
             "loss_pre returns: return lambda pair: loss(pair[1], pair[0])."
         )
+
+
+def needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """Returns the arguments that a function has to be called with; ``training`` is given by name.
+
+    Of what is not written in Python, none.
+    """
+    function = getattr(function, "python_function", function)  # of a tf.function
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        function = getattr(function, "__call__")  # noqa: B004, B009
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [
+        one.name
+        for one in inspect.signature(function, follow_wrapped=False).parameters.values()
+        if one.kind in by_position and one.default is one.empty and one.name != "training"
+    ]
 
 
 def check_optimizers(hook: Hook, optimizers: dict[str, Any]) -> None:
@@ -90,7 +117,7 @@ def check_turns(hooks: Hooks, optimizers: dict[str, Any], accumulate_steps: int)
                 "turns."
             )
     if accumulate_steps > 1:
-        raise SetupError(
+        raise SettingError(
             f"accumulate_steps: {accumulate_steps} micro-batches cannot go with turns, in which "
             "several updates are made on one batch; leave one of the two out."
         )

@@ -1,7 +1,8 @@
-"""A loss that takes each example with every other by mistake: found before training.
+"""A loss that pairs by broadcasting what does not belong together: found before training.
 
 An output of shape [b, 1] less labels of shape [b] is a matrix of all pairs, by broadcasting, and
-its mean or sum a loss that trains something else, in silence.
+its mean or sum a loss that trains something else, in silence. So is a number of a class that
+``tf.nn.softmax_cross_entropy_with_logits`` takes for the probability of each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.checks.cures import numbers_for_softmax
 from ctl_core.compat import with_called
 from ctl_core.context import StepContext
 from ctl_core.errors import SetupError
@@ -50,6 +52,8 @@ def pairs_refused(
         yield
     finally:
         operations = graph.get_operations()[first:]
+        if (found := _numbers_for_softmax(operations)) is not None:
+            raise SetupError(f"{_where(context, found[0])}: {numbers_for_softmax(found[1])}.")
         if _find(operations, {size, None}, {size, None}) is not None:
             batch = placeholders(tf.nest.map_structure(lambda s: _resized(s, size), element_spec))
             if (pair := _find(_rebuilt(context, batch), {_ODD, None}, {_ODD})) is not None:
@@ -97,13 +101,41 @@ def _find(operations: list[Any], columns: set[int | None], rows: set[int | None]
     return None
 
 
-def _message(context: StepContext, op: Any) -> str:
-    hooks, size = context.hooks, context.micro_batch_size
+def _numbers_for_softmax(operations: list[Any]) -> tuple[Any, int] | None:
+    """Returns the first op, also in functions, that gets numbers of classes for probabilities.
+
+    TensorFlow makes one row of a vector, and the op takes one row or column for all.
+
+    Returns:
+        The op, and how many classes there are.
+    """
+    for op in with_called(operations):
+        if op.type != "SoftmaxCrossEntropyWithLogits":
+            continue
+        logits, labels = (
+            (value.op.inputs[0] if value.op.type == "Reshape" else value).shape
+            for value in op.inputs
+        )
+        if not logits.rank or not labels.rank or (logits[-1] or 1) == 1:
+            continue
+        if labels.rank == logits.rank - 1 or (labels.rank == logits.rank and labels[-1] == 1):
+            return op, logits[-1]
+    return None
+
+
+def _where(context: StepContext, op: Any) -> str:
+    """Names the hook that an op is of, and its line."""
+    hooks = context.hooks
     frames = [(frame.filename, frame.lineno) for frame in op.traceback]
     made = [hook for hook in (hooks.loss_pre, hooks.grad_pre) if hook.made(frames)]
     hook = made[0] if made else hooks.create_loss
+    return f"{hook.name} ({hook.line_in(frames) or hook.where})"
+
+
+def _message(context: StepContext, op: Any) -> str:
+    size = context.micro_batch_size
     return (
-        f"{hook.name} ({hook.line_in(frames) or hook.where}): {op.type} of the shapes [{size}, 1] "
+        f"{_where(context, op)}: {op.type} of the shapes [{size}, 1] "
         f"and [{size}] gives [{size}, {size}], each example with every other; give both one shape, "
         "with tf.squeeze(output, -1) or labels[:, None]; if all pairs are meant, make the second "
         f"[1, {size}], with labels[None, :]."

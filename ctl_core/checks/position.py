@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import RESHUFFLING, Pipeline
 from ctl_core.compat import inputs_of
 from ctl_core.numerics.randomness import random_ops
+from ctl_core.pipeline import RESHUFFLING, Pipeline
 
 # Stages that drain the one before them before their own pass ends: TensorFlow leaves the state of
 # a drained stage that draws random numbers out of a checkpoint.
@@ -75,6 +76,12 @@ def holds_shuffles(position: Path, dataset: tf.data.Dataset) -> bool:
         return shuffles + (type(stage).__name__ == "_ShuffleDataset")
 
     wanted = count(dataset)
-    files = position.parent.glob(position.name + ".data*") if wanted else ()
+    files = data_files(position) if wanted else ()
     content = b"".join(file.read_bytes() for file in files)
     return sum(map(content.count, (b"epoch_num_random_samples", b"cache_completed"))) >= wanted
+
+
+def data_files(prefix: Path) -> list[Path]:
+    """Returns the files with the values of a checkpoint that TensorFlow has written."""
+    names = os.listdir(prefix.parent)  # pathlib's glob takes five times as long
+    return [prefix.with_name(name) for name in names if name.startswith(f"{prefix.name}.data")]

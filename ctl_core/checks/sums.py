@@ -20,6 +20,9 @@ from ctl_core.scratch import Alone
 from ctl_core.state import State
 from ctl_core.step import loss_of, run_model
 
+# Of each objective, by its name: the sum of the loss over the batch, and the extra loss.
+Losses = dict[str, tuple[float, float]]
+
 
 def check_sums(state: State, console: Console) -> None:
     """Tries the loss on a batch, and on the same batch twice over, without training.
@@ -49,7 +52,7 @@ def check_sums(state: State, console: Console) -> None:
     if hook.where == "the engine's default":
         hook = state.hooks.create_loss
     for name in state.context.scalar_losses:
-        one, two = once[name], twice[name]
+        one, two = once[name][0], twice[name][0]
         if one != 0 and abs(two - one) <= 1e-5 * abs(one):
             raise hook.reject(
                 f"the loss{f' of {name!r}' * bool(name)} is {one:.4g} "
@@ -76,33 +79,46 @@ def _divided_twice(state: State) -> str | None:
     return None
 
 
-def _try(state: State) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the losses by objective, for a batch and for the same batch twice over."""
+def _try(state: State) -> list[Losses]:
+    """Returns the losses of a batch, and of the same batch twice over."""
     batch = state.data.untagged(next(state.data.iterator))
-    twice = tf.nest.map_structure(_doubled, batch)
-    traced = [_losses(state, one) for one in (batch, twice)]
+    return tried(state, [batch, together(batch, batch)], Alone(state.strategy, _first(state)))
+
+
+def tried(state: State, batches: list[Any], replica: tf.distribute.ReplicaContext) -> list[Losses]:
+    """Returns the losses of batches, one after the other, without training.
+
+    Raises:
+        Exception: they cannot be tried.
+    """
+    traced = [_losses(state, one, replica) for one in batches]
     graphs = (function.graph for function in traced)
     touched, others = written_variables(state.strategy, state.found.variables.values(), *graphs)
     if others:
         raise ValueError("what the step writes to cannot be put back")
     with ReplicaCopies(state.strategy, touched).put_back_after():
-        values = [function(one) for function, one in zip(traced, (batch, twice), strict=True)]
-    first, second = ({n: float(v) for n, v in losses.items()} for losses in values)
-    return first, second
+        values = [function(one) for function, one in zip(traced, batches, strict=True)]
+    return [{n: (float(a), float(b)) for n, (a, b) in losses.items()} for losses in values]
 
 
-def _doubled(part: Any) -> Any:
-    return part if part.shape.rank == 0 else joined([part, part])
+def together(one: Any, other: Any) -> Any:
+    """Returns a batch of the examples of two."""
+    return tf.nest.map_structure(
+        lambda *parts: parts[0] if parts[0].shape.rank == 0 else joined(list(parts)), one, other
+    )
 
 
-def _losses(state: State, batch: Any) -> Any:
+def _first(state: State) -> int:
+    return state.cluster.task.index * state.data.replicas
+
+
+def _losses(state: State, batch: Any, replica: tf.distribute.ReplicaContext) -> Any:
     """Traces the losses of a batch; without Dropout and the like, whose numbers would differ."""
     context = state.context
-    first = state.cluster.task.index * state.data.replicas
 
     @tf.function(autograph=False)
-    def losses(batch: Any) -> dict[str, tf.Tensor]:
-        with Alone(state.strategy, first):
+    def losses(batch: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+        with replica:
             named: dict[str, Any] = {}
             for _ in context.each_turn(again=False):
                 output = run_model(context, batch, training=False, trained=True)
@@ -111,7 +127,7 @@ def _losses(state: State, batch: Any) -> Any:
                     loss=loss, output=output, batch=batch, **context.hook_arguments()
                 )
                 named |= result if isinstance(result, dict) else {context.objective or "": result}
-        return {name: tf.convert_to_tensor(values[0]) for name, values in named.items()}
+        return {name: (tf.reduce_sum(values[0]), values[1]) for name, values in named.items()}
 
     with state.strategy.scope():
         return losses.get_concrete_function(batch)

@@ -22,6 +22,7 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.__main__ import main
 from tests.helpers.cases import dropout_model, make_hooks, regression_data, sliced
+from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
 
 Check = Callable[..., ctl_core.State]
@@ -207,11 +208,10 @@ def test_a_cluster_of_this_machine_is_checked_too(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("epochs: 60\nbatch_size: 16\n")
     (temporary := tmp_path / "temporary").mkdir()
     words = ["train", "--check", "--workers", "2", "--virtual-devices", "2"]
-    root = str(Path(ctl_core.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-m", "ctl_core", *words],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root, "TMPDIR": str(temporary)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
         check=False,
@@ -248,3 +248,61 @@ def test_weights_are_what_two_steps_make_of_them(check: Check, tmp_path: Path) -
         state.train_model.get_weights(), two.train_model.get_weights(), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Spread(keras.layers.Layer):
+    """Adds how much the means of a batch's columns differ, with those of all replicas if asked."""
+
+    def __init__(self, exchange: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.exchange = exchange
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(tf.math.reduce_std(self.exchange(tf.reduce_mean(inputs, axis=0))))
+        return inputs
+
+
+def of_pairs(exchange: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a loss of each example with the mean of all outputs of the batch."""
+
+    def loss(loss_input: Any) -> Any:
+        output = loss_input[0][:, 0]
+        return tf.abs(output - exchange(tf.reduce_mean(output)))
+
+    return loss
+
+
+def mean_of_all(value: Any) -> Any:
+    return ctl_core.all_reduce(value, "mean")
+
+
+def mean_by_strategy(value: Any) -> Any:
+    replica = tf.distribute.get_replica_context()
+    return replica.all_reduce(tf.distribute.ReduceOp.MEAN, value) if replica else value
+
+
+@pytest.mark.parametrize("exchange", [None, mean_of_all, mean_by_strategy])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loss_of_the_batch_as_a_whole_is_said(
+    check: Check,
+    capsys: pytest.CaptureFixture[str],
+    replicas: int,
+    exchange: Callable[[Any], Any] | None,
+) -> None:
+    """As dropout_model's has no such loss, the other tests' checks have no warning."""
+    mean: Callable[[Any], Any] = exchange or (lambda value: value)
+
+    def create_model() -> keras.Model:
+        return keras.Sequential([keras.Input((5,)), Spread(mean), keras.layers.Dense(1)])
+
+    check(
+        hooks(create_model=create_model, create_loss=lambda: of_pairs(mean)),
+        virtual_devices=replicas,
+    )
+    warned = [line for line in capsys.readouterr().out.splitlines() if "as a whole" in line]
+    if exchange is not None:
+        assert not warned
+        return
+    names = [line.removeprefix("warning: ").split(" (")[0] for line in warned]
+    assert names == ["create_loss", "create_model"]
+    assert "in the mean of both" in warned[0] and "what is added to the loss is" in warned[1]

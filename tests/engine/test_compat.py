@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -93,6 +94,40 @@ def test_written_resources() -> None:
     assert {id(handle) for handle in handles} == {id(written.handle), id(deep.handle)}
 
 
+def test_replicas_have_losses_of_their_own() -> None:
+    """The first replica's are there when the second one has called the layer, too."""
+    layer = keras.layers.ActivityRegularization(l1=1.0)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def on_replica(value: tf.Tensor) -> Any:
+        with compat.layers_run(training=True):
+            layer(value)
+        tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+        return tf.stack(layer.losses)
+
+    values = [tf.fill([1, 1], float(n)) for n in (1, 2)]
+    distributed = strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+    )
+    found = tf.function(lambda value: strategy.run(on_replica, (value,)))(distributed)
+    assert [part.numpy().tolist() for part in found.values] == [[1.0], [2.0]]
+    layer(values[1])  # as ever, where there are no replicas
+    assert [float(loss) for loss in layer.losses] == [2.0]
+
+
+def test_in_layer_call() -> None:
+    found = []
+
+    class Layer(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            found.append(compat.in_layer_call())
+            return inputs
+
+    Layer()(keras.Input((2,)))
+    Layer()(np.zeros([1, 2]))
+    assert found == [True, True] and not compat.in_layer_call()
+
+
 def test_graphs_called() -> None:
     @tf.function(autograph=False)
     def inner(x: tf.Tensor) -> tf.Tensor:
@@ -107,6 +142,14 @@ def test_graphs_called() -> None:
     with tf.Graph().as_default() as graph:
         inner(tf.compat.v1.placeholder(tf.float32, []))
     assert {"Sub", "Mul"} <= types_in(graph)
+
+
+def test_graphs_called_of_functions_without_a_graph() -> None:
+    """The loops of TensorFlow's dense CTC loss, which are functions of the older kind."""
+    with tf.Graph().as_default() as graph:
+        logits = tf.compat.v1.placeholder(tf.float32, [3, 1, 4])
+        tf.nn.ctc_loss(tf.constant([[1, 2]]), logits, tf.constant([2]), tf.constant([3]))
+    assert {"While", "Exp"} <= {op.type for op in compat.with_called(graph.get_operations())}
 
 
 def test_graph_writer(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -111,6 +112,42 @@ def test_a_hook_that_fails_while_training(cli: Cli, tmp_path: Path, bug: str) ->
     assert resumed.keys() == whole.keys() and len(resumed) > 4
     for name, value in whole.items():
         np.testing.assert_allclose(resumed[name], value, rtol=1e-6, err_msg=name)
+
+
+NAMES = mistakes(
+    """
+== a metric
+create_eval_dataset = create_dataset
+def create_metrics():
+    return {"accuracy": keras.metrics.MeanSquaredError()}
+def after_eval(metrics):
+    print(metrics["acc"])  # here
+-> after_eval | KeyError: 'acc'; metrics has loss, accuracy; did you mean 'accuracy'?
+== an objective
+def create_opt(lr):
+    return {"generator": keras.optimizers.SGD(lr)}
+def grad_pre(loss, train_model):
+    return {"generator": (loss, 0.0, train_model.trainable_variables)}
+def watch(loss):
+    print(loss["generater"])  # here
+every_steps = {1: watch}
+-> every_steps[1] | KeyError: 'generater'; loss has generator; did you mean 'generator'?
+== one of the user's own
+def watch(loss):
+    print({"a": loss}["b"])  # here
+every_steps = {1: watch}
+-> every_steps[1] | KeyError: 'b'
+"""
+)
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_name_that_a_dict_does_not_have(cli: Cli, case: str) -> None:
+    code, words = NAMES[case]
+    source = source_of(own=code)
+    outcome = cli(source, "--steps", "2")
+    failed(outcome, where(source), *words)
+    assert (" has " in outcome.err) == (case != "one of the user's own")
 
 
 def variables(run: Path) -> dict[str, np.ndarray]:
@@ -236,8 +273,16 @@ def test_a_message_is_what_is_left_without_tensorflows_and_keras_wrapping() -> N
     def asserting(value: tf.Tensor) -> None:
         tf.debugging.assert_less(value, 0.0, message="too much")
 
+    class Layer(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            raise ValueError("what a layer has to say")
+
     one = tf.constant([[1.0]])
     cases: list[tuple[Callable[[], Any], str]] = [
+        (
+            lambda: Layer()(keras.Input((1,))),
+            "ValueError: Exception encountered when calling Layer.call(). what a layer has to say",
+        ),
         (lambda: raising(one), "LookupError: float32 is [[too]] much"),
         (lambda: asserting(one), "InvalidArgumentError: assertion failed: [too much] ["),
         (lambda: tf.linalg.inv(tf.zeros([2, 3])), "InvalidArgumentError: Input matrix must be sq"),

@@ -67,6 +67,7 @@ def error_of(model: Any, size: int = 50) -> float:
 @pytest.mark.parametrize(
     "settings", [{}, {"virtual_devices": 2}, {"virtual_devices": 2, "accumulate_steps": 2}]
 )
+@pytest.mark.slow
 def test_averaged_weights_as_in_a_plain_loop_also_killed_and_resumed(
     train: Train, settings: Any
 ) -> None:
@@ -251,6 +252,7 @@ def test_the_data_of_a_training_batch_if_there_is_no_evaluation(train: Train) ->
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.slow
 def test_averaged_statistics_of_batch_normalisation_are_resumed(
     train: Train, replicas: int
 ) -> None:

@@ -169,20 +169,23 @@ def test_one_replica_meets_itself_anywhere(train: Train, hook: Any) -> None:
     assert state.step == 2
 
 
-def norm_model(synchronized: bool) -> keras.Model:
+def norm_model(synchronized: bool, activity: float = 0.0) -> keras.Model:
+    """``activity``: how much the mean square of the first layer's output adds to the loss."""
     norm = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.8)
-    layers = [keras.layers.Dense(4), norm, keras.layers.Dense(1)]
+    first = keras.layers.Dense(4, activity_regularizer=keras.regularizers.L2(activity))
+    layers = [first, norm, keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((FEATURES,)), *layers])
     random = np.random.default_rng(1)
     model.set_weights([random.uniform(0.2, 1.0, w.shape) for w in model.get_weights()])
     return model
 
 
-def norm_by_hand(synchronized: bool) -> keras.Model:
-    model, optimizer = norm_model(synchronized), keras.optimizers.SGD(RATE)
-    for inputs, target in cases.sliced(cases.regression_data())(BATCH).repeat().take(STEPS):
+def norm_by_hand(synchronized: bool, activity: float = 0.0, steps: int = STEPS) -> keras.Model:
+    model, optimizer = norm_model(synchronized, activity), keras.optimizers.SGD(RATE)
+    for inputs, target in cases.sliced(cases.regression_data())(BATCH).repeat().take(steps):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(cases.squared_error((model(inputs, training=True), target)))
+            loss += sum(model.losses)
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     return model
@@ -210,6 +213,30 @@ def test_synchronized_batch_normalisation_is_that_of_one_device(
     own = train(hooks, virtual_devices=replicas, run_name="own", **settings)
     differ = np.abs(own.train_model.get_weights()[0] - expected.get_weights()[0]).max() > 1e-4
     assert differ == (replicas > 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_layer_adds_a_loss_before_replicas_meet(train: Train, replicas: int) -> None:
+    """Both replicas have called the layer when the first one's loss is read off the model."""
+    expected, seen = norm_by_hand(synchronized=True, activity=0.1), []
+    hooks = cases.eval_hooks(
+        BATCH,
+        create_model=lambda: norm_model(synchronized=True, activity=0.1),
+        create_opt=sgd,
+        update_pre=lambda gradients: (gradients, gradients),
+        every_steps={STEPS: lambda loss: seen.append(float(loss))},
+    )
+    settings = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
+    state = train(hooks, virtual_devices=replicas, **settings)
+    assert_weights(state, expected, rtol=1e-5)
+    before = norm_by_hand(synchronized=True, activity=0.1, steps=STEPS - 1)
+    batches = list(cases.sliced(cases.regression_data())(BATCH).repeat().take(STEPS))
+    for model, (inputs, target), training, found in (
+        (before, batches[-1], True, seen[0]),
+        (expected, batches[0], False, state.metrics["loss"]),
+    ):
+        error = cases.squared_error((model(inputs, training=training), target))
+        np.testing.assert_allclose(found, tf.reduce_mean(error) + sum(model.losses), rtol=1e-5)
 
 
 def test_where_replicas_cannot_meet_the_names_say_so(train: Train) -> None:

@@ -66,6 +66,7 @@ def test_drop_is_the_default(train: Train) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_run(train: Train, replicas: int) -> None:
     """From within a pass, from its end, and from the first step of the next."""
 
@@ -86,6 +87,7 @@ def test_a_resumed_run_is_the_whole_run(train: Train, replicas: int) -> None:
     assert_weights(state, whole, 0)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_replicas(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,12 +134,15 @@ def norm_model(synchronized: bool) -> keras.Model:
 
 
 @pytest.mark.parametrize(("number", "replicas"), [(9, 2), (13, 2), (10, 4)])
+@pytest.mark.slow
 def test_synchronized_batch_normalization(train: Train, number: int, replicas: int) -> None:
     """Of the examples there are; moving statistics are those of one device, too."""
     some = hooks(create_dataset=of_replicas(number), create_model=lambda: norm_model(True))
     state = keep(train, some, virtual_devices=replicas)
     expected = plain(examples(number).batch(8), norm_model(False))
-    assert_weights(state, expected, 1e-4)
+    # Divided by the spread of two examples, rounding shows, and how depends on the processor.
+    for weight, other in zip(state.train_model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("number", [10, 14])

@@ -26,8 +26,8 @@ import tensorflow as tf
 from tensorflow.python.framework import config
 
 from ctl_core import data
-from scripts.killed_project import ROOT
 from tests.helpers.fixtures import Train
+from tests.helpers.lean import PYTHONPATH
 from tests.helpers.resume import values
 from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers
 
@@ -237,7 +237,7 @@ def test_a_killed_and_resumed_run_is_the_whole_run(train: Train, tmp_path: Path)
     command = [sys.executable, "-m", "ctl_core", "train", "--run-name=killed", "--steps=12"]
     command += [f"--batch-size={BATCH}", "--ckpt-every=3", "--deterministic"]
     command += [f"--learning-rate={RATE}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     killed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     settings: dict[str, Any] = {"steps": 12, "batch_size": BATCH, "ckpt_every": 3}
