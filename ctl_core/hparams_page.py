@@ -10,27 +10,36 @@ from pathlib import Path
 import tensorflow as tf
 from tensorboard.plugins.hparams import api as hp
 
-from ctl_core.layers import flat
+from ctl_core.layers import OF_PLACE, flat
 from ctl_core.settings import Config
 
 # Of the file: one for a run, however often it was started.
 SUFFIX = ".hparams"
-_NAMES = ("run_name", "runs_dir")
+# Columns of every run, beside the hparams, so that the page can compare all of them.
+_ALWAYS = ("batch_size", "learning_rate", "lr_schedule", "warmup", "steps", "epochs", "seed")
+# No columns: they change no weight.
+_LEFT_OUT = (
+    *(*OF_PLACE, "eval_every", "eval_batch_size", "limit_eval"),
+    *("log_every", "stats_every", "histograms_every", "detect_anomaly"),
+)
 
 
 def write_hparams(folder: Path, name: str, config: Config) -> None:
     """Writes the settings of a run into the folder above its event files.
 
-    The page finds the metrics in ``train`` and ``eval`` below it. A setting that is None is left
-    out; a list is its text.
+    These are the hparams, those that every run has, and others where they are not the default: the
+    page shows a column for each name that some run has. It finds the metrics in ``train`` and
+    ``eval`` below. A setting that is None is left out; a list is its text.
 
     Raises:
         OSError: it cannot be written; also as TensorFlow's own ``tf.errors.OpError``.
     """
+    defaults = flat(dataclasses.asdict(Config()))
     values = {
         setting: value if isinstance(value, bool | int | float | str) else json.dumps(value)
         for setting, value in flat(dataclasses.asdict(config)).items()
-        if value is not None and setting not in _NAMES
+        if setting not in _LEFT_OUT and value is not None
+        if setting in _ALWAYS or value != defaults.get(setting)
     }
     before = list(folder.glob(f"*{SUFFIX}"))
     writer = tf.summary.create_file_writer(str(folder), filename_suffix=SUFFIX)

@@ -62,7 +62,8 @@ def test_the_first_step_is_named_and_steps_are_counted(
     assert (noted.first, noted.latest, noted.steps) == (3, 7, 3)
     assert not state.diverged
     said = spoken(capsys)
-    assert said.count("the loss of step 3 is not finite") == 1
+    assert said.count("the loss of step 3 is not finite; --detect-anomaly finds the op, layer") == 1
+    assert said.count("--detect-anomaly") == 1
     assert "the loss was not finite in 3 of 9 steps, from 3 to 7;" in said
 
 
