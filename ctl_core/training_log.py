@@ -17,7 +17,7 @@ from ctl_core import run_process
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import alone_in, from_here, written_whole
 from ctl_core.layers import flat, load_config
-from ctl_core.metric_values import worded
+from ctl_core.metric_values import PROGRESS, evaluation, read_metrics
 from ctl_core.provenance import commit
 from ctl_core.run_process import Process
 from ctl_core.settings import Config, shown
@@ -48,8 +48,11 @@ def check_note(note: str, folder: Path) -> None:
         )
 
 
-def begin(folder: Path, note: str, config: Config) -> None:
+def begin(folder: Path, note: str, config: Config) -> bool:
     """Appends the entry of a run, unless it has one of the same note.
+
+    Returns:
+        Whether it is new.
 
     Raises:
         SetupError: it has another.
@@ -59,7 +62,7 @@ def begin(folder: Path, note: str, config: Config) -> None:
     with alone_in(path.parent):
         check_note(note, folder)
         text = _read(path)
-        if _entry(text, from_here(folder)) is None:
+        if new := _entry(text, from_here(folder)) is None:
             lines = [
                 f"## {from_here(folder)}\n",
                 f"- Started: {time.strftime('%F %H:%M')}, {_commit()}",
@@ -73,6 +76,26 @@ def begin(folder: Path, note: str, config: Config) -> None:
     if process is not None:
         process.training_log = str(path)
         run_process.write(folder, process)
+    return new
+
+
+def take_back(folder: Path) -> None:
+    """Takes the entry of a run out again, which has not begun.
+
+    Raises:
+        SetupError: the file cannot be read.
+        OSError: it cannot be written.
+    """
+    path = Path(FILE).absolute()
+    with alone_in(path.parent):
+        text = _read(path)
+        if (entry := _entry(text, from_here(folder))) is None:
+            return
+        rest = text[: entry[1]] + text[entry[1] + len(entry[0]) :]
+        if rest.strip() == _TITLE.strip():
+            path.unlink()
+        else:
+            _write(path, rest.rstrip("\n") + "\n")
 
 
 def complete(folder: Path, process: Process) -> None:
@@ -85,12 +108,15 @@ def complete(folder: Path, process: Process) -> None:
         return
     path = Path(process.training_log)
     with alone_in(path.parent):
-        text, name = _read(path), os.path.relpath(folder, path.parent)
+        try:
+            text, name = _read(path), os.path.relpath(folder, path.parent)
+        except SetupError as error:
+            raise OSError(str(error)) from error
         entry = _entry(text, from_here(folder)) or _entry(text, name)
         if entry is None:  # taken out by hand
             return
         old, at = entry
-        result = f"{_RESULT}{_result(process)}"
+        result = f"{_RESULT}{_result(process, folder)}"
         new, count = re.subn(
             rf"^{re.escape(_RESULT.rstrip())}.*$", lambda _: result, old, count=1, flags=re.M
         )
@@ -112,20 +138,49 @@ def note_of(folder: Path) -> str:
     return ""
 
 
-def _result(process: Process) -> str:
-    values = worded(process.metrics)
+def note_changes(folder: Path, config: Config) -> None:
+    """Notes which settings of a run with an entry are about to change, for its result.
+
+    Args:
+        folder: of the run, with the settings of its last start
+        config: those of this one
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    process = run_process.read_process(folder)
+    if process is None or process.training_log is None or not (folder / "config.yaml").is_file():
+        return
+    with contextlib.suppress(SetupError):
+        before = load_config(folder / "config.yaml")
+        found = _differing(before, config)
+        if found:
+            process.changed |= found
+            run_process.write(folder, process)
+
+
+def _result(process: Process, folder: Path) -> str:
     how = {"ended": "ended early", "stopped": f"stopped by {process.line}"}.get(
         str(process.how), str(process.how)
     )
     parts = [f"{how}, at step {process.step}" if process.step is not None else how]
     if process.how == "failed":
         parts.append(one_line(process.line))
-    if values:
-        parts.append(f"evaluation: {values}")
+    if process.metrics:
+        parts.append(evaluation(process.metrics, process.evaluated, process.step))
     ended = process.ended or time.time()
     parts.append(f"{time.strftime('%F %H:%M', time.localtime(ended))}")
-    parts.append(f"{ended - process.started:.0f} s")
+    parts.append(f"{_seconds(folder) or ended - process.started:.0f} s")
+    if process.changed:
+        parts.append(f"at the end with {', '.join(f'{n} {v}' for n, v in process.changed.items())}")
     return "; ".join(parts)
+
+
+def _seconds(folder: Path) -> float | None:
+    """Returns how long a run was trained over all its starts, as ``compare`` has it."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return run_process.seconds_trained(folder, read_metrics(folder, PROGRESS))
+    return None
 
 
 def _entry(text: str, name: str) -> tuple[str, int] | None:
@@ -150,13 +205,18 @@ def _changed(config: Config) -> str:
     project, where = Config(), "the defaults"
     with contextlib.suppress(SetupError):
         project, where = load_config("config.yaml"), "config.yaml"
-    before, after = (flat(dataclasses.asdict(each)) for each in (project, config))
-    found = [
-        f"{name} {shown(value, 40)}"
+    found = [f"{name} {value}" for name, value in _differing(project, config).items()]
+    return ", ".join(found) or f"those of {where}"
+
+
+def _differing(one: Config, other: Config) -> dict[str, str]:
+    """Returns the other's settings that differ, by name, as a person reads them."""
+    before, after = (flat(dataclasses.asdict(each)) for each in (one, other))
+    return {
+        name: shown(value, 40)
         for name, value in after.items()
         if name not in _PLACE and before.get(name) != value
-    ]
-    return ", ".join(found) or f"those of {where}"
+    }
 
 
 def _read(path: Path) -> str:

@@ -140,8 +140,17 @@ class Job:
             why = f"{self._plan.metric} was never a finite number"
             return ("complete", "") if self.best is not None else ("fail", why)
         if state == "stopped":
+            self._mark()
             return ("pruned", "") if self.pruned else ("stopped", "stopped")
         return "fail", said or state
+
+    def _mark(self) -> None:
+        """Writes down that a run was pruned: ``runs`` would have it as stopped by hand."""
+        process = read_process(self.folder) if self.pruned else None
+        if process is not None and process.how == "stopped":
+            process.line = "pruned: others were better at this step"
+            with contextlib.suppress(OSError):
+                run_process.write(self.folder, process)
 
     def _error(self) -> str:
         """Returns the last error that it has printed since this start."""

@@ -147,13 +147,14 @@ def read_plan(path: Path) -> Plan:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise SetupError(f"{where}: cannot be read: {why}.") from error
-    if not isinstance(content, dict) or not isinstance(content.get("metric"), str):
-        raise SetupError(
-            f"{where}: expected metric, such as accuracy, and space; see docs/sweeps.md."
-        )
+    if not isinstance(content, dict):
+        raise SetupError(f"{where}: expected names with values: {', '.join(_KEYS)}.")
     if others := [name for name in content if name not in _KEYS]:
         hint = nearest(str(others[0]), _KEYS) or f"; expected one of {', '.join(_KEYS)}."
         raise SetupError(f"{where}: unknown name {shown(others[0])}{hint}")
+    if not isinstance(content.get("metric"), str):
+        got = f"got {shown(content['metric'])}" if "metric" in content else "which is missing"
+        raise SetupError(f"{where}: metric: expected a name such as accuracy, {got}.")
     metric, mode = metric_in(content["metric"])
     for part in ("space", "settings"):
         if not isinstance(content.get(part) or {}, dict):
@@ -196,8 +197,10 @@ def _dimension(where: str, name: str, said: Any) -> Dimension:
     for key, value in (("min", low), ("max", high), ("step", 1 if step is None else step)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise SetupError(f"{where}: {key}: expected a number, got {shown(value)}.")
-    if low >= high or (step is not None and step <= 0):
-        raise SetupError(f"{where}: is empty: min {low}, max {high}, step {step or 1}.")
+    if low >= high:
+        raise SetupError(f"{where}: is empty: min {low} is not below max {high}.")
+    if step is not None and step <= 0:
+        raise SetupError(f"{where}: step: expected a number above 0, got {step}.")
     if log and (low <= 0 or step is not None):
         raise SetupError(f"{where}: log needs a min above 0, and no step.")
     setting = SETTINGS.get(name)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
 from ctl_core.errors import one_line
 from ctl_core.files import from_here, written_whole
 from ctl_core.metric_values import worded
 from ctl_core.settings import shown
 from ctl_core.sweep.plan import Plan, nested
-from ctl_core.sweep.study import SETTINGS, Sweep, load_optuna
-from ctl_core.tools.runs import print_table
+from ctl_core.sweep.study import SETTINGS, Sweep, load_optuna, number_of
+from ctl_core.tools.columns import Column, print_table
 
 # Lines of the table; the journal has all.
 _MOST = 20
@@ -28,16 +28,18 @@ def report(sweep: Sweep, plan: Plan) -> None:
     complete = {run: trial for run, trial in last.items() if trial.state.name == "COMPLETE"}
     sign = -1 if plan.highest else 1
     ranked = sorted(complete, key=lambda run: sign * complete[run].value)
-    rest = [run for run in last if run not in complete]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", plan.metric):
-        table.add_column(name, overflow="fold")
-    table.add_column("settings", overflow="fold")
-    for run in (ranked + rest)[:_MOST]:
-        trial = last[run]
-        value = "" if trial.value is None else worded({"": trial.value}).strip()
-        table.add_row(run, trial.state.name.lower(), value, words_of(trial.params))
-    print_table(table)
+    rest = sorted(run for run in last if run not in complete)
+    listed = (ranked + rest)[:_MOST]
+    trials = [last[run] for run in listed]
+    values = ["" if t.value is None else worded({"": t.value}).strip() for t in trials]
+    print_table(
+        [
+            Column("run", listed),
+            Column("state", [trial.state.name.lower() for trial in trials]),
+            Column(plan.metric, values),
+            Column("settings", [words_of(trial.params) for trial in trials], least=20),
+        ]
+    )
     if (left := len(last) - _MOST) > 0:
         print(f"and {left} more")
     if not ranked:
@@ -50,34 +52,40 @@ def report(sweep: Sweep, plan: Plan) -> None:
         f"best: {ranked[0]}. Its settings: {from_here(best)}, for --config config.yaml --config "
         f"{from_here(best)}"
     )
-    _pictures(sweep, plan, list(complete.values()))
+    _pictures(sweep, plan, complete, ranked[0])
 
 
 def words_of(settings: Any) -> str:
     """Returns settings as a line."""
     return ", ".join(
-        f"{name} {format(value, '.4g') if isinstance(value, float) else shown(value, 20)}"
+        f"{name} {format(value, '.6g') if isinstance(value, float) else shown(value, 20)}"
         for name, value in settings.items()
     )
 
 
-def _pictures(sweep: Sweep, plan: Plan, complete: list[Any]) -> None:
+def _pictures(sweep: Sweep, plan: Plan, complete: Mapping[str, Any], best_run: str) -> None:
+    """Draws by the numbers of the runs: Optuna counts each start of a run as a trial."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
     except ModuleNotFoundError:
         print("pictures need matplotlib, which is not installed.")
         return
-    numbers = [trial.number for trial in complete]
-    values = [trial.value for trial in complete]
+    runs = {number_of(run): run for run in complete}
+    numbers = sorted(runs)
+    values = [complete[runs[number]].value for number in numbers]
     better, so_far, best = (max if plan.highest else min), [], values[0]
     for value in values:
         best = better(best, value)
         so_far.append(best)
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     panel = figure.subplots()
-    panel.plot(numbers, values, "o", label="trial")
+    panel.plot(numbers, values, "o", label="run")
+    panel.plot(number_of(best_run), complete[best_run].value, "*", ms=14, label=best_run)
     panel.step(numbers, so_far, where="post", label="best so far")
-    panel.set_xlabel("trial")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:04.0f}" if x >= 0 else ""))
+    panel.set_xlabel(f"run, {sweep.name}-...")
     panel.set_ylabel(plan.metric)
     panel.legend()
     _write(figure, sweep.folder / "history.png")

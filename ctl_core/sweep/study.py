@@ -23,12 +23,17 @@ from ctl_core.errors import SetupError
 from ctl_core.files import alone_in, from_here
 from ctl_core.run_process import locked
 from ctl_core.sweep.plan import Plan
+from ctl_core.sweep.rounding import rounding
 
 SAMPLERS = ("tpe", "random", "grid", "cmaes")
 JOURNAL = "journal.log"
+# A lock of the journal that is so old is one that a killed process has left (seconds).
+LEFT = 30
 # Of a trial: the name of its run, the file that whoever runs it holds, its place in a grid, all
 # that its run was told.
 _RUN, _OWNER, _GRID, SETTINGS = "run", "owner", "grid", "settings"
+# Of a study: the number of its first run.
+_FIRST = "first"
 
 
 def load_optuna() -> Any:
@@ -46,6 +51,11 @@ def load_optuna() -> Any:
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
+
+
+def number_of(run: str) -> int:
+    """Returns the number in the name of a run."""
+    return int(run.rpartition("-")[2])
 
 
 class Sweep:
@@ -97,28 +107,62 @@ class Sweep:
             raise
 
     def _open(self, optuna: Any, sampler: str, seed: int | None) -> None:
-        journal = optuna.storages.journal.JournalFileBackend(str(self.folder / JOURNAL))
-        self.study = optuna.create_study(
-            storage=optuna.storages.JournalStorage(journal),
+        # Optuna's own lock is a symbolic link, whose age it cannot tell where the path is relative:
+        # one that a killed sweep has left would then be waited for without end.
+        file, parts = str(self.folder / JOURNAL), optuna.storages.journal
+        lock = parts.JournalFileOpenLock(file, grace_period=LEFT)
+        journal = parts.JournalFileBackend(file, lock_obj=lock)
+        storage = optuna.storages.JournalStorage(journal)
+        self.study = self._made(optuna, storage)
+        if self.study.user_attrs.get("plan") not in (None, self._plan.digest()):
+            self._refuse_if_used()
+            optuna.delete_study(study_name=self.name, storage=storage)
+            self.study = self._made(optuna, storage)
+        if self.study.user_attrs.get("plan") is None:
+            self.study.set_user_attr(_FIRST, self._free())
+            self.study.set_user_attr("plan", self._plan.digest())
+        self._first = self.study.user_attrs.get(_FIRST, 0)
+        # What comes after a start is not what came after the one before.
+        seed = None if seed is None else seed + len(self.study.trials)
+        kind = {
+            "tpe": optuna.samplers.TPESampler,
+            "cmaes": optuna.samplers.CmaEsSampler,
+        }.get(sampler, optuna.samplers.RandomSampler)
+        self.study.sampler = rounding(kind)(seed=seed)
+
+    def _made(self, optuna: Any, storage: Any) -> Any:
+        return optuna.create_study(
+            storage=storage,
             study_name=self.name,
             direction="maximize" if self._plan.highest else "minimize",
             load_if_exists=True,
             pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=0),
         )
-        began = self.study.user_attrs.get("plan")
-        if began not in (None, self._plan.digest()):
-            raise SetupError(
-                f"{from_here(self.folder)}: is a sweep of another metric, space or settings; "
-                "choose another --name."
-            )
-        if began is None:
-            self.study.set_user_attr("plan", self._plan.digest())
-        # What comes after a start is not what came after the one before.
-        seed = None if seed is None else seed + len(self.study.trials)
-        self.study.sampler = {
-            "tpe": optuna.samplers.TPESampler,
-            "cmaes": optuna.samplers.CmaEsSampler,
-        }.get(sampler, optuna.samplers.RandomSampler)(seed=seed)
+
+    def _refuse_if_used(self) -> None:
+        """Lets a sweep of another plan go only if it has found nothing, and nobody runs it.
+
+        Raises:
+            SetupError: as said.
+        """
+        well = (self._states.COMPLETE, self._states.PRUNED)
+        for trial in self.study.trials:
+            running = trial.state == self._states.RUNNING
+            if trial.state in well or (running and self._lives(trial.user_attrs.get(_OWNER))):
+                raise SetupError(
+                    f"{from_here(self.folder)}: is a sweep of another metric, space or settings; "
+                    "choose another --name."
+                )
+        print(
+            f"{from_here(self.folder)}: begins anew, with another metric, space or settings; no "
+            f"run had come through. Its runs begin with {self.name}-{self._free():04d}; those "
+            "before stay as they are."
+        )
+
+    def _free(self) -> int:
+        """Returns the number behind all runs that were ever started under this name."""
+        told = (self.folder / SETTINGS).glob(f"{self.name}-*.yaml")
+        return max((number_of(path.stem) + 1 for path in told), default=0)
 
     def _enqueue(self, combinations: list[dict[str, Any]]) -> None:
         """Asks for those of a grid that are not there yet."""
@@ -145,8 +189,8 @@ class Sweep:
             self.study.tell(trial.number, state=self._states.FAIL)
 
     def _lives(self, owner: str | None) -> bool:
-        """Whether whoever runs a trial still does."""
-        if owner is None:
+        """Whether whoever ran a trial when this process came still does."""
+        if owner in (None, self._owner.name):  # an earlier process of this number, in a container
             return False
         found = locked(self.folder / owner)
         if found is None:  # no locks here: another machine's is left alone
@@ -168,7 +212,7 @@ class Sweep:
             trial.set_user_attr(_OWNER, self._owner.name)
             run = trial.user_attrs.get(_RUN)
             if run is None:
-                run = f"{self.name}-{len(self.runs()):04d}"
+                run = f"{self.name}-{self._first + len(self.runs()):04d}"
                 trial.set_user_attr(_RUN, run)
         settings = self._plan.settings_of(trial)
         trial.set_user_attr(SETTINGS, settings)

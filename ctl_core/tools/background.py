@@ -11,18 +11,21 @@ from pathlib import Path
 from ctl_core import run_process, training_log
 from ctl_core.cluster.place import find_place
 from ctl_core.cluster.supervisor import check_workers
-from ctl_core.errors import SetupError, one_line
+from ctl_core.errors import SetupError, reason
 from ctl_core.files import from_here, refuse_links
 from ctl_core.settings import Config
 
 
-def detach(argv: Sequence[str], config: Config, note: str | None = None) -> int:
+def detach(
+    argv: Sequence[str], config: Config, note: str | None = None, flags: Sequence[str] = ()
+) -> int:
     """Starts the training and leaves it; says where it prints.
 
     Args:
         argv: the command line
         config: the settings that it means, with the run's name
         note: what is expected of the run; its entry is there when this returns
+        flags: those of the command line for settings
 
     Raises:
         SetupError: the run is being trained, its folder cannot be written, its workers cannot be
@@ -41,13 +44,7 @@ def detach(argv: Sequence[str], config: Config, note: str | None = None) -> int:
     assert name is not None
     folder = Path(config.runs_dir).absolute() / name
     output = folder / run_process.OUTPUT
-    process = run_process.read_process(folder)
-    begun = process is not None and process.ended is None and process.alive()
-    if run_process.held(folder) or begun:
-        raise SetupError(
-            f"{from_here(folder)}: another process is training this run; stop it (python -m "
-            f"ctl_core stop {name}), or choose another run_name."
-        )
+    run_process.refuse_taken(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder, [output, folder / run_process.FILE])
@@ -60,12 +57,13 @@ def detach(argv: Sequence[str], config: Config, note: str | None = None) -> int:
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # neither Ctrl-C nor the end of the terminal reaches it
             )
-        run_process.begin(folder, child.pid, background=True)
+        run_process.begin(folder, child.pid, background=True, flags=flags)
         if note is not None:
             training_log.begin(folder, note, config)
     except OSError as error:
         raise SetupError(
-            f"{from_here(folder)}: the run cannot be started in the background: {one_line(error)}."
+            f"{from_here(folder)}: the run cannot be started in the background: {reason(error)}"
+            + ("; choose another runs_dir or run_name." if error.filename else ".")
         ) from error
     print(f"{from_here(folder)}: started in the background, process {child.pid}.")
     print(f"It prints into {from_here(output)}: python -m ctl_core logs {name} -f")

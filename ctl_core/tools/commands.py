@@ -179,6 +179,12 @@ def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
             the model.
     """
     kind, output = options.get("format", "savedmodel"), options["output"]
+    ending = Path(output or "").suffix.lstrip(".")
+    if kind == "savedmodel" and ending in WRITE:
+        raise SetupError(
+            f"output: {Path(output).name} is the name of a file; add --format {ending}, or name a "
+            "folder for a SavedModel."
+        )
     with restored(callbacks, config, options["checkpoint"]) as (state, record, console):
         if kind == "savedmodel":
             base = Path(output or state.run_dir / "export")

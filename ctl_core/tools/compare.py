@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
-from rich.table import Table
-
-from ctl_core.metric_values import worded
-from ctl_core.run_process import read_process
-from ctl_core.tools.curves import Curves, damage, differing, read_curves, value_of
-from ctl_core.tools.runs import age_of, find_folder, parser_of, print_table
+from ctl_core.tools.columns import Column, fit, print_table, room
+from ctl_core.tools.curves import (
+    Curves,
+    damage,
+    differing,
+    last_of,
+    read_curves,
+    rows_of,
+    speed_of,
+)
+from ctl_core.tools.named import parser_of
 
 
 def compare(argv: Sequence[str]) -> int:
@@ -22,46 +26,34 @@ def compare(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     names = list(dict.fromkeys(options.names))
     several = [read_curves(options.runs_dir, name) for name in names]
-    settings = differing(several)
-    seconds = [_seconds(options.runs_dir, name) for name in names]
     if options.json:
         runs = [
             {"name": run.name, "state": run.found.state, "step": run.found.step}
-            | {"seconds": time, "metrics": _last(run), "damaged_lines": run.damaged}
-            for run, time in zip(several, seconds, strict=True)
+            | {"seconds": run.seconds, "examples_per_second": speed_of(run)}
+            | {"metrics": last_of(run), "damaged_lines": sum(run.damaged.values())}
+            for run in several
         ]
-        print(json.dumps({"runs": runs, "settings": settings}))
+        print(json.dumps({"runs": runs, "settings": differing(several)}))
         return 0
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", overflow="fold")
-    for run in several:
-        table.add_column(run.name, overflow="fold", justify="right")
-    table.add_row("state", *(run.found.state for run in several))
-    table.add_row("step", *(str(run.found.step) for run in several))
-    table.add_row("time of the last start", *("" if s is None else age_of(s) for s in seconds))
-    metrics = dict.fromkeys(name for run in several for name in _last(run))
-    for name in metrics:
-        table.add_row(name, *(_value(run, name) for run in several))
-    for name, row in settings.items():
-        table.add_row(name, *(value_of(value, 40) for value in row))
-    print_table(table)
+    for number, columns in enumerate(_tables(several)):
+        if number:
+            print()
+        print_table(columns)
     for line in damage(several):
         print(line)
     return 0
 
 
-def _last(run: Curves) -> dict[str, float | None]:
-    """Returns the last value of each metric, such as ``eval loss``."""
-    return {f"{split} {name}": values[-1] for (split, name), (_, values) in run.values.items()}
-
-
-def _value(run: Curves, name: str) -> str:
-    last = _last(run)
-    return worded({"": last[name]}).strip() if name in last else ""
-
-
-def _seconds(runs_dir: Any, name: str) -> float | None:
-    process = read_process(find_folder(runs_dir, name))
-    if process is None or process.ended is None:
-        return None
-    return process.ended - process.started
+def _tables(several: Sequence[Curves]) -> list[list[Column]]:
+    """Returns the columns of one table, or of several where not all runs fit beside each other."""
+    rows = rows_of(several, 40)
+    names = [name for name, _ in rows]
+    whole = 2 * max(map(len, names)) <= room()
+    first = Column("", names, least=None if whole else 12)
+    tables = [[first]]
+    for number, run in enumerate(several):
+        column = Column(run.name, [row[number] for _, row in rows], least=10, right=True)
+        if len(tables[-1]) > 1 and not fit([*tables[-1], column]):
+            tables.append([first])
+        tables[-1].append(column)
+    return tables

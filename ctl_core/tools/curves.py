@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ctl_core.errors import SetupError
+from ctl_core.errors import SetupError, reason
 from ctl_core.files import from_here
 from ctl_core.layers import flat, read_file
-from ctl_core.metric_values import parse_metrics
+from ctl_core.metric_values import PROGRESS, numbers_of, parse_metrics, worded
+from ctl_core.run_process import seconds_trained
 from ctl_core.settings import Config, shown
-from ctl_core.tools.runs import Found, find_folder, look_at
+from ctl_core.tools.named import find_folder
+from ctl_core.tools.runs import Found, lasted, look_at
 
 # Settings that say which run it is, and nothing of what it computes.
 _NAMES = ("run_name", "runs_dir")
+
+Curve = tuple[list[int], list[float | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +33,18 @@ class Curves:
         settings: by name, those within others as ``hparams.width``
         values: by split and name of the metric, the steps and what was measured; None is a value
             that is not finite
-        damaged: how many lines of its metrics.jsonl could not be read
+        progress: the same of the learning rate and of speeds, by name
+        seconds: how long it was trained, in all its starts together; None of an earlier engine's
+        damaged: by the name of the file, how many lines could not be read
     """
 
     name: str
     found: Found
     settings: dict[str, Any]
-    values: dict[tuple[str, str], tuple[list[int], list[float | None]]]
-    damaged: int
+    values: dict[tuple[str, str], Curve]
+    progress: dict[str, Curve]
+    seconds: float | None
+    damaged: dict[str, int]
 
 
 def read_curves(runs_dir: Path | None, name: str) -> Curves:
@@ -44,23 +53,56 @@ def read_curves(runs_dir: Path | None, name: str) -> Curves:
     Raises:
         SetupError: there is no such run, or it has measured nothing.
     """
-    folder = find_folder(runs_dir, name)
-    file = folder / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    lines = parse_metrics(text)
-    values: dict[tuple[str, str], tuple[list[int], list[float | None]]] = {}
+    return curves_of(find_folder(runs_dir, name))
+
+
+def curves_of(folder: Path) -> Curves:
+    """Reads the metrics and settings in the folder of a run.
+
+    Raises:
+        SetupError: it has measured nothing.
+    """
+    damaged: dict[str, int] = {}
+    lines = _read(folder / "metrics.jsonl", damaged)
+    values: dict[tuple[str, str], Curve] = {}
     for line in lines:
-        for metric, value in line.items():
-            if metric not in ("step", "split") and isinstance(value, int | float | None):
-                key = (str(line.get("split", "train")), metric)
-                steps, measured = values.setdefault(key, ([], []))
-                steps.append(line["step"])
-                measured.append(value)
+        split = str(line.get("split", "train"))
+        for metric, value in numbers_of(line).items():
+            _add(values.setdefault((split, metric), ([], [])), line["step"], value)
     if not values:
-        raise SetupError(f"{from_here(folder)}: has no metrics yet; train it further.")
+        raise SetupError(
+            f"{from_here(folder)}: has no metrics yet; train it further, or with hooks that report."
+        )
+    lines = _read(folder / PROGRESS, damaged)
+    progress: dict[str, Curve] = {}
+    for line in lines:
+        for name, value in numbers_of(line).items():
+            if name != "seconds":
+                _add(progress.setdefault(name, ([], [])), line["step"], value)
     settings = flat({key: value for key, (_, value) in read_file(folder / "config.yaml").items()})
-    damaged = sum(bool(line.strip()) for line in text.splitlines()) - len(lines)
-    return Curves(folder.name, look_at(folder), settings, values, damaged)
+    seconds = seconds_trained(folder, lines)
+    return Curves(folder.name, look_at(folder), settings, values, progress, seconds, damaged)
+
+
+def _read(file: Path, damaged: dict[str, int]) -> list[dict[str, Any]]:
+    """Reads a file of lines, and counts those that cannot be read.
+
+    Raises:
+        SetupError: the file cannot.
+    """
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    except OSError as error:
+        raise SetupError(f"{from_here(file)}: cannot be read: {reason(error)}.") from error
+    lines = parse_metrics(text)
+    if wrong := sum(bool(line.strip()) for line in text.splitlines()) - len(lines):
+        damaged[file.name] = wrong
+    return lines
+
+
+def _add(curve: Curve, step: int, value: float | None) -> None:
+    curve[0].append(step)
+    curve[1].append(value)
 
 
 def differing(several: Sequence[Curves]) -> dict[str, list[Any]]:
@@ -80,10 +122,43 @@ def value_of(value: Any, most: int) -> str:
     return "-" if value is None else value if isinstance(value, str) else shown(value, most)
 
 
+def rows_of(several: Sequence[Curves], most: int) -> list[tuple[str, list[str]]]:
+    """Returns what a table of the runs has, row by row: how they went, and what differs.
+
+    Args:
+        several: the runs
+        most: characters of a setting
+    """
+    last = [last_of(run) for run in several]
+    rows = [
+        ("state", [run.found.state for run in several]),
+        ("step", [str(run.found.step) for run in several]),
+        ("time trained", ["" if (s := run.seconds) is None else lasted(s) for run in several]),
+        ("examples/s", ["" if (s := speed_of(run)) is None else f"{s:.4g}" for run in several]),
+    ]
+    for name in dict.fromkeys(name for values in last for name in values):
+        cells = [worded({"": values[name]}).strip() if name in values else "" for values in last]
+        rows.append((name, cells))
+    for name, row in differing(several).items():
+        rows.append((name, [value_of(value, most) for value in row]))
+    return rows
+
+
+def last_of(run: Curves) -> dict[str, float | None]:
+    """Returns the last value of each metric, such as ``eval loss``."""
+    return {f"{split} {name}": values[-1] for (split, name), (_, values) in run.values.items()}
+
+
+def speed_of(run: Curves) -> float | None:
+    """Returns at how many examples a second a run was trained, most of its time."""
+    _, speeds = run.progress.get("examples_per_second", ([], []))
+    return statistics.median(known) if (known := [v for v in speeds if v is not None]) else None
+
+
 def damage(several: Sequence[Curves]) -> list[str]:
     """Says of which runs lines were left out."""
     return [
-        f"{run.name}: {run.damaged} damaged line{'s' * (run.damaged > 1)} of metrics.jsonl left out"
+        f"{run.name}: {count} damaged line{'s' * (count > 1)} of {file} left out"
         for run in several
-        if run.damaged
+        for file, count in run.damaged.items()
     ]

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import html
-import io
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
 
 from ctl_core.errors import SetupError, reason
 from ctl_core.files import from_here, written_whole
 from ctl_core.metric_values import worded
 from ctl_core.settings import shown
-from ctl_core.tools.curves import Curves, damage, differing, read_curves, value_of
-from ctl_core.tools.runs import parser_of
+from ctl_core.tools.columns import room
+from ctl_core.tools.curves import Curves, damage, read_curves, rows_of
+from ctl_core.tools.figure import WORDS, metrics_of, picture, progress_of
+from ctl_core.tools.named import parser_of
 
 _ENDINGS = (".png", ".svg", ".pdf", ".html")
 _BLOCKS = "▁▂▃▄▅▆▇█"
-# Columns of a line of blocks, where the terminal has them.
+# Columns of a line of blocks, where the terminal has them; and at least.
 _WIDTH = 60
+_LEAST = 8
+# Columns of a value.
+_VALUE = 9
 
 
 def plot(argv: Sequence[str]) -> int:
-    """Plots every metric of the runs over the steps; without a file, as lines of blocks here."""
+    """Plots metrics, learning rate and speed over the steps; without a file, as blocks here."""
     parser = parser_of("plot", "Plots what runs have measured, beside each other.")
     parser.add_argument("names", nargs="+", metavar="RUN", help="the runs, by their names")
     parser.add_argument(
@@ -45,7 +48,8 @@ def plot(argv: Sequence[str]) -> int:
     if path is None:
         _print_blocks(several)
         return 0
-    content = _page(several) if path.suffix.lower() == ".html" else _picture(several, path.suffix)
+    ending = path.suffix.lower().lstrip(".")
+    content = _page(several) if ending == "html" else picture(several, ending)
     try:
         with written_whole(path) as beside:
             beside.write_bytes(content)
@@ -55,26 +59,6 @@ def plot(argv: Sequence[str]) -> int:
         ) from error
     print(f"wrote {from_here(path)}")
     return 0
-
-
-def labels(several: Sequence[Curves]) -> list[str]:
-    """Names each run by what is its own: ``a: learning_rate 0.01, hparams.width 64``."""
-    settings = differing(several)
-    return [
-        ": ".join(
-            filter(
-                None,
-                (run.name, ", ".join(f"{n} {value_of(row[i], 20)}" for n, row in settings.items())),
-            )
-        )
-        for i, run in enumerate(several)
-    ]
-
-
-def _metrics(several: Sequence[Curves]) -> list[str]:
-    """Returns the names of the metrics, the loss first."""
-    names = dict.fromkeys(name for run in several for _, name in run.values)
-    return sorted(names, key=lambda name: name != "loss")
 
 
 # ---- In the terminal ----------------------------------------------------------------------------
@@ -89,107 +73,86 @@ def _print_blocks(several: Sequence[Curves]) -> None:
         blocks = ".:-=+*#@"
     rows = [
         (run.name, f"{split} {name}", steps, values)
-        for name in _metrics(several)
+        for name in metrics_of(several)
         for run in several
         for (split, each), (steps, values) in run.values.items()
         if each == name
     ]
-    first = max(len(run) for run, *_ in rows)
-    second = max(len(metric) for _, metric, *_ in rows)
-    room = Console().width if sys.stdout.isatty() else 10_000
-    most = max(len(steps) for *_, steps, _ in rows)
-    width = min(max(8, min(_WIDTH, room - first - second - 26)), most)
+    rows += [
+        (run.name, WORDS.get(name, name), *run.progress[name])
+        for name in progress_of(several)
+        for run in several
+        if name in run.progress
+    ]
+    first = max(cell_len(run) for run, *_ in rows)
+    second = max(cell_len(metric) for _, metric, *_ in rows)
+    least, greatest = min(min(row[2]) for row in rows), max(max(row[2]) for row in rows)
+    left = room() - first - second - 2
+    # Where names leave no room, a curve stands below its own; the value it begins with goes first.
+    below = left < _LEAST + 3 + _VALUE
+    begins = left >= _LEAST + 4 + 2 * _VALUE
+    left = room() if below else left - _VALUE - 1 if begins else left
+    width = max(_LEAST, min(_WIDTH, left - _VALUE - 3, max(len(row[2]) for row in rows)))
     for run, metric, steps, values in rows:
         start, end = (worded({"": value}).strip() for value in (values[0], values[-1]))
-        line = _blocks(steps, values, width, blocks)
-        print(f"{run:{first}}  {metric:{second}}  {start:>9} {line} {end}".rstrip())
+        name = f"{run}{' ' * (first - cell_len(run))}  {metric}{' ' * (second - cell_len(metric))}"
+        if below:
+            print(f"{run}  {metric}")
+            name = ""
+        begin = f"{start:>{_VALUE}} " if begins else ""
+        drawn = _blocks(steps, values, (least, greatest), width, blocks)
+        print(f"{name}  {begin}{drawn} {end}")
+    print(f"steps {least} to {greatest}" if least < greatest else f"step {least}")
 
 
-def _blocks(steps: Sequence[int], values: Sequence[float | None], width: int, blocks: str) -> str:
-    """Draws a curve as one line: a column is the mean of what was measured in its steps."""
-    columns: list[list[float]] = [[] for _ in range(width)]
-    span = max(1, steps[-1] - steps[0])
+def _blocks(
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    span: tuple[int, int],
+    width: int,
+    blocks: str,
+) -> str:
+    """Draws a curve as one line, from the first to the last step of all that are drawn.
+
+    A column is the mean of what was measured in its steps; where that is nothing, it lies on the
+    line between its neighbours. It is blank where nothing was finite, and beyond the curve.
+    """
+    columns: list[list[float] | None] = [None] * width
+    first, last = span
     for step, value in zip(steps, values, strict=True):
-        if value is not None:
-            columns[min(width - 1, (step - steps[0]) * width // span)].append(value)
-    means = [math.fsum(column) / len(column) if column else None for column in columns]
-    known = [mean for mean in means if mean is not None]
-    if not known:
+        place = min(width - 1, (step - first) * width // max(1, last - first))
+        columns[place] = [*(columns[place] or []), *([] if value is None else [value])]
+    means = {i: math.fsum(c) / len(c) for i, c in enumerate(columns) if c}
+    if not means:
         return " " * width
-    low, high = min(known), max(known)
-    drawn, last = "", known[0]
-    for mean in means:
-        last = last if mean is None else mean
-        place = (last - low) / (high - low) if high > low else 0.5
-        drawn += blocks[min(len(blocks) - 1, int(place * len(blocks)))]
+    low, high = min(means.values()), max(means.values())
+    drawn = ""
+    for i, column in enumerate(columns):
+        before = max((known for known in means if known <= i), default=None)
+        after = min((known for known in means if known >= i), default=None)
+        if before is None or after is None or column == []:
+            drawn += " "
+            continue
+        share = (i - before) / max(1, after - before)
+        mean = means[before] * (1 - share) + means[after] * share
+        height = (mean - low) / (high - low) if high > low else 0.5
+        drawn += blocks[min(len(blocks) - 1, int(height * len(blocks)))]
     return drawn
 
 
 # ---- In a file ----------------------------------------------------------------------------------
 
 
-def _figure(several: Sequence[Curves]) -> Any:
-    """Draws a panel for each metric, with a line for each run and split.
-
-    Raises:
-        SetupError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            "plot: files need matplotlib, which is not installed; in the project's folder: "
-            f"{sys.executable} -m pip install --editable '.[plot]'"
-        ) from error
-    names = _metrics(several)
-    across = min(2, len(names))
-    down = math.ceil(len(names) / across)
-    figure = Figure(figsize=(6.4 * across, 3.6 * down + 0.3 * len(several)), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False).flatten()
-    lines: dict[str, Any] = {}
-    for panel, name in zip(panels, names, strict=False):
-        for index, (run, label) in enumerate(zip(several, labels(several), strict=True)):
-            for (split, each), (steps, values) in run.values.items():
-                if each != name:
-                    continue
-                heights = [math.nan if value is None else value for value in values]
-                style = {"linestyle": "-" if split == "eval" else ":", "color": f"C{index % 10}"}
-                marker = "o" if len(steps) == 1 else None
-                what = f"{label} ({split})"
-                (line,) = panel.plot(steps, heights, marker=marker, label=what, **style)
-                lines.setdefault(what, line)
-        panel.set_title(name)
-        panel.set_xlabel("step")
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.grid(alpha=0.3)
-    for panel in panels[len(names) :]:
-        panel.set_axis_off()
-    figure.legend(handles=[*lines.values()], loc="outside lower left", fontsize="small")
-    return figure
-
-
-def _picture(several: Sequence[Curves], ending: str) -> bytes:
-    content = io.BytesIO()
-    _figure(several).savefig(content, format=ending.lower().lstrip("."), dpi=120)
-    return content.getvalue()
-
-
 def _page(several: Sequence[Curves]) -> bytes:
-    """Returns a page that opens without a network: the picture, last values, settings."""
-    svg = _picture(several, ".svg").decode()
+    """Returns a page that opens without a network: the picture, and the table of ``compare``."""
+    svg = picture(several, "svg").decode()
     svg = svg[svg.index("<svg") :]
-    rows = [
-        ("state", [run.found.state for run in several]),
-        ("step", [str(run.found.step) for run in several]),
-    ]
-    for name, row in differing(several).items():
-        rows.append((name, [value_of(value, 60) for value in row]))
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in several)
     body = "".join(
         f"<tr><th>{html.escape(name)}</th>"
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
         + "</tr>\n"
-        for name, row in rows
+        for name, row in rows_of(several, 60)
     )
     title = html.escape(", ".join(run.name for run in several))
     return f"""<!DOCTYPE html>

@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: ``--help`` was asked for and printed.
     """
     parser = _Parser(
-        prog="ctl_core tfrecords",
+        prog="python -m ctl_core tfrecords",
         description="Write images or tables as TFRecord files with a manifest, for "
         "ctl_core.data.read_tfrecords. Run again after a kill, it goes on.",
         allow_abbrev=False,

@@ -27,7 +27,7 @@ from ctl_core.sweep.jobs import Job
 from ctl_core.sweep.plan import Plan, read_plan
 from ctl_core.sweep.report import report, words_of
 from ctl_core.sweep.study import SAMPLERS, Sweep
-from ctl_core.tools.runs import parser_of, runs_dir_of
+from ctl_core.tools.named import parser_of, runs_dir_of
 
 # How often runs are looked at (seconds).
 _POLL = 0.5

@@ -7,19 +7,30 @@ does, imports or patches reaches the training.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
+import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ctl_core.errors import SetupError, brief
+from ctl_core.apart import start_apart
+from ctl_core.errors import SettingError, brief
 
 # What each of ours is imported from; the extra of the project that installs it has its own name.
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "comet": "comet_ml", "trackio": "trackio"}
 # The states in which a run has come to the end that was planned for it.
 WELL = ("done", "ended")
+# What comes before the answer of a process that looks at a tracker, whatever that prints itself.
+_SAYS = "\0refused: "
+# How long such a process may take (seconds).
+_PATIENCE = 30.0
 
 
 class Refused(Exception):
@@ -93,7 +104,10 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Logs what was measured after a step, of ``train`` or ``eval``."""
+        """Logs what was measured after a step, of ``train`` or ``eval``.
+
+        Or, of ``progress``, the learning rate and the speed of the training.
+        """
         ...
 
     def finish(self, status: Status) -> None:
@@ -102,14 +116,37 @@ class Tracker(Protocol):
 
 
 def check_installed(name: str) -> None:
-    """Refuses a tracker of ours whose package is not there; imports nothing.
+    """Refuses a tracker of ours whose package is not there, and one of the user's that is none.
+
+    It imports nothing here: the user's is imported by a process of its own, once.
 
     Raises:
-        SetupError: it is not.
+        SettingError: as said.
     """
     package = PACKAGES.get(name)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise SetupError(f"trackers: {missing(name)}")
+    if package is None:
+        _check_own(name, os.getcwd())
+    elif importlib.util.find_spec(package) is None:
+        raise SettingError(f"trackers: {missing(name)}")
+
+
+@functools.cache  # what is refused is not kept
+def _check_own(name: str, folder: str) -> None:
+    checking = start_apart(
+        "ctl_core.trackers.base",
+        name,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        said = checking.communicate(timeout=_PATIENCE)[1]
+    except subprocess.TimeoutExpired:  # the run says so when it has waited for the tracker
+        checking.kill()
+        checking.communicate()
+        return
+    if checking.returncode == 2:
+        raise SettingError(f"trackers: {said.rpartition(_SAYS)[2]}")
 
 
 def missing(name: str) -> str:
@@ -120,8 +157,12 @@ def missing(name: str) -> str:
     )
 
 
-def find_tracker(name: str) -> Tracker:
+def find_tracker(name: str, make: bool = True) -> Tracker:
     """Makes a tracker: one of ours, or what a dotted path names, a class or a module.
+
+    Args:
+        name: of the tracker
+        make: whether an object of a user's class is made; otherwise the class is looked at
 
     Raises:
         Refused: it cannot be imported, or is none.
@@ -130,14 +171,17 @@ def find_tracker(name: str) -> Tracker:
         if name in PACKAGES:
             return importlib.import_module(f"ctl_core.trackers.{name}").Tracker()  # type: ignore[no-any-return]
         found = _imported(name)
+        of_class = isinstance(found, type)
+        found = found() if of_class and make else found
     except ModuleNotFoundError as error:
         if error.name == PACKAGES.get(name):
             raise Refused(missing(name)) from error
-        raise Refused(f"{name}: {brief(error)}") from error
+        raise Refused(f"{name}: {brief(error)}{line_in(error)}") from error
     except Exception as error:
-        raise Refused(f"{name}: {brief(error)}") from error
+        raise Refused(f"{name}: {brief(error)}{line_in(error)}") from error
     lacking = [each for each in ("start", "log", "finish") if not callable(getattr(found, each, 0))]
-    if lacking:
+    late = of_class and not make and found.__init__ is not object.__init__  # it may have them then
+    if lacking and not late:
         raise Refused(f"{name}: has no {', '.join(lacking)}; a tracker has start, log and finish.")
     return found  # type: ignore[no-any-return]
 
@@ -155,8 +199,21 @@ def _imported(path: str) -> Any:
             raise
         for part in parts[length:]:
             found = getattr(found, part)
-        return found() if isinstance(found, type) else found
+        return found
     raise AssertionError(path)
+
+
+def line_in(error: BaseException) -> str:
+    """Says at which line of the user's own code something was raised, if any had a part in it."""
+    ours = Path(__file__).parents[1]
+    installed = [Path(path) for path in {*sysconfig.get_paths().values()}]
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        inside = any(path.is_relative_to(folder) for folder in (ours, *installed))
+        if path.is_file() and not inside:
+            found = f" ({path.name}:{frame.lineno})"
+    return found
 
 
 _DENIED = re.compile(
@@ -186,3 +243,17 @@ def flat_env(run: Tracked) -> dict[str, Any]:
 def named(split: str, values: Mapping[str, float]) -> dict[str, float]:
     """Returns values as trackers name them: ``train/loss``."""
     return {f"{split}/{name}": value for name, value in values.items()}
+
+
+def _look(name: str) -> int:
+    """Looks whether a tracker can be imported and is one, as a process of its own."""
+    try:
+        find_tracker(name, make=False)
+    except Refused as error:
+        print(f"{_SAYS}{error}", end="", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_look(sys.argv[1]))

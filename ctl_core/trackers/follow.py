@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -17,14 +18,16 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ctl_core.errors import CtlError, brief
 from ctl_core.layers import load_config
+from ctl_core.metric_values import PROGRESS, parse_metrics
 from ctl_core.run_process import read_process
-from ctl_core.trackers.base import Refused, Status, Tracked, Tracker, find_tracker
+from ctl_core.trackers.base import Refused, Status, Tracked, Tracker, find_tracker, line_in
 from ctl_core.trackers.events import Picture, Pictures
 from ctl_core.trackers.sent import Left, Mark, Sent, fingerprint
 from ctl_core.training_log import note_of
@@ -49,19 +52,19 @@ Tell = Callable[[str, str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of metrics.jsonl.
+    """A line of metrics.jsonl, or of progress.jsonl, whose split is ``progress``.
 
     Attributes:
         step, split, values: as it has them; NaN for a value that was not finite
         order: the highest step up to here, by which pictures come in between
-        mark: the place behind it
+        mark: the place behind it, in metrics.jsonl
     """
 
     step: int
     split: str
     values: dict[str, float]
     order: int
-    mark: Mark
+    mark: Mark | None = None
 
 
 class Follower:
@@ -93,7 +96,9 @@ class Follower:
         self._path = folder / "trackers" / f"{name}.json"
         self._sent = Sent.read(self._path)
         self._waiting: list[Line | Picture] = []
+        self._later: list[Line] = []
         self._warned, self._has_all, self._noted = False, False, True
+        self._logged = ""
         self._counts = [0, 0]
         self._look_again()
 
@@ -101,6 +106,8 @@ class Follower:
         """Reads the run's files from their beginnings."""
         self._left = Left(self._sent)
         self._lines = Lines(self._folder / "metrics.jsonl")
+        self._progress = Lines(self._folder / PROGRESS)
+        self._later = []
         self._pictures = Pictures(self._folder / "tb")
         self._damaged, self._order = 0, -1
 
@@ -123,7 +130,7 @@ class Follower:
         over = not started
         while not over:
             over = self._over()  # before looking: what is there then is all
-            done = self._trying(lambda: self._send(tracker), once=over)
+            done = self._trying(functools.partial(self._send, tracker, over), once=over)
             if not over:
                 time.sleep(POLL)
         if started and self._finish(tracker) and done:
@@ -158,14 +165,20 @@ class Follower:
                 time.sleep(POLL)
 
     def _warn(self, error: Exception) -> None:
-        """Says the first failure; all are in the tracker's log."""
-        print(time.strftime("%F %T"), brief(error), file=sys.stderr, flush=True)
+        """Says the first failure; all are in the tracker's log, with a traceback if they differ."""
+        where = line_in(error)
+        said = f"{brief(error)}{where}"
+        print(time.strftime("%F %T"), said, file=sys.stderr, flush=True)
+        if said != self._logged:
+            self._logged = said
+            traceback.print_exception(error)
+            sys.stderr.flush()
         if not self._warned:
             self._warned = True
             self._tell(
                 "warning",
-                f"{self._name}: {brief(error, 160).rstrip('.')}; training is not affected, and "
-                "what is missing is sent when that works.",
+                f"{self._name}: {brief(error, 160).rstrip('.')}{where}; training is not affected, "
+                "and what is missing is sent when that works.",
             )
 
     def _start(self, tracker: Tracker, anew: bool) -> None:
@@ -226,9 +239,10 @@ class Follower:
         }
         return list(last.values())
 
-    def _send(self, tracker: Tracker) -> None:
+    def _send(self, tracker: Tracker, over: bool) -> None:
         """Sends what there is; what fails stays for the next time."""
         self._waiting += self._read(self._lines.new())
+        self._waiting += self._read_progress(over)
         self._waiting += self._pictures.new()
         self._waiting.sort(key=lambda one: one.order if isinstance(one, Line) else one.step)
         flush = getattr(tracker, "flush", lambda: None)
@@ -237,8 +251,11 @@ class Follower:
             one = self._waiting[0]
             if isinstance(one, Line):
                 tracker.log(one.step, one.split, one.values)
-                self._sent.add(one.step, one.mark)
-                self._counts[0] += 1
+                if one.mark is None:
+                    self._sent.progress = one.step
+                else:
+                    self._sent.add(one.step, one.mark)
+                    self._counts[0] += 1
             elif one.step > self._sent.pictures.get(one.name, -1):
                 if image := getattr(tracker, "image", None):
                     image(one.step, one.name, one.png)
@@ -270,6 +287,22 @@ class Follower:
             if mark := self._left.next(line, step):
                 found.append(Line(step, split, numbers, self._order, mark))
         return found
+
+    def _read_progress(self, over: bool) -> list[Line]:
+        """Returns the next lines of progress.jsonl, but those that metrics.jsonl is not as far as.
+
+        A line is on the disk before the metrics of its step, so that all come in their order.
+        """
+        for line in parse_metrics("\n".join(self._progress.new())):
+            step = line.pop("step")
+            line.pop("seconds", None)
+            values = {n: math.nan if x is None else x for n, x in line.items()}
+            last = self._later[-1].step if self._later else self._sent.progress
+            if values and step > last:
+                self._later.append(Line(step, "progress", values, step))
+        now = [line for line in self._later if over or line.step <= self._order]
+        self._later = self._later[len(now) :]
+        return now
 
     def _note(self, tracker: Tracker) -> None:
         """Writes down how far the tracker has come, once that is safe there."""

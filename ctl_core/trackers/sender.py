@@ -6,17 +6,15 @@ Training asks nothing of them after its first step: they read the run's files (f
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ctl_core
+from ctl_core.apart import start_apart
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 from ctl_core.trackers.events import sizes_in
@@ -159,15 +157,9 @@ class _Child:
         self.name, self.answered, self._killed = name, False, False
         self._log = folder / "trackers" / f"{name}.log"
         self._heard, self._first = heard, queue.SimpleQueue[tuple[str, str]]()
-        path = [str(Path(ctl_core.__file__).parents[1]), *filter(None, sys.path)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ctl_core.trackers.follow", str(folder), name, "anew" * anew],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            start_new_session=True,  # neither Ctrl-C nor the end of the terminal reaches it
+        words = (str(folder), name, "anew" * anew)
+        self._process = start_apart(
+            "ctl_core.trackers.follow", *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)

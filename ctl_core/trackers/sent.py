@@ -17,27 +17,7 @@ from typing import Any, NamedTuple
 
 from ctl_core.callbacks_file import COPY
 from ctl_core.files import written_whole
-
-# Settings of where and how long a run is trained, which change none of its values.
-_OF_PLACE = (
-    "run_name",
-    "runs_dir",
-    "debug",
-    "trackers",
-    "workers",
-    "strategy",
-    "cluster",
-    "wait_for_workers",
-    "virtual_devices",
-    "gpu_memory_limit",
-    "max_restarts",
-    "max_time",
-    "profile",
-    "ckpt_every",
-    "keep_best",
-    "steps_per_call",
-    "callbacks",
-)
+from ctl_core.layers import OF_PLACE
 
 
 class Mark(NamedTuple):
@@ -58,6 +38,7 @@ class Sent:
         lines: of metrics.jsonl, how many were done
         digest: of these
         high, at: the highest step that was sent, and how many lines of it
+        progress: the highest step of a line of progress.jsonl that was sent
         pictures: by name, the highest step of a picture that was sent
         closed: whether the tracker has finished since it was last started
     """
@@ -69,6 +50,7 @@ class Sent:
     digest: str = hashlib.sha256().hexdigest()
     high: int = -1
     at: int = 0
+    progress: int = -1
     pictures: dict[str, int] = dataclasses.field(default_factory=dict)
     closed: bool = False
 
@@ -98,7 +80,7 @@ class Sent:
 
 def fingerprint(folder: Path, settings: dict[str, Any]) -> str:
     """Returns a digest of what a run's values depend on: its settings and hooks."""
-    left_out = {*_OF_PLACE}
+    left_out = {*OF_PLACE}
     if settings.get("lr_schedule") == "constant":
         left_out |= {"steps", "epochs"}
     kept = {name: value for name, value in settings.items() if name not in left_out}

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,8 @@ from optuna.storages.journal import JournalFileBackend
 from ctl_core.__main__ import main
 from ctl_core.settings import Config
 from ctl_core.sweep.plan import read_plan
+from ctl_core.sweep.rounding import rounded
+from ctl_core.sweep.study import Sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINS = """
@@ -114,6 +117,8 @@ def test_the_best_of_some_trials(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     found = trials()
     assert [trial.state.name for trial in found] == 6 * ["COMPLETE"]
+    rates = [trial.params["learning_rate"] for trial in found]
+    assert [float(f"{rate:.4g}") for rate in rates] == rates and len({*rates}) == 6
     best = max(found, key=lambda trial: trial.value)
     assert f"best: {best.user_attrs['run']}" in out
     for trial in found:
@@ -140,7 +145,7 @@ def test_a_sweep_that_is_killed_goes_on(project: Path) -> None:
     def begin(lines: int) -> subprocess.Popen[bytes]:
         """Starts it, and waits until its runs have measured so often."""
         process = subprocess.Popen(command, start_new_session=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600  # a killed one has left a lock, which the next waits for
         while measured() < lines:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
@@ -159,12 +164,12 @@ def test_a_sweep_that_is_killed_goes_on(project: Path) -> None:
         process = json.loads((folder / "process.json").read_text())
         if process["how"] is None:
             os.kill(process["pid"], signal.SIGKILL)
-    third = begin(180)
+    third = begin(140)
     third.send_signal(signal.SIGINT)
-    assert third.wait(30) == 130
+    assert third.wait(600) == 130
     fourth = begin(210)
     fourth.send_signal(signal.SIGTERM)
-    assert fourth.wait(30) == 143
+    assert fourth.wait(600) == 143
     assert subprocess.run(command).returncode == 0
     found = trials()
     complete = [trial for trial in found if trial.state.name == "COMPLETE"]
@@ -177,6 +182,29 @@ def test_a_sweep_that_is_killed_goes_on(project: Path) -> None:
         assert [json.loads(line)["step"] for line in lines] == [*range(1, 31)]
         told = settings_of(name)
         assert all(each == told[0] for each in told)
+
+
+def test_a_lock_that_a_killed_sweep_has_left_is_taken_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ctl_core.sweep.study.LEFT", 3)
+    locks: list[Any] = []
+
+    class Backend(JournalFileBackend):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            locks.append(self._lock)
+
+    monkeypatch.setattr("optuna.storages.journal.JournalFileBackend", Backend)
+    write(SWEEP | {"settings": {"steps": 2}})
+    assert main(["sweep", "s.yaml", "--trials", "1"]) == 0
+    locks[0].acquire()  # and is killed
+    another = threading.Thread(target=locks[0].acquire, daemon=True)
+    another.start()
+    another.join(600)
+    assert not another.is_alive()
+    locks[0].release()
+    assert main(["sweep", "s.yaml", "--trials", "2"]) == 0
 
 
 def test_a_grid_is_gone_through_once() -> None:
@@ -198,6 +226,8 @@ def test_what_is_worse_than_most_is_ended(capsys: pytest.CaptureFixture[str]) ->
     assert {trial.state.name for trial in others} <= {"COMPLETE", "PRUNED"}
     assert worst.state.name == "PRUNED" and "s-0005: pruned at step" in capsys.readouterr().out
     assert len(Path("runs/s-0005/metrics.jsonl").read_text().splitlines()) < 40
+    assert main(["runs"]) == 0
+    assert "pruned: others were better" in capsys.readouterr().out
 
 
 def test_conditions_are_a_hook(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +268,70 @@ def test_a_metric_that_no_run_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.endswith("(there: loss, val/accuracy)\n") and err.count("\n") == 1
 
 
+def test_a_sweep_that_found_nothing_begins_anew_when_its_file_is_corrected(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Beside its runs, not in them; one that has found something does not."""
+    write(SWEEP | {"metric": "val/acuracy:max", "settings": {"steps": 3}})
+    assert main(["sweep", "s.yaml", "--trials", "2"]) == 2
+    before = Path("runs/s-0000/metrics.jsonl").read_text()
+    write(SWEEP | {"metric": "loss", "settings": {"steps": 2}})
+    capsys.readouterr()
+    for _ in range(2):
+        assert main(["sweep", "s.yaml", "--trials", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("sweeps/s: begins anew") == 1 and "begin with s-0001; those before stay" in out
+    assert sorted(os.listdir("runs")) == ["s-0000", "s-0001", "s-0002"]
+    assert Path("runs/s-0000/metrics.jsonl").read_text() == before
+    found = trials()
+    assert [trial.user_attrs["run"] for trial in found] == ["s-0001", "s-0002"]
+    best = min(found, key=lambda trial: trial.value)
+    assert yaml.safe_load(Path("sweeps/s/best.yaml").read_text())["steps"] == 2
+    assert best.user_attrs["run"] in Path("sweeps/s/best.yaml").read_text()
+
+
+def test_table_and_pictures_call_runs_by_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A killed sweep's runs are trials of later numbers when it goes on."""
+    write(SWEEP | {"settings": {"steps": 2}})
+    plan = read_plan(Path("s.yaml"))
+    first = Sweep(Path("sweeps/s"), plan, 3, "tpe", 0)
+    monkeypatch.setattr(first, "_owner", Path("sweeps/s/another"))  # a process that was killed
+    asked = [first.ask() for _ in range(2)]
+    first._held.close()
+    assert [run for _, run, _ in filter(None, asked)] == ["s-0000", "s-0001"]
+    drawn: list[Any] = []
+
+    def draw(figure: Any, path: Path) -> None:
+        drawn.append(figure)
+
+    monkeypatch.setattr("ctl_core.sweep.report._write", draw)
+    assert main(["sweep", "s.yaml", "--trials", "3"]) == 0
+    assert [trial.number for trial in trials() if trial.state.name == "COMPLETE"] == [2, 3, 4]
+    panel = drawn[0].axes[0]
+    assert list(panel.lines[0].get_xdata()) == [0, 1, 2]
+    out = capsys.readouterr().out
+    best = out.split("best: ")[1].split(".")[0]
+    assert list(panel.lines[1].get_xdata()) == [int(best[-4:])]
+    assert best in [text.get_text() for text in panel.get_legend().get_texts()]
+    drawn[0].canvas.draw()
+    ticks = [tick.get_text() for tick in panel.get_xticklabels()]
+    assert {"0000", "0001", "0002"} <= {*ticks}
+
+
+def test_values_are_rounded_within_their_range_to_what_tells_them_apart() -> None:
+    def real(low: float, high: float, **how: Any) -> Any:
+        return optuna.distributions.FloatDistribution(low, high, **how)
+
+    assert rounded(0.040978511641450006, real(1e-4, 0.1, log=True)) == 0.04098
+    assert rounded(0.98765432, real(0.9, 0.999)) == 0.98765
+    assert rounded(0.123411111, real(0.12341, 0.12342)) == 0.12341111
+    assert rounded(0.33333333, real(0.33333, 3.0)) == 0.33333
+    assert rounded(0.123456, real(0.0, 1.0, step=0.125)) == 0.123456
+    assert rounded(7, optuna.distributions.IntDistribution(1, 9)) == 7
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -245,13 +339,19 @@ def test_a_metric_that_no_run_has(capsys: pytest.CaptureFixture[str]) -> None:
         ({"space": {"hparams.widht": [1]}}, "not among the hparams of config.yaml; did you mean"),
         ({"space": {"batch_size": []}}, "space: batch_size: is empty"),
         ({"space": {}}, "space: is empty; name a setting"),
-        ({"space": {"seed": {"min": 3, "max": 3}}}, "space: seed: is empty: min 3, max 3"),
+        ({"space": {"seed": {"min": 3, "max": 3}}}, "seed: is empty: min 3 is not below max 3."),
+        (
+            {"space": {"seed": {"min": 0, "max": 3, "step": 0}}},
+            "seed: step: expected a number above 0",
+        ),
         ({"space": {"seed": {"min": 0, "max": 3, "log": True}}}, "log needs a min above 0"),
         ({"space": {"seed": {"min": 0, "mux": 3}}}, "expected a list of values, or min and max"),
         ({"space": {"batch_size": {"min": -1, "max": 3}}}, "space: batch_size: expected"),
         ({"space": {"run_name": ["a"]}}, "run_name: each trial has its own"),
         ({"settings": {"stesp": 3}}, "settings: stesp: is no setting; did you mean 'steps'?"),
         ({"metirc": "loss"}, "unknown name 'metirc'; did you mean 'metric'?"),
+        ({"metrics": "loss", "metric": None}, "unknown name 'metrics'; did you mean 'metric'?"),
+        ({"metric": None}, "s.yaml: metric: expected a name such as accuracy, got None"),
         ({"metric": "elbo"}, "say whether elbo is better when it is higher or lower: elbo:max"),
         ({"hook": "none.py"}, "hook: none.py: "),
     ],

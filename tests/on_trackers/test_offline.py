@@ -10,6 +10,7 @@ import http.server
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 import pytest
 
 from ctl_core.run_process import held
-from ctl_core.trackers.base import PACKAGES
+from ctl_core.trackers.base import PACKAGES, Status, Tracked, find_tracker
 from tests.helpers.project import source_of
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,8 @@ def look(step, loss):
     while step == 75 and Path("hold").exists():
         time.sleep(0.05)
     time.sleep(0.04 if Path("hold").exists() else 0)
-    ctl_core.report(step, loss=loss if step != 7 else float("nan"))
+    odd = {"acc@1 (%)": step} if step == 9 else {}
+    ctl_core.report(step, loss=loss if step != 7 else float("nan"), **odd)
 
 
 def draw(step):
@@ -104,7 +106,7 @@ def truth() -> list[tuple[str, int, float]]:
     return sorted(found)
 
 
-def until(condition: Callable[[], Any], seconds: float = 120) -> None:
+def until(condition: Callable[[], Any], seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, Path("output.log").read_text()
@@ -170,7 +172,7 @@ def of_comet() -> Found:
             for line in archive.read("messages.json").decode().splitlines():
                 message = json.loads(line)["payload"]
                 metric = message.get("metric") or {}
-                if metric.get("metricName", "").startswith(("train/", "eval/")):
+                if metric.get("metricName", "").startswith(("train/", "eval/", "progress/")):
                     value = float(metric["metricValue"])
                     values.append((metric["metricName"], metric["step"], value))
                 elif message.get("upload_type") == "visualization":
@@ -208,8 +210,14 @@ FIND: dict[str, Callable[[], Found]] = {
 def same(name: str) -> None:
     """Checks that a tracker has what metrics.jsonl has, each value once; and the pictures."""
     values, pictures = FIND[name]()
+    progress = [(one, step) for one, step, _ in values if one.startswith("progress/")]
+    values = [value for value in values if not value[0].startswith("progress/")]
+    assert ("progress/learning_rate", 1) in progress
+    assert len(set(progress)) == len(progress)
     expected = truth()
-    assert len(expected) == STEPS + 5
+    assert len(expected) == STEPS + 6
+    if name == "mlflow":
+        expected = sorted((re.sub("[@(%)]", "_", key), step, x) for key, step, x in expected)
     assert sorted((name, step) for name, step, _ in values) == [e[:2] for e in expected]
     by_name = {(name, step): value for name, step, value in values}
     for key, step, value in expected:
@@ -247,6 +255,32 @@ def test_a_run_that_is_killed_goes_on_in_the_same_place(
     assert "resuming at step 40" in output and "warning" not in output, output
     until(lambda: not senders())
     same(tracker)
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
+def test_mlflow_takes_other_settings_and_all_names(project: Path) -> None:
+    """Its own rule, which tests/engine/test_trackers.py has by a stand-in."""
+    from mlflow import MlflowClient
+
+    folder = project / "runs" / "a"
+    folder.mkdir(parents=True)
+    names = ("loss (train)", "acc@1", "acc#1", "a//b", "..", "x" * 300, "/y/", "größe")
+    for step, id in ((0, None), (300, "")):
+        client = MlflowClient(f"sqlite:///{project}/runs/mlflow.db")
+        found = None if id is None else client.search_runs(["1"])[0].info.run_id
+        tracker: Any = find_tracker("mlflow")
+        settings = {"steps": step + 300, "hparams": dict.fromkeys(names, 1)}
+        run_there = Tracked("a", folder, "p", found, False, step, "", {"a+b": 1})
+        tracker.start(settings, run_there)
+        tracker.log(step, "train", dict.fromkeys(names, 1.0))
+        tracker.flush()
+        for name in names:
+            tracker.image(step, f"train/{name}", b"png")
+        tracker.finish(Status("done", "", step, {}))
+        assert tracker.missed == ""
+    (one,) = client.search_runs(["1"])
+    assert one.info.status == "FINISHED" and one.data.tags["steps at 300"] == "600"
+    assert len(one.data.metrics) == len(names) and len(one.data.params) == len(names) + 1
 
 
 class Denying(http.server.BaseHTTPRequestHandler):
