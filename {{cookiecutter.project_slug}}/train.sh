@@ -52,8 +52,10 @@ install() {
 env=${VENV:-${VIRTUAL_ENV:-}}
 if [ -n "$env" ]; then
   case $env in /*) ;; *) env=$caller/$env ;; esac
+  none="use none"
+  [ -n "${VENV:-}" ] || none="deactivate it"
   fits "$env/bin/python" || fail "the environment $env has no Python $pythons (pyproject.toml):" \
-    "name another with VENV=FOLDER, or use none, and .venv is made here"
+    "name another with VENV=FOLDER, or $none, and .venv is made here"
 else
   env=$PWD/.venv
   wanted="$(cksum <pyproject.toml) $PWD" # where the environment lies is written into it

@@ -40,6 +40,8 @@ from ctl_core.cluster.task import PIPE as PIPE
 from ctl_core.cluster.verdict import BY_SIGNAL, ORDERLY, End, judge
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import refuse_links
+from ctl_core.refused import Before
+from ctl_core.run_process import read_process, taken
 
 if TYPE_CHECKING:
     from ctl_core.settings import Config
@@ -202,6 +204,7 @@ def supervise(
             is training the run.
     """
     _open_standard_streams()
+    before = Before(folder, [_log(folder, index) for index in range(workers)])
     with _hold(folder, workers), _CountedSignals() as signals, _life_line() as pipe:
         for restarts in range(max_restarts + 1):
             if signals.numbers:  # between two starts
@@ -215,6 +218,8 @@ def supervise(
             if verdict == "failed":
                 if end.worker:  # the chief has shown its own
                     _print_error(f"{cluster.error_of(end)} ({log})")
+                elif end.code == SetupError.exit_code and read_process(folder) is None:
+                    before.give_back()  # as the chief has done
                 return end.code
             if signals.numbers:
                 code = _stopped_code(ends, signals.numbers[0])
@@ -449,10 +454,7 @@ def _hold(folder: Path, workers: int) -> Iterator[None]:
                 held = stack.enter_context(_log(folder, 0).open("rb"))
                 fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SetupError(
-                f"{folder}: another process is training this run; stop it, or choose another "
-                "run_name."
-            ) from None
+            raise taken(folder) from None
         except OSError:  # a file system without locks: the chief warns of it
             pass
         stack.close()  # lets go of train.log

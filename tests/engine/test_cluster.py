@@ -77,6 +77,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "varying_lengths",
         "masked_transformer",
         "weights_of_micro_batches",
+        "weights_compiled",
         "weights_of_whole_batches",
         "remainders",
         "exchanges_on_one_device",
@@ -195,6 +196,15 @@ def test_weights_on_several_processes(
     folder = request.getfixturevalue({2: "two", 3: "three"}[processes])
     for values in kept(folder, f"{kind}-{devices}", processes):
         assert_equal_weights(list(values.values()), plain[kind])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nadam"])
+def test_compiled_steps_of_two_processes(
+    two: Path, plain: dict[str, list[np.ndarray]], kind: str
+) -> None:
+    for values in kept(two, f"compiled-{kind}", 2):
+        for weight, reference in zip(values.values(), plain[kind], strict=True):
+            np.testing.assert_allclose(weight, reference, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["accumulated", "cut"])

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import ctl_core
 from tests.helpers.ckpt_files import weights
+from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import source_of
 
 # Plain SGD: with Adam, gradients of another scale would give the same weights.
@@ -30,7 +30,7 @@ def test_two_workers_then_three_then_one(tmp_path: Path) -> None:
     """Each takes up the data, the weights and the optimizer of the one before."""
     (tmp_path / "callbacks.py").write_text(source_of(create_opt=SGD))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CTL_")}
-    environment = {**kept, "PYTHONPATH": str(Path(ctl_core.__file__).parents[1])}
+    environment = {**kept, "PYTHONPATH": PYTHONPATH}
 
     def train(run: str, steps: int, workers: int) -> str:
         command = [sys.executable, "-m", "ctl_core", "train", "--run-name", run]
@@ -41,7 +41,7 @@ def test_two_workers_then_three_then_one(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

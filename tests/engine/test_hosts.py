@@ -78,7 +78,7 @@ def start(project: Project, run: str) -> list[subprocess.Popen[bytes]]:
 
 
 def codes(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    return [process.wait(timeout=120) for process in processes]
+    return [process.wait(timeout=600) for process in processes]
 
 
 def test_a_host_is_lost(hosts: None, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_host_is_lost(hosts: None, tmp_path: Path) -> None:
         plug(HOSTS[1], "up")
         for process in both:
             process.kill()
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 300
 
     last_words = (tmp_path / "lost-1.log").read_text().splitlines()[-1]
     assert last_words.startswith("error: another process of the cluster is gone; started again")

@@ -40,7 +40,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def until_none_is_left(project: Project) -> None:
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while project.processes():
         assert time.monotonic() < limit, f"still running: {project.processes()}"
         time.sleep(0.05)

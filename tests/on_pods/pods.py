@@ -127,7 +127,7 @@ class Job:
         assert found, f"no training in pod {index}"
         return found[0]
 
-    def run(self, *args: str, kill_when: Any = None, seconds: float = 300) -> str:
+    def run(self, *args: str, kill_when: Any = None, seconds: float = 900) -> str:
         """Runs all pods to their end, each started again as the manifest's rules have it.
 
         Args:

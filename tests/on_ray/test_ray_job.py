@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ctl_core.run_state.record import saved_steps
 from tests.helpers.ckpt_files import (
     assert_rounded_alike,
     assert_same_bits,
@@ -151,6 +154,16 @@ def test_a_node_that_is_lost_changes_no_bit(
     ended(process)
     found = weights(project / "runs" / "node", 1500)
     assert_same_bits(found, undisturbed)
+
+
+def test_ctrl_c_lets_the_workers_save(project: Path, job: Job) -> None:
+    process = job("--run-name", "stopped", *STEPS)
+    trained_to(project / "runs" / "stopped", 300)
+    process.send_signal(signal.SIGINT)
+    said = ended(process, code=130)
+    found = re.search(r"stopped by SIGINT, saved; .*: step (\d+); ", said)
+    assert found, said
+    assert saved_steps(project / "runs" / "stopped" / "ckpt" / "engine")[0] == int(found[1])
 
 
 def test_a_hook_that_fails_ends_the_job_and_is_not_tried_again(project: Path, job: Job) -> None:

@@ -143,7 +143,7 @@ class Slurm:
         said = self.call("scontrol", "show", "--oneliner", "job", number)
         return dict(re.findall(r"(\w+)=(\S*)", said.splitlines()[0]))
 
-    def wait(self, number: str, state: str = "COMPLETED", seconds: float = 300) -> dict[str, str]:
+    def wait(self, number: str, state: str = "COMPLETED", seconds: float = 900) -> dict[str, str]:
         """Waits until a job is in this state; a job in another one for good is an error."""
         end = time.monotonic() + seconds
         while True:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import version
@@ -92,6 +93,23 @@ def test_no_template_marks_left(projects: Projects, choices: dict[str, str]) -> 
         assert not COOKIECUTTER.search(text), name
         assert text.endswith("\n") and not text.endswith("\n\n"), name
         assert not text.startswith("\n") or name == "LICENSE", name
+
+
+def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: Run) -> None:
+    """And nothing that is a user's own to commit, also where it has such a name further down."""
+    project = tmp_path / "project"
+    shutil.copytree(digits, project, ignore=shutil.ignore_patterns(".git", "ctl_core"))
+    run("git", "init", "--quiet", cwd=project)
+    written = ".venv/x .venv.lock sweeps/a/best.yaml records/x-0 curves.png curves.html build/lib/x"
+    own = "curves.py sweep.yaml training_log.md x.npz experiments/gan.py data/records/manifest.json"
+    own += " experiments/build/x.py data/x.npz sweeps.py ctl_core/tools/runs.py space.py"
+    for name in (*written.split(), "experiments/runs/a/train.log", "training_log.md.tmp"):
+        run("git", "check-ignore", "--quiet", name, cwd=project)
+    for name in (*own.split(), *files(project)):
+        assert run("git", "check-ignore", name, cwd=project, check=False).returncode == 1, name
+    (tmp_path / "disk").mkdir()
+    (project / "runs").symlink_to(tmp_path / "disk")
+    run("git", "check-ignore", "--quiet", "runs", cwd=project)
 
 
 @every_combination
@@ -279,6 +297,17 @@ def test_imports_of_other_packages_keep_the_checks_green(
     callbacks.write_text(callbacks.read_text() + "\nwrong: int = 'text'\n")
     done = run("mypy", "--cache-dir", tmp_path / "cache", cwd=project, check=False)
     assert done.returncode == 1 and "Found 1 error in 1 file" in done.stdout
+
+
+def test_the_job_of_ray_says_what_to_install(render: Render, tmp_path: Path) -> None:
+    """Here as if it were not installed."""
+    project = render(tmp_path, launch="ray")
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(name='ray')\n")
+    command = [sys.executable, "launch/ray_job.py", "--help"]
+    there = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=project, env=there, capture_output=True, text=True)
+    message = 'error: ray is missing: python -m pip install -e ".[ray]"\n'
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ class Place:
     ) -> tuple[int, list[str]]:
         """Runs train.sh; returns its exit code and its lines on stderr."""
         process = self.start(*arguments, script=script, cwd=cwd, **more)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
         return process.returncode, errors.splitlines()
 
     def calls(self) -> list[list[str]]:
@@ -174,12 +174,12 @@ def test_from_any_folder_and_through_symlinks(place: Place) -> None:
 
 def test_python_replaces_the_shell(place: Place) -> None:
     """A signal to train.sh reaches the training, because it is the same process by then."""
-    place.set("train", "30")
+    place.set("train", "900")
     process = place.start(VENV=str(place.make_environment("env")))
     assert process.stdout is not None
     assert process.stdout.readline() == f"pid {process.pid}\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(600) == -signal.SIGTERM
     process.communicate()
 
 
@@ -269,7 +269,7 @@ def test_interrupted_installation(place: Place) -> None:
     while not any("pip" in call for call in place.calls()):
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    process.communicate(timeout=600)
     assert process.returncode == 143
     assert not (place.project / ".venv.lock").exists()
     place.set("slow", "0")
@@ -280,7 +280,7 @@ def test_interrupted_installation(place: Place) -> None:
 def test_two_at_once_install_once(place: Place) -> None:
     place.set("slow", "0.5")
     processes = [place.start("--run-name", name) for name in "ab"]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=600)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     calls = place.calls()
     assert sum("pip" in call for call in calls) == sum("venv" in call for call in calls) == 1
@@ -322,7 +322,8 @@ def test_environment_that_will_not_do(place: Place, variable: str, what: str) ->
         (env / "cat.jpg").touch()
     before = sorted(env.rglob("*"))
     words = f"{env} has no Python >=3.11,<3.14 (pyproject.toml)"
-    one_line(place, words, "VENV=FOLDER", **{variable: str(env)})
+    none = "deactivate it, and .venv" if variable == "VIRTUAL_ENV" else "use none, and .venv"
+    one_line(place, words, "VENV=FOLDER", none, **{variable: str(env)})
     assert sorted(env.rglob("*")) == before
 
 
@@ -377,6 +378,22 @@ def test_project_that_cannot_be_written(place: Place) -> None:
         one_line(place, "cannot write to")
     finally:
         place.project.chmod(0o755)
+
+
+def test_an_active_environment_that_is_another_project_s(
+    digits: Path, tmp_path: Path, run: Run
+) -> None:
+    """That which holds cookiecutter, say, need not be installed into: it can be left."""
+    env = tmp_path / "cookiecutter"
+    run(sys.executable, "-m", "venv", "--without-pip", env, cwd=tmp_path)
+    train, install = digits / "train.sh", f"{env}/bin/python -m pip install --editable .\n"
+    for variable in ("VIRTUAL_ENV", "VENV"):
+        named = {"VIRTUAL_ENV": "", "PYTHONDONTWRITEBYTECODE": "1", variable: str(env)}
+        done = run(train, cwd=digits, check=False, **named)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f" is not installed in {env}; " in done.stderr and done.stderr.endswith(install)
+        said = "not the project's own: `deactivate`, and ./train.sh makes and takes .venv; or"
+        assert (said in done.stderr) == (variable == "VIRTUAL_ENV")
 
 
 @pytest.mark.slow

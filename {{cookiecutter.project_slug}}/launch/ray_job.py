@@ -7,7 +7,8 @@
 What follows ``--`` are settings, as for train.sh. Each worker is an actor that runs
 ``python -m ctl_core train`` with the cluster that Ray has made of the workers; runs/ has to be in a
 folder that all nodes share. A lost worker or node: Ray starts all workers anew, and training goes
-on at the last checkpoint. A hook or setting that fails ends the job. The file is yours to change.
+on at the last checkpoint. A hook or setting that fails ends the job. Ctrl-C, or ``ray job stop``,
+lets the workers save first. The file is yours to change.
 """
 
 import argparse
@@ -21,27 +22,37 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 # Ray imports TensorFlow in each of its processes, which has much to say of the machine.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import ray
-import ray.train
-from ray.train.tensorflow import TensorflowTrainer
+try:
+    import ray
+    import ray.train
+    from ray.train.tensorflow import TensorflowTrainer
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    print(f'error: {error.name} is missing: python -m pip install -e ".[ray]"', file=sys.stderr)
+    sys.exit(2)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctl_core.cli import parse_command
-from ctl_core.errors import CtlError
+from ctl_core.errors import CtlError, SetupError
 from ctl_core.settings import free_name
 
 PROJECT = Path(__file__).resolve().parents[1]
 # Exit codes of ``ctl_core train`` that no new start would change: done, failed, wrong settings or
 # hooks, interrupted. All others mean that something was lost.
 FINAL = (0, 1, 2, 128 + signal.SIGINT)
+# The folder in which Ray keeps what ``ray job submit --working-dir`` has uploaded.
+UPLOADED = "working_dir_files"
 PAUSE = 0.5  # seconds between two looks at a worker
 LATE = 60.0  # seconds that others may take to end after the first one
 
@@ -67,6 +78,15 @@ class Board:
     def __init__(self) -> None:
         self._reports: dict[str, list[dict[str, Any]]] = {}
         self._codes: list[int] = []
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Asks the workers to save and to end."""
+        self._stopping = True
+
+    def stopping(self) -> bool:
+        """Whether they are asked to."""
+        return self._stopping
 
     def add(self, group: str, report: dict[str, Any]) -> None:
         """Takes a report of the chief of a group of workers."""
@@ -86,14 +106,23 @@ class Board:
 
 
 class Metrics:
-    """Reads what a run writes to metrics.jsonl."""
+    """Reads what a run writes to metrics.jsonl, and which its newest checkpoint is."""
 
     def __init__(self, run: str) -> None:
         self._run = Path(run)
         self._position = 0
+        self._values: dict[str, Any] = {}
 
     def news(self) -> dict[str, Any]:
-        """Returns the newest values since the last time, such as train_loss and eval_accuracy."""
+        """Returns the newest values, such as train_loss and eval_accuracy, if any are new."""
+        records = self._run.glob("ckpt/engine/ckpt-*.json")
+        newest = max(records, key=lambda path: path.stat().st_mtime, default=None)
+        found = {**self._read(), "checkpoint": newest and newest.stem}
+        before, self._values = self._values, self._values | found
+        news = "step" in self._values and self._values != before
+        return {**self._values, "run": str(self._run)} if news else {}
+
+    def _read(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         with contextlib.suppress(OSError), open(self._run / "metrics.jsonl", "rb") as file:
             if os.fstat(file.fileno()).st_size < self._position:
@@ -107,16 +136,17 @@ class Metrics:
                 split = values.pop("split")
                 found["step"] = values.pop("step")
                 found |= {f"{split}_{name}": value for name, value in values.items()}
-        return found and {**found, "run": str(self._run)}
+        return found
 
     def report(self, values: dict[str, Any]) -> None:
-        """Reports values to Ray, and where the newest checkpoint is: it stays there."""
-        records = self._run.glob("ckpt/engine/ckpt-*.json")
-        newest = max(records, key=lambda path: path.stat().st_mtime, default=None)
+        """Reports values to Ray, and where the newest checkpoint is: it stays there.
+
+        Ray's result has the metrics of the last report that came with a checkpoint.
+        """
         with tempfile.TemporaryDirectory() as folder:
-            pointer = {"run": str(self._run), "checkpoint": newest and newest.stem}
+            pointer = {"run": str(self._run), "checkpoint": values["checkpoint"]}
             Path(folder, "pointer.json").write_text(json.dumps(pointer))
-            checkpoint = newest and ray.train.Checkpoint.from_directory(folder)
+            checkpoint = values["checkpoint"] and ray.train.Checkpoint.from_directory(folder)
             ray.train.report(values, checkpoint)
 
 
@@ -126,6 +156,9 @@ def worker(options: dict[str, Any]) -> None:
     logging.disable(logging.INFO)  # Ray's lines for each report
     if ray.get(board.code.remote()) is not None:
         return  # Ray starts all anew when one is lost: also by what ended another for good
+    if ray.get(board.stopping.remote()):  # lost while it was to save: it goes on another time
+        ray.get(board.end.remote(128 + signal.SIGINT))
+        return
     cluster = json.loads(os.environ["TF_CONFIG"])
     group, index = json.dumps(cluster["cluster"]), cluster["task"]["index"]
     if not Path(job.project).is_dir():
@@ -136,8 +169,12 @@ def worker(options: dict[str, Any]) -> None:
     process = subprocess.Popen(command, cwd=job.project, env=environment, preexec_fn=end_with_us)
     metrics, reported = Metrics(job.run), 0
     ended: float | None = None
+    told = False
     while True:
         code = process.poll()
+        if code is None and not told and ray.get(board.stopping.remote()):
+            told = True
+            process.send_signal(signal.SIGINT)
         if code is not None and ended is None:
             ended = time.monotonic()
             if code in FINAL:
@@ -160,7 +197,8 @@ def worker(options: dict[str, Any]) -> None:
 
 
 def end_with_us() -> None:
-    """Lets a process end when Ray kills the actor that started it (Linux)."""
+    """Lets a process hear SIGINT, and end when Ray kills the actor that started it (Linux)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which Ray's block
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
@@ -175,7 +213,12 @@ def make_job(settings: list[str]) -> Job:
     os.chdir(PROJECT)
     config = parse_command(["train", *settings]).config
     os.chdir(here)
-    runs_dir = Path(PROJECT, config.runs_dir)
+    runs_dir = Path(PROJECT, config.runs_dir).resolve()
+    if UPLOADED in PROJECT.parts and runs_dir.is_relative_to(PROJECT):
+        raise SetupError(
+            "runs_dir: Ray removes this copy of the project some time after the job, with the run "
+            "in it; name a folder that all nodes share: -- --runs-dir /shared/runs"
+        )
     name = config.run_name or free_name(runs_dir)
     own = ["--run-name", name, "--runs-dir", str(runs_dir), "--workers", "1"]
     return Job([*settings, *own], str(runs_dir / name), str(PROJECT))
@@ -188,6 +231,7 @@ def train(
     cpus_per_worker: float = 1,
     max_failures: int = 3,
     callbacks: list[Any] | None = None,
+    board: Any = None,
 ) -> tuple[int, ray.train.Result]:
     """Trains on a cluster that ``ray.init`` has connected to; Ray Tune may call it, too.
 
@@ -198,6 +242,7 @@ def train(
         cpus_per_worker: how many CPUs Ray counts for each
         max_failures: how often a lost worker is made good; -1 for no end
         callbacks: of Ray Train, such as Ray Tune's TuneReportCallback
+        board: what the workers know of each other, where somebody is to stop them by it
 
     Returns:
         The exit code of training, and Ray's result, with the newest metrics.
@@ -205,7 +250,7 @@ def train(
     Raises:
         CtlError: a setting cannot be.
     """
-    job, board = make_job(settings), ray.remote(num_cpus=0)(Board).remote()
+    job, board = make_job(settings), board or ray.remote(num_cpus=0)(Board).remote()
     trainer = TensorflowTrainer(
         worker,
         train_loop_config={"job": dataclasses.asdict(job), "board": board},
@@ -223,6 +268,30 @@ def train(
     )
     result = trainer.fit()
     return ray.get(board.code.remote()) or 0, result
+
+
+def train_until_told(**options: Any) -> tuple[int, ray.train.Result]:
+    """The same; at a SIGINT or SIGTERM, the workers save and end; at the next, all ends at once."""
+    board = ray.remote(num_cpus=0)(Board).remote()
+
+    def stop(number: int, _: Any) -> None:
+        signal.signal(number, signal.default_int_handler)
+        print(f"{signal.Signals(number).name}: the run is saved, and the job ends.", flush=True)
+        board.stop.remote()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    # Not in the main thread, where Ray would take the signals.
+    found: Future[tuple[int, ray.train.Result]] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(train(**options, board=board))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.result()
 
 
 def main() -> int:
@@ -246,10 +315,13 @@ def main() -> int:
             runtime_env={"env_vars": {"TF_CPP_MIN_LOG_LEVEL": "3"}},
             logging_level="warning",
         )
-        code, result = train(**options)
+        code, result = train_until_told(**options)
     except CtlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)  # with it, Ray ends the workers
     except ray.train.TrainingFailedError as error:
         print(f"error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
         return 75
