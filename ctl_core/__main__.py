@@ -21,21 +21,45 @@ from pathlib import Path
 from types import ModuleType
 
 from ctl_core.errors import CtlError, PeerLost, SetupError, brief
+from ctl_core.files import from_here
 
-_MISSING = "{} is not installed in {}; in the project's folder: {} -m pip install --editable ."
+
+def _missing(package: str | None) -> str:
+    """Says that a package is not installed, and what to do.
+
+    Where an environment is active that is not the project's own, such as the one that holds
+    cookiecutter, train.sh has taken it; without it, it makes and takes the project's.
+    """
+    install = f"{sys.executable} -m pip install --editable ."
+    said = f"{package} is not installed in {sys.prefix}; "
+    active, own = os.environ.get("VIRTUAL_ENV"), Path(__file__).resolve().parents[1] / ".venv"
+    here = os.path.realpath(sys.prefix)
+    taken = active and not os.environ.get("VENV") and os.path.realpath(active) == here
+    if taken and here != os.path.realpath(own):
+        return (
+            f"{said}it is active, and not the project's own: `deactivate`, and ./train.sh makes "
+            f"and takes {from_here(own)}; or install into it, in the project's folder: {install}"
+        )
+    return f"{said}in the project's folder: {install}"
+
+
 try:
-    from ctl_core import training_log
-    from ctl_core.callbacks_file import Source, find_callbacks, load_callbacks
+    from ctl_core import run_process, training_log
+    from ctl_core.callbacks_file import Source, check_compiles, find_callbacks, load_callbacks
     from ctl_core.cli import COMMANDS, Command, as_evaluator, default_options, parse_command
     from ctl_core.cluster import supervisor
     from ctl_core.cluster.place import find_place
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
     from ctl_core.cluster.task import Place
+    from ctl_core.output import outlive_readers
     from ctl_core.settings import Config, free_name, nearest
+    from ctl_core.sources import check_start
+    from ctl_core.tensorboard import Board, check_board
     from ctl_core.tools.background import detach
+    from ctl_core.tools.following import following
     from ctl_core.trackers.base import check_installed
 except ModuleNotFoundError as error:
-    print("error:", _MISSING.format(error.name, sys.prefix, sys.executable), file=sys.stderr)
+    print("error:", _missing(error.name), file=sys.stderr)
     sys.exit(2)
 
 
@@ -48,19 +72,22 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a terminal without dashes and dots of ours gets "?"
             stream.reconfigure(errors="replace")
     debug = "--debug" in argv
+    if alone and argv[:1] in (["train"], ["sweep"]):
+        outlive_readers()
     try:
         command = _read(argv)
         if isinstance(command, int):
             return command
         debug = command.config.debug
-        return _run(command, argv)
+        return _run(command, [*argv, *command.taken_over])
     except CtlError as error:
         # Of a lost peer, the chief's supervisor can say more: which one, and how.
         if not (isinstance(error, PeerLost) and supervisor.chief() and not debug):
             _complain(str(error), debug)
         return _leave(error.exit_code)
-    except KeyboardInterrupt:
-        _complain("interrupted", debug)
+    except KeyboardInterrupt as error:
+        if not isinstance(error, run_process.Concluded):  # then it has said that it is saved
+            _complain("interrupted", debug)
         return _leave(INTERRUPTED, at_once=alone)
     except BrokenPipeError:  # the reader of our output, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -157,12 +184,16 @@ def _write_records(rest: list[str]) -> int:
 
 
 def _run(command: Command, argv: list[str]) -> int:
-    for note in () if supervisor.supervised() else command.notes:  # the supervisor has said it
-        print(note, flush=True)
+    if command.name == "train":
+        check_start(command.config)  # at once; a program's Run looks by itself
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
     shared = command.name in ("train", "predict")
     place = find_place(command.config) if shared else Place()
+    if command.name == "train" and not (place.in_cluster or place.evaluates):
+        _refuse(command)
+    for note in () if supervisor.supervised() else command.notes:  # the supervisor has said it
+        print(note, flush=True)
     for line in () if supervisor.supervised() else place.lines():
         print(line, flush=True)
     if place.evaluates and command.name == "train":
@@ -176,9 +207,12 @@ def _run(command: Command, argv: list[str]) -> int:
     )
     if source.note and not supervisor.supervised():
         print(source.note, flush=True)
+    check_compiles(source)
     if command.name == "train" and command.run is None:
         for tracker in command.config.trackers:
             check_installed(tracker)
+    if command.options.get("tensorboard"):
+        check_board()
     if checking := bool(command.options.get("check")):
         supervisor.check_folder(command.config)
     expected, background = (command.options.get(name) for name in ("note", "background"))
@@ -192,14 +226,46 @@ def _run(command: Command, argv: list[str]) -> int:
         if expected is not None:
             training_log.check_note(expected, Path(config.runs_dir, name))
         if background:
-            return detach(argv, config, expected)
+            return detach(argv, config, expected, command.given)
         if several:
             start = supervisor.check_cluster if checking else supervisor.start_cluster
             code = start(argv, config)
             if code or not command.options["then"]:
                 return code
             _prepare_alone(config)
-            return _follow(command, _load(source, config))
+            # Before callbacks.py may go elsewhere.
+            config = dataclasses.replace(config, runs_dir=os.path.abspath(config.runs_dir))
+            return _follow(dataclasses.replace(command, config=config), _load(source, config))
+    wanted = command.options.get("tensorboard") if place.task.chief else False
+    board = Board(Path(command.config.runs_dir)) if wanted else None
+    try:
+        code = _run_here(command, source, place)
+        if board is not None and code == 0 and wanted == "keep":
+            board.keep()
+        elif board is not None:
+            board.farewell()
+        return code
+    finally:
+        if board is not None:
+            board.close()
+
+
+def _refuse(command: Command) -> None:
+    """Refuses a training that another process is at work on, or a note of a run that has another.
+
+    Before anything is said of it; training looks again, when it holds the run.
+    """
+    options = command.options
+    if command.config.run_name is None or options["check"] or supervisor.supervised():
+        return
+    folder = Path(command.config.runs_dir, command.config.run_name)
+    run_process.refuse_taken(folder)
+    if options["note"] is not None:
+        training_log.check_note(options["note"], folder)
+
+
+def _run_here(command: Command, source: Source, place: Place) -> int:
+    """Runs a command in this process."""
     if command.name == "train" or (command.name == "predict" and place.in_cluster):
         _prepare(command.config)
     elif command.name == "predict":
@@ -218,8 +284,12 @@ def _run(command: Command, argv: list[str]) -> int:
         from ctl_core.trainer import train
 
         check_following(command.options["then"], callbacks)
-        go_on = bool(command.options["continue"])
-        state = check(callbacks, config) if checking else train(callbacks, config, go_on, expected)
+        options = command.options
+        with run_process.of_command(_names(command), command.given):
+            if options["check"]:
+                state = check(callbacks, config)
+            else:
+                state = train(callbacks, config, bool(options["continue"]), options["note"])
         if state.stopped_by is not None:
             return 128 + state.stopped_by
         command = dataclasses.replace(command, config=state.config)
@@ -268,10 +338,17 @@ def _load(source: Source, config: Config) -> ModuleType:
     return callbacks
 
 
+def _names(command: Command) -> list[str]:
+    """Returns the commands of ``--then``."""
+    then = command.options["then"]
+    return then.split(",") if then else []
+
+
 def _follow(command: Command, callbacks: ModuleType) -> int:
     """Runs the commands of ``--then``, one after the other."""
-    for name in command.options["then"].split(","):
-        with interruptible():
+    folder = Path(command.config.runs_dir, command.config.run_name or "").absolute()
+    for name in _names(command):
+        with following(folder, name), interruptible():
             _use_run(
                 dataclasses.replace(command, name=name, options=default_options(name)), callbacks
             )
@@ -291,7 +368,7 @@ def _import_libraries(debug: bool) -> None:
             importlib.import_module("keras")
             importlib.import_module("tensorflow")
     except ModuleNotFoundError as error:
-        raise SetupError(_MISSING.format(error.name, sys.prefix, sys.executable)) from error
+        raise SetupError(_missing(error.name)) from error
     except Exception as error:
         # TensorFlow's own is the whole traceback of the one that it followed.
         first = error.__context__ if "Traceback (" in str(error) else None

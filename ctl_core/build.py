@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ctl_core.checks.created import (
     check_groups,
-    check_keras_loss,
+    check_loss,
     check_manager,
     check_optimizers,
     check_optimizers_of_replicas,
@@ -114,7 +114,7 @@ def _create(
             hooks.create_model, "train_model", per_replica_batch_size=per_replica
         )
         train_loss = create_callable(hooks.create_loss, "train_loss")
-        check_keras_loss(hooks.create_loss, train_loss)
+        check_loss(hooks.create_loss, train_loss)
         lr = LearningRate(config.learning_rate)
         context = StepContext(
             hooks,

@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,22 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
     except (Exception, SystemExit) as error:
         raise SetupError(_why(error, source)) from error
     return module
+
+
+def check_compiles(source: Source) -> None:
+    """Refuses a file that is no Python, without running it, nor anything that it imports.
+
+    Raises:
+        SetupError: it cannot be compiled; with its own line and message.
+    """
+    text = _read(source.path)
+    if text is None or source.path.suffix != ".py":  # importing it says so
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # importing it warns
+            compile(text, str(source.path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise SetupError(_why(error, source)) from error
 
 
 def _search(folder: Path, last: bool = False) -> None:

@@ -36,6 +36,7 @@ from ctl_core.layers import (
     read_text,
     read_value,
 )
+from ctl_core.run_process import read_process
 from ctl_core.settings import (
     RENAMED,
     SETTINGS,
@@ -51,6 +52,7 @@ from ctl_core.settings import (
     shown,
 )
 from ctl_core.sources import read_source
+from ctl_core.unbegun import look, words_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Command:
         notes: lines for the user on what was read
         run: the folder of the run that is there already, if one is
         trained_with: the setting ``callbacks`` in that run's own config.yaml
+        given: the flags for settings, those of ``taken_over`` included
+        taken_over: of these, those of an earlier start of a run that has not begun
     """
 
     name: str
@@ -72,6 +76,8 @@ class Command:
     notes: Sequence[str] = ()
     run: Path | None = None
     trained_with: str = DEFAULT
+    given: Sequence[str] = ()
+    taken_over: Sequence[str] = ()
 
 
 _File = Annotated[
@@ -129,6 +135,12 @@ _CHECK = declare(
 _BACKGROUND = declare(
     False, "train in a process of its own, which goes on when the terminal is closed"
 )
+_TENSORBOARD = declare(
+    False,
+    "start TensorBoard on all runs beside the training, and end it with that; keep: when training "
+    "has come to its end, it goes on until Ctrl-C",
+    title="true, false or keep",
+)
 _NOTE = declare(
     None,
     "what you expect of the run: begins its entry in training_log.md, which its end completes",
@@ -168,6 +180,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "check": (bool, _CHECK),
         "then": (_Then, _THEN),
         "background": (bool, _BACKGROUND),
+        "tensorboard": (bool | Literal["keep"], _TENSORBOARD),
         "note": (str | None, _NOTE),
     },
     "evaluate": {**_CHECKPOINT, "watch": (bool, _WATCH)},
@@ -214,6 +227,8 @@ COMMANDS = {
 def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Command:
     """Parses ``<command> [flags]``, where the command is one of ``OPTIONS``.
 
+    Of a command that uses a run, a word before the flags is its name.
+
     A run that is there has its own config.yaml, as resolved when it was trained last, in place of
     the project's; files named by ``--config`` go before it. Only what says how a run is watched and
     where this process runs is the project's, and in a cluster ``workers`` is left to that.
@@ -222,10 +237,16 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         SetupError: anything is unknown, of the wrong type, out of range or missing.
         SystemExit: ``--help`` was asked for and printed.
     """
-    command = argv[0]
+    command, word = argv[0], ""
+    if command != "train" and argv[1:] and not argv[1].startswith("-"):
+        word = argv[1]
+        argv = [command, f"--run-name={word}", *argv[2:]]
     options = _options(command)
     env, named = environment(environ)
     flags = _flags(command, argv[1:])
+    if word and flags["run_name"][1] != word:
+        other = shown(flags["run_name"][1])
+        raise SetupError(f"run_name: name one run, not both {shown(word)} and {other}.")
     chosen = {key: flags.pop(key)[1] for key in options.model_fields if key in flags}
     try:
         values = options(**{"config": named, **chosen}).model_dump()
@@ -234,10 +255,16 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     named = values.pop("config")
     if values.get("then") and values["check"]:
         raise SetupError("then: a check trains nothing that a command could use; leave one out.")
-    for name in ("background", "note") if values.get("check") else ():
+    for name in ("background", "tensorboard", "note") if values.get("check") else ():
         if values[name]:
             raise SetupError(f"{name}: a check is no run; leave one out.")
+    if values.get("background") and values["tensorboard"] == "keep":
+        raise SetupError(
+            "tensorboard: keep waits for Ctrl-C, which a training in the background does not hear; "
+            "leave one out."
+        )
     files = [read_file(Path(path), required=bool(named)) for path in named or ["config.yaml"]]
+    project = files
     place: Layer = {}
     for layer in (*files, env, flags):
         place |= {key: layer[key] for key in _FIRST if key in layer}
@@ -254,7 +281,13 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     else:
         run = Path(near.runs_dir, near.run_name) if near.run_name else None
     trained_with = DEFAULT
+    given = _given(command, argv[1:]) if command == "train" else []
     if run is not None and not os.path.isfile(run / "config.yaml"):
+        taken, said = look(run, given)
+        if taken:
+            again = parse_command([*argv, *taken], environ)
+            return dataclasses.replace(again, notes=[said, *again.notes], taken_over=taken)
+        notes += [said] * bool(said)
         run = None
     if run is not None:
         own = read_file(run / "config.yaml")
@@ -264,8 +297,8 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         own = _of_this_start(own, files[-1])
         if command == "train" and not named and (differ := _differ(own, files[0], env | flags)):
             notes.append(
-                f"{label(from_here(run))}: trained on with its own settings; config.yaml differs: "
-                f"{differ}; --config config.yaml takes those."
+                f"{label(from_here(run))}: has its own settings: {differ}; "
+                "--config config.yaml takes those of the file."
             )
         files = [own, *(files if named else ())]
         flags |= {"run_name": ("run_name", run.name), "runs_dir": ("runs_dir", str(run.parent))}
@@ -277,8 +310,8 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         own = _of_this_start(own, files[-1])
         if not named and (differ := _differ(own, files[0], env | flags)):
             notes.append(
-                f"fork: goes on with the settings of {label(from_here(source))}; config.yaml "
-                f"differs: {differ}; --config config.yaml takes those."
+                f"fork: goes on with the settings of {label(from_here(source))}: {differ}; "
+                "--config config.yaml takes those of the file."
             )
         files = [own, *(files if named else ())]
     if command != "train":  # a trained run is used in one process, whatever trained it
@@ -288,9 +321,9 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         for layer in (*files, env, flags):
             layer.pop("workers", None)
         flags |= several if command == "predict" else {}
-    config = merge(files, [env, flags], notes)
+    config = merge(files, [env, flags], (named or ["config.yaml"])[-1], project)
     config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
-    return Command(command, config, values, notes, run, trained_with)
+    return Command(command, config, values, notes, run, trained_with, given)
 
 
 def _of_this_start(own: Layer, project: Layer) -> Layer:
@@ -320,7 +353,7 @@ def _differ(own: Layer, project: Layer, above: Layer) -> str:
     if "callbacks" in after:
         after["callbacks"] = from_here(str(after["callbacks"]))
     found = [
-        f"{name}: {shown(before.get(name), 30)} -> {shown(value, 30)}"
+        f"{name} {shown(before.get(name), 30)} (config.yaml: {shown(value, 30)})"
         for name, value in after.items()
         if name not in (*known, "run_name", "runs_dir") and before.get(name) != value
     ]
@@ -368,6 +401,11 @@ def find_run(runs_dir: Path, run_name: str | None, waits: float = 0) -> Path:
             break
         time.sleep(0.2)
     runs = [path.parent for path in runs_dir.glob("*/config.yaml")]
+    if run_name and runs_dir / run_name not in runs and read_process(runs_dir / run_name):
+        raise SetupError(
+            f"run_name: {label(from_here(runs_dir / run_name))} has not begun yet, so that there "
+            f"is nothing to use; python -m ctl_core logs {run_name} says how it went."
+        )
     if not runs:
         raise SetupError(f"{label(from_here(runs_dir))}: no run there yet; train one first.")
     if run_name is None:
@@ -400,8 +438,10 @@ def _options(command: str) -> type[BaseModel]:
 def _parser(command: str) -> argparse.ArgumentParser:
     """Builds the parser of one command: its own options, ``--config`` and every setting."""
     parser = argparse.ArgumentParser(
-        prog=f"ctl_core {command}",
-        description=f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}. Settings come from "
+        prog=f"python -m ctl_core {command}" + " [NAME]" * (command != "train"),
+        description=f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}"
+        + ", that of the name, or else the newest" * (command != "train")
+        + ". Settings come from "
         "the defaults, then config.yaml, or the run's own where it is there already, then the "
         f"environment ({ENV_PREFIX}BATCH_SIZE=32), then these flags.",
         exit_on_error=False,
@@ -461,7 +501,10 @@ def _flags(command: str, argv: Sequence[str]) -> Layer:
     for word in others:
         flag = label(word.partition("=")[0])
         if not flag.startswith("-"):
-            raise SetupError(f"unexpected word {shown(word)}: settings are given as --name value.")
+            name = f"a run as {'--run-name NAME' if command == 'train' else f'{command} NAME'}"
+            raise SetupError(
+                f"unexpected word {shown(word)}: settings are given as --name value, {name}."
+            )
         names = [name.replace("_", "-") for name in settings]
         near = nearest(flag.strip("-").replace("_", "-"), names, "--")
         raise SetupError(f"unknown setting {flag}{near}")
@@ -470,6 +513,13 @@ def _flags(command: str, argv: Sequence[str]) -> Layer:
         flag = word.partition("=")[0]
         layer[old[flag]] = (flag, layer[old[flag]][1])
     return layer | ({"hparams": ("--hparams", hparams)} if hparams else {})
+
+
+def _given(command: str, argv: Sequence[str]) -> list[str]:
+    """Returns the flags that say settings, or name files of them, in one form and order."""
+    words, hparams = _split_hparams(argv)
+    found, _ = _parser(command).parse_known_args(words)
+    return words_of(vars(found), hparams)
 
 
 def _split_hparams(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -10,6 +10,7 @@ import logging
 import operator
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ Listener = Callable[[int, str, dict[str, float]], None]
 
 # A plain line for the step alone, at most so often (seconds): a log is no progress bar.
 PLAIN_INTERVAL = 1.0
-# The speed shown is measured over at least so many seconds.
+# The speed shown is measured over the last seconds, at least so many.
 SPEED_INTERVAL = 0.5
 # Columns of a terminal below which the progress line is only the step and the values.
 NARROW = 60
@@ -64,7 +65,9 @@ class Console:
         self._progress: Progress | None = None
         self._values = ""
         self._speed = ""
-        self._mark: tuple[float, int] | None = None
+        self._clock: Callable[[], tuple[float, int]] = lambda: (time.monotonic(), 0)
+        self._marks: deque[tuple[float, int]] = deque()  # seconds and step
+        self._traced = 0
         self._printed_at = 0.0
         self._printed_step = -1
         self._warned: set[str] = set()
@@ -103,10 +106,21 @@ class Console:
         LOG.info(text)
         self._print(text, shown=self._shown or self._terminal.is_terminal)
 
-    def start(self, step: int, total: int) -> None:
-        """Begins the progress line, on a terminal; speed is measured from here."""
+    def start(
+        self, step: int, total: int, clock: Callable[[], tuple[float, int]] | None = None
+    ) -> None:
+        """Begins the progress line, on a terminal; speed is measured from here.
+
+        Args:
+            step: where training begins
+            total: its last step
+            clock: gives the seconds that count for the speed, and how many graph functions were
+                traced, which is no part of it; without one, all seconds count
+        """
         self.total = total
-        self._mark = (time.monotonic(), step)
+        self._clock = clock or self._clock
+        self._marks.clear()
+        self._measure(step)
         if self._shown and self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
             columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
             if self._terminal.width >= NARROW:
@@ -127,7 +141,7 @@ class Console:
     def step(self, step: int) -> None:
         """Shows that a step is done: on the live line, or as a plain line once a second."""
         now = time.monotonic()
-        self._measure(step, now)
+        self._measure(step)
         if self._progress is not None:
             self._update(step)
         elif now - self._printed_at >= PLAIN_INTERVAL and step != self._printed_step:
@@ -151,7 +165,7 @@ class Console:
             listener(step, split, numbers)
         text = worded(numbers)
         now = time.monotonic()
-        self._measure(step, now)
+        self._measure(step)
         if split == "train":
             self._values = text
         if self._progress is not None and split == "train":
@@ -166,13 +180,19 @@ class Console:
         self._printed_at, self._printed_step = now, step
         self.say("  ".join(part for part in parts if part))
 
-    def _measure(self, step: int, now: float) -> None:
-        if self._mark is None:
-            self._mark = (now, step)
-        then, first = self._mark
+    def _measure(self, step: int) -> None:
+        now, traced = self._clock()
+        if traced != self._traced:  # which took most of the time since the last mark
+            self._traced = traced
+            self._marks.clear()
+        marks = self._marks
+        if not marks or step > marks[-1][1]:
+            marks.append((now, step))
+        while len(marks) > 2 and now - marks[1][0] >= SPEED_INTERVAL:
+            marks.popleft()
+        then, first = marks[0]
         if now - then >= SPEED_INTERVAL and step > first:
             self._speed = f"{(step - first) / (now - then):.4g} steps/s"
-            self._mark = (now, step)
 
     def _update(self, step: int) -> None:
         assert self._progress is not None
@@ -251,6 +271,11 @@ def report(step: int, **values: Any) -> None:
         ValueError: a value is no scalar.
     """
     (_active or Console()).values(step, "train", values)
+
+
+def say(text: str) -> None:
+    """Prints a line, also while a run has its progress line; in any thread."""
+    (_active or Console()).say(text)
 
 
 def show_step(step: int) -> None:

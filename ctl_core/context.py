@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -51,6 +51,7 @@ class StepContext:
         turn: the index in ``turns`` of the turn that is being traced, or None
         weights: in an executable, where nothing can be asserted, what ``watched_weight`` got
         loss_parts: what ``grad_pre`` returns of them is logged by, by name
+        look: is shown the tape and the scaled objectives of a step that is taken again, or None
     """
 
     hooks: Hooks
@@ -80,6 +81,7 @@ class StepContext:
     weights: list[tf.Tensor] = dataclasses.field(default_factory=list)
     loss_parts: dict[str, keras.Metric] = dataclasses.field(default_factory=dict)
     eval_model: Model | None = None
+    look: Callable[[tf.GradientTape, dict[str, tf.Tensor]], None] | None = None
 
     def model_for(self, training: bool) -> tuple[Hook, str, Model]:
         """Returns the model that is run, and, for messages, the hook that made it and its name."""

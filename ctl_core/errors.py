@@ -27,6 +27,8 @@ _OP_NAMES = re.compile(
 )
 # An op in a message about shapes, with all its attributes and inputs; its kind is kept.
 _OP_DEFINITION = re.compile(r"for '\{\{node [^}]*\}\} = (\w+)\[.*?\)' with")
+# Around what a layer of a functional model raises: Keras looks for the shapes that it returns.
+_OF_SHAPES = re.compile(r"Could not automatically infer .*?\bError encountered:\s*", re.DOTALL)
 
 
 # What follows a message: another one, and what only helps beside the traceback.
@@ -36,6 +38,9 @@ _APPENDED = (
     "You can attempt the following resolutions",
     "\n\nStack trace for op definition: ",
     "\n\ttf2xla conversion failed",
+    " This error may indicate that you're trying to pass a Tensor to a NumPy call",
+    " A KerasTensor is a symbolic placeholder for a shape and dtype",
+    " If you are looking for numpy-related methods",
 )
 
 
@@ -49,6 +54,13 @@ class SetupError(CtlError):
     """Wrong usage, settings or hooks, found before training starts (exit code 2)."""
 
     exit_code = 2
+
+
+class SettingError(SetupError):
+    """A setting that cannot be as it is; the start that has it leaves nothing in the run folder.
+
+    What can be said of a setting alone is said before there is one, by a SetupError.
+    """
 
 
 class RunError(CtlError):
@@ -120,7 +132,7 @@ def brief(error: BaseException, limit: int = 300) -> str:
             kind, _, text = text.partition(": ")
     for end in _APPENDED:
         text = text.split(end)[0]
-    text = _OP_DEFINITION.sub(r"for \1 with", text)
+    text = _OP_DEFINITION.sub(r"for \1 with", _OF_SHAPES.sub("", text))
     text = one_line(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", _OP_NAMES.sub("", text)), limit)
     return f"{kind}: {text}" if text else kind
 

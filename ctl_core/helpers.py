@@ -38,7 +38,7 @@ def trackable(**objects: Any) -> dict[str, Any]:
 
 DIFFER = (
     "the tensors of a batch differ in their first dimension, so that it is not clear how many "
-    "examples it holds; write a hook that says so, such as "
+    "examples it holds; batch after zip(), not before, or write a hook that says so, such as "
     "def count_examples(batch): return tf.shape(batch[1])[0]"
 )
 

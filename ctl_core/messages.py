@@ -6,17 +6,18 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.data import EMPTY
 from ctl_core.checks.returned import bad_weight
 from ctl_core.compat import with_called
 from ctl_core.console import Console
-from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
+from ctl_core.errors import RunError, SettingError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
-from ctl_core.metric_values import worded
+from ctl_core.metric_values import evaluation
 from ctl_core.numerics.not_finite import NEVER, Noted
+from ctl_core.pipeline import EMPTY
 from ctl_core.slow_input import advice
 from ctl_core.state import State
 from ctl_core.summary import show
@@ -33,7 +34,7 @@ def last_step(state: State, console: Console) -> int:
         assert config.steps is not None
         return config.steps
     if steps is None:
-        raise SetupError(
+        raise SettingError(
             "epochs: create_dataset or make_batches gives an endless dataset, which has no "
             "epochs; use steps."
         )
@@ -64,11 +65,18 @@ def conclude(state: State, start: int, seconds: float, trained: bool, console: C
     console.say(closing(state, start, seconds))
 
 
-def ending(state: State) -> tuple[str, str]:
-    """Returns in a word how training has ended, and what stopped it."""
+def ending(state: State) -> dict[str, Any]:
+    """Returns what is written down of the end: in a word how, what stopped it, with which values.
+
+    The names are those of ``run_process.end``.
+    """
+    how = "diverged" if state.diverged else "ended" if state.ended else "done"
+    line = ""
     if state.stopped_by is not None:
-        return "stopped", "max_time" if state.timed_out else signal.Signals(state.stopped_by).name
-    return "diverged" if state.diverged else "ended" if state.ended else "done", ""
+        how = "stopped"
+        line = "max_time" if state.timed_out else signal.Signals(state.stopped_by).name
+    found = {"step": state.step, "metrics": state.metrics, "evaluated": state.progress.evaluated}
+    return {"how": how, "line": line, **found}
 
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:
@@ -86,6 +94,12 @@ def opening(state: State, start: int, last: int, resumed: bool) -> str:
             f"{run}: ended early, at step {start} of {last}, nothing left to train; "
             "more steps, or --continue, let it go on."
         )
+    if last == 0:
+        does = "evaluated and saved" if state.evaluation else "saved"
+        return (
+            f"{run}: to step 0, nothing to train; the model is {does} as it begins; with more "
+            "steps it goes on."
+        )
     if start >= last:
         counted = f" (those of {config.fork} count)" * (config.fork is not None)
         return (
@@ -98,10 +112,9 @@ def opening(state: State, start: int, last: int, resumed: bool) -> str:
 
 def closing(state: State, start: int, seconds: float) -> str:
     """Says how training has ended, after how many steps and with what evaluation."""
-    values = worded(state.metrics)
     parts = [f"step {state.step}", f"{state.step - start} steps in {seconds:.1f} s"]
-    if values:
-        parts.append(f"evaluation: {values}")
+    if state.metrics:
+        parts.append(evaluation(state.metrics, state.progress.evaluated, state.step))
     if state.stopped_by is not None:
         name = signal.Signals(state.stopped_by).name
         again = f"--run-name {Path(state.run_dir).name}"
@@ -131,7 +144,8 @@ def note_losses(state: State, found: Noted, saved: int, console: Console) -> Non
         raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop); {last}.")
     if found.steps and before.first == NEVER:
         console.warn(
-            f"the loss of step {found.first} is not finite; on_nan: stop would end training there."
+            f"the loss of step {found.first} is not finite; --detect-anomaly finds the op, layer "
+            "and line that it comes from, and on_nan: stop would end training there."
         )
     if found.zeroed and not before.zeroed and progress.noted.first == NEVER:
         console.warn(
@@ -185,8 +199,9 @@ def attributed(state: State, step: int) -> Iterator[None]:
         if state.config.jit_compile and (why := not_compiled(error)):
             where = _made_by(state, unknown_to_xla(error))
             texts = "_Arg" in unknown_to_xla(error)
-            cure = ", or leave jit_compile out." if texts else "; leave jit_compile out."
-            raise SetupError(f"{where or 'jit_compile'}: {why}{cure}") from error
+            out = "deterministic or jit_compile" if "determinis" in why else "jit_compile"
+            cure = f"{', or' if texts else ';'} leave {out} out."
+            raise SetupError(f"{where or 'jit_compile'}: {why.rstrip('.')}{cure}") from error
         raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
 
 

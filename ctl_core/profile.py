@@ -23,11 +23,13 @@ class Clock:
         seconds: by part, of ``PARTS``; tracing counts where it happens, mostly in steps
         waited: of the steps' seconds, those in which they waited for their input; worked out from
             the steps of which a host hook reads values, None if there were none
+        traced: how many graph functions that take steps
     """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.waited: float | None = None
+        self.traced = 0
         self._start = time.monotonic()
 
     @contextmanager
@@ -38,6 +40,10 @@ class Clock:
             yield
         finally:
             self.seconds[part] += time.monotonic() - start
+
+    def training(self) -> tuple[float, int]:
+        """Returns the seconds of steps and their hooks, and how many functions were traced."""
+        return self.seconds["steps"] + self.seconds["hooks"], self.traced
 
     def summary(self) -> str:
         """Says what share of the time since the clock was made went where, in one line."""

@@ -21,18 +21,22 @@ except ImportError:  # Windows
 
 from ctl_core import run_process, training_log
 from ctl_core.callbacks_file import COPY
+from ctl_core.cluster.signals import before_the_end
 from ctl_core.cluster.supervisor import supervised
 from ctl_core.cluster.task import Task
 from ctl_core.compat import GraphWriter
 from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError, RunError, SetupError, brief, reason
+from ctl_core.curves_png import CURVES, Still
+from ctl_core.errors import CtlError, RunError, SettingError, SetupError, brief, reason
 from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.hparams_page import write_hparams
 from ctl_core.layers import write_config
-from ctl_core.metric_values import read_metrics, storable
+from ctl_core.metric_values import PROGRESS, read_metrics, storable
 from ctl_core.provenance import provenance
+from ctl_core.refused import Before
 from ctl_core.run_state.record import saved_steps
 from ctl_core.settings import Config, free_name
+from ctl_core.sources import NOT_BEGUN, check_start
 from ctl_core.trackers.base import check_installed
 from ctl_core.trackers.sender import Sender
 
@@ -63,13 +67,16 @@ class Run:
         steps_taken: tells how many steps this process has trained
         note: what is expected of the run, for training_log.md
         console: where it says what becomes of its trackers
+        seconds: for how long it was trained before, over all its starts
+        at_the_end: writes the last line of progress.jsonl, and returns for how long it was trained
     """
 
     def __init__(self, config: Config, task: Task, reading: bool = False) -> None:
         """Creates the folder and its log, nothing else; only to read, not even these.
 
         Raises:
-            SetupError: the folder cannot be written, or links of it lead elsewhere.
+            SetupError: it cannot begin as ``fork`` or ``init_from`` say; the folder cannot be
+                written, or links of it lead elsewhere.
         """
         name = config.run_name or free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
@@ -77,10 +84,14 @@ class Run:
         self.steps_taken: Callable[[], int] = lambda: 0
         self.note: str | None = None
         self.console: Console | None = None
+        self.seconds = 0.0
+        self.at_the_end: Callable[[], float | None] = lambda: None
         self._sender: Sender | None = None
-        self._config, self._trains = config, False
+        self._config, self._trains, self._draws, self._over = config, False, False, False
+        self._noted = False
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
+        self._progress: Any = None
         self._writers: dict[str, Any] = {}
         self._flushes: list[Any] = []
         self._flushed_at = 0.0
@@ -89,6 +100,8 @@ class Run:
         logger.propagate = False
         if reading:
             return
+        check_start(config)
+        self._before = Before(self.path, [log, self.path / "trackers"])
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_links(self.path, [log, self.ckpt, self.path / "tb"])
@@ -114,7 +127,7 @@ class Run:
             run_process.begin(self.path, os.getppid() if supervised() else os.getpid())
             self._trains = True
             if self.note is not None:
-                training_log.begin(self.path, self.note, self._config)
+                self._noted = training_log.begin(self.path, self.note, self._config)
             if self._config.trackers:  # they need seconds, which the model is built in
                 self._sender = Sender(self.path, self._config.trackers)
         except OSError as error:
@@ -131,12 +144,13 @@ class Run:
                 if again_after:
                     time.sleep(again_after)
                     continue
-                raise SetupError(
-                    f"{self.shown}: another process is training this run; stop it, or choose "
-                    "another run_name."
-                ) from None
+                raise run_process.taken(self.path) from None
             except OSError as error:  # a file system without locks
                 logging.getLogger("ctl_core").warning("%s cannot be locked: %s", self.shown, error)
+                process = run_process.read_process(self.path)
+                own = (os.getpid(), os.getppid())  # a supervisor, or who started this one
+                if process and process.ended is None and process.alive() and process.pid not in own:
+                    raise run_process.taken(self.path) from None
                 return
 
     def is_held(self) -> bool | None:
@@ -146,19 +160,66 @@ class Run:
         """
         return run_process.locked(self.path / "train.log")
 
-    def ended(self, how: str, line: str = "", step: int | None = None, metrics: Any = None) -> None:
-        """Writes down how training ended, where ``runs`` and training_log.md have it."""
+    def ended(self, how: str, line: str = "", **more: Any) -> None:
+        """Writes down how training ended, where ``runs`` and training_log.md have it.
+
+        Args:
+            how: in a word, see ``run_process.Process``
+            line: what a failure said, or what stopped the run
+            more: what else ``run_process.end`` takes
+        """
+        self._over = True
         if not self._trains:
             return
         self._trains = False
+        config = self._config
+        self._draws = config.curves and self.steps_taken() > 0
+        seconds = None
         try:
-            process = run_process.end(self.path, how, line, step, metrics)
+            seconds = self.at_the_end()
+        except (RunError, tf.errors.OpError) as error:  # the run has ended as it has
+            LOG.warning("%s: the last line of %s is missing: %s", self.shown, PROGRESS, error)
+        try:
+            process = run_process.end(self.path, how, line, seconds=seconds, **more)
             if process is not None:
                 training_log.complete(self.path, process)
             if self.task.chief and how != "failed":
-                write_hparams(self.path / "tb", self.path.name, self._config)
+                write_hparams(self.path / "tb", self.path.name, config)
         except (OSError, tf.errors.OpError) as error:
             LOG.warning("%s: how it ended cannot be written: %s", self.shown, reason(error))
+
+    def refused(self, line: str) -> None:
+        """Gives the folder back as it was, since a setting cannot be: the run has not begun.
+
+        In the background, where nobody has seen why, it stays to say so.
+
+        Args:
+            line: what the setting's refusal says
+        """
+        process = run_process.read_process(self.path) if self._trains else None
+        if self.reading or self.steps_taken() or (process is not None and process.background):
+            self.ended("failed", line)
+            return
+        if self._sender is not None:
+            self._sender.kill()
+            self._sender = None
+        with contextlib.suppress(OSError, SetupError):
+            if self._noted:
+                training_log.take_back(self.path)
+        self._before.give_back(self._trains)
+        self._over, self._trains = True, False
+
+    def interrupted(self, looks: bool = True) -> None:
+        """Writes down that Ctrl-C has ended training there and then, unless it had ended before.
+
+        Args:
+            looks: whether the graph still answers, for the last line of progress.jsonl
+        """
+        if not self._over:
+            LOG.error("interrupted")
+            if not looks:
+                self.at_the_end = lambda: None
+            self.ended("stopped", run_process.AT_ONCE)
 
     @property
     def shown(self) -> str:
@@ -173,12 +234,12 @@ class Run:
     @property
     def not_begun(self) -> Path:
         """Stands beside a checkpoint that was copied, until the run has settings of its own."""
-        return self.ckpt / "forking"
+        return self.ckpt / NOT_BEGUN
 
     @property
     def written(self) -> list[Path]:
         """What training writes here, but the log."""
-        names = ("ckpt", "tb", "config.yaml", "env.json", "metrics.jsonl", COPY)
+        names = ("ckpt", "tb", "config.yaml", "env.json", "metrics.jsonl", PROGRESS, CURVES, COPY)
         return [self.path / name for name in names]
 
     @property
@@ -199,7 +260,7 @@ class Run:
         source: bytes | None = None,
         devices: Sequence[str] = (),
     ) -> None:
-        """Writes config.yaml and opens metrics.jsonl, which ends at ``step`` afterwards.
+        """Writes config.yaml, and opens metrics.jsonl and progress.jsonl, to end at ``step``.
 
         What an interrupted process had written beyond its last checkpoint is taken out, since
         the steps are about to run again.
@@ -217,6 +278,8 @@ class Run:
                 tracker cannot be used.
         """
         try:
+            if new:
+                training_log.note_changes(self.path, config)
             if new or not self.config_file.exists():
                 write_config(config, self.config_file)
                 self.not_begun.unlink(missing_ok=True)
@@ -226,11 +289,10 @@ class Run:
             if new and source is not None:
                 with written_whole(self.path / COPY) as beside:
                     beside.write_bytes(source)
-            kept = [line for line in read_metrics(self.path) if line["step"] <= step]
-            with written_whole(self.metrics_file) as beside:
-                lines = "".join(json.dumps(line) + "\n" for line in kept)
-                beside.write_text(lines, encoding="utf-8")
-            self._metrics = self.metrics_file.open("a", encoding="utf-8")
+            lines = read_metrics(self.path, PROGRESS)
+            self.seconds = run_process.seconds_trained(self.path, lines) or 0.0
+            self._progress = _opened(self.path / PROGRESS, step, buffering=1)
+            self._metrics = _opened(self.metrics_file, step)
         except OSError as error:
             raise self._unwritable(error) from error
         if self._sender is not None and new:
@@ -255,6 +317,18 @@ class Run:
         with self.writer(split).as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
+
+    def write_progress(self, step: int, values: dict[str, float]) -> None:
+        """Appends a line to progress.jsonl, and scalar summaries to tb/train.
+
+        It is on the disk before the line of metrics.jsonl that is written next.
+        """
+        with self._writing():
+            self._progress.write(json.dumps({"step": step, **storable(values)}) + "\n")
+            with self.writer("train").as_default(step=step):
+                for name, value in values.items():
+                    if name != "seconds":
+                        tf.summary.scalar(f"progress/{name}", value)
 
     def writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer of ``train`` or ``eval``, created on first use."""
@@ -305,10 +379,10 @@ class Run:
 
     def close(self) -> None:
         """Closes every file; what cannot be written any more has been complained of before."""
-        if self._metrics is not None:
+        for file in filter(None, (self._metrics, self._progress)):
             with contextlib.suppress(OSError):
-                self._metrics.close()
-            self._metrics = None
+                file.close()
+        self._metrics = self._progress = None
         for writer, flush in zip(self._writers.values(), self._flushes, strict=True):
             with contextlib.suppress(tf.errors.OpError):
                 flush()
@@ -316,13 +390,28 @@ class Run:
         self._writers, self._flushes = {}, []
         if self.reading:
             return
+        still = Still(self.path) if self._draws else None
         if self._sender is not None:  # now that they can read everything
             self._sender.end((self.console or Console()).warn)
             self._sender = None
+        if still is not None:
+            still.wait()
         logging.getLogger("ctl_core").removeHandler(self._log)
         with contextlib.suppress(OSError):
             self._log.close()
         self._held.close()
+
+
+def _opened(path: Path, step: int, buffering: int = -1) -> Any:
+    """Opens a file of lines to append to, once those of later steps are taken out.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    kept = [line for line in read_metrics(path.parent, path.name) if line["step"] <= step]
+    with written_whole(path) as beside:
+        beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8", buffering=buffering)
 
 
 @contextlib.contextmanager
@@ -332,10 +421,17 @@ def session(run: Run, console: Console) -> Iterator[None]:
     run.console = console
     step_of_summaries = tf.summary.experimental.get_step()
     try:
-        yield
+        with before_the_end(lambda: run.interrupted(looks=False)):
+            yield
+    except KeyboardInterrupt:
+        run.interrupted()
+        raise
     except CtlError as error:
         LOG.error(str(error), exc_info=error.__cause__ or error)
-        run.ended("failed", str(error))
+        if isinstance(error, SettingError):
+            run.refused(str(error))
+        else:
+            run.ended("failed", str(error))
         raise
     except BaseException as error:
         LOG.error("failed", exc_info=error)

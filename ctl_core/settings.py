@@ -206,6 +206,11 @@ class Config:
         "at a NaN or infinite loss; warn: exit code 1 if the last one is; stop: at the first, with "
         "exit code 1",
     )
+    detect_anomaly: bool = declare(
+        False,
+        "end training at the first NaN or infinity in loss, gradients or weights, and say in which "
+        "op, layer and hook it arose, and of which examples; slower",
+    )
     learning_rate: Annotated[float, Field(gt=0, lt=1e30, allow_inf_nan=False)] = declare(
         0.001, "initial value of lr; on resume, a changed value replaces the current one"
     )
@@ -276,6 +281,15 @@ class Config:
     log_every: _Number = declare(
         100, "write the train metrics, if there are any, every so many steps, and begin anew"
     )
+    stats_every: _Count = declare(
+        0,
+        "write the norms of gradients, updates and weights every so many steps, and for each "
+        "variable mean, spread and more (0: never)",
+    )
+    histograms_every: _Count = declare(
+        0,
+        "write TensorBoard's histograms of weights and gradients every so many steps (0: never)",
+    )
     keep_best: _KeepBest = declare(
         None,
         "keep the checkpoint with the best value of a metric, apart from the newest ones",
@@ -325,6 +339,11 @@ class Config:
         "START:STOP profiles the steps after START up to STOP, for TensorBoard",
         title="START:STOP, two step numbers of which the first is lower, such as 50:60",
     )
+    curves: bool = declare(
+        True,
+        "draw curves.png in the run folder whenever training ends, where matplotlib is installed "
+        "(the extra plot)",
+    )
     runs_dir: Folder = declare("runs", "folder that holds the runs", title="the name of a folder")
     callbacks: Folder = declare(
         "callbacks.py",
@@ -355,6 +374,11 @@ class Config:
             raise SetupError(
                 f"strategy: one_device uses one device, but virtual_devices is "
                 f"{self.virtual_devices}; leave one of them out."
+            )
+        if self.detect_anomaly and self.jit_compile:
+            raise SetupError(
+                "detect_anomaly: looks at each op, of which jit_compile makes one; leave out one "
+                "of the two (--no-jit-compile)."
             )
         if self.fork is not None and self.init_from is not None:
             raise SetupError("fork and init_from: give one of the two.")

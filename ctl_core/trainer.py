@@ -25,9 +25,9 @@ from ctl_core.cluster.supervisor import TICK, supervised
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.compile_choice import as_chosen, choose
 from ctl_core.console import Console
+from ctl_core.debugging.watched import step_functions
 from ctl_core.errors import RunError, StopTraining
 from ctl_core.evaluate import evaluate
-from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
 from ctl_core.messages import (
     announce,
@@ -42,6 +42,7 @@ from ctl_core.metrics import log
 from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import fold_in_replica_id
+from ctl_core.pace import Pace
 from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
 from ctl_core.rhythm import Deadlines
@@ -113,7 +114,7 @@ class Trainer:
         self.state = state
         self.start = self.last = 0
         self.checkpoints = Checkpoints(state, console)
-        self.functions = StepFunctions(state, console, run.graph_writer("train"))
+        self.functions = step_functions(state, console, run)
         self._run = run
         self._console = console
         self._sync = SyncedSignal(state.cluster, signals)
@@ -175,11 +176,11 @@ class Trainer:
             check_step(state, self.functions, console)
         if state.cluster.task.chief:
             run.open(state.config, self.start, going_on, source, self.functions.devices)
-            console.listeners.append(run.write)
+            console.listeners += [Pace(state, run).look, run.write]
         announce(state, console, self.start, target, self._resumed)
-        console.start(self.start, self.last)
         run.steps_taken = lambda: state.step - self.start
         state.clock = Clock()
+        console.start(self.start, self.last, state.clock.training)
         seconds = time.monotonic()
         try:
             self._loop()
@@ -196,7 +197,7 @@ class Trainer:
         run.flush()
         console.stop()
         conclude(state, self.start, time.monotonic() - seconds, going_on, console)
-        run.ended(*ending(state), state.step, state.metrics)
+        run.ended(**ending(state))
 
     def _loop(self) -> None:
         state, clock = self.state, self.state.clock
@@ -214,7 +215,9 @@ class Trainer:
                 step, values = self._advance(step, stop, schedule)
             state.progress.examples += state.data.examples_in(step - before)
             with clock.time("hooks"):
-                self._run_deferred(before, step, stop, schedule)
+                chief = state.cluster.task.chief
+                for passed, hook in schedule.deferred(range(before + 1, step + (step != stop))):
+                    hook(step=passed, dev=self.functions.devices, chief=chief)
                 if step == stop:
                     ended = self._run_hooks(step, schedule.due(step), values)
                     state.progress.done.update(n for n in state.hooks.at_step if n == step)
@@ -246,29 +249,25 @@ class Trainer:
         self.last = step
 
     def _advance(self, step: int, stop: int, schedule: Schedule) -> tuple[int, dict[str, Any]]:
-        """Makes one graph call, up to ``stop`` at most.
+        """Makes a graph call, up to ``stop`` at most; the step that hooks look at is another one.
+
+        Nothing comes between: in a cluster, telling the others takes longer than a step.
 
         Returns:
             The step it has come to; and, if that is ``stop``, the values that due hooks name.
         """
         due = schedule.due(stop)
         fetches = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
-        if stop == step + 1 and (fetches or schedule.every_step):
+        alone = bool(fetches or (schedule.every_step and stop == step + 1))
+        looped = self.functions.looped(fetches) and stop > step + 1
+        if steps := min(stop - step - (alone and not looped), self._steps_per_call.limit):
+            with self._steps_per_call.timed(steps):
+                if looped and step + steps == stop:
+                    return stop, self.functions.train_step(fetches, due, steps)
+                self.functions.train_steps(steps)
+        if alone and step + steps + 1 == stop:
             return stop, self.functions.train_step(fetches, due)
-        looped = self.functions.looped(fetches)
-        steps = min(stop - step - bool(fetches and not looped), self._steps_per_call.limit)
-        with self._steps_per_call.timed(steps):
-            if looped and step + steps == stop:
-                return stop, self.functions.train_step(fetches, due, steps)
-            self.functions.train_steps(steps)
         return step + steps, {}
-
-    def _run_deferred(self, before: int, step: int, stop: int, schedule: Schedule) -> None:
-        """Runs the hooks that only look on, for the steps of the last graph call but a stop."""
-        chief = self.state.cluster.task.chief
-        for passed in range(before + 1, step + (step != stop)):
-            for hook in schedule.deferred(passed):
-                hook(step=passed, dev=self.functions.devices, chief=chief)
 
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
         """Runs host hooks after a step; returns whether one ends training."""

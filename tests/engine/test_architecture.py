@@ -13,19 +13,21 @@ ENGINE = Path(ctl_core.__file__).parent
 # it may import from below; the command line does, to be quick.
 LAYERS = """
     errors table types splits index buckets png task metric_values
-    chunks collectives compat console files precision not_finite reduction signals
-    compiled training_mode helpers joining nested profile settings staging hook_state record gpus
-    verdict run_process
-    callbacks_file batch_norm hook_table sources base events pictures
-    slurm tf_config rendezvous sender
+    apart chunks compat console files output precision not_finite reduction signals
+    collectives compiled training_mode helpers joining nested profile settings staging hook_state
+    record gpus looks verdict run_process
+    origin callbacks_file batch_norm hook_table base events pictures refused
+    slurm tf_config rendezvous sender curves_png tensorboard
     place
     npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
-    training_log hparams_page
+    training_log hparams_page sources unbegun
     cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    manifest record_options shared_folder download project_files background runs sent wandb mlflow
-    comet trackio
+    manifest record_options shared_folder download project_files background following sent wandb
+    mlflow comet trackio columns named
+    runs
     curves
-    plan
+    figure
+    plan rounding
     study jobs
     compare plot report
     sweep
@@ -34,13 +36,14 @@ LAYERS = """
     image_source csv_source
     table_source
     tfrecords verify autograph divergence __main__ summary process_state
-    checks.hooks
+    checks.hooks cures
     hooks saved
     elements
     kinds
     stream
     examples
-    checks.data returned vocabularies schedule
+    pipeline
+    checks.data returned vocabularies schedule labels
     position passes eval_data created slow_input
     last_batch
     units
@@ -50,9 +53,10 @@ LAYERS = """
     pairs writes eval_step predict
     evaluate stretches scratch input_table
     state
-    build graph messages remainder input_position raw_inputs forking initial_weights
-    compile_choice sums traced writing reading serving
-    checkpoint export
+    build graph replay messages remainder input_position raw_inputs forking initial_weights
+    words compile_choice sums traced writing reading serving
+    checkpoint export anomalies statistics pace
+    watched wholes
     trainer watch restored card formats parts
     rehearsal commands load
 """

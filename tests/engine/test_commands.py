@@ -17,6 +17,7 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.__main__ import main
 from tests.helpers.cases import regression_data, small_model
+from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
 
 
@@ -111,9 +112,9 @@ def test_a_run_is_resumed_with_the_flags_that_it_was_started_with(
     capsys.readouterr()
     assert main(["train", "--run-name", "parts"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "->" in line] == [
-        "runs/parts: trained on with its own settings; config.yaml differs: steps: 4 -> 6, "
-        "batch_size: 8 -> 16; --config config.yaml takes those."
+    assert [line for line in lines if "config.yaml" in line] == [
+        "runs/parts: has its own settings: steps 4 (config.yaml: 6), batch_size 8 (config.yaml: "
+        "16); --config config.yaml takes those of the file."
     ]
     assert any("at step 4 of 4 already" in line for line in lines)
     assert main(["train", "--run-name", "parts", "--steps", "9"]) == 0
@@ -184,7 +185,7 @@ def test_without_docstrings_and_assertions(project: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-OO", "-c", program],
-        env={**os.environ, "PYTHONPATH": str(Path(ctl_core.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         check=False,
@@ -208,8 +209,11 @@ def test_asking_for_a_run_that_is_not_there(
 def test_a_package_that_is_not_installed_is_one_line(project: Path) -> None:
     command = [sys.executable, "-S", "-m", "ctl_core", "train"]  # -S: no installed packages
     environ = {**os.environ, "PYTHONPATH": str(Path(ctl_core.__file__).parents[1])}
+    environ.pop("VIRTUAL_ENV", None)
     done = subprocess.run(command, capture_output=True, text=True, env=environ)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
-        r"error: \w+ is not installed in .* -m pip install --editable \.\n", done.stderr
+        r"error: \w+ is not installed in \S+; in the project's folder: \S+ -m pip install "
+        r"--editable \.\n",
+        done.stderr,
     )

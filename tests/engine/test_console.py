@@ -124,6 +124,23 @@ def test_a_line_for_the_step_comes_at_most_once_a_second(
     assert {speed for _, *speeds in shown for speed in speeds} == {"100 steps/s"}
 
 
+def test_the_speed_is_that_of_the_last_steps_without_tracing_or_evaluation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """40 steps of 0.1 s, 40 of 0.2 s; a function is traced in steps 1 and 11, for 5 s each."""
+    seconds, traced = [0.0], [0]
+    console = Console()
+    console.start(0, 80, lambda: (seconds[0], traced[0]))
+    for step in range(10, 81, 10):
+        if step in (10, 20):
+            seconds[0] += 5
+            traced[0] += 1
+        seconds[0] += 10 * (0.1 if step <= 40 else 0.2)
+        console.values(step, "train", {"loss": 1.0})
+    shown = [line.split("  ")[2:] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [[], [], ["10 steps/s"], ["10 steps/s"], *[["5 steps/s"]] * 4]
+
+
 def test_a_pipe_that_knows_only_ascii(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
@@ -199,11 +216,12 @@ def test_reports_go_to_metrics_and_tensorboard(train: Train, tmp_path: Path) -> 
     assert lines[3] == pytest.approx({"loss": final}, rel=1e-5)
 
     shown = summaries(state.run_dir / "tb" / "train")
-    assert {key for key in shown if key[1] != "own"} == {
+    assert {key for key in shown if key[1] != "own" and "progress/" not in key[1]} == {
         (step, name) for step in (4, 8) for name in expected[step]
     }
     assert math.isnan(shown[4, "nan"]) and shown[4, "infinite"] == -math.inf
     assert (shown[4, "own"], shown[8, "own"]) == (7.0, 7.0), "tf.summary works in a hook"
+    assert shown[4, "progress/learning_rate"] == pytest.approx(0.01)
     for (step, name), value in shown.items():
         plain = expected.get(step, {}).get(name)
         if plain is not None:

@@ -79,6 +79,7 @@ def test_the_gan_that_is_shown_trains(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.slow
 def test_the_agent_that_is_shown_is_that_of_a_plain_loop(
     train: Train, tmp_path: Path, replicas: int
 ) -> None:

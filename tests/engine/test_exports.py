@@ -14,6 +14,9 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.__main__ import main
+from ctl_core.run_process import read_process
+from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import Cli, refused, source_of
 
 # Keras' layers alone, of which gelu needs an op that other formats do not have under its name.
@@ -250,17 +253,23 @@ def test_then_is_refused_before_training(cli: Cli) -> None:
 
 
 @pytest.mark.cluster
-def test_then_follows_a_cluster_once(tmp_path: Path) -> None:
-    (tmp_path / "callbacks.py").write_text(source_of(evaluation=EVALUATION))
+def test_then_follows_a_cluster_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And finds its run, though callbacks.py goes elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    going = 'import os\n\nos.chdir("elsewhere")\n'
+    (tmp_path / "callbacks.py").write_text(going + source_of(evaluation=EVALUATION))
     flags = ["--workers", "2", "--steps", "4", "--batch-size", "8", "--run-name", "a"]
     flags += ["--then", "evaluate,predict,export"]
     command = [sys.executable, "-m", "ctl_core", "train", *flags]
-    root = str(Path(ctl_core.__file__).parents[1])
-    environ = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "-1"}
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wrote a SavedModel to runs/a/export/1") == 1
+    assert done.stdout.count(f"wrote a SavedModel to {tmp_path}/runs/a/export/1") == 1
     assert (tmp_path / "runs/a/predictions.npz").exists()
     assert os.listdir(tmp_path / "runs/a/export") == ["1"]
+    process = read_process(tmp_path / "runs/a")
+    assert process is not None and process.then == []
+    assert main(["runs", "--json", "--runs-dir", str(tmp_path / "runs")]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "done"
     last = [line for line in done.stdout.splitlines() if "  eval: loss" in line]
     assert len(last) == 2 and last[0].split("loss ")[1].split()[0] in last[1]

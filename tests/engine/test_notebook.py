@@ -145,6 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.mark.slow
 def test_each_run_trains_as_in_a_process_of_its_own(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

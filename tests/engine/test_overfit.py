@@ -62,6 +62,7 @@ def hooks(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize(("replicas", "data"), [(1, shuffled), (2, shuffled), (2, noisy)])
+@pytest.mark.slow
 def test_the_same_batches_come_again_in_each_pass(
     train: Train, replicas: int, data: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

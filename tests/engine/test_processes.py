@@ -24,7 +24,7 @@ def fail(folder: Path, where: str) -> tuple[Project, subprocess.CompletedProcess
     raises = f"    if step == 3 and ({where}):\n        raise ValueError('broken')\n    report("
     path.write_text(path.read_text().replace("    report(", raises))
     process = project.start("a", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     return project, subprocess.CompletedProcess([], process.returncode, out.decode(), err.decode())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ctl_core import run_process
 from ctl_core.__main__ import main
 from ctl_core.cli import Command, default_options, find_run, parse_command
 from ctl_core.cluster import supervisor
@@ -120,6 +121,18 @@ def test_a_config_file_that_is_named_goes_before_the_runs_own() -> None:
     assert resolve("--run-name", "a", "--config", "mine.yaml", "--seed", "5").seed == 5
 
 
+def test_an_hparam_of_a_run_is_one_that_it_or_the_project_has() -> None:
+    """Also of a run from before the project had it, and one from when it had none."""
+    first_run("hparams: {old: 1}\n")
+    Path("config.yaml").write_text("hparams: {new: 2}\n")
+    for flags in (("--run-name", "a"), ("--run-name", "b", "--fork", "a")):
+        (Path("runs") / "a" / "ckpt").mkdir(exist_ok=True)
+        found = resolve(*flags, "--hparams.new", "3", "--hparams.old", "4").hparams
+        assert found == {"old": 4, "new": 3}
+        with pytest.raises(SetupError, match=r"hparams of config\.yaml; did you mean 'new'\?"):
+            resolve(*flags, "--hparams.neww", "3")
+
+
 def test_a_folder_without_settings_is_a_new_run() -> None:
     """As each process of a cluster finds it, whose supervisor has made it for their logs."""
     (Path("runs") / "a").mkdir(parents=True)
@@ -128,6 +141,32 @@ def test_a_folder_without_settings_is_a_new_run() -> None:
     assert before == Config(epochs=3, seed=3, run_name="a", hparams={"w": 2.0})
     write_config(before, Path("runs/a/config.yaml"))  # and as it is when they start again
     assert resolve(*flags) == before
+
+
+def test_a_run_that_has_not_begun_begins_as_it_was_started() -> None:
+    """Its start has failed, or was killed, before it had settings of its own."""
+    Path("config.yaml").write_text("steps: 9\nhparams: {width: 1, deep: {x: 1}}\n")
+    Path("mine.yaml").write_text("seed: 3\n")
+    name = ("train", "--run-name", "a")
+    flags = ["--config", "mine.yaml", "--callbacks", "x.py", "--steps=4", "--no-curves"]
+    flags += ["--jit-compile", "auto", "--hparams.width", "-2", "--hparams.deep", "{x: 5}"]
+    first = parse_command([*name, *flags, "--note", "x", "--background"], {})
+    folder = Path("runs", "a")
+    folder.mkdir(parents=True)
+    with run_process.of_command([], first.given):
+        run_process.begin(folder, os.getpid())
+    assert parse_command([*name, *flags, "--workers", "1"], {}).notes == []
+    again = parse_command([*name, "--debug"], {})
+    assert again.config == dataclasses.replace(first.config, debug=True)
+    assert again.given == first.given
+    assert parse_command([*name, *again.taken_over], {}).config == first.config
+    (said,) = again.notes
+    assert "runs/a: has not begun yet; begins with the settings of its last start: --conf" in said
+    other = parse_command([*name, "--steps", "4"], {})
+    assert other.config == Config(steps=4, run_name="a", hparams={"width": 1, "deep": {"x": 1}})
+    assert "not with those of its last start: --config mine.yaml" in other.notes[0]
+    write_config(other.config, folder / "config.yaml")
+    assert parse_command(name, {}).config == other.config, "it has begun"
 
 
 def test_what_config_yaml_says_otherwise_than_the_run_is_told() -> None:
@@ -142,12 +181,13 @@ def test_what_config_yaml_says_otherwise_than_the_run_is_told() -> None:
     assert notes(config=same) == notes(config="") == notes(config=same + "runs_dir: runs") == ""
     changed = "steps: 300\nseed: 7\nhparams: {width: 4, deep: {x: [1, 2]}, new: a}\n"
     told = notes(config=changed)
-    assert told.startswith("runs/a: ") and told.count("->") == 3
-    for words in ("steps: 600 -> 300, seed: 0 -> 7, hparams.width: 3 -> 4 and 2 more",):
-        assert words in told
+    assert told == (
+        "runs/a: has its own settings: steps 600 (config.yaml: 300), seed 0 (config.yaml: 7), "
+        "hparams.width 3 (config.yaml: 4) and 2 more; --config config.yaml takes those of the file."
+    )
     told = notes("--steps", "900", "--hparams.width", "9", config=changed)
     assert "steps" not in told and "width" not in told
-    assert "seed: 0 -> 7, hparams.deep.x: [1] -> [1, 2], hparams.new: None -> 'a';" in told
+    assert "hparams.deep.x [1] (config.yaml: [1, 2]), hparams.new None (config.yaml: 'a');" in told
     assert notes(config=changed, command="evaluate") == ""
     assert notes("--config", "config.yaml", config=changed) == ""
 
@@ -155,12 +195,13 @@ def test_what_config_yaml_says_otherwise_than_the_run_is_told() -> None:
 def test_notes_are_on_the_console_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("config.yaml").write_text("steps: 1\nhparams: {width: 3}\n")
+    Path("config.yaml").write_text("steps: 1\nmax_chunk: 3\n")
     for supervised in (False, True):
         if supervised:
             monkeypatch.setenv(supervisor.PIPE, "0")
-        assert main(["train", "--hparams.widht", "3"]) == 2  # there is no callbacks.py
-        assert capsys.readouterr().out.count("did you mean 'width'?") == (not supervised)
+        assert main(["train"]) == 2  # there is no callbacks.py
+        said = capsys.readouterr().out
+        assert said.count("max_chunk is called steps_per_call now.") == (not supervised)
 
 
 def test_what_an_earlier_engine_did_not_write_is_the_default() -> None:
@@ -170,7 +211,7 @@ def test_what_an_earlier_engine_did_not_write_is_the_default() -> None:
     assert parse_command(["train", "--run-name", "a"], {}).notes == []
     Path("config.yaml").write_text(same + "steps_per_call: 5\n")
     (told,) = parse_command(["train", "--run-name", "a"], {}).notes
-    assert "differs: steps_per_call: 1000 -> 5;" in told
+    assert "own settings: steps_per_call 1000 (config.yaml: 5);" in told
 
 
 @pytest.mark.parametrize(

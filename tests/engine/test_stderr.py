@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ctl_core import __main__ as command_line
+from tests.helpers.lean import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
 CALLBACKS = """
@@ -59,7 +60,7 @@ def ctl(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
             *arguments,
         ],
         cwd=folder,
-        env={**kept, "PYTHONPATH": str(ROOT), **variables},
+        env={**kept, "PYTHONPATH": PYTHONPATH, **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -67,6 +68,7 @@ def ctl(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.cluster
 def test_a_command_that_goes_well_says_nothing_there(tmp_path: Path) -> None:
     """The second training, of a cluster, finds the list of checkpoints gone."""
     (tmp_path / "callbacks.py").write_text(CALLBACKS)
@@ -82,7 +84,38 @@ def test_a_command_that_goes_well_says_nothing_there(tmp_path: Path) -> None:
         done = ctl(tmp_path, *arguments)
         assert (done.returncode, done.stderr) == (0, ""), arguments
         (tmp_path / "runs/a/ckpt/checkpoint").unlink(missing_ok=True)
-    assert "oneDNN" in ctl(tmp_path, "hooks", "--debug").stderr
+    assert "oneDNN" in ctl(tmp_path, "hooks", "--debug", TF_ENABLE_ONEDNN_OPTS="1").stderr
+
+
+def test_a_training_goes_on_without_who_reads_it(tmp_path: Path) -> None:
+    """As ``| head -1`` has it for standard output; standard error is a file on a full disk."""
+    hook = (
+        "\n\nimport sys\n\n\ndef tell(step):\n    print('at', step)\n"
+        "    print('at', step, file=sys.stderr)\n\n\nevery_steps = {1: tell}\n"
+    )
+    (tmp_path / "callbacks.py").write_text(CALLBACKS + hook)
+    command = [sys.executable, "-m", "ctl_core", "train", "--batch-size=8", "--steps=30"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        training = subprocess.Popen(
+            [*command, "--run-name=a"],
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+        )
+        assert training.stdout is not None
+        assert training.stdout.readline().startswith("runs/a: training, to step 30")
+        training.stdout.close()
+        assert training.wait(300) == 0
+    log = (tmp_path / "runs/a/train.log").read_text()
+    for name, why in (
+        ("standard output", "Broken pipe"),
+        ("standard error", "No space left on device"),
+    ):
+        assert log.count(f"WARNING {name} cannot be written any more ({why})") == 1, log
+    assert "INFO done: step 30" in log
 
 
 def fake(folder: Path, body: str) -> subprocess.CompletedProcess[str]:

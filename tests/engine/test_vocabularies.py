@@ -62,6 +62,7 @@ def program(words: Any, numbers: Any, adapt: bool = True, size: int = 16) -> Sim
 
 
 @pytest.mark.parametrize("adapt", [True, False])
+@pytest.mark.slow
 def test_more_data_since_change_no_number_of_a_checkpoint(
     train: Train, capsys: pytest.CaptureFixture[str], adapt: bool
 ) -> None:

@@ -133,6 +133,9 @@ def test_commands_in_a_project(
     project = render(tmp_path)
     monkeypatch.chdir(project)
     sys.path.insert(0, str(project))
+    config = (project / "config.yaml").read_text()
+    assert "batch_size: 64" in config  # of little pictures, of which fewer do
+    (project / "config.yaml").write_text(config.replace("batch_size: 64", "batch_size: 16"))
     with np.load(project / "data" / "digits.npz") as digits:
         images = next(digits[name] for name in digits.files if digits[name].ndim > 1)
     np.save(project / "x.npy", images[:3].reshape(3, 8, 8, 1).astype("float32"))
@@ -152,7 +155,7 @@ def test_commands_in_a_project(
         assert (outcome.code, outcome.err) == (0, ""), f"{where}: {command}"
         if step := re.search(r"goes on at step (\d+)", comment):
             assert f"resuming at step {step[1]}" in outcome.out, f"{where}: {command}"
-        for path in re.findall(r"runs/\S+", comment):
+        for path in re.findall(r"runs/[\w./-]*\w", comment):
             assert (project / path).exists(), f"{where}: {command} has not made {path}"
     assert len(done) > 8
 
