@@ -171,8 +171,18 @@ def clipped(work: Workload, gradients: Any) -> Any:
     return gradients if work.clip is None else tf.clip_by_global_norm(gradients, work.clip)[0]
 
 
-def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
-    """A custom loop as TensorFlow's guides have it: one call of a ``tf.function`` for a step."""
+def textbook(
+    work: Workload,
+    strategy: tf.distribute.Strategy,
+    every: int,
+    pace: Pace,
+    folder: str | None = None,
+    ckpt_every: int = 0,
+) -> None:
+    """A custom loop as TensorFlow's guides have it: one call of a ``tf.function`` for a step.
+
+    With a folder, it saves model and optimizer there, every so many steps.
+    """
     with strategy.scope():
         model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
         optimizer.build(model.trainable_variables)
@@ -196,10 +206,14 @@ def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace:
         loss = strategy.run(on_replica, (inputs, labels))
         return strategy.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None)
 
+    ckpt = tf.train.Checkpoint(model=model, optimizer=optimizer)
+    manager = tf.train.CheckpointManager(ckpt, folder, max_to_keep=5) if folder else None
     for step, (inputs, labels) in enumerate(data, start=1):
         loss = train_step(inputs, labels)
         if step % every == 0:
             float(loss)
+        if manager is not None and step % ckpt_every == 0:
+            manager.save(checkpoint_number=step)
         if pace.due(step):
             pace.stop()
 

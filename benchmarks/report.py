@@ -26,7 +26,9 @@ COMPILED = "engine, compiled"
 IN_GRAPH, ALL_REDUCE, SHARE = "textbook loop in the graph", "all-reduce alone", "share alone"
 TRAIN_SH = "engine, by train.sh"
 JAX_FIT, JAX_SCAN = "Keras fit on JAX", "JAX scan"
-SAVING = "engine, saving every 100 steps"
+SAVING, TEXTBOOK_SAVING = (
+    f"{peer}, saving every 100 steps" for peer in ("engine", "textbook loop")
+)
 OURS = ("engine", COMPILED, TRAIN_SH, SAVING)
 PARTS = ("floor", "input alone", ALL_REDUCE, SHARE)  # not a whole training each
 # Workloads on which compiled stretches are timed, and how much faster than the best of Keras' fit

@@ -28,13 +28,14 @@ import tensorflow as tf
 import ctl_core
 from benchmarks.installed import has_orbit
 from benchmarks.pace import CHECKED, Pace, timed
-from benchmarks.peers import PEERS, all_reduce, callbacks, compiled, engine, settings
+from benchmarks.peers import PEERS, all_reduce, callbacks, compiled, engine, settings, textbook
 from benchmarks.records import records
 from benchmarks.report import (
     ALL_REDUCE,
     COMPILED,
     REPORTED_COMPILED,
     SAVING,
+    TEXTBOOK_SAVING,
     Memory,
     Timing,
     memory_used,
@@ -198,15 +199,27 @@ def _evaluate_by_keras(work: Workload, steps_per_call: int, pace: Pace) -> None:
 
 
 def checkpoints(rounds: int) -> Iterator[Timing]:
-    """Times the engine on the CNN, without checkpoints and with one every 100 steps."""
-    work = dataclasses.replace(WORKLOADS["cnn"](), segment=100)
-    strategy = _strategy(1)
-    paces = {
-        name: Pace(functools.partial(engine, work, strategy, 50, ckpt_every=ckpt_every), 100)
-        for name, ckpt_every in {"engine": 0, SAVING: 100}.items()
-    }
-    # The first two checkpoints of a run are others: their graphs are traced.
-    yield from _rounds("checkpoints of cnn", 1, 50, paces, rounds, warm=4)
+    """Times the engine on the CNN, without checkpoints and with one every 100 steps.
+
+    Beside it the textbook's loop, which saves model and optimizer with TensorFlow's manager.
+    """
+    # Ten checkpoints in a segment: what is still written when the training stands still is not
+    # timed, so that of one checkpoint alone a part would be missing.
+    segment = 1000
+    work = dataclasses.replace(WORKLOADS["cnn"](), segment=segment)
+    with tempfile.TemporaryDirectory() as folder:
+        loops: dict[str, Callable[..., None]] = {
+            "engine": engine,
+            SAVING: functools.partial(engine, ckpt_every=100),
+            "textbook loop": textbook,
+            TEXTBOOK_SAVING: functools.partial(textbook, folder=folder, ckpt_every=100),
+        }
+        paces = {
+            name: Pace(functools.partial(loop, work, _strategy(1), 50), segment)
+            for name, loop in loops.items()
+        }
+        # The first two checkpoints of a run are others, and not timed: their graphs are traced.
+        yield from _rounds("checkpoints of cnn", 1, 50, paces, rounds, warm=2)
 
 
 def memory(steps_between: int) -> Memory:
