@@ -112,7 +112,7 @@ lint: $(VENV)/.made
 
 bench: $(VENV)/.made
 	"$(VENV)/bin/python" -c "import jax" 2>/dev/null || \
-		"$(VENV)/bin/python" -m pip install --quiet --disable-pip-version-check ".[bench]"
+		"$(VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[bench]"
 	"$(VENV)/bin/python" -m benchmarks
 
 $(DEMO_VENV)/.made: | python
