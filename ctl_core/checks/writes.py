@@ -238,10 +238,7 @@ def check_writes(
     return warnings
 
 
-_EXCHANGE = (
-    "(if replica := tf.distribute.get_replica_context(): value = replica.all_reduce("
-    "tf.distribute.ReduceOp.MEAN, value), or SUM for a sum)"
-)
+_EXCHANGE = "value = ctl_core.all_reduce(value, 'mean') before, or 'sum' for a sum"
 
 
 def _refusal(found: Found, path: str, write: Write, replicas: int) -> str:
@@ -252,10 +249,16 @@ def _refusal(found: Found, path: str, write: Write, replicas: int) -> str:
             "carry one of its own, of which a checkpoint holds the first; train it with strategy "
             "one_device, or give the state with the batch as initial_state."
         )
-    return (
+    said = (
         f"{_assigns(found, path, write)} what one replica's examples or random numbers give, so "
         f"that {replicas} replicas would no longer have the same model; assign what is the same "
-        f"on all: all_reduce it before {_EXCHANGE}."
+        f"on all: {_EXCHANGE}."
+    )
+    if not getattr(found.variables[path], "trainable", False):
+        return said
+    return (
+        f"{said} A weight is the optimizer's to change; steps that a forward pass takes by itself "
+        "are those of copies, given to model.stateless_call."
     )
 
 
@@ -264,7 +267,7 @@ def _shared(found: Found, path: str, write: Write, aggregation: Any) -> str:
     return (
         f"{_assigns(found, path, write)} what each replica's own examples or random numbers give, "
         f"with the aggregation {kept}, which may be another value than one device assigns; to be "
-        f"sure, all_reduce it before {_EXCHANGE}."
+        f"sure, make it the same on all: {_EXCHANGE}."
     )
 
 
