@@ -46,11 +46,12 @@ def _missing(package: str | None) -> str:
 try:
     from ctl_core import run_process, training_log
     from ctl_core.callbacks_file import Source, check_compiles, find_callbacks, load_callbacks
-    from ctl_core.cli import COMMANDS, Command, as_evaluator, default_options, parse_command
+    from ctl_core.cli import Command, as_evaluator, parse_command
     from ctl_core.cluster import supervisor
     from ctl_core.cluster.place import find_place
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
     from ctl_core.cluster.task import Place
+    from ctl_core.options import COMMANDS, default_options
     from ctl_core.output import outlive_readers
     from ctl_core.settings import Config, free_name, nearest
     from ctl_core.sources import check_start

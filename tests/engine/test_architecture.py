@@ -19,10 +19,10 @@ LAYERS = """
     origin callbacks_file batch_norm hook_table base events pictures refused
     slurm tf_config rendezvous sender curves_png tensorboard
     place
-    npz layers provenance rhythm selection tracking learning_rate strategy supervisor fitting
-    training_log hparams_page sources unbegun
-    cli folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    manifest record_options shared_folder download project_files background following sent wandb
+    npz layers options provenance rhythm selection tracking learning_rate strategy supervisor
+    fitting training_log hparams_page sources unbegun
+    flags folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
+    cli manifest record_options shared_folder download project_files background following sent wandb
     mlflow comet trackio columns named
     runs
     curves

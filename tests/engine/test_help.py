@@ -13,7 +13,7 @@ import yaml
 
 import ctl_core
 from ctl_core.__main__ import main
-from ctl_core.cli import COMMANDS, OPTIONS
+from ctl_core.options import COMMANDS, OPTIONS
 from ctl_core.settings import SETTINGS, Config
 
 pytestmark = pytest.mark.usefixtures("folder")

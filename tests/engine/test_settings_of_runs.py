@@ -10,10 +10,11 @@ import pytest
 
 from ctl_core import run_process
 from ctl_core.__main__ import main
-from ctl_core.cli import Command, default_options, find_run, parse_command
+from ctl_core.cli import Command, find_run, parse_command
 from ctl_core.cluster import supervisor
 from ctl_core.errors import SetupError
 from ctl_core.layers import write_config
+from ctl_core.options import default_options
 from ctl_core.settings import Config
 from tests.helpers.settings import make_run, resolve
 

@@ -18,9 +18,10 @@ import pytest
 import yaml
 
 from ctl_core.__main__ import main
-from ctl_core.cli import OPTIONS, parse_command
+from ctl_core.cli import parse_command
 from ctl_core.errors import SetupError
 from ctl_core.layers import load_config, write_config
+from ctl_core.options import OPTIONS
 from ctl_core.settings import SETTINGS, Config
 from tests.helpers.project import Cli, refused, source_of
 from tests.helpers.settings import TYPED, resolve

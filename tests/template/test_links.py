@@ -13,7 +13,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from ctl_core.__main__ import main
-from ctl_core.cli import COMMANDS, parse_command
+from ctl_core.cli import parse_command
+from ctl_core.options import COMMANDS
 from ctl_core.tools.record_options import parse as parse_records
 from ctl_core.tools.sweep import parser as sweep_parser
 from tests.helpers.rendering import EXAMPLES, ROOT
