@@ -507,6 +507,27 @@ def stages(dataset: Any) -> Iterator[Any]:
         yield from stages(part)
 
 
+def tuned_parts(dataset: tf.data.Dataset) -> set[str]:
+    """Returns what of a pipeline is left to tf.data's tuner by AUTOTUNE.
+
+    Returns:
+        Of ``num_parallel_calls``, ``cycle_length`` and ``nested`` (in datasets that a function
+        makes, as that of ``interleave``) those that are.
+    """
+    found = set()
+    for stage in stages(dataset):
+        for name in ("num_parallel_calls", "cycle_length"):
+            value = tf.get_static_value(getattr(stage, f"_{name}", None))
+            if value is not None and value == tf.data.AUTOTUNE:
+                found.add(name)
+        for part in vars(stage).values():
+            if isinstance(getattr(part, "output_structure", None), tf.data.DatasetSpec):
+                ops = part.function.graph.get_operations()
+                if any(op.type.startswith(("Parallel", "MapAndBatch")) for op in ops):
+                    found.add("nested")
+    return found
+
+
 def max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
     """Returns how many checkpoints a manager keeps; None for all."""
     return getattr(manager, "_max_to_keep", None)

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.ahead import read_ahead, without_tuner
 from ctl_core.checks.data import first_of, reading
 from ctl_core.checks.examples import checked_count, examples_in, read_by
 from ctl_core.checks.returned import kind_of
@@ -182,7 +183,7 @@ def _create(
 
     def whole(one: tf.data.Dataset) -> tf.data.Dataset:
         one = one if most is None else _first(one, hooks.count_examples, most)
-        return one.prefetch(tf.data.AUTOTUNE)
+        return read_ahead(one, for_long=False)
 
     data = EvaluationData(hook, whole(made))
     names = {type(stage).__name__ for stage in stages(data.dataset)}
@@ -199,7 +200,7 @@ def _create(
             if names & _SHUFFLES:
                 data = dataclasses.replace(data, _anew=lambda: whole(again()))
     with reading(hook):
-        first = first_of(iter(made), hook, _EMPTY)
+        first = first_of(iter(without_tuner(made, for_long=False)), hook, _EMPTY)
         if examples_in(hooks.count_examples, first) is None:
             raise hook.reject(
                 "returned single examples, expected batches: use "

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.ahead import read_ahead, without_tuner
 from ctl_core.compiled import stack_of
 from ctl_core.passes import on_host
 
@@ -42,7 +43,8 @@ class Units(tf.Module):  # type: ignore[misc]
         super().__init__()
         self.number = number
         self._spec = lambda: spec  # unseen: tf.Module would track a dict or a list
-        self._iterator = iter(dataset.batch(number, drop_remainder=True).prefetch(_AHEAD))
+        stacked = dataset.batch(number, drop_remainder=True)
+        self._iterator = iter(without_tuner(stacked, for_long=True).prefetch(_AHEAD))
         with tf.device("CPU:0"):
             self._unit = [
                 tf.Variable(tf.zeros([number, *part.shape], part.dtype), trainable=False)
@@ -99,4 +101,4 @@ def begin(dataset: tf.data.Dataset, rows: int | None, micro_batches: int) -> Any
         steps = min(stack.steps, UNIT_BYTES // max(step, 1))
         if steps >= _FEW:
             return Units(dataset, stack.spec, steps * micro_batches)
-    return iter(dataset.prefetch(tf.data.AUTOTUNE))
+    return iter(read_ahead(dataset, for_long=True))

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.ahead import without_tuner
 from ctl_core.checks.examples import checked_count, examples_in
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import stages
@@ -59,7 +60,7 @@ def look(
             processes of the cluster read different data.
     """
     found = known(pipeline, sizes)
-    iterator = iter(pipeline.dataset)
+    iterator = iter(without_tuner(pipeline.dataset, for_long=False))
     with reading(pipeline.hook):
         elements = [first_of(iterator, pipeline.hook)]
         counts = [examples_in(pipeline.count_examples, elements[0])]

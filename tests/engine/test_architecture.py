@@ -14,8 +14,8 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     errors table types splits index buckets png task metric_values
     apart chunks compat console files output precision not_finite reduction signals
-    collectives compiled training_mode helpers joining nested profile settings staging hook_state
-    record gpus looks verdict run_process
+    ahead collectives compiled training_mode helpers joining nested profile settings staging
+    hook_state record gpus looks verdict run_process
     origin callbacks_file batch_norm hook_table base events pictures refused
     slurm tf_config rendezvous sender curves_png tensorboard
     place

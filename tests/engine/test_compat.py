@@ -13,6 +13,19 @@ import tensorflow as tf
 from ctl_core import compat
 
 
+def test_tuned_parts() -> None:
+    numbers, auto = tf.data.Dataset.range(10), tf.data.AUTOTUNE
+    halves = numbers.map(lambda x: x // 2, 2).batch(2, num_parallel_calls=2).prefetch(auto)
+    assert compat.tuned_parts(halves) == set()
+    for tuned in (numbers.map(lambda x: x, auto), numbers.batch(2, num_parallel_calls=auto)):
+        assert compat.tuned_parts(tuned.repeat().prefetch(2)) == {"num_parallel_calls"}
+    plain = numbers.interleave(tf.data.Dataset.range, cycle_length=2)
+    assert compat.tuned_parts(plain.zip(numbers)) == set()
+    assert compat.tuned_parts(numbers.interleave(tf.data.Dataset.range)) == {"cycle_length"}
+    inner = numbers.flat_map(lambda x: tf.data.Dataset.range(x).map(lambda y: y, auto))
+    assert compat.tuned_parts(inner.batch(2)) == {"nested"}
+
+
 def test_global_seed_generator() -> None:
     keras.utils.set_random_seed(1)
     assert compat.global_seed_generator() is None
