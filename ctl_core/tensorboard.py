@@ -151,7 +151,7 @@ def main(folder: str) -> int:
     while os.getppid() == parent and not closed.wait(POLL):
         pass
     if hasattr(signal, "alarm"):
-        signal.alarm(LAST)  # whatever of it does not end
+        signal.alarm(60)  # whatever of it does not end, and whose parent is gone
     return 0  # its own folder of temporary files is removed now
 
 
