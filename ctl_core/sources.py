@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ctl_core.errors import SetupError, brief, one_line
-from ctl_core.files import from_here
+from ctl_core.files import from_here, refuse_links
 from ctl_core.layers import read_file
 from ctl_core.run_process import AT_ONCE, read_process
 from ctl_core.run_state.record import Damaged, Record, read_record, saved_steps
@@ -92,6 +92,7 @@ def _refuse_without_checkpoints(run: Path) -> None:
     if process is None or not process.step or process.line == AT_ONCE:
         return
     if process.how in ("done", "ended", "stopped"):
+        refuse_links(run, [run / "ckpt"])  # which may be why they are not there
         raise SetupError(
             f"{from_here(run)}: was saved at step {process.step}, and {from_here(run / 'ckpt')} "
             "has no checkpoint any more; put them back, choose another run_name, or remove "
