@@ -62,6 +62,9 @@ try:
 except ModuleNotFoundError as error:
     print("error:", _missing(error.name), file=sys.stderr)
     sys.exit(2)
+except KeyboardInterrupt:  # these take most of the time until main() is there to catch it
+    print("error: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
 
 
 def main(argv: list[str] | None = None) -> int:

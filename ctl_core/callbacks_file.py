@@ -73,10 +73,11 @@ def find_callbacks(
         note = f"{label(name)} is not there; the run's copy of it is used, {kept}."
         return Source(copy, path, note)
     note = ""
-    if text is not None and not training and text != _read(path):
+    if text is not None and text != _read(path):
+        now = "; the run goes on with what it is now" * training
         note = (
-            f"{label(name)} is not as it was when the run was trained; --callbacks {kept} takes "
-            "what it was."
+            f"{label(name)} is not as it was when the run was trained{now}; --callbacks {kept} "
+            "takes what it was."
         )
     return Source(path, path, note)
 

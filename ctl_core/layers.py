@@ -31,7 +31,7 @@ OF_PLACE = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML in which 1e-3 is a number and a date is a text."""
+    """Reads YAML in which 1e-3 is a number and a date is a text, and each name stands once."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
@@ -46,6 +46,16 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError("nested too deeply")
         node = super().compose_node(parent, index)
         self._depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        before = set()
+        for name in (name for name, _ in node.value if isinstance(name, yaml.ScalarNode)):
+            if (name.tag, name.value) in before:  # of which PyYAML would take the last one
+                why = f"{name.value} stands there twice"
+                raise yaml.MarkedYAMLError(problem=why, problem_mark=name.start_mark)
+            before.add((name.tag, name.value))
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

@@ -331,13 +331,18 @@ class Run:
                         tf.summary.scalar(f"progress/{name}", value)
 
     def writer(self, split: str) -> tf.summary.SummaryWriter:
-        """Returns the summary writer of ``train`` or ``eval``, created on first use."""
+        """Returns the summary writer of ``train`` or ``eval``, created on first use.
+
+        Raises:
+            RunError: its file cannot be written.
+        """
         if split not in self._writers:
-            writer = (
-                tf.summary.create_file_writer(str(self.path / "tb" / split))
-                if self.task.chief
-                else tf.summary.create_noop_writer()
-            )
+            with self._writing():
+                writer = (
+                    tf.summary.create_file_writer(str(self.path / "tb" / split))
+                    if self.task.chief
+                    else tf.summary.create_noop_writer()
+                )
             # TensorFlow flushes whenever an ``as_default`` ends, so after each step with a hook.
             self._flushes.append(writer.flush)
             writer.flush = lambda: None

@@ -26,7 +26,7 @@ from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.compile_choice import as_chosen, choose
 from ctl_core.console import Console
 from ctl_core.debugging.watched import step_functions
-from ctl_core.errors import RunError, StopTraining
+from ctl_core.errors import RunError, StopTraining, one_line
 from ctl_core.evaluate import evaluate
 from ctl_core.hooks import Hook
 from ctl_core.messages import (
@@ -379,4 +379,4 @@ class Trainer:
         except Exception as error:
             if reason != "failed":
                 raise
-            self._console.warn(f"after a failure: {error}")
+            self._console.warn(f"after a failure: {one_line(error, 300)}")

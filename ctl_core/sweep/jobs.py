@@ -135,7 +135,12 @@ class Job:
         else:
             code = self._process.returncode
             known = {0: "done", 130: "stopped", 143: "stopped", -signal.SIGTERM: "stopped"}
-            state, said = known.get(code, "failed"), self._error() or f"exit code {code}"
+            why = f"exit code {code}" if code >= 0 else f"ended by signal {-code}"
+            if code < 0 and (words := signal.strsignal(-code)):
+                why += f" ({words})"
+            state, said = known.get(code, "failed"), self._error() or why
+            if state == "stopped" and (process := read_process(self.folder)) is not None:
+                state = process.how or state  # told to end when it had come to its end already
         if state in ("done", "ended"):
             why = f"{self._plan.metric} was never a finite number"
             return ("complete", "") if self.best is not None else ("fail", why)

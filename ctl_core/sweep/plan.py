@@ -197,6 +197,8 @@ def _dimension(where: str, name: str, said: Any) -> Dimension:
     for key, value in (("min", low), ("max", high), ("step", 1 if step is None else step)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise SetupError(f"{where}: {key}: expected a number, got {shown(value)}.")
+    if not isinstance(log, bool | None):
+        raise SetupError(f"{where}: log: expected true or false, got {shown(log)}.")
     if low >= high:
         raise SetupError(f"{where}: is empty: min {low} is not below max {high}.")
     if step is not None and step <= 0:
@@ -242,6 +244,8 @@ def _hook(path: Path, said: Any) -> Callable[[Any], Any] | None:
     if said is None:
         return None
     file = path.parent / str(said)
+    if not file.is_file():
+        raise SetupError(f"{from_here(path)}: hook: there is no file {from_here(file)}.")
     try:
         found = runpy.run_path(str(file)).get("sweep_space")
     except Exception as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctl_core.cli import find_run
-from ctl_core.errors import SetupError
+from ctl_core.errors import SetupError, reason
 from ctl_core.files import from_here
 from ctl_core.layers import load_config
 from ctl_core.run_process import held
@@ -67,8 +67,18 @@ def _trackers_of(folder: Path, to: str | None) -> list[str]:
 
 
 def _send(folder: Path, names: list[str], anew: bool) -> int:
-    """Logs one run; returns the exit code."""
-    sender = Sender(folder, names, anew)
+    """Logs one run; returns the exit code.
+
+    Raises:
+        SetupError: what was sent cannot be kept there, or a tracker cannot be used.
+    """
+    try:
+        sender = Sender(folder, names, anew)
+    except OSError as error:
+        raise SetupError(
+            f"{from_here(folder / 'trackers')}: cannot be written: {reason(error)}; log a copy of "
+            "the run (--runs-dir)."
+        ) from error
     try:
         trained = held(folder) is True
         sender.send(look_at(folder).step or 0, trained, _say, _warn)

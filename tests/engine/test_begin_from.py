@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,29 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
     with pytest.raises(SetupError, match="has checkpoints and began by itself, not from a; choose"):
         train(hooks(), run_name="b", steps=8, **SHORT, fork="a")
     assert look_at(tmp_path / "runs/b").state == "done"
+
+
+@pytest.mark.parametrize("how", ["done", "stopped"])
+def test_a_run_that_was_saved_and_has_lost_its_checkpoints_does_not_begin_again(
+    train: Train, tmp_path: Path, how: str
+) -> None:
+    """That would replace what it has measured."""
+    run = tmp_path / "runs" / "run"
+
+    def stop(step: int) -> None:
+        if how == "stopped" and step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    whole = train(make_hooks(every_steps={1: stop}), steps=4, **SHORT)
+    kept = (run / "metrics.jsonl").read_bytes()
+    (run / "ckpt").rename(tmp_path / "ckpt")
+    words = rf"runs/run: was saved at step {whole.step}, and .*ckpt has no checkpoint any more; put"
+    for _ in range(2):
+        with pytest.raises(SetupError, match=words):
+            train(make_hooks(), steps=6, **SHORT)
+    assert (run / "metrics.jsonl").read_bytes() == kept
+    (tmp_path / "ckpt").rename(run / "ckpt")
+    assert train(make_hooks(), steps=6, **SHORT).step == 6
 
 
 def test_the_command_line_refuses_before_it_says_or_starts_anything(

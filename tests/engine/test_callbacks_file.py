@@ -129,6 +129,15 @@ def test_a_file_that_has_changed_or_gone_is_said_and_its_copy_is_there(
     assert value.group() in out and "not as it was" not in out
     assert ctl("evaluate", "--callbacks", "callbacks.py") == 0
     assert "not as it was" not in capsys.readouterr().out
+    shutil.copytree("runs/gan", "runs/on")
+    line = (
+        "experiments/gan.py is not as it was when the run was trained; the run goes on with what "
+        "it is now; --callbacks runs/on/callbacks.py takes what it was.\n"
+    )
+    for steps, said in (("5", 1), ("6", 0)):  # once: then the run has been trained with it
+        assert ctl("train", "--run-name", "on", "--steps", steps) == 0
+        assert capsys.readouterr().out.count(line) == said
+    shutil.rmtree("runs/on")
     gan.unlink()
     monkeypatch.chdir(tmp_path)  # and the project has moved
     project = project.rename(tmp_path / "moved")

@@ -59,6 +59,20 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoints(
         assert (one_weight == other).all()
 
 
+def test_summaries_that_cannot_be_begun_are_one_line(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of the first step with a hook, and again in what follows a failure."""
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    (tmp_path / "runs" / "run" / "tb").touch()
+    hooks = make_hooks(every_steps={1: lambda step, loss: None}, at_end=lambda reason: None)
+    with pytest.raises(RunError, match=r"the run folder cannot be written: .*/tb is no") as one:
+        train(hooks, steps=4)
+    assert "\n" not in str(one.value)
+    err = capfd.readouterr().err
+    assert "Traceback" not in err and "[Op:" not in err, err
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
 def test_a_file_that_cannot_be_written_is_one_line(
     train: Train, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]

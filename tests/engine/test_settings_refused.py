@@ -114,6 +114,8 @@ FILES: list[tuple[str | bytes, str]] = [
     ("steps: [", r"config.yaml: line 1, column 9: no valid YAML"),
     ("steps: 3: 4", r"config.yaml: line 1, column 9: no valid YAML"),
     ("\tsteps: 3", r"config.yaml: line 1, column 1: no valid YAML.*'\\t'"),
+    ("steps: 3\nseed: 1\nsteps: 4", r"config.yaml: line 3, column 1: no valid YAML: steps stands"),
+    ("hparams: {a: 1, a: 2}", r"config.yaml: line 1, column 17: no valid YAML: a stands there"),
     ("steps: !!python/name:os.system", r"config.yaml: line 1, column 8: no valid YAML"),
     ("steps: \x01", r"config.yaml: no valid YAML.*#x0001"),
     ("[" * 100_000, r"config.yaml: no valid YAML: nested too deeply.$"),

@@ -295,6 +295,29 @@ def test_a_cluster_of_which_one_process_is_blocked_ends_by_a_second_sigint(tmp_p
     assert (tmp_path / "runs/a/ckpt/engine/ckpt-6.json").exists()
 
 
+@pytest.mark.parametrize("module", ["yaml", "rich.console"])
+def test_sigint_while_the_command_line_is_imported_is_one_line(tmp_path: Path, module: str) -> None:
+    """Before there is anything that could be saved."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    run = subprocess.run(
+        [sys.executable, "-m", "ctl_core", "runs"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "error: interrupted\n")
+
+
 @pytest.mark.slow
 def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
     program = (

@@ -22,8 +22,10 @@ import yaml
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
+from ctl_core import run_process
 from ctl_core.__main__ import main
 from ctl_core.settings import Config
+from ctl_core.sweep.jobs import Job
 from ctl_core.sweep.plan import read_plan
 from ctl_core.sweep.rounding import rounded
 from ctl_core.sweep.study import Sweep
@@ -230,6 +232,28 @@ def test_what_is_worse_than_most_is_ended(capsys: pytest.CaptureFixture[str]) ->
     assert "pruned: others were better" in capsys.readouterr().out
 
 
+def test_a_run_that_had_come_to_its_end_when_it_was_told_to_is_complete(tmp_path: Path) -> None:
+    """Others were better at its last step, say, and the process had not ended yet."""
+    job = Job(None, tmp_path / "runs" / "s-0000", {}, 0, read_plan(Path("s.yaml")))
+    Path("ctl_core/__main__.py").write_text("import time\n\ntime.sleep(60)\n")
+    for how, state in ((None, "stopped"), ("stopped", "stopped"), ("done", "complete")):
+        job.start(tmp_path, {})
+        if how is not None:
+            run_process.end(job.folder, how)
+        job.best = 0.5
+        job.stop()
+        while job.runs():
+            time.sleep(0.01)
+        assert job.ended()[0] == state
+    job.start(tmp_path, {})
+    process = run_process.read_process(job.folder)
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    while job.runs():
+        time.sleep(0.01)
+    assert job.ended() == ("fail", "ended by signal 9 (Killed)")
+
+
 def test_conditions_are_a_hook(capsys: pytest.CaptureFixture[str]) -> None:
     Path("space.py").write_text(
         "def sweep_space(trial):\n"
@@ -353,7 +377,11 @@ def test_values_are_rounded_within_their_range_to_what_tells_them_apart() -> Non
         ({"metrics": "loss", "metric": None}, "unknown name 'metrics'; did you mean 'metric'?"),
         ({"metric": None}, "s.yaml: metric: expected a name such as accuracy, got None"),
         ({"metric": "elbo"}, "say whether elbo is better when it is higher or lower: elbo:max"),
-        ({"hook": "none.py"}, "hook: none.py: "),
+        (
+            {"space": {"seed": {"min": 1, "max": 3, "log": "yess"}}},
+            "seed: log: expected true or false, got 'yess'.",
+        ),
+        ({"hook": "none.py"}, "hook: there is no file none.py."),
     ],
 )
 def test_a_wrong_file_is_one_line(

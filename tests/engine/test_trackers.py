@@ -262,6 +262,14 @@ def test_runs_are_named_by_words(own: Cli) -> None:
     assert [run for _, run, *_ in notes("start")][2:] == ["c"], "all of b has been sent"
 
 
+def test_a_run_where_nothing_can_be_kept_is_one_line(own: Cli) -> None:
+    """Such as one on a disk that is read only."""
+    assert own(SOURCE).code == 0
+    Path("runs/a/trackers").touch()
+    found = own(None, command=("track", "a", "--to", "own.Notes"))
+    refused(found, "runs/a/trackers: cannot be written: File exists; log a copy of the run")
+
+
 def test_a_damaged_line_is_left_out_and_said(own: Cli) -> None:
     assert own(SOURCE).code == 0
     path = Path("runs/a/metrics.jsonl")
