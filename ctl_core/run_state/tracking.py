@@ -193,6 +193,13 @@ def trainable_variables(model: Model) -> list[Any]:
 
 
 @tf.autograph.experimental.do_not_convert
+def adapter_of(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the two matrices that ``enable_lora`` has added to a layer, if it has."""
+    if not getattr(layer, "lora_enabled", False):
+        return []
+    return [variable for variable in layer.weights if variable.name.startswith("lora_")]
+
+
 def regularization(model: Model) -> Any:
     """Returns the sum of a model's regularisation and ``add_loss`` terms, a scalar.
 
