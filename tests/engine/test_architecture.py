@@ -41,7 +41,7 @@ LAYERS = """
     elements
     kinds
     stream
-    examples
+    examples read_ahead
     pipeline
     checks.data returned vocabularies schedule labels
     position passes eval_data created slow_input
