@@ -88,8 +88,8 @@ def _reached(function: Any) -> dict[str, Any]:
                 continue
             # A global by its name, which may be bound anew; what a closure has by what it is.
             found[path if path.startswith("/") else f"{id(value)}/{path}"] = value
-            if _is_own(type(value)):
-                queue.append(type(value))
+            if _is_own(value.__class__):
+                queue.append(value.__class__)
     return found
 
 
@@ -155,6 +155,6 @@ def _print(value: Any, depth: int) -> Any:
         return hash(tuple(map(id, value))), [_print(part, depth - 1) for part in some]
     if isinstance(value, set | frozenset):
         return hash(frozenset(map(id, value)))
-    if depth and _is_own(type(value)):
+    if depth and _is_own(value.__class__):
         return _print(getattr(value, "__dict__", {}), depth - 1)
     return id(value)
