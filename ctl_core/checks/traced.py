@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import keras
-import numpy as np
-
+from ctl_core.checks.untrained import dead_adapters, not_called
 from ctl_core.checks.writes import check_writes
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
@@ -15,16 +13,8 @@ from ctl_core.evaluate import trace_evaluation
 from ctl_core.graph import StepFunctions
 from ctl_core.numerics.randomness import random_ops
 from ctl_core.run_state.remainder import check_variables_of_step
-from ctl_core.run_state.tracking import (
-    adapter_of,
-    plain_variable,
-    variable_name,
-    written_variables,
-)
+from ctl_core.run_state.tracking import plain_variable, variable_name, written_variables
 from ctl_core.state import State
-
-# What ``fit`` calls of a model.
-_OF_FIT = ("train_step", "compute_loss")
 
 
 def check_step(state: State, functions: StepFunctions, console: Console) -> None:
@@ -56,7 +46,7 @@ def check_step(state: State, functions: StepFunctions, console: Console) -> None
             f"the loss does not depend on {', '.join(names[:5])}"
             f"{' and others' if len(names) > 5 else ''}: not updated."
         )
-    for warning in [*_unused(state, graph), *_dead_adapters(state), *_not_called(state)]:
+    for warning in [*_unused(state, graph), *dead_adapters(state), *not_called(state)]:
         console.warn(warning)
     if found := random_ops(graph):
         console.warn(
@@ -103,32 +93,3 @@ def _unused(state: State, graph: Any) -> list[str]:
             "change nothing; pass lr to the optimizer if they should."
         )
     return warnings
-
-
-def _dead_adapters(state: State) -> list[str]:
-    """Warns of adapters of which both matrices are 0, so that neither ever has a gradient."""
-    dead = [
-        layer.name
-        for layer in state.found.layers
-        if (adapter := adapter_of(layer)) and not any(np.any(part.numpy()) for part in adapter)
-    ]
-    if not dead:
-        return []
-    more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
-    return [
-        f"both matrices of the LoRA adapters of {', '.join(dead[:3])}{more} are 0, so that no step "
-        "will change them: Keras' load_weights makes them so; call enable_lora after it."
-    ]
-
-
-def _not_called(state: State) -> list[str]:
-    """Warns of what a model overrides for ``fit``, which is not what trains it here."""
-    kind = state.train_model.__class__
-    if not issubclass(kind, keras.Model):
-        return []
-    own = [name for name in _OF_FIT if getattr(kind, name) is not getattr(keras.Model, name)]
-    return [
-        f"{state.hooks.create_model}: {kind.__name__} has a {name} of its own, which is not called "
-        "here: what it computes belongs into hooks, such as loss_pre and grad_pre."
-        for name in own[:1]
-    ]
