@@ -12,7 +12,7 @@ import functools
 import time
 import types
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -145,11 +145,12 @@ def _print(value: Any, depth: int) -> Any:
             return size
         return *size, zlib.crc32(np.ascontiguousarray(value).tobytes())
     if isinstance(plain := plain_variable(value), tf.Variable):
-        return _print(plain.numpy(), depth)
+        one = getattr(plain, "values", [plain])[0]  # of replicas, the first one's, without a sum
+        return _print(one.numpy(), depth)
     if isinstance(value, keras.Layer):
         return [_print(variable, depth) for variable in value.variables]
-    if depth and isinstance(value, Mapping):
-        return list(map(id, value)), _print(list(value.values()), depth)
+    if depth and isinstance(value, dict):  # copied at once: a thread may read and write it
+        return hash(tuple(map(id, value))), _print([*value.values()], depth)
     if depth and isinstance(value, list | tuple | collections.deque):
         some = [*value][-_LONG:]
         return hash(tuple(map(id, value))), [_print(part, depth - 1) for part in some]
