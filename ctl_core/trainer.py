@@ -16,6 +16,7 @@ from typing import Any
 from ctl_core.build import create_state
 from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
+from ctl_core.checks.read_ahead import ReadAhead
 from ctl_core.checks.sums import check_sums
 from ctl_core.checks.traced import check_step
 from ctl_core.chunks import ChunkLength
@@ -125,6 +126,7 @@ class Trainer:
             console,
         )
         self._resumed = False
+        self._read_ahead = ReadAhead(state.hooks, console)
         names = state.evaluation.names if state.evaluation else None
         self._deadlines = Deadlines(state.config)
         self._selection = Selection(state.config, names)
@@ -275,7 +277,8 @@ class Trainer:
         with self._run.writer("train").as_default(step=step):
             try:
                 for hook in due:
-                    hook(**self._host_values(step), **values)
+                    with self._read_ahead.watched(hook):
+                        hook(**self._host_values(step), **values)
                     if why := why_ignored(state.context.optimizers):
                         raise RunError(f"{hook}: {why}.")
                     if "state" in hook.arguments:

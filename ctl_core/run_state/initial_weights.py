@@ -19,12 +19,14 @@ from ctl_core.compat import checkpointed_below, checkpointed_names
 from ctl_core.console import Console
 from ctl_core.errors import SettingError, brief
 from ctl_core.files import from_here
-from ctl_core.run_state.tracking import plain_variable, variable_name
+from ctl_core.run_state.tracking import adapter_of, plain_variable, variable_name
 from ctl_core.sources import read_source, record_of, saved_model
 from ctl_core.state import State
 
 # What Keras calls the states of random layers, which are no weights: a run has those of its seed.
 _RANDOM = "seed_generator_state"
+# Where a file of a model that was compiled holds its optimizer, which is none of its weights.
+_OPTIMIZER = "optimizer/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,27 +258,34 @@ def _of_keras_file(state: State, path: Path) -> _Fit:
         for name, shape in wanted.items()
         if name not in taken
     ]
+    # Keras' files hold a kernel with its adapter added up, and reading one makes both matrices of
+    # the adapter 0, of which no gradient would ever move any.
+    adapters = [variable for layer in state.found.layers for variable in adapter_of(layer)]
+    different += [f"{variable.path} is not there" for variable in adapters]
+    # Random numbers are of this run's seed.
+    kept = [*state.found.generators, *adapters]
 
     def take() -> None:
-        drawn = [generator.numpy() for generator in state.found.generators]
+        before = [variable.numpy() for variable in kept]
         with warnings.catch_warnings(), folder:
             warnings.simplefilter("ignore")  # of what does not fit, which we say
             model.load_weights(file, skip_mismatch=bool(different))
-        for generator, value in zip(state.found.generators, drawn, strict=True):
-            generator.assign(value)  # random numbers are of this run's seed
+        for variable, value in zip(kept, before, strict=True):
+            variable.assign(value)
 
     unused = [name for name in there if name not in wanted]
-    return _Fit(len(taken), len(wanted), "layer", different, unused, take)
+    return _Fit(len(taken), len(wanted) + len(adapters), "layer", different, unused, take)
 
 
 def _shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of what a ``.weights.h5`` file holds, by name, without random states."""
+    """Returns the shapes of the weights that a ``.weights.h5`` file holds, by name."""
     import h5py  # Keras needs it, too
 
     found: dict[str, tuple[int, ...]] = {}
 
     def note(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset) and "seed_generator" not in name:
+        is_weight = "seed_generator" not in name and not name.startswith(_OPTIMIZER)
+        if is_weight and isinstance(item, h5py.Dataset):
             found[name] = item.shape
 
     with h5py.File(path) as file:

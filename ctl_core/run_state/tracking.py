@@ -193,6 +193,13 @@ def trainable_variables(model: Model) -> list[Any]:
 
 
 @tf.autograph.experimental.do_not_convert
+def adapter_of(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the two matrices that ``enable_lora`` has added to a layer, if it has."""
+    if not getattr(layer, "lora_enabled", False):
+        return []
+    return [variable for variable in layer.weights if variable.name.startswith("lora_")]
+
+
 def regularization(model: Model) -> Any:
     """Returns the sum of a model's regularisation and ``add_loss`` terms, a scalar.
 
@@ -274,7 +281,7 @@ def _reader(kind: type) -> Callable[[Any], Iterable[tuple[str, Any]]] | None:
         (types.MethodType, lambda it: [("self", it.__self__), ("func", it.__func__)]),
         ((staticmethod, classmethod), lambda it: [("func", it.__func__)]),
         (property, lambda it: [("get", it.fget)]),
-        (types.FunctionType, _of_function),
+        (types.FunctionType, named_by),
         (
             tf.types.experimental.PolymorphicFunction,
             lambda it: [("python_function", it.python_function)],
@@ -338,7 +345,7 @@ def _own_classes(kind: type) -> tuple[type, ...]:
     return tuple(base for base in reversed(kind.__mro__) if not _is_library(base))
 
 
-def _of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
+def named_by(function: types.FunctionType) -> list[tuple[str, Any]]:
     """What a function of the user's own holds: closure, defaults, attributes, named globals.
 
     Modules of the user's are looked into: what of them is named anywhere, and then one too many may

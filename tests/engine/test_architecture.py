@@ -41,7 +41,7 @@ LAYERS = """
     elements
     kinds
     stream
-    examples
+    examples read_ahead
     pipeline
     checks.data returned vocabularies schedule labels
     position passes eval_data created slow_input
@@ -53,6 +53,7 @@ LAYERS = """
     pairs writes eval_step predict
     evaluate stretches scratch input_table
     state
+    untrained
     build graph replay messages remainder input_position raw_inputs forking initial_weights
     words compile_choice sums traced writing reading serving
     checkpoint export anomalies statistics pace

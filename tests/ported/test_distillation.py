@@ -176,3 +176,23 @@ def test_a_resumed_run_is_the_whole_run_and_goes_on_with_the_teacher_it_began_wi
 
     assert_resumes(train, hooks, batch_size=BATCH)
     assert_close(TEACHER.weights, create_teacher(1).weights)
+
+
+class Overriding(Distiller):
+    """As Keras' example has it, for ``fit``."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **more: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_loss_that_fit_would_call_is_pointed_out(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a word, a model whose hooks have another loss would train otherwise than by fit."""
+    for kind, count in ((Overriding, 1), (Distiller, 0), (create_student, 0)):
+        hooks = global_hooks()
+        hooks.create_model = kind
+        train(hooks, **{**SETTINGS, "steps": 1, "run_name": kind.__name__})
+        said = " ".join(capsys.readouterr().out.split())
+        assert said.count("Overriding has a compute_loss of its own, which is not called") == count
+        assert said.count("of its own, which is not called") == count
