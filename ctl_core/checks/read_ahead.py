@@ -23,8 +23,8 @@ from ctl_core.console import Console
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.run_state.tracking import is_own_file, named_by, plain_variable
 
-# So many seconds of a run are spent with looking.
-_PATIENCE = 1.0
+# So many seconds of a run, of the processor, are spent with looking.
+_PATIENCE = 0.5
 # So deep, and so far into a sequence, an object is looked into; arrays of more bytes are not.
 _DEPTH, _LONG, _LARGE = 4, 100, 2**24
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
@@ -60,14 +60,14 @@ class ReadAhead:
 
     def _shared(self, hook: Hook) -> dict[str, tuple[str, Any]]:
         """Returns what both name, by path: the data hook, and what tells a change."""
-        began = time.perf_counter()
+        began = time.thread_time()
         found: dict[str, tuple[str, Any]] = {}
         if own := _reached(hook.function):
             for reader, function in self._data.items():
                 for path, value in _reached(function).items():
                     if path in own and path not in found:
                         found[path] = (reader, _print(value, _DEPTH))
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.thread_time() - began
         return found
 
 

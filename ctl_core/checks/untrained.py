@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Iterator
+
 import keras
 import numpy as np
 
@@ -33,9 +36,23 @@ def not_called(state: State) -> list[str]:
     kind = state.train_model.__class__
     if not issubclass(kind, keras.Model):
         return []
-    own = [name for name in _OF_FIT if getattr(kind, name) is not getattr(keras.Model, name)]
+    codes = (getattr(hook, "__code__", None) for hook in state.hooks.functions().values())
+    called = {name for code in codes if code is not None for name in _names_in(code)}
+    own = [
+        name
+        for name in _OF_FIT
+        if getattr(kind, name) is not getattr(keras.Model, name) and name not in called
+    ]
     return [
         f"{state.hooks.create_model}: {kind.__name__} has a {name} of its own, which is not called "
         "here: what it computes belongs into hooks, such as loss_pre and grad_pre."
         for name in own[:1]
     ]
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Yields the names that a function and those that are defined in it use."""
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _names_in(part)

@@ -192,7 +192,6 @@ def trainable_variables(model: Model) -> list[Any]:
     ]
 
 
-@tf.autograph.experimental.do_not_convert
 def adapter_of(layer: keras.Layer) -> list[keras.Variable]:
     """Returns the two matrices that ``enable_lora`` has added to a layer, if it has."""
     if not getattr(layer, "lora_enabled", False):
@@ -200,6 +199,7 @@ def adapter_of(layer: keras.Layer) -> list[keras.Variable]:
     return [variable for variable in layer.weights if variable.name.startswith("lora_")]
 
 
+@tf.autograph.experimental.do_not_convert
 def regularization(model: Model) -> Any:
     """Returns the sum of a model's regularisation and ``add_loss`` terms, a scalar.
 

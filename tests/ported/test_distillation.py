@@ -196,3 +196,22 @@ def test_a_loss_that_fit_would_call_is_pointed_out(
         said = " ".join(capsys.readouterr().out.split())
         assert said.count("Overriding has a compute_loss of its own, which is not called") == count
         assert said.count("of its own, which is not called") == count
+
+
+def test_a_loss_that_a_hook_calls_is_not(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hook may take the model's own loss in the place of create_loss'."""
+
+    class Own(Distiller):
+        def compute_loss(
+            self, x: Any = None, y: Any = None, y_pred: Any = None, **more: Any
+        ) -> Any:
+            return keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+
+    def ask_loss(output: Any, batch: Any, train_model: Any) -> Any:
+        return train_model.compute_loss(None, batch[1], output)
+
+    hooks = global_hooks()
+    hooks.create_model, hooks.loss_pre = Own, ask_loss
+    hooks.create_loss = lambda: lambda loss: loss
+    train(hooks, **{**SETTINGS, "steps": 1})
+    assert "of its own, which is not called" not in " ".join(capsys.readouterr().out.split())
