@@ -110,7 +110,6 @@ def look(loss: float) -> None:
         (fixed, look, None),
         (fixed, add, None),
     ],
-    ids=str,
 )
 def test_what_a_host_hook_changes_of_the_data_is_said_once(
     train: Train,
