@@ -1,6 +1,6 @@
 # make demo   generate a project with defaults and train it on the CPU
 # make check  lint and the quick tests: two minutes on two cores
-# make test   lint and all tests but the slow ones: fifteen minutes
+# make test   lint and all tests but the slow ones: ten minutes
 # make test-slow      the slow ones: kills, ported programs, whole environments
 # make test-clusters  clusters of processes that train
 # make test-rest      both of these: what make test leaves out
