@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from ctl_core.console import Console
 from ctl_core.hooks import Hook, Hooks
-from ctl_core.run_state.tracking import is_own_file, named_by, plain_variable
+from ctl_core.run_state.tracking import is_own_file, parts_of, plain_variable
 
 # So many seconds of a run, of the processor, are spent with looking.
 _PATIENCE = 0.5
@@ -37,14 +37,16 @@ class ReadAhead:
         self._console = console
         self._data = hooks.data_functions()
         self._seconds = 0.0
+        self._apart: set[int] = set()  # ids of hooks that have nothing in common with those
 
     @contextlib.contextmanager
     def watched(self, hook: Hook) -> Iterator[None]:
         """Compares before and after a host hook what it has in common with the data hooks."""
         looks = self._seconds < _PATIENCE and hook.name != "at_end"
-        before = self._shared(hook) if looks else {}
+        before = self._shared(hook) if looks and id(hook) not in self._apart else {}
         yield
         if not before:
+            self._apart |= {id(hook)} if looks else set()
             return
         after = self._shared(hook)
         for path, (reader, value) in before.items():
@@ -97,19 +99,9 @@ def _named(item: Any) -> Iterable[tuple[str, Any]]:
     """Returns what a function, or those of a class, name."""
     if isinstance(item, functools.partial):
         return [("", item.func), *((str(i), part) for i, part in enumerate(item.args))]
-    if isinstance(item, types.MethodType):
-        return [("", item.__func__), ("self", item.__self__)]
-    if isinstance(item, tf.types.experimental.PolymorphicFunction):
-        item = item.python_function
-    if isinstance(item, property):
-        item = item.fget
-    if isinstance(item, staticmethod | classmethod):
-        item = item.__func__
-    if isinstance(item, types.FunctionType):
-        return named_by(item)
     if isinstance(item, type) and _is_own(item):
         return [("", part) for part in vars(item).values() if _is_code(part)]
-    return []
+    return parts_of(item) if _is_code(item) else []
 
 
 _CODE = (

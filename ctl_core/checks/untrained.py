@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator
-
 import keras
 import numpy as np
 
-from ctl_core.run_state.tracking import adapter_of
+from ctl_core.run_state.tracking import adapter_of, names_in
 from ctl_core.state import State
 
 # What ``fit`` calls of a model.
@@ -37,7 +34,7 @@ def not_called(state: State) -> list[str]:
     if not issubclass(kind, keras.Model):
         return []
     codes = (getattr(hook, "__code__", None) for hook in state.hooks.functions().values())
-    called = {name for code in codes if code is not None for name in _names_in(code)}
+    called = {name for code in codes if code is not None for name in names_in(code)}
     own = [
         name
         for name in _OF_FIT
@@ -48,11 +45,3 @@ def not_called(state: State) -> list[str]:
         "here: what it computes belongs into hooks, such as loss_pre and grad_pre."
         for name in own[:1]
     ]
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Yields the names that a function and those that are defined in it use."""
-    yield from code.co_names
-    for part in code.co_consts:
-        if isinstance(part, types.CodeType):
-            yield from _names_in(part)

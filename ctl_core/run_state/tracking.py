@@ -293,6 +293,11 @@ def _reader(kind: type) -> Callable[[Any], Iterable[tuple[str, Any]]] | None:
     return _of_nothing if _is_library(kind) and not issubclass(kind, _HOLDERS) else _of_object
 
 
+def parts_of(item: Any) -> Iterable[tuple[str, Any]]:
+    """Returns name and object of all that an object holds, as the walk through a run has them."""
+    return (_reader(item.__class__) or _of_nothing)(item)
+
+
 def _of_nothing(_: Any) -> Iterable[tuple[str, Any]]:
     return ()
 
@@ -358,7 +363,7 @@ def named_by(function: types.FunctionType) -> list[tuple[str, Any]]:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
-    names = tuple(_names(code))
+    names = tuple(names_in(code))
     for name in _globals_in(code):
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType) and _is_own(value):
@@ -384,11 +389,12 @@ def _globals_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yields the names that a function and those that are defined in it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _is_own(module: types.ModuleType) -> bool:
