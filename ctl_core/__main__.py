@@ -147,7 +147,7 @@ def _read(argv: list[str]) -> Command | int:
             return _write_records(rest)
         if name in ("runs", "stop", "logs"):
             return int(getattr(importlib.import_module("ctl_core.tools.runs"), name)(rest))
-        if name in ("compare", "plot", "sweep", "track"):
+        if name in ("sweep", "track"):
             return int(getattr(importlib.import_module(f"ctl_core.tools.{name}"), name)(rest))
         return parse_command(argv)
     except SystemExit as asked_for_help:

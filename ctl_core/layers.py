@@ -19,12 +19,12 @@ from pydantic.fields import FieldInfo
 
 from ctl_core.errors import SetupError, one_line, reason
 from ctl_core.files import written_whole
-from ctl_core.settings import RENAMED, SETTINGS, WORDS, Config, kind_of, label, nearest, shown
+from ctl_core.settings import GONE, RENAMED, SETTINGS, WORDS, Config, kind_of, label, nearest, shown
 
 ENV_PREFIX = "CTL_"
 # Settings of where and how long a run is trained, which change none of its values.
 OF_PLACE = (
-    *("run_name", "runs_dir", "callbacks", "trackers", "curves", "debug", "profile"),
+    *("run_name", "runs_dir", "callbacks", "trackers", "debug", "profile"),
     *("workers", "strategy", "cluster", "wait_for_workers", "virtual_devices", "gpu_memory_limit"),
     *("max_restarts", "max_time", "ckpt_every", "keep_best", "steps_per_call"),
 )
@@ -153,7 +153,8 @@ def read_file(path: Path, required: bool = True) -> Layer:
         raise SetupError(f"{where}: cannot be read as a settings file: {reason(error)}.") from error
     except ValueError as error:
         raise SetupError(f"{where}: {error}.") from error
-    if not (content and isinstance(content, dict)) and (path.parent / "train.log").exists():
+    of_run = (path.parent / "train.log").exists()
+    if not (content and isinstance(content, dict)) and of_run:
         raise SetupError(
             f"{where}: is damaged, so that the settings of this run are not known; remove it and "
             "start the run with all of them (its command is in env.json), or put back a copy."
@@ -164,6 +165,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
         raise SetupError(
             f"{where}: expected lines of the form 'name: value', got {shown(content)}."
         )
+    content = {key: value for key, value in content.items() if not (of_run and key in GONE)}
     for key in content:
         if key not in SETTINGS and key not in RENAMED:
             raise SetupError(f"{where}: unknown setting {shown(key)}{nearest(str(key), SETTINGS)}")

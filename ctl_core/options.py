@@ -21,8 +21,6 @@ COMMANDS = {
     "stop": "stop a run, which is saved",
     "logs": "print what a run has said, -f as it goes on",
     "sweep": "search settings by many runs",
-    "compare": "compare runs: last values, settings that differ",
-    "plot": "plot what runs have measured, here or into a file",
     "track": "log a run to trackers afterwards",
 }
 

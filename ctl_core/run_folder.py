@@ -26,7 +26,6 @@ from ctl_core.cluster.supervisor import supervised
 from ctl_core.cluster.task import Task
 from ctl_core.compat import GraphWriter
 from ctl_core.console import LOG, Console, activate
-from ctl_core.curves_png import CURVES, Still
 from ctl_core.errors import CtlError, RunError, SettingError, SetupError, brief, reason
 from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.hparams_page import write_hparams
@@ -87,7 +86,7 @@ class Run:
         self.seconds = 0.0
         self.at_the_end: Callable[[], float | None] = lambda: None
         self._sender: Sender | None = None
-        self._config, self._trains, self._draws, self._over = config, False, False, False
+        self._config, self._trains, self._over = config, False, False
         self._noted = False
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
@@ -173,7 +172,6 @@ class Run:
             return
         self._trains = False
         config = self._config
-        self._draws = config.curves and self.steps_taken() > 0
         seconds = None
         try:
             seconds = self.at_the_end()
@@ -239,7 +237,7 @@ class Run:
     @property
     def written(self) -> list[Path]:
         """What training writes here, but the log."""
-        names = ("ckpt", "tb", "config.yaml", "env.json", "metrics.jsonl", PROGRESS, CURVES, COPY)
+        names = ("ckpt", "tb", "config.yaml", "env.json", "metrics.jsonl", PROGRESS, COPY)
         return [self.path / name for name in names]
 
     @property
@@ -395,12 +393,9 @@ class Run:
         self._writers, self._flushes = {}, []
         if self.reading:
             return
-        still = Still(self.path) if self._draws else None
         if self._sender is not None:  # now that they can read everything
             self._sender.end((self.console or Console()).warn)
             self._sender = None
-        if still is not None:
-            still.wait()
         logging.getLogger("ctl_core").removeHandler(self._log)
         with contextlib.suppress(OSError):
             self._log.close()

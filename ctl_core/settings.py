@@ -339,11 +339,6 @@ class Config:
         "START:STOP profiles the steps after START up to STOP, for TensorBoard",
         title="START:STOP, two step numbers of which the first is lower, such as 50:60",
     )
-    curves: bool = declare(
-        True,
-        "draw curves.png in the run folder whenever training ends, where matplotlib is installed "
-        "(the extra plot)",
-    )
     runs_dir: Folder = declare("runs", "folder that holds the runs", title="the name of a folder")
     callbacks: Folder = declare(
         "callbacks.py",
@@ -437,6 +432,8 @@ class Config:
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
 # What settings were called in earlier versions; files, variables and flags may still do so.
 RENAMED = {"max_chunk": "steps_per_call"}
+# Settings of earlier engines, which the config.yaml of a run may have.
+GONE = ("curves",)
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -509,6 +506,8 @@ def nearest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5
     """
     if name in RENAMED:
         return f"; it is called {RENAMED[name]} now."
+    if name in GONE:
+        return "; it is gone: ctl_core/CHANGELOG.md says what to use instead."
     close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=cutoff)
     return f"; did you mean '{mark}{close[0]}'?" if close else ""
 

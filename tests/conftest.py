@@ -6,8 +6,6 @@ alone at the end. ``make check`` runs the quick ones, ``make test`` all but thos
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 LONGEST = (
@@ -62,14 +60,6 @@ QUICK = (
     "test_splits.py",
     "test_strategy.py",
 )
-
-
-@pytest.fixture(autouse=True)
-def no_stills(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings in this process draw no curves.png, for which each would start another one."""
-    if request.path.name != "test_curves_png.py":
-        with contextlib.suppress(ImportError):  # an environment that nothing is trained in
-            monkeypatch.setattr("ctl_core.curves_png.PACKAGE", "nothing_that_draws")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -275,15 +275,6 @@ def age_of(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def lasted(seconds: float) -> str:
-    """Returns a time as a person compares it with another: ``1 h 05 min``, ``4 min 10 s``."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {whole % 60:02} s"
-
-
 def stop(argv: Sequence[str]) -> int:
     """Stops a run by SIGTERM, and waits until it is saved; one of a program by SIGINT."""
     parser = parser_of("stop", "Stops a run, which is saved, and waits for that.", name=True)

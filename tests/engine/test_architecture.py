@@ -17,7 +17,7 @@ LAYERS = """
     ahead collectives compiled training_mode helpers joining nested profile settings staging
     hook_state record gpus looks verdict run_process
     origin callbacks_file batch_norm hook_table base events pictures refused
-    slurm tf_config rendezvous sender curves_png tensorboard
+    slurm tf_config rendezvous sender tensorboard
     place
     npz layers options provenance rhythm selection tracking learning_rate strategy supervisor
     fitting training_log hparams_page sources unbegun
@@ -25,11 +25,9 @@ LAYERS = """
     cli manifest record_options shared_folder download project_files background following sent wandb
     mlflow comet trackio columns named
     runs
-    curves
-    figure
     plan rounding
     study jobs
-    compare plot report
+    report
     sweep
     defaults shares follow track
     records record_source made_records

@@ -66,7 +66,6 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "steps_per_call": [("10", 10), ("20", 20), ("30", 30)],
     "deterministic": [("true", True), ("1", True), ("", True)],
     "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
-    "curves": [("false", False), ("0", False), ("--no-curves", False)],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
     "callbacks": [("experiments/gan.py", "experiments/gan.py"), ("b c.py", "b c.py"), ("d", "d")],
     "trackers": [

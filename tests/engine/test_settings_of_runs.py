@@ -149,7 +149,7 @@ def test_a_run_that_has_not_begun_begins_as_it_was_started() -> None:
     Path("config.yaml").write_text("steps: 9\nhparams: {width: 1, deep: {x: 1}}\n")
     Path("mine.yaml").write_text("seed: 3\n")
     name = ("train", "--run-name", "a")
-    flags = ["--config", "mine.yaml", "--callbacks", "x.py", "--steps=4", "--no-curves"]
+    flags = ["--config", "mine.yaml", "--callbacks", "x.py", "--steps=4", "--deterministic"]
     flags += ["--jit-compile", "auto", "--hparams.width", "-2", "--hparams.deep", "{x: 5}"]
     first = parse_command([*name, *flags, "--note", "x", "--background"], {})
     folder = Path("runs", "a")

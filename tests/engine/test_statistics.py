@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from ctl_core.metric_values import read_metrics
 from ctl_core.numerics import precision
-from ctl_core.tools.curves import read_curves
 from tests.helpers.cases import (
     WORDS,
     assert_weights,
@@ -123,7 +122,6 @@ def test_norms_and_variables_as_in_a_plain_loop(train: Train, settings: dict[str
         assert line == pytest.approx(values, rel=1e-3, abs=1e-6)
         for kind, value in line.items():
             assert written[f"{kind}/{variable}", step] == pytest.approx(value)
-    assert ("train", "grad_norm") in read_curves(Path(state.run_dir).parent, "run").values
 
 
 def test_weights_are_those_of_a_run_without(train: Train) -> None:

@@ -117,7 +117,7 @@ def test_commands_are_understood(
             assert arguments[0] in COMMANDS, line
             if arguments[0] == "hooks" or "--help" in arguments:
                 assert main(arguments if "--help" in arguments else ["hooks", "--help"]) == 0, line
-            elif arguments[0] in ("runs", "logs", "compare", "plot"):
+            elif arguments[0] in ("runs", "logs"):
                 assert main(arguments) == 0, line
             elif arguments[0] == "sweep":
                 sweep_parser().parse_args(arguments[1:])

@@ -1,8 +1,7 @@
 """Processes that tests start import TensorFlow without what it and Keras would import along.
 
-Where jax, matplotlib and scikit-learn are installed, they take a third of its five seconds; and a
-training that finds no matplotlib starts no process that draws its curves. ``sitecustomize.py``
-hides them from every process that has this folder on its path.
+Where jax and scikit-learn are installed, they take a third of its five seconds.
+``sitecustomize.py`` hides them from every process that has this folder on its path.
 """
 
 from __future__ import annotations
