@@ -1,6 +1,8 @@
 # make demo   generate a project with defaults and train it on the CPU
 # make check  lint and the quick tests: two minutes on two cores
 # make test   lint and all tests but the slow ones: ten minutes
+# make golden what must not change, of the engine that ENGINE names: make golden ENGINE=new; MARK="not slow"
+#             leaves out what takes long
 # make test-slow      the slow ones: kills, ported programs, whole environments
 # make test-clusters  clusters of processes that train
 # make test-rest      both of these: what make test leaves out
@@ -26,7 +28,7 @@ PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 
 	--dist loadfile --no-loadscope-reorder --ignore tests/on_ray --ignore tests/on_slurm \
 	--ignore tests/on_clouds --ignore tests/on_trackers
 
-.PHONY: demo check test test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds test-trackers lint bench
+.PHONY: demo check test golden test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds test-trackers lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -40,6 +42,11 @@ check: lint
 
 test: lint
 	$(PYTEST) -m "not slow"
+
+MARK ?= slow or not slow
+
+golden: $(VENV)/.made
+	$(PYTEST) -m "$(MARK)" tests/golden
 
 test-slow: $(VENV)/.made
 	$(PYTEST) -m "slow and not cluster"

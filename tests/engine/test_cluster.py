@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.golden.programs import transformer
 from tests.helpers import cases
 from tests.helpers.fixtures import Train
 from tests.helpers.pictures import picture_hooks
@@ -32,7 +33,6 @@ from tests.ported import (
     mixed_precision,
     multi_task,
     simclr,
-    transformer,
     wgan_gp,
 )
 
@@ -176,7 +176,7 @@ def test_readers_in_python_of_two_processes(two: Path) -> None:
 
 
 def test_a_loss_divided_by_the_words_of_both_processes(two: Path) -> None:
-    model, _ = transformer.by_hand(12, 8, 0.05)
+    model = transformer.train_plainly()
     whole = next(iter(transformer.create_eval_dataset(len(transformer.SENTENCES))))
     for process in kept(two, "transformer", 2):
         assert_equal_weights(list(process.values()), model.get_weights())

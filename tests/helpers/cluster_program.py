@@ -22,13 +22,14 @@ import ctl_core
 from ctl_core.numerics import precision
 from ctl_core.tools.record_options import parse
 from ctl_core.tools.tfrecords import write_records
+from tests.golden.programs import transformer
 from tests.helpers import cases
 from tests.helpers.cases import make_hooks
 from tests.helpers.pictures import make_pictures, picture_hooks
 from tests.helpers.readers import Loader
 from tests.helpers.steered import STEERED, steered_hooks
 from tests.ported import codebook as vq
-from tests.ported import compare, mixed_precision, multi_task, transformer, wgan_gp
+from tests.ported import compare, mixed_precision, multi_task, wgan_gp
 
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 
@@ -193,7 +194,7 @@ def batch_norm(folder: Path) -> None:
 def masked_transformer(folder: Path) -> None:
     """Sentences of varying length; the loss is divided by the words of both processes."""
     hooks = transformer.hooks()
-    state = run(folder, "transformer", hooks, steps=12, batch_size=8, learning_rate=0.05)
+    state = run(folder, "transformer", hooks, steps=16, batch_size=8, learning_rate=0.05)
     keep_weights(folder, "transformer", state)
     keep(folder, "transformer-loss", loss=state.metrics["loss"])
 

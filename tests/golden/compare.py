@@ -1,0 +1,113 @@
+"""What the weights of a program are compared with.
+
+Each program stands here twice: as hooks, and as the loop of one device that people write. All
+weights are compared; plain SGD shows a wrong scale that an adaptive optimizer hides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+STEPS, BATCH, RATE = 16, 8, 0.05
+
+
+def trained_weights(state: Any) -> Any:
+    return state.train_model.weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program, and what is asked of it.
+
+    Attributes:
+        hooks: makes the hooks anew
+        plain: trains as a plain loop on one device for ``STEPS`` steps of ``BATCH`` examples with
+            ``RATE``; returns the variables, or their numbers, in the order of ``weights``
+        weights: of a trained state, the variables to compare
+        metrics: the values of the last evaluation, as the plain loop has them
+        settings: beside steps, batch size and learning rate
+        devices: numbers of devices on which its weights have to be the plain loop's
+        accumulates: whether micro-batches have to give the same
+        compiles: whether XLA can compile it
+        ignored: positions of weights whose true gradient is zero, see ``find_rounding``
+        tolerance: relative, of the comparison with the plain loop
+    """
+
+    hooks: Callable[[], Any]
+    plain: Callable[[], Iterable[Any]]
+    weights: Callable[[Any], Iterable[Any]] = trained_weights
+    metrics: Callable[[], Mapping[str, float]] = dict
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    devices: tuple[int, ...] = (1, 2, 4)
+    accumulates: bool = True
+    compiles: bool = True
+    ignored: Callable[[], frozenset[int]] = frozenset
+    tolerance: float = 1e-5
+
+
+def read_numbers(variables: Iterable[Any]) -> list[np.ndarray]:
+    """Returns the numbers of Keras or TensorFlow variables, or of arrays."""
+    return [np.array(each.numpy() if hasattr(each, "numpy") else each) for each in variables]
+
+
+def assert_close(
+    found: Iterable[Any],
+    expected: Iterable[Any],
+    ignored: frozenset[int] = frozenset(),
+    tolerance: float = 1e-5,
+) -> None:
+    """Compares a program's variables with the plain loop's, one after the other."""
+    found = list(found)
+    pairs = zip(read_numbers(found), read_numbers(expected), strict=True)
+    for position, (value, other) in enumerate(pairs):
+        if position not in ignored:
+            name = getattr(found[position], "path", f"variable {position}")
+            np.testing.assert_allclose(value, other, tolerance, tolerance / 10, err_msg=name)
+
+
+def find_rounding(gradients: Iterable[list[Any]]) -> frozenset[int]:
+    """Returns the positions of the weights whose true gradient is zero, as a plain loop has them.
+
+    Such as a bias that a softmax takes off again: its gradient is rounding, another on each number
+    of devices, which Adam blows up to full steps. No bound fits it. A gradient counts as zero if it
+    was never a millionth of the largest.
+
+    Args:
+        gradients: at each step, of each weight
+    """
+    sizes = [[float(np.abs(one).max()) for one in of_step] for of_step in gradients]
+    relative = np.array(sizes) / np.max(sizes, axis=1, keepdims=True)
+    return frozenset(np.flatnonzero(relative.max(axis=0) < 1e-6).tolist())
+
+
+def assert_moved(
+    before: Iterable[Any], after: Iterable[Any], ignored: frozenset[int] = frozenset()
+) -> None:
+    """So that equal weights mean something: training has changed each of them visibly."""
+    moves = [np.abs(one - other).max() for one, other in zip(before, after, strict=True)]
+    still = [position for position, move in enumerate(moves) if move < 1e-4]
+    assert set(still) <= ignored, f"these weights stay where they are: {still}"
+
+
+def read_checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
+    """Returns every tensor of the checkpoint of a step, by its key, read without the engine."""
+    reader = tf.train.load_checkpoint(str(run / "ckpt" / f"ckpt-{step}"))
+    return {
+        key: reader.get_tensor(key)
+        for key in reader.get_variable_to_shape_map()
+        if key != "_CHECKPOINTABLE_OBJECT_GRAPH" and "save_counter" not in key
+    }
+
+
+def assert_same_checkpoint(run: Path, other: Path, step: int) -> None:
+    """Compares all that two runs have saved of a step, bit for bit."""
+    saved, expected = (read_checkpoint(folder, step) for folder in (run, other))
+    assert saved.keys() == expected.keys() and len(saved) > 1
+    for key, value in expected.items():
+        np.testing.assert_array_equal(saved[key], value, err_msg=key)

@@ -1,0 +1,91 @@
+"""Ways to train with the engine that is asked: in this process, or in one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import FOLDER, ROOT
+
+DEVICES = 4
+# What a process of the engine has to find: the engine, then these tests.
+PYTHONPATH = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(FOLDER), str(ROOT)])
+
+
+def start_devices() -> None:
+    """Splits the CPU into four devices, as on four GPUs, before TensorFlow starts."""
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * DEVICES,
+    )
+    tf.config.list_logical_devices()
+    gc.freeze()  # the million objects that TensorFlow is made of are not looked through again
+
+
+Train = Callable[..., ctl_core.State]
+
+
+def train(hooks: Any, runs: Path, **settings: Any) -> ctl_core.State:
+    """Trains in this process, with settings of a small run; ``runs`` is the folder of the runs."""
+    settings = {
+        "steps": 16,
+        "batch_size": 16,
+        "learning_rate": 0.01,
+        "run_name": "run",
+        "runs_dir": str(runs),
+        **settings,
+    }
+    return ctl_core.train(hooks, ctl_core.Config(**settings))
+
+
+def leave_as_killed(run: Path, copy: Path) -> None:
+    """Copies a run's folder while it trains: what SIGKILL would leave at this moment.
+
+    Files that vanish meanwhile, of a checkpoint that is being written, are left out.
+    """
+
+    def copy_one(source: str, target: str) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copy2(source, target)
+        return target
+
+    shutil.copytree(run, copy, copy_function=copy_one, dirs_exist_ok=True)
+
+
+def command(
+    folder: Path, *words: str, environ: dict[str, str] | None = None, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m ctl_core WORDS`` in a project's folder; returns its code and outputs."""
+    return subprocess.run(
+        command_line(*words),
+        cwd=folder,
+        env=environment(**(environ or {})),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        **how,
+    )
+
+
+def command_line(*words: str) -> Sequence[str]:
+    return [sys.executable, "-m", "ctl_core", *words]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Returns this process's environment for one of the engine's: no settings of the engine's."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("CTL_") and name not in ("TF_CONFIG", "ENGINE")
+    }
+    return {**kept, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "3", **more}
