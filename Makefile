@@ -16,7 +16,6 @@
 # make test-slurm  launch/slurm.sh on a real Slurm of two nodes here, by Debian's packages, as root
 # make test-ray  launch/ray_job.py on a real Ray of two nodes here, in an environment of its own
 # make test-clouds  launch/skypilot.yaml and vertex.yaml by the clouds' own packages, without a cloud
-# make test-trackers  wandb, MLflow, Comet and Trackio, offline, in an environment of their own
 #
 # Each makes the virtual environment it needs: .venv-demo for the demo, .venv for the others.
 PYTHON ?= python3
@@ -26,9 +25,9 @@ DEMO_VENV ?= .venv-demo
 # A process that crashes ends the tests: with another in its place they would wait for ever.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 \
 	--dist loadfile --no-loadscope-reorder --ignore tests/on_ray --ignore tests/on_slurm \
-	--ignore tests/on_clouds --ignore tests/on_trackers
+	--ignore tests/on_clouds
 
-.PHONY: demo check test golden test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds test-trackers lint bench
+.PHONY: demo check test golden test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds lint bench
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -98,17 +97,6 @@ $(CLOUDS_VENV)/.made: pyproject.toml | python
 	"$(PYTHON)" -m venv "$(CLOUDS_VENV)"
 	"$(CLOUDS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check \
 		"cookiecutter>=2.6,<3" google-cloud-aiplatform pytest "skypilot>=0.10"
-	touch $@
-
-TRACKERS_VENV ?= .venv-trackers
-
-test-trackers: $(TRACKERS_VENV)/.made
-	"$(TRACKERS_VENV)/bin/python" -m pytest tests/on_trackers
-
-$(TRACKERS_VENV)/.made: pyproject.toml | python
-	"$(PYTHON)" -m venv "$(TRACKERS_VENV)"
-	"$(TRACKERS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check \
-		--editable ".[wandb,mlflow,comet,trackio]" psutil pytest
 	touch $@
 
 lint: $(VENV)/.made

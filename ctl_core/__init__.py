@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ctl_core.helpers import unpack as unpack
     from ctl_core.helpers import weighted as weighted
     from ctl_core.layers import load_config as load_config
-    from ctl_core.pictures import image as image
     from ctl_core.rehearsal import check as check
     from ctl_core.run_state.tracking import regularization as regularization
     from ctl_core.run_state.tracking import trainable_variables as trainable_variables
@@ -51,7 +50,6 @@ _HOME = {
     "all_reduce": "collectives",
     "check": "rehearsal",
     "deferred": "helpers",
-    "image": "pictures",
     "leading_dimension": "helpers",
     "load": "tools.load",
     "load_config": "layers",

@@ -58,7 +58,6 @@ try:
     from ctl_core.tensorboard import Board, check_board
     from ctl_core.tools.background import detach
     from ctl_core.tools.following import following
-    from ctl_core.trackers.base import check_installed
 except ModuleNotFoundError as error:
     print("error:", _missing(error.name), file=sys.stderr)
     sys.exit(2)
@@ -147,7 +146,7 @@ def _read(argv: list[str]) -> Command | int:
             return _write_records(rest)
         if name in ("runs", "stop", "logs"):
             return int(getattr(importlib.import_module("ctl_core.tools.runs"), name)(rest))
-        if name in ("sweep", "track"):
+        if name == "sweep":
             return int(getattr(importlib.import_module(f"ctl_core.tools.{name}"), name)(rest))
         return parse_command(argv)
     except SystemExit as asked_for_help:
@@ -212,9 +211,6 @@ def _run(command: Command, argv: list[str]) -> int:
     if source.note and not supervisor.supervised():
         print(source.note, flush=True)
     check_compiles(source)
-    if command.name == "train" and command.run is None:
-        for tracker in command.config.trackers:
-            check_installed(tracker)
     if command.options.get("tensorboard"):
         check_board()
     if checking := bool(command.options.get("check")):

@@ -21,7 +21,6 @@ COMMANDS = {
     "stop": "stop a run, which is saved",
     "logs": "print what a run has said, -f as it goes on",
     "sweep": "search settings by many runs",
-    "track": "log a run to trackers afterwards",
 }
 
 _File = Annotated[

@@ -44,7 +44,6 @@ from ctl_core.settings import Config
 from ctl_core.sources import from_anywhere
 from ctl_core.state import State
 from ctl_core.summary import Summary
-from ctl_core.trackers.base import check_installed
 from ctl_core.trainer import Trainer
 
 # One inside a graph call of many steps, and one of which the hooks get values.
@@ -69,8 +68,6 @@ def check(callbacks: Any, config: Config) -> State:
         SetupError, RunError: as ``train`` does; also where it would do so later.
     """
     begun = time.monotonic()
-    for name in config.trackers:  # their packages; nothing of a check is logged there
-        check_installed(name)
     shared, task, config = check_folder(config), task_of(config), from_anywhere(config)
     console = _Console(shown=task.chief)
     with contextlib.ExitStack() as stack:

@@ -33,11 +33,8 @@ from ctl_core.layers import write_config
 from ctl_core.metric_values import PROGRESS, read_metrics, storable
 from ctl_core.provenance import provenance
 from ctl_core.refused import Before
-from ctl_core.run_state.record import saved_steps
 from ctl_core.settings import Config, free_name
 from ctl_core.sources import NOT_BEGUN, check_start
-from ctl_core.trackers.base import check_installed
-from ctl_core.trackers.sender import Sender
 
 
 class _Log(logging.FileHandler):
@@ -65,7 +62,6 @@ class Run:
         reading: whether the run is only used, and nothing is written to its folder
         steps_taken: tells how many steps this process has trained
         note: what is expected of the run, for training_log.md
-        console: where it says what becomes of its trackers
         seconds: for how long it was trained before, over all its starts
         at_the_end: writes the last line of progress.jsonl, and returns for how long it was trained
     """
@@ -82,10 +78,8 @@ class Run:
         self.task, self.reading = task, reading
         self.steps_taken: Callable[[], int] = lambda: 0
         self.note: str | None = None
-        self.console: Console | None = None
         self.seconds = 0.0
         self.at_the_end: Callable[[], float | None] = lambda: None
-        self._sender: Sender | None = None
         self._config, self._trains, self._over = config, False, False
         self._noted = False
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
@@ -100,7 +94,7 @@ class Run:
         if reading:
             return
         check_start(config)
-        self._before = Before(self.path, [log, self.path / "trackers"])
+        self._before = Before(self.path, [log])
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_links(self.path, [log, self.ckpt, self.path / "tb"])
@@ -115,20 +109,14 @@ class Run:
         """Holds the run, by its log, until it is closed or the process ends in any way.
 
         Raises:
-            SetupError: another process is training it; it has another note; or a tracker of a run
-                without a checkpoint is not installed.
+            SetupError: another process is training it, or it has another note.
         """
         self._lock()
-        if not saved_steps(self.ckpt / "engine"):
-            for name in self._config.trackers:
-                check_installed(name)
         try:
             run_process.begin(self.path, os.getppid() if supervised() else os.getpid())
             self._trains = True
             if self.note is not None:
                 self._noted = training_log.begin(self.path, self.note, self._config)
-            if self._config.trackers:  # they need seconds, which the model is built in
-                self._sender = Sender(self.path, self._config.trackers)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -198,9 +186,6 @@ class Run:
         if self.reading or self.steps_taken() or (process is not None and process.background):
             self.ended("failed", line)
             return
-        if self._sender is not None:
-            self._sender.kill()
-            self._sender = None
         with contextlib.suppress(OSError, SetupError):
             if self._noted:
                 training_log.take_back(self.path)
@@ -272,8 +257,7 @@ class Run:
             devices: that this process trains on
 
         Raises:
-            SetupError: one of the files cannot be written; or, before the first step of the run, a
-                tracker cannot be used.
+            SetupError: one of the files cannot be written.
         """
         try:
             if new:
@@ -293,9 +277,6 @@ class Run:
             self._metrics = _opened(self.metrics_file, step)
         except OSError as error:
             raise self._unwritable(error) from error
-        if self._sender is not None and new:
-            console = self.console or Console()
-            self._sender.begin(step, step == 0, console.say, console.warn)
 
     def _unwritable(self, error: OSError) -> SetupError:
         file = f"{from_here(error.filename)}: " if error.filename else ""
@@ -393,9 +374,6 @@ class Run:
         self._writers, self._flushes = {}, []
         if self.reading:
             return
-        if self._sender is not None:  # now that they can read everything
-            self._sender.end((self.console or Console()).warn)
-            self._sender = None
         logging.getLogger("ctl_core").removeHandler(self._log)
         with contextlib.suppress(OSError):
             self._log.close()
@@ -418,7 +396,6 @@ def _opened(path: Path, step: int, buffering: int = -1) -> Any:
 def session(run: Run, console: Console) -> Iterator[None]:
     """Opens the run's log and console, and closes them however the run ends."""
     activate(console)
-    run.console = console
     step_of_summaries = tf.summary.experimental.get_step()
     try:
         with before_the_end(lambda: run.interrupted(looks=False)):

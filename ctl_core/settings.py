@@ -115,26 +115,6 @@ def _check_eval_period(value: Any) -> Any:
     return _check_period(value, clock=False)
 
 
-TRACKERS = ("wandb", "mlflow", "comet", "trackio")
-
-
-def tracker_names(value: Any) -> Any:
-    """Returns names of trackers, of a list or a text: ``[wandb, mlflow]``, ``wandb,mlflow``."""
-    if isinstance(value, str):
-        text = "" if value == "null" else re.sub(r"^\[(.*)\]$", r"\1", value.strip())
-        value = [part.strip(" '\"") for part in text.split(",")] if text.strip() else []
-    for name in value if isinstance(value, list) else ():
-        dotted = isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
-        if name not in TRACKERS and not (dotted and "." in name):
-            raise ValueError(
-                f"unknown tracker {shown(name)}{nearest(str(name), TRACKERS) or ';'} expected "
-                f"{', '.join(TRACKERS)}, or a class of your own as package.module.Class."
-            )
-    if isinstance(value, list) and len({*value}) < len(value):
-        raise ValueError
-    return value
-
-
 def _check_time(text: Any) -> Any:
     if text is not None and not seconds_in(text):
         raise ValueError
@@ -150,7 +130,6 @@ _Source = Annotated[str | None, AfterValidator(_check_source)]
 _Profile = Annotated[str | None, AfterValidator(_check_profile)]
 _KeepBest = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?$")]
 _EarlyStop = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?:[1-9][0-9]{0,8}$")]
-_Trackers = Annotated[list[str], BeforeValidator(tracker_names)]
 _Hparams = Annotated[dict[str, Any], BeforeValidator(_check_hparams)]
 STRICT = ConfigDict(strict=True, extra="forbid")
 
@@ -345,13 +324,6 @@ class Config:
         "the Python file with the hooks, such as experiments/gan.py; each run keeps a copy",
         title="the name of a Python file",
     )
-    trackers: _Trackers = Field(
-        default_factory=list,
-        description="log the run there, too, as it is trained: wandb, mlflow, comet, trackio, or a "
-        "class of your own as package.module.Class; several with commas between them",
-        title="names of trackers, each once",
-        examples=["NAMES"],
-    )
     debug: bool = declare(False, "show tracebacks and TensorFlow's own messages on the console")
     hparams: _Hparams = Field(
         default_factory=dict,
@@ -433,7 +405,7 @@ SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[a
 # What settings were called in earlier versions; files, variables and flags may still do so.
 RENAMED = {"max_chunk": "steps_per_call"}
 # Settings of earlier engines, which the config.yaml of a run may have.
-GONE = ("curves",)
+GONE = ("curves", "trackers")
 WORDS = {
     int: "a whole number",
     float: "a number",

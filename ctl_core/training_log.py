@@ -125,19 +125,6 @@ def complete(folder: Path, process: Process) -> None:
         _write(path, text[:at] + new + text[at + len(old) :])
 
 
-def note_of(folder: Path) -> str:
-    """Returns what is expected of a run, as its entry says, or "" where it has none."""
-    process = run_process.read_process(folder)
-    path = Path((process and process.training_log) or Path(FILE).absolute())
-    with contextlib.suppress(SetupError):
-        text, name = _read(path), os.path.relpath(folder, path.parent)
-        entry = _entry(text, from_here(folder)) or _entry(text, name)
-        for line in entry[0].splitlines() if entry else ():
-            if line.startswith(_EXPECTED):
-                return line.removeprefix(_EXPECTED)
-    return ""
-
-
 def note_changes(folder: Path, config: Config) -> None:
     """Notes which settings of a run with an entry are about to change, for its result.
 

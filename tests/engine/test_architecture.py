@@ -16,20 +16,20 @@ LAYERS = """
     apart chunks compat console files output precision not_finite reduction signals
     ahead collectives compiled training_mode helpers joining nested profile settings staging
     hook_state record gpus looks verdict run_process
-    origin callbacks_file batch_norm hook_table base events pictures refused
-    slurm tf_config rendezvous sender tensorboard
+    origin callbacks_file batch_norm hook_table refused
+    slurm tf_config rendezvous tensorboard
     place
     npz layers options provenance rhythm selection tracking learning_rate strategy supervisor
     fitting training_log hparams_page sources unbegun
     flags folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    cli manifest record_options shared_folder download project_files background following sent wandb
-    mlflow comet trackio columns named
+    cli manifest record_options shared_folder download project_files background following
+    columns named
     runs
     plan rounding
     study jobs
     report
     sweep
-    defaults shares follow track
+    defaults shares
     records record_source made_records
     image_source csv_source
     table_source

@@ -114,8 +114,6 @@ def test_a_pair_that_is_wider_than_its_room_is_whole(
         ("runs --json=x", "json: takes no value, got 'x'."),
         ("runs --state don", "state: 'don'; did you mean 'done'?"),
         ("runs --state xyz", "state: 'xyz'; expected one of starting, running, done, ended, "),
-        ("track bset", "run_name: no run 'bset' in runs; did you mean 'best'?"),
-        ("track best worst", "to: runs/best was trained without trackers; name one."),
         ("evaluate bset", "run_name: no run 'bset' in runs; did you mean 'best'?"),
         ("predict best --run-name worst", "run_name: name one run, not both 'best' and 'worst'."),
         ("export best worst", "unexpected word 'worst': settings are given as --name value, a run"),
@@ -126,7 +124,7 @@ def test_what_is_named_wrongly_is_told_in_our_words(words: str, said: str, capsy
     assert refused(capsys, *words.split()).startswith(f"error: {said}")
 
 
-@pytest.mark.parametrize("command", ["evaluate", "export", "track"])
+@pytest.mark.parametrize("command", ["evaluate", "export"])
 def test_a_run_that_has_not_begun_is_told_from_none(command: str, capsys: Said) -> None:
     """``runs`` lists it: its start has failed in a hook, say."""
     folder = Path("runs", "failed")

@@ -49,10 +49,6 @@ REFUSED = {
 }
 
 
-# One that waits to be told where the run begins.
-TRACKER = "class Own:\n    def start(self, config, run):\n        return None\n"
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_setting_that_cannot_be_leaves_no_run(case: str, cli: Cli) -> None:
     import keras
@@ -114,13 +110,6 @@ def test_a_run_in_the_background_stays_to_say_why(cli: Cli) -> None:
     assert cli(EVALUATED, "--keep-best", "foo").code == 2
     listed = cli(None, command=("runs",))
     assert "failed" in listed.out and "no metric is called 'foo'" in listed.out
-
-
-def test_trackers_that_were_started_leave_nothing_either(cli: Cli) -> None:
-    Path("mine.py").write_text(TRACKER + "    log = finish = lambda *words: None\n")
-    refused = cli(EVALUATED, "--keep-best", "foo", "--trackers", "mine.Own")
-    assert refused.code == 2 and "no metric" in refused.err
-    assert not refused.written and not Path("runs", "a").exists()
 
 
 @pytest.mark.cluster

@@ -68,11 +68,6 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
     "callbacks": [("experiments/gan.py", "experiments/gan.py"), ("b c.py", "b c.py"), ("d", "d")],
-    "trackers": [
-        ("[wandb, a.b.C]", ["wandb", "a.b.C"]),
-        ("mlflow,comet", ["mlflow", "comet"]),
-        ("[trackio]", ["trackio"]),
-    ],
     "debug": [("yes", True), ("true", True), ("", True)],
 }
 

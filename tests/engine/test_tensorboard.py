@@ -33,7 +33,8 @@ import time
 
 def look(step, loss):
     ctl_core.report(step, loss=loss)
-    ctl_core.image(step, "squares", np.full((8, 8, 3), (255, 0, 0), "uint8"))
+    picture = np.full((1, 8, 8, 3), (255, 0, 0), "uint8")
+    tf.summary.image("squares", picture, step=step)
 
 
 def wait(hparams):
