@@ -102,8 +102,6 @@ def test_a_pair_that_is_wider_than_its_room_is_whole(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("compare", "compare: name the runs, such as compare a b; python -m ctl_core runs lists"),
-        ("plot", "plot: name the runs, such as plot a b; python -m ctl_core runs lists them."),
         ("stop", "stop: name the run, such as stop a; python -m ctl_core runs lists them."),
         ("logs", "logs: name the run, such as logs a; python -m ctl_core runs lists them."),
         ("logs best -n x", "lines: expected a whole number, got 'x'."),
