@@ -11,6 +11,7 @@
 #             named: make test-compat WITH="tensorflow-cpu==2.21.* keras==3.15.*"
 # make lint   ruff, mypy, shellcheck
 # make bench  time the engine beside Keras fit and custom loops on the CPU
+# make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
 # make test-pythons  train a project on each Python that pyproject.toml allows, with an environment
 #             of its own; make test-pythons PYTHONS="3.12 3.13" for these only
 # make test-slurm  launch/slurm.sh on a real Slurm of two nodes here, by Debian's packages, as root
@@ -27,7 +28,7 @@ PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 
 	--dist loadfile --no-loadscope-reorder --ignore tests/on_ray --ignore tests/on_slurm \
 	--ignore tests/on_clouds
 
-.PHONY: demo check test golden test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds lint bench
+.PHONY: demo check test golden test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds lint bench bench-engines
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -109,6 +110,9 @@ bench: $(VENV)/.made
 	"$(VENV)/bin/python" -c "import jax" 2>/dev/null || \
 		"$(VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[bench]"
 	"$(VENV)/bin/python" -m benchmarks
+
+bench-engines: $(VENV)/.made
+	"$(VENV)/bin/python" -m benchmarks.engines "$(OTHER)"
 
 $(DEMO_VENV)/.made: | python
 	"$(PYTHON)" -m venv "$(DEMO_VENV)"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import peers, records, worker
+from benchmarks import engines, peers, records, worker
 from benchmarks.pace import Over, Pace
 from benchmarks.report import (
     BARE,
@@ -165,3 +165,12 @@ def test_another_peer_than_the_engine_may_fail(monkeypatch: pytest.MonkeyPatch) 
     failed, timing = worker.steps(work, 1, 50, 1, ("Keras fit", "input alone"))
     assert (failed.failure, failed.seconds) == ("InvalidArgumentError", [])
     assert (timing.failure, len(timing.seconds)) == (None, 1)
+
+
+@pytest.mark.slow
+def test_an_engine_is_timed_beside_another() -> None:
+    """Each in a process of its own, which finds its ctl_core in the folder that is named."""
+    (ratio,) = engines.compare(engines.ROOT, row=0, rounds=1)
+    assert ratio > 0
+    with pytest.raises(SystemExit, match="ended early"):
+        engines.compare(engines.ROOT / "docs", row=0, rounds=1)

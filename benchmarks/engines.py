@@ -1,0 +1,134 @@
+"""``python -m benchmarks.engines FOLDER``: this engine beside the ``ctl_core`` in FOLDER.
+
+Two engines cannot be in one process, so each has its own for each row; they train the same, which
+is checked, and are timed in turn, a segment at a time. A row fails where the lower quartile of its
+ratios, this engine's time by the other's, is above 1.03: where it is slower by more than noise.
+
+The engine of a commit: ``git worktree add ../before COMMIT``, and FOLDER is ``../before``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+ROOT = Path(__file__).resolve().parents[1]
+WARM, MOST = 1, 1.03
+# Name, devices, workload, the loss is read every so many steps, settings.
+ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
+    *((f"{work}, loss every {every}", 1, work, every, {}) for work, every in
+      [("mlp", 50), ("mlp", 10), ("mlp", 1), ("cnn", 50), ("vgg", 50), ("embedding", 50),
+       ("lstm", 50), ("transformer", 50), ("images", 50)]),
+    *((f"{work}, compiled", 1, work, 50, {"jit_compile": True}) for work in
+      ("mlp", "embedding", "lstm", "transformer")),
+    *((f"{work}, {devices} devices", devices, work, 50, {}) for devices in (2, 4)
+      for work in ("mlp", "cnn")),
+    ("cnn, a checkpoint every 100 steps", 1, "cnn", 50, {"ckpt_every": 100}),
+]  # fmt: skip
+
+
+class Engine:
+    """A process in which one engine trains the workload of a row, and stands still in between."""
+
+    def __init__(self, folder: Path, row: int) -> None:
+        words = [sys.executable, "-m", "benchmarks.engines", "--row", str(row), str(folder)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(words, cwd=ROOT, **pipes)
+        self.weights: list[float] = self._read()
+
+    def advance(self) -> float:
+        """Lets it train a segment; returns the seconds of a step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._read())
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("engine "):
+                return json.loads(line.removeprefix("engine "))
+        raise SystemExit("error: an engine has ended early, see above.")
+
+
+def serve(folder: Path, row: int) -> None:
+    """Is such a process: trains up to step 50, then a segment for each line that it reads."""
+    sys.path.insert(0, str(folder))
+    import ctl_core
+    from benchmarks.pace import Pace, settle
+    from benchmarks.peers import engine
+    from benchmarks.workloads import WORKLOADS
+
+    assert Path(ctl_core.__file__).resolve().is_relative_to(folder.resolve()), ctl_core.__file__
+    _, devices, name, every, others = ROWS[row]
+    replicas: Any = SimpleNamespace(num_replicas_in_sync=devices)
+    work = WORKLOADS[name]().on(devices)
+    segment = work.segment_of(bool(others.get("jit_compile")))
+    pace = Pace(lambda pace: engine(work, replicas, every, pace, **others), segment)
+    pace.advance()
+    weights = pace.weights() if pace.weights else []
+    print("engine", json.dumps([float(abs(weight).sum()) for weight in weights]), flush=True)
+    for _ in sys.stdin:
+        settle()
+        print("engine", json.dumps(pace.advance() / segment), flush=True)
+
+
+def compare(other: Path, row: int, rounds: int) -> list[float]:
+    """Returns the ratios of a row, one for each round: this engine's time by the other's."""
+    engines = [Engine(folder, row) for folder in (ROOT, other)]
+    try:
+        pairs = zip(engines[0].weights, engines[1].weights, strict=True)
+        if not all(abs(one - two) <= 1e-4 * abs(two) for one, two in pairs):
+            raise SystemExit(f"error: {ROWS[row][0]}: the engines train other weights.")
+        return list(_ratios(engines, rounds))
+    finally:
+        for engine in engines:
+            engine.end()
+
+
+def _ratios(engines: list[Engine], rounds: int) -> Iterator[float]:
+    for number in range(WARM + rounds):
+        order = engines if number % 2 else engines[::-1]
+        seconds = {engine: engine.advance() for engine in order}
+        if number >= WARM:
+            yield seconds[engines[0]] / seconds[engines[1]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compares and prints; returns 1 if a row fails."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
+    parser.add_argument("folder", type=Path, help="holds the other engine's ctl_core")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", help="rows whose name begins so")
+    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.row is not None:
+        serve(arguments.folder, arguments.row)
+        return 0
+    failed = False
+    print(f"{'':36}median  quartiles")
+    for row, (name, *_) in enumerate(ROWS):
+        if name.startswith(arguments.only or ""):
+            ratios = compare(arguments.folder.resolve(), row, arguments.rounds)
+            low, median, high = statistics.quantiles(ratios, n=4)
+            failed |= low > MOST
+            text = f"{name:36}{median:6.2f}  {low:.2f} to {high:.2f}{'  slower' * (low > MOST)}"
+            print(text, flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
