@@ -191,19 +191,18 @@ def _run(command: Command, argv: list[str]) -> int:
         check_start(command.config)  # at once; a program's Run looks by itself
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
-    shared = command.name in ("train", "predict")
-    place = find_place(command.config) if shared else Place()
+    place = find_place(command.config) if command.name == "train" else Place()
     if command.name == "train" and not (place.in_cluster or place.evaluates):
         _refuse(command)
     for note in () if supervisor.supervised() else command.notes:  # the supervisor has said it
         print(note, flush=True)
     for line in () if supervisor.supervised() else place.lines():
         print(line, flush=True)
-    if place.evaluates and command.name == "train":
+    if place.evaluates:
         with interruptible():
             command = as_evaluator(command)
     in_cluster = command.config.workers > 1 or place.in_cluster
-    level = "3" if shared and in_cluster else "2"
+    level = "3" if in_cluster else "2"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else level)
     source = find_callbacks(
         command.config.callbacks, command.run, command.trained_with, command.name == "train"
@@ -217,8 +216,6 @@ def _run(command: Command, argv: list[str]) -> int:
         supervisor.check_folder(command.config)
     expected, background = (command.options.get(name) for name in ("note", "background"))
     several = command.name == "train" and command.config.workers > 1
-    if command.name == "predict" and command.config.workers > 1 and not supervisor.supervised():
-        return supervisor.start_prediction(argv, command.config)
     if (expected is not None or background or several) and not supervisor.supervised():
         name = command.config.run_name or free_name(Path(command.config.runs_dir))
         config = dataclasses.replace(command.config, run_name=name)
@@ -266,7 +263,7 @@ def _refuse(command: Command) -> None:
 
 def _run_here(command: Command, source: Source, place: Place) -> int:
     """Runs a command in this process."""
-    if command.name == "train" or (command.name == "predict" and place.in_cluster):
+    if command.name == "train":
         _prepare(command.config)
     elif command.name == "predict":
         os.environ.pop("TF_CONFIG", None)
@@ -300,11 +297,6 @@ def _run_here(command: Command, source: Source, place: Place) -> int:
             _follow(command, callbacks) if command.options["then"] and alone and not code else code
         )
     with interruptible():
-        if command.name == "predict" and place.in_cluster:
-            from ctl_core.tools.commands import predict
-
-            predict(callbacks, config, command.options, in_cluster=True)
-            return 0
         return _use_run(dataclasses.replace(command, config=config), callbacks)
 
 

@@ -116,7 +116,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     if run is not None:
         flags |= {"run_name": ("run_name", run.name), "runs_dir": ("runs_dir", str(run.parent))}
     if command != "train":
-        _leave_out_workers(command, [*files, env], flags)
+        _leave_out_workers(command, [*files, env, flags])
     config = merge(files, [env, flags], (named or ["config.yaml"])[-1], project)
     config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
     return Command(command, config, options, notes, run, trained_with, given)
@@ -181,18 +181,17 @@ def _run(command: str, near: Config, options: Mapping[str, Any]) -> Path | None:
     return find_run(Path(near.runs_dir), near.run_name, waits)
 
 
-def _leave_out_workers(command: str, layers: Sequence[Layer], flags: Layer) -> None:
-    """Lets a trained run be used in one process, whatever trained it, unless a flag says more.
+def _leave_out_workers(command: str, layers: Sequence[Layer]) -> None:
+    """Lets a trained run be used in one process, whatever trained it.
 
     Raises:
-        SetupError: that command has one process only.
+        SetupError: a flag, the last of the layers, says otherwise.
     """
-    several = {key: flags[key] for key in flags if key == "workers"}
-    if command != "predict" and checked(several).workers > 1:
+    flags = layers[-1]
+    if checked({key: flags[key] for key in flags if key == "workers"}).workers > 1:
         raise SetupError(f"workers: {command} uses a run in one process; leave it out.")
-    for layer in (*layers, flags):
+    for layer in layers:
         layer.pop("workers", None)
-    flags |= several if command == "predict" else {}
 
 
 def _of_this_start(own: Layer, project: Layer) -> Layer:

@@ -14,7 +14,7 @@ COMMANDS = {
     "train": "train, or resume a run",
     "evaluate": "evaluate a run's checkpoint",
     "predict": "write a run's predictions to a file",
-    "export": "write a run's model for others to use",
+    "export": "write a run's model for TensorFlow Serving",
     "tfrecords": "write images or tables as TFRecord files",
     "hooks": "print the table of hooks",
     "runs": "list the runs: state, step, metrics, age",
@@ -91,8 +91,8 @@ _NOTE = declare(
 )
 _INPUT = declare(
     None,
-    "a .npy file with what clients send, a .npz file with one array per named input, or a .csv, "
-    ".tsv or .parquet file with a column for each; default: the data of create_eval_dataset",
+    "a .npy file with what clients send, or a .npz file with one array per named input; default: "
+    "the data of create_eval_dataset",
 )
 _OUTPUT = declare(
     None,
@@ -101,13 +101,7 @@ _OUTPUT = declare(
 )
 _EXPORT = declare(
     None,
-    "savedmodel: the folder that versions 1, 2, ... are written into, default: export in the run "
-    "folder; other formats: the file to write, default: model.keras and so on in the run folder",
-)
-_FORMAT = declare(
-    "savedmodel",
-    "savedmodel: for TensorFlow Serving, with what comes before the model; tflite and onnx: the "
-    "same in one file; keras: a Keras model alone",
+    "the folder that versions 1, 2, ... are written into; default: export in the run folder",
 )
 _DATASET = declare(
     None, "which set to take, if create_eval_dataset returns several by name", title="a text"
@@ -133,11 +127,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "dataset": (str | None, _DATASET),
         "output": (_File, _OUTPUT),
     },
-    "export": {
-        **_CHECKPOINT,
-        "format": (Literal["savedmodel", "keras", "tflite", "onnx"], _FORMAT),
-        "output": (_File, _EXPORT),
-    },
+    "export": {**_CHECKPOINT, "output": (_File, _EXPORT)},
 }
 _CONFIG = declare(
     None,

@@ -4,42 +4,19 @@ from __future__ import annotations
 
 import itertools
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.strategy import distribute, local_replicas
-from ctl_core.errors import SetupError, one_line, reason
+from ctl_core.errors import RunError, SetupError, one_line, reason
 from ctl_core.files import from_here
 from ctl_core.nested import described, input_names, matched, output_names, structured
+from ctl_core.numerics.joining import on_host, varying_axes
 from ctl_core.settings import label
-
-
-class Arrays(Protocol):
-    """Takes the outputs of a model, batch by batch."""
-
-    def add(self, name: str, value: Any) -> None:
-        """Adds the next batch of an output: an eager tensor, dense, ragged or sparse."""
-
-
-def predict(model: Callable[[Any], Any], batches: Iterable[Any], arrays: Arrays) -> int:
-    """Runs a model over batches, one after the other, and keeps its outputs in their order.
-
-    Args:
-        model: from a batch to the output
-        batches: each with the examples along the first dimension
-        arrays: where the outputs go, by the names of ``output_names``
-
-    Returns:
-        How many batches there were.
-
-    Raises:
-        RunError: outputs do not fit into one array.
-    """
-    return _keep(map(model, batches), arrays)
 
 
 def predict_on_replicas(
@@ -47,9 +24,8 @@ def predict_on_replicas(
     model: Callable[[Any], Any],
     spec: Any,
     batches: Iterable[Any],
-    arrays: Arrays,
-) -> int:
-    """The same on all replicas of this process, each with a batch of its own at a time.
+) -> Iterator[Any]:
+    """Runs a model on all replicas of this process, each with a batch of its own at a time.
 
     Batches are no other than for one, so that the outputs are not either.
 
@@ -57,7 +33,10 @@ def predict_on_replicas(
         strategy: whose replicas these are
         model: from a batch to the output, while a graph is traced, in a replica context
         spec: of a batch
-        batches, arrays: as above
+        batches: each with the examples along the first dimension
+
+    Yields:
+        The output of each batch, in their order.
     """
     replicas = local_replicas(strategy)
 
@@ -72,82 +51,99 @@ def predict_on_replicas(
 
         return list(map(of, range(replicas)))
 
-    def outputs() -> Iterator[Any]:
-        remaining = iter(batches)
-        while several := list(itertools.islice(remaining, replicas)):
-            # A replica for which none is left takes the first again, of which nothing is kept.
-            found = run(several + several[:1] * (replicas - len(several)))
-            yield from found[: len(several)]
-
-    return _keep(outputs(), arrays)
+    remaining = iter(batches)
+    while several := list(itertools.islice(remaining, replicas)):
+        # A replica for which none is left takes the first again, of which nothing is kept.
+        found = run(several + several[:1] * (replicas - len(several)))
+        yield from found[: len(several)]
 
 
-def _keep(outputs: Iterable[Any], arrays: Arrays) -> int:
-    number = 0
-    for number, output in enumerate(outputs, 1):  # noqa: B007
+def gather_outputs(outputs: Iterable[Any]) -> dict[str, np.ndarray]:
+    """Joins the outputs of batches, by the names of ``output_names``.
+
+    Outputs of different sizes along an axis are padded with zeros to the largest, and
+    ``NAME.lengths`` (of axis 1; ``NAME.lengths_2`` of axis 2) says how much of each example is its
+    own.
+
+    Raises:
+        RunError: outputs do not fit into one array.
+    """
+    found: dict[str, list[tuple[np.ndarray, Mapping[int, np.ndarray]]]] = {}
+    for output in outputs:
         for name, value in output_names(output).items():
-            arrays.add(name, value)
-    return number
+            found.setdefault(name, []).append(on_host(value))
+    arrays = {}
+    for name, batches in found.items():
+        parts = [array for array, _ in batches]
+        shapes = [part.shape for part in parts]
+        if len(set(map(len, shapes))) > 1:
+            several = " and ".join(str(list(shape)) for shape in sorted(set(shapes))[:3])
+            raise RunError(
+                f"predict: the output '{name}' has shapes {several}; one file needs one rank."
+            )
+        if not shapes[0]:  # a number for each batch
+            arrays[name] = np.array(parts)
+            continue
+        arrays[name] = _joined(parts)
+        lengths = {axis: [sizes[axis] for _, sizes in batches] for axis in batches[0][1]}
+        for axis in varying_axes(shapes):
+            lengths.setdefault(axis, [np.full(shape[0], shape[axis]) for shape in shapes])
+        for axis, each in lengths.items():
+            arrays[f"{name}.lengths" + (f"_{axis}" if axis > 1 else "")] = _joined(each)
+    return arrays
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """Joins arrays along the first axis, padded along the others to the largest."""
+    largest = (max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
+    whole = np.zeros((sum(map(len, parts)), *largest), np.result_type(*parts))
+    start = 0
+    for part in parts:
+        whole[(slice(start, start + len(part)), *map(slice, part.shape[1:]))] = part
+        start += len(part)
+    return whole
 
 
 def read_inputs(path: Path, spec: Any, batch_size: int) -> Iterator[Any]:
-    """Reads raw inputs from a .npy or .npz file; checked at once, read as they are asked for.
+    """Reads raw inputs from a .npy or .npz file.
 
     Args:
-        path: the file; a .npy file of any size, since it is not read as a whole
+        path: the file
         spec: the specification of the raw inputs; several are in a .npz file under the names of
             ``input_names``
         batch_size: examples in a batch
 
-    Returns:
+    Yields:
         Batches as ``spec`` has them.
 
     Raises:
         SetupError: the file is missing, or does not hold what the model takes.
     """
-    names, shown = input_names(spec), label(from_here(path))
+    names, what = input_names(spec), f"input: {label(from_here(path))}"
     try:
         content = np.load(path, mmap_mode="r", allow_pickle=False)
         alone = not isinstance(content, np.lib.npyio.NpzFile)
         arrays: dict[str, np.ndarray] = {"": content} if alone else dict(content)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        why = "it is none, or it holds Python objects"
-        if isinstance(error, OSError):
-            why = reason(error)
-        raise SetupError(f"input: {shown} cannot be read as a .npy or .npz file: {why}.") from error
+        why = reason(error) if isinstance(error, OSError) else "it is none, or holds Python objects"
+        raise SetupError(f"{what} cannot be read as a .npy or .npz file: {why}.") from error
     if len(names) == 1 and len(arrays) == 1:
         arrays = dict(zip(names, arrays.values(), strict=True))
     if arrays.keys() != names.keys():
         there = "one array without a name" if alone else one_line(", ".join(arrays), 100)
         raise SetupError(
-            f"input: {shown} holds {there or 'nothing'}; the model takes one array."
-            if len(names) == 1
-            else f"input: {shown} must be a .npz file with the arrays {', '.join(names)}; it holds "
+            f"{what} must be a .npz file with the arrays {', '.join(names)}; it holds "
             f"{there or 'nothing'}."
         )
-    fitted = {
-        name: (arrays[name], converter(f"input: {shown}", name, part, arrays[name]))
-        for name, part in names.items()
-    }
-    sizes = {len(array) for array, _ in fitted.values() if array.ndim}
-    if len(sizes) > 1:
-        several = " and ".join(map(str, sorted(sizes)))
-        raise SetupError(f"input: {shown} holds {several} examples; all arrays need as many.")
-    if not any(sizes):
-        raise SetupError(f"input: {shown} holds no examples.")
-    (examples,) = sizes
-
-    def batches() -> Iterator[Any]:
-        for start in range(0, examples, batch_size):
-            yield structured(
-                spec,
-                {
-                    name: convert(array[start : start + batch_size] if array.ndim else array)
-                    for name, (array, convert) in fitted.items()
-                },
-            )
-
-    return batches()
+    convert = {name: _converter(what, name, part, arrays[name]) for name, part in names.items()}
+    sizes = sorted({len(array) for array in arrays.values() if array.ndim})
+    if len(sizes) != 1 or sizes == [0]:
+        several = " and ".join(map(str, sizes or [0]))
+        raise SetupError(f"{what} holds {several} examples; all arrays need as many.")
+    for start in range(0, sizes[0], batch_size):
+        rows = slice(start, start + batch_size)
+        parts = {name: array[rows] if array.ndim else array for name, array in arrays.items()}
+        yield structured(spec, {name: convert[name](part) for name, part in parts.items()})
 
 
 def converted(spec: Any, inputs: Any, what: str = "input") -> Any:
@@ -181,10 +177,10 @@ def _tensor(what: str, name: str, spec: Any, value: Any) -> Any:
         array = np.asarray(value)
     except ValueError as error:  # lists of different lengths
         raise _unfit(what, name, spec, "lists of different lengths") from error
-    return converter(what, name, spec, array)(array)
+    return _converter(what, name, spec, array)(array)
 
 
-def converter(what: str, name: str, spec: Any, array: Any) -> Callable[[np.ndarray], tf.Tensor]:
+def _converter(what: str, name: str, spec: Any, array: Any) -> Callable[[np.ndarray], tf.Tensor]:
     """Returns what makes tensors of an array, or of a slice of it, if it fits.
 
     Raises:

@@ -36,7 +36,6 @@ class Serving:
         function: the same as Python has it, to be traced for each replica
         of_batch: graph function from a batch of ``create_eval_dataset`` to the output; None where
             the model takes what no batch holds
-        plain: whether raw inputs are the model's input, unchanged
         resources: variables and tables that have to live as long as ``traced``
         step: of the checkpoint
         note: a line for the user where it is not plain what raw inputs are, or an empty text
@@ -50,7 +49,6 @@ class Serving:
     traced: Any
     function: Callable[[Any], Any]
     of_batch: Any
-    plain: bool
     resources: list[Any]
     step: int
     note: str
@@ -118,13 +116,10 @@ def _create(state: State) -> Serving:
             said = f"{what} from {hook.failure(error)} [input: {_shown(made)}]{cure}"
             raise HookFailed(said) from error
 
-    same: list[bool] = []
-
     def served(inputs: Any) -> Any:
         # A number: an export has no variable for it.
         with inference(), context.taking_step(tf.constant(step, tf.int64)):
             made = raw.to_input(inputs)
-        same.append(_same(inputs, made))
         return called(made)
 
     @tf.function(autograph=False, reduce_retracing=True)
@@ -160,7 +155,6 @@ def _create(state: State) -> Serving:
         traced,
         served,
         batched,
-        same[-1],
         resources,
         step,
         raw.note,
@@ -180,18 +174,6 @@ def _held(state: State, model: Any) -> dict[str, Any]:
     found = find(roots)
     tables = {f"table {index}": table for index, table in enumerate(found.tables)}
     return {**found.variables, **tables}
-
-
-def _same(inputs: Any, made: Any) -> bool:
-    """Whether the model's input is what was sent."""
-    try:
-        tf.nest.assert_same_structure(inputs, made)
-    except (TypeError, ValueError):
-        return False
-    return all(
-        one is other
-        for one, other in zip(tf.nest.flatten(inputs), tf.nest.flatten(made), strict=True)
-    )
 
 
 def _shown(made: Any) -> str:

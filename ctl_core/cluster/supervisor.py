@@ -87,8 +87,6 @@ def _wait_for_end(pipe: int) -> None:
 def start_cluster(argv: Sequence[str], config: Config) -> int:
     """Trains in a cluster of ``config.workers`` processes; returns the exit code of the command.
 
-    Or predicts: whatever the command line says.
-
     Args:
         argv: the command line, which the workers get as it is, with their number and the run's
             name, which config.yaml may have said
@@ -145,12 +143,6 @@ def check_cluster(argv: Sequence[str], config: Config) -> int:
             return start_cluster(argv, dataclasses.replace(config, runs_dir=path, max_restarts=0))
         finally:
             del os.environ[CHECK_FOLDER]
-
-
-def start_prediction(argv: Sequence[str], config: Config) -> int:
-    """The same for ``predict``: the run's logs are left alone, and nothing is started again."""
-    with tempfile.TemporaryDirectory(prefix="ctl_core-predict-") as path:
-        return start_cluster(argv, dataclasses.replace(config, runs_dir=path, max_restarts=0))
 
 
 def check_folder(config: Config) -> str | None:

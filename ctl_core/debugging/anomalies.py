@@ -20,9 +20,9 @@ from ctl_core.debugging.words import describe_finding, describe_update
 from ctl_core.errors import RunError, reason
 from ctl_core.files import from_here, written_whole
 from ctl_core.nested import named
-from ctl_core.npz import ArraysOnDisk
 from ctl_core.numerics.precision import LEAST, all_finite
 from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.predict import gather_outputs
 from ctl_core.run_state.remainder import own_variables
 from ctl_core.run_state.tracking import (
     plain_variable,
@@ -154,15 +154,14 @@ class Anomalies:
         name = f"anomaly-{step}.npz" if index == 0 else f"anomaly-{step}-worker-{index}.npz"
         path = Path(self._state.run_dir) / name
         try:
-            with ArraysOnDisk(path.parent) as arrays, written_whole(path) as beside:
-                for piece in sorted((one for row in pieces for one in row), key=lambda p: p.first):
-                    for part, value in named(piece.batch, "batch", "batch").items():
-                        arrays.add(part, value)
-                    numbers = np.arange(piece.first, piece.first + (piece.examples or 0))
-                    arrays.add_array("anomaly.examples", numbers, {})
-                found = [] if finding is None or not finding.only else finding.examples
-                arrays.add_array("anomaly.found", np.array(found, np.int64), {})
-                arrays.write(beside)
+            own = sorted((one for row in pieces for one in row), key=lambda p: p.first)
+            arrays = gather_outputs(named(piece.batch, "batch", "batch") for piece in own)
+            numbers = [np.arange(p.first, p.first + (p.examples or 0)) for p in own]
+            arrays["anomaly.examples"] = np.concatenate(numbers)
+            found = [] if finding is None or not finding.only else finding.examples
+            arrays["anomaly.found"] = np.array(found, np.int64)
+            with written_whole(path) as beside, beside.open("wb") as file:
+                np.savez(file, **arrays)  # type: ignore[arg-type]
         except (OSError, RunError, tf.errors.OpError) as error:
             return f"no file ({reason(error)})"
         return from_here(path)

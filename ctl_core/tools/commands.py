@@ -9,27 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster.strategy import local_replicas
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
 from ctl_core.eval_data import create_eval_data
 from ctl_core.evaluate import Evaluation
 from ctl_core.evaluate import evaluate as run_evaluation
 from ctl_core.files import from_here, refuse_links, written_whole
-from ctl_core.npz import ArraysOnDisk
-from ctl_core.predict import Arrays, predict_on_replicas, read_inputs
-from ctl_core.predict import predict as run_prediction
+from ctl_core.predict import gather_outputs, predict_on_replicas, read_inputs
 from ctl_core.serving import Serving, create_serving
 from ctl_core.settings import Config, nearest, shown
 from ctl_core.state import State
-from ctl_core.tools.card import model_card
 from ctl_core.tools.export import next_version, save_model
-from ctl_core.tools.formats import WRITE, check_format
-from ctl_core.tools.input_table import SUFFIXES, read_table
-from ctl_core.tools.parts import Part, Shared
-from ctl_core.tools.restored import Devices, built, restored
+from ctl_core.tools.restored import built, restored
 from ctl_core.tools.watch import watch
 
 _NO_DATA = "create_eval_dataset: there is none, so there is nothing to evaluate."
@@ -57,18 +51,11 @@ def evaluate(callbacks: Any, config: Config, options: Mapping[str, Any]) -> dict
     return values
 
 
-def predict(
-    callbacks: Any, config: Config, options: Mapping[str, Any], in_cluster: bool = False
-) -> Path:
+def predict(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
     """Writes the model's outputs for a file, or for the evaluation data, as a .npz file.
-
-    Args:
-        callbacks, config, options: as of the command line
-        in_cluster: whether the processes of a cluster share the work; all of them call this
 
     Raises:
         SetupError: the file does not fit the model, or there is no data or no checkpoint.
-        PeerLost: another process of the cluster is gone.
     """
     if options["input"] and options.get("dataset"):
         raise SetupError("input and dataset: give one of the two.")
@@ -76,43 +63,26 @@ def predict(
     source = Path(options["input"]) if options["input"] else None
     if options["output"]:
         _check_output(Path(options["output"]), source)
-    devices: Devices = "of the cluster" if in_cluster else "here"
-    with restored(callbacks, config, options["checkpoint"], devices=devices) as (state, _, console):
+    with restored(callbacks, config, options["checkpoint"], devices="all") as (state, _, console):
         path = Path(options["output"] or state.run_dir / _predictions(source))
-        if state.cluster.task.chief:
-            _try(path)
+        _try(path)
         serving = create_serving(state)
         name = None
         if source is None and state.evaluation is not None:
             name = _chosen(state.evaluation, options.get("dataset"))
         spec, batches = _inputs(state, config, serving, source, name, console)
-        model = serving.of_batch if source is None else serving.function
-        if state.context.replicas == 1:
-            model = serving.of_batch if source is None else serving.traced
-
-        def run(batches: Iterable[Any], arrays: Arrays) -> None:
-            try:
-                if state.context.replicas > 1:
-                    predict_on_replicas(state.strategy, model, spec, batches, arrays)
-                else:
-                    run_prediction(model, batches, arrays)
-            except tf.errors.OpError as error:
-                raise serving.failure(error) from error
-
-        with _said(path), ArraysOnDisk(path.parent) as arrays:
-            if state.cluster.task.processes > 1:
-                shared = Shared(state.cluster, state.run_dir, local_replicas(state.strategy))
-                with shared.parts():
-                    with shared.file() as file:
-                        run(shared.own(batches), Part(file))
-                    shared.join(arrays)
-            else:
-                run(batches, arrays)
-            if not state.cluster.task.chief:
-                return path
-            with written_whole(path) as beside:
-                found = arrays.write(beside)
-        shapes = ", ".join(f"{name} {shape}" for name, shape in found.items())
+        if state.context.replicas > 1:
+            model = serving.of_batch if source is None else serving.function
+            outputs = predict_on_replicas(state.strategy, model, spec, batches)
+        else:
+            outputs = map(serving.of_batch if source is None else serving.traced, batches)
+        try:
+            arrays = gather_outputs(outputs)
+        except tf.errors.OpError as error:
+            raise serving.failure(error) from error
+        with _said(path), written_whole(path) as beside, beside.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         console.say(f"step {state.step}: wrote {shapes} to {from_here(path)}")
     return path
 
@@ -133,13 +103,8 @@ def _inputs(
     # Whatever the replicas: a batch of another size is rounded differently.
     size = config.batch_size // config.accumulate_steps
     if source is not None:
-        spec = serving.input_spec
-        if source.suffix.lower() in SUFFIXES:
-            batches = read_table(source, spec, size, console.say)
-        else:
-            batches = read_inputs(source, spec, size)
         _note(serving, console)
-        return spec, batches
+        return serving.input_spec, read_inputs(source, serving.input_spec, size)
     if state.evaluation is None or name is None:
         raise SetupError("input: name a file, since there is no create_eval_dataset.")
     if serving.of_batch is None:
@@ -166,56 +131,29 @@ def _predictions(source: Path | None) -> str:
 
 
 def export(callbacks: Any, config: Config, options: Mapping[str, Any]) -> Path:
-    """Writes the model of a checkpoint, and its model card.
-
-    A SavedModel is the next version in runs/NAME/export, with the card in it; another format is one
-    file, with the card beside it, and replaces the one that was there.
+    """Writes the model of a checkpoint as a SavedModel: the next version in a folder.
 
     Returns:
         Where it is, runs/NAME/export/1 say.
 
     Raises:
-        SetupError: there is no checkpoint, the place cannot be written, or the format cannot hold
-            the model.
+        SetupError: there is no checkpoint, or the place cannot be written.
     """
-    kind, output = options.get("format", "savedmodel"), options["output"]
-    ending = Path(output or "").suffix.lstrip(".")
-    if kind == "savedmodel" and ending in WRITE:
-        raise SetupError(
-            f"output: {Path(output).name} is the name of a file; add --format {ending}, or name a "
-            "folder for a SavedModel."
-        )
-    with restored(callbacks, config, options["checkpoint"]) as (state, record, console):
-        if kind == "savedmodel":
-            base = Path(output or state.run_dir / "export")
-            if output is None:
-                refuse_links(state.run_dir, [base])
-            path = next_version(base)
-            _try(path if base.is_dir() else base)
-        else:
-            path = Path(output or state.run_dir / f"model.{kind}")
-            if path.suffix != f".{kind}" or path.is_dir():
-                raise SetupError(f"output: expected the name of a .{kind} file, got {path}.")
-            _try(path)
+    output = options["output"]
+    with restored(callbacks, config, options["checkpoint"]) as (state, _, console):
+        base = Path(output or state.run_dir / "export")
+        if output is None:
+            refuse_links(state.run_dir, [base])
+        path = next_version(base)
+        _try(path if base.is_dir() else base)
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
         serving = create_serving(state)
         _note(serving, console)
         with _said(path):
-            if kind == "savedmodel":
-                base.mkdir(exist_ok=True)
-                with written_whole(path, folder=True) as beside:
-                    signatures = save_model(serving, beside)
-                    card = model_card(state, config, record, serving, kind, signatures)
-                    (beside / "model_card.md").write_text(card, encoding="utf-8")
-            else:
-                check_format(serving, kind, str(state.hooks.serve or state.hooks.input_pre))
-                with written_whole(path) as beside:
-                    WRITE[kind](serving, beside)
-                with written_whole(path.with_name(f"{path.name}.md")) as beside:
-                    card = model_card(state, config, record, serving, kind)
-                    beside.write_text(card, encoding="utf-8")
-        what = "a SavedModel" if kind == "savedmodel" else "the model"
-        console.say(f"step {state.step}: wrote {what} to {from_here(path)}")
+            base.mkdir(exist_ok=True)
+            with written_whole(path, folder=True) as beside:
+                save_model(serving, beside)
+        console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")
     return path
 
 

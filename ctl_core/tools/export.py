@@ -30,15 +30,12 @@ def next_version(base: Path) -> Path:
     return base / str(max(versions, default=0) + 1)
 
 
-def save_model(serving: Serving, folder: Path) -> list[str]:
+def save_model(serving: Serving, folder: Path) -> None:
     """Writes a SavedModel, from raw inputs to the output.
 
     The function ``serve`` takes raw inputs in their structure; the signature ``serving_default``
     takes them by the names of ``input_names`` and returns the output by those of ``output_names``;
     ``tf_example``, where the raw inputs can be in a tf.Example, takes a vector of such, serialized.
-
-    Returns:
-        The signatures.
 
     Raises:
         SetupError: something that the model uses cannot be found, so that it cannot be saved.
@@ -51,9 +48,9 @@ def save_model(serving: Serving, folder: Path) -> list[str]:
         autograph=False,
         input_signature=[serving.input_spec],
     )
-    by_name = signature(serving)
+    by_name = _by_name(serving)
     signatures = {"serving_default": by_name, "serve": by_name}
-    features = example_features(serving.input_spec)
+    features = _example_features(serving.input_spec)
     if features is not None:
         signatures["tf_example"] = _of_examples(serving, features)
     try:
@@ -63,21 +60,20 @@ def save_model(serving: Serving, folder: Path) -> list[str]:
             "uses something that cannot be found by its attributes, so that it cannot be saved: "
             f"{one_line(error, 200)}"
         ) from error
-    return sorted(signatures.keys() - {"serve"})
 
 
-def signature(serving: Serving) -> Any:
+def _by_name(serving: Serving) -> Any:
     """Returns the graph function of ``serving_default``: raw inputs and outputs by name."""
     spec = {name: any_number(part, name) for name, part in input_names(serving.input_spec).items()}
 
     @tf.function(autograph=False, input_signature=[spec])
     def by_name(inputs: dict[str, Any]) -> dict[str, Any]:
-        return dense_outputs(serving.traced(structured(serving.input_spec, inputs)))
+        return _dense_outputs(serving.traced(structured(serving.input_spec, inputs)))
 
     return by_name
 
 
-def dense_outputs(output: Any) -> dict[str, tf.Tensor]:
+def _dense_outputs(output: Any) -> dict[str, tf.Tensor]:
     """Returns the parts of an output by name: ragged ones padded, as ``predict`` writes them."""
     found = {}
     for name, part in output_names(output).items():
@@ -94,7 +90,7 @@ def dense_outputs(output: Any) -> dict[str, tf.Tensor]:
     return found
 
 
-def example_features(spec: Any) -> dict[str, Any] | None:
+def _example_features(spec: Any) -> dict[str, Any] | None:
     """Returns the features of a tf.Example that holds the raw inputs; None if it cannot.
 
     Such a one has lists of floats, whole numbers and texts. Where the second dimension is open, the
@@ -138,6 +134,6 @@ def _of_examples(serving: Serving, features: dict[str, Any]) -> Any:
             name: parsed[name] if part.dtype == tf.string else tf.cast(parsed[name], part.dtype)
             for name, part in names.items()
         }
-        return dense_outputs(serving.traced(structured(serving.input_spec, inputs)))
+        return _dense_outputs(serving.traced(structured(serving.input_spec, inputs)))
 
     return of_examples

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from ctl_core.build import create_state
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.cluster.place import read_task
 from ctl_core.cluster.strategy import count_gpus, joined
 from ctl_core.cluster.task import Task
 from ctl_core.console import Console
@@ -21,7 +20,7 @@ from ctl_core.run_state.record import Record
 from ctl_core.settings import Config
 from ctl_core.state import State
 
-Devices = Literal["one", "here", "of the cluster"]
+Devices = Literal["one", "all"]
 
 
 @contextmanager
@@ -39,11 +38,10 @@ def restored(
         config: the settings of the run
         checkpoint: its step, or the one that ``keep_best`` keeps; default: the newest
         console: where to say so
-        devices: on one, on all of this process as the settings have them, or on all of its cluster
+        devices: on one, or on all of this process as the settings have them
 
     Raises:
         SetupError: there is none, or it does not fit.
-        PeerLost: another process of the cluster is gone.
     """
     with built(callbacks, config, console, devices) as (state, run, console):
         record = Checkpoints(state, console).restore(checkpoint, with_input=False)
@@ -62,12 +60,8 @@ def built(
     callbacks: Any, config: Config, console: Console | None = None, devices: Devices = "one"
 ) -> Iterator[tuple[State, Run, Console]]:
     """Builds the state of a run that is only read; ``devices`` is as above."""
-    task = read_task(config) if devices == "of the cluster" else Task()
-    console = console or Console(shown=task.chief)
-    if devices == "one":
-        config = on_one_device(config)
-    elif devices == "here":
-        config = on_this_machine(config, console)
+    console = console or Console()
+    config = on_one_device(config) if devices == "one" else on_this_machine(config, console)
     config = dataclasses.replace(
         config,
         workers=1,
@@ -77,7 +71,7 @@ def built(
         ckpt_every=0,
         eval_every=0,
     )
-    run = Run(config, task, reading=True)
+    run = Run(config, Task(), reading=True)
     with session(run, console), process_state(config):
         yield create_state(callbacks, config, run, console), run, console
 

@@ -19,7 +19,7 @@ LAYERS = """
     origin callbacks_file batch_norm hook_table refused
     slurm tf_config rendezvous tensorboard
     place
-    npz layers options provenance rhythm selection tracking learning_rate strategy supervisor
+    layers options provenance rhythm selection tracking learning_rate strategy supervisor
     fitting training_log hparams_page sources unbegun
     flags folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
     cli manifest record_options shared_folder download project_files background following
@@ -49,14 +49,14 @@ LAYERS = """
     metrics
     step
     pairs writes eval_step predict
-    evaluate stretches scratch input_table
+    evaluate stretches scratch
     state
     untrained
     build graph replay messages remainder input_position raw_inputs forking initial_weights
     words compile_choice sums traced writing reading serving
     checkpoint export anomalies statistics pace
     watched wholes
-    trainer watch restored card formats parts
+    trainer watch restored
     rehearsal commands load
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -147,16 +147,6 @@ def test_a_run_is_named_by_a_word(command: str) -> None:
         parse_command([command, ""], {})
 
 
-def test_the_name_of_a_file_is_no_folder_for_a_saved_model(tmp_path: Path) -> None:
-    """Before the run is looked at, which has no checkpoint here."""
-    from ctl_core import Config
-    from ctl_core.tools.commands import export
-
-    options = {"format": "savedmodel", "output": str(tmp_path / "m.tflite"), "checkpoint": None}
-    with pytest.raises(SetupError, match=r"output: m\.tflite is the name of a file; add --format"):
-        export({}, Config(run_name="best"), options)
-
-
 @pytest.mark.parametrize("command", ["runs", "logs", "train", "evaluate", "tfrecords"])
 def test_help_names_the_command_as_it_is_typed(command: str, capsys: Said) -> None:
     assert main([command, "--help"]) == 0

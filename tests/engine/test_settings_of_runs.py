@@ -58,11 +58,8 @@ def test_a_trained_run_is_used_with_its_own_config(command: str) -> None:
     assert used("--run-name", "old", "--debug").config.debug is True
     alone = used("--run-name", "old", "--strategy", "one_device", CTL_WORKERS="2")
     assert alone.config.workers == 1
-    if command == "predict":  # whose processes share the work
-        assert used("--run-name", "old", "--workers", "2").config.workers == 2
-    else:
-        with pytest.raises(SetupError, match=f"^workers: {command} uses a run in one process"):
-            used("--run-name", "old", "--workers", "2")
+    with pytest.raises(SetupError, match=f"^workers: {command} uses a run in one process"):
+        used("--run-name", "old", "--workers", "2")
     options = used("--run-name", "old", "--checkpoint", "3").options
     assert options == {**default_options(command), "checkpoint": 3}
     Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\nhparams: {width: x}\n")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.npz import ArraysOnDisk
 from ctl_core.numerics.joining import for_host
+from ctl_core.predict import gather_outputs
 from tests.helpers.cases import sgd
 from tests.helpers.fixtures import Train
 from tests.helpers.project import Cli
@@ -147,52 +145,27 @@ def test_predictions_of_varying_width_are_written(cli: Cli) -> None:
     assert not output[0, 3:].any() and output[0, :3].all()
 
 
-def written(tmp_path: Path, values: list[Any]) -> dict[str, np.ndarray]:
+def gathered(*values: Any) -> dict[str, np.ndarray]:
     """What a file has of an output that comes batch by batch."""
-    with ArraysOnDisk(tmp_path) as arrays:
-        for value in values:
-            arrays.add("x", value)
-        shapes = arrays.write(tmp_path / "x.npz")
-    assert [path.name for path in tmp_path.iterdir()] == ["x.npz"]
-    with np.load(tmp_path / "x.npz") as file:
-        found = dict(file)
-    assert {name: list(array.shape) for name, array in found.items()} == shapes
-    return found
+    return gather_outputs({"x": value} for value in values)
 
 
-def test_ragged_and_other_outputs_are_padded(tmp_path: Path) -> None:
-    found = written(
-        tmp_path, [tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.ragged.constant([[4.0, 5.0, 6.0]])]
-    )
+def test_ragged_and_other_outputs_are_padded() -> None:
+    found = gathered(tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.ragged.constant([[4.0, 5.0, 6.0]]))
     assert found["x"].tolist() == [[1, 0, 0], [2, 3, 0], [4, 5, 6]]
     assert found["x.lengths"].tolist() == [1, 2, 3]
     nested = [tf.ragged.constant([[[1, 2], [3]], [[4]]]), tf.ragged.constant([[[5], [6], [7, 8]]])]
-    found = written(tmp_path, nested)
+    found = gathered(*nested)
     assert found["x"].shape == (3, 3, 2) and found["x.lengths"].tolist() == [2, 1, 3]
     assert found["x.lengths_2"].tolist() == [[2, 1, 0], [1, 0, 0], [1, 1, 2]]
-    found = written(tmp_path, [tf.ones([1, 2, 3, 1]), tf.ones([2, 2, 5, 1])])
+    found = gathered(tf.ones([1, 2, 3, 1]), tf.ones([2, 2, 5, 1]))
     assert found["x"].shape == (3, 2, 5, 1) and found["x.lengths_2"].tolist() == [3, 5, 5]
     assert found["x"][0].sum() == 6 and "x.lengths" not in found
-    texts = written(tmp_path, [tf.constant(["a"]), tf.constant(["bcd"]), tf.constant([""])])
+    texts = gathered(tf.constant(["a"]), tf.constant(["bcd"]), tf.constant([""]))
     assert texts["x"].tolist() == [b"a", b"bcd", b""]
-    assert written(tmp_path, [tf.constant([[""]])])["x"].tolist() == [[b""]]
-    halves = written(tmp_path, [tf.ones([2], tf.bfloat16)])["x"]
+    assert gathered(tf.constant([[""]]))["x"].tolist() == [[b""]]
+    halves = gathered(tf.ones([2], tf.bfloat16))["x"]
     assert halves.dtype == np.float32
-    assert written(tmp_path, [tf.constant(1.0)] * 3)["x"].tolist() == [1, 1, 1]
+    assert gathered(*[tf.constant(1.0)] * 3)["x"].tolist() == [1, 1, 1]
     with pytest.raises(ctl_core.RunError, match="one rank"):
-        written(tmp_path, [tf.ones([2]), tf.ones([2, 1])])
-
-
-def test_predictions_are_never_in_memory_as_a_whole(tmp_path: Path) -> None:
-    """Sixty megabytes of them take no more than some batches do."""
-    batch = tf.ones([16, 2**16])
-    with ArraysOnDisk(tmp_path) as arrays:
-        tracemalloc.start()
-        for _ in range(15):
-            arrays.add("x", batch)
-        arrays.write(tmp_path / "x.npz")
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    with np.load(tmp_path / "x.npz") as file:
-        assert file["x"].shape == (240, 2**16) and file["x"].min() == 1
-    assert most < 20 * 2**20
+        gathered(tf.ones([2]), tf.ones([2, 1]))
