@@ -8,19 +8,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
-from ctl_core.errors import SetupError, brief, one_line
+from ctl_core.errors import SetupError, one_line
 from ctl_core.files import from_here, refuse_links
 from ctl_core.layers import read_file
 from ctl_core.run_process import AT_ONCE, read_process
 from ctl_core.run_state.record import Damaged, Record, read_record, saved_steps
 from ctl_core.settings import Config, nearest, shown
 
-# Files of weights that Keras writes.
-WEIGHTS = (".keras", ".weights.h5")
 # Stands beside a checkpoint that was copied, until the run has settings of its own.
 NOT_BEGUN = "forking"
 _FORM = re.compile(r"(.+?)(?:@(\d{1,18}|best))?", re.DOTALL)
@@ -65,12 +62,10 @@ def check_start(config: Config) -> None:
     if config.fork is not None:
         record_of("fork", read_source("fork", config.fork, config.runs_dir))
     if config.init_from is not None:
-        _check_weights(config.init_from, config.runs_dir)
+        if not _is_weights(config.init_from):
+            record_of("init_from", read_source("init_from", config.init_from, config.runs_dir))
     elif config.init_partial:
-        raise SetupError(
-            "init_partial: says how init_from is taken, such as --init-from a; add that, or leave "
-            "it out."
-        )
+        raise SetupError("init_partial: says how init_from is taken; give that, too.")
 
 
 def _begun(config: Config) -> Path | None:
@@ -113,7 +108,7 @@ def from_anywhere(config: Config) -> Config:
     for name, text in (("fork", config.fork), ("init_from", config.init_from)):
         if text is None:
             continue
-        if name == "init_from" and (Path(text).is_file() or saved_model(text)):
+        if name == "init_from" and _is_weights(text):
             places[name] = os.path.abspath(text)
             continue
         source = read_source(name, text, config.runs_dir)
@@ -139,17 +134,10 @@ def read_source(setting: str, text: str, runs_dir: str) -> Source:
             return Source(folder, int(step) if step and step != "best" else step)
     there = sorted(path.parent.name for path in Path(runs_dir).glob("*/ckpt"))
     known = f" (there: {one_line(', '.join(there), 100)})" if there else ""
-    if setting == "init_from" and Path(text).is_dir():
-        raise SetupError(
-            f"init_from: {shown(text)} is the folder of neither a run nor a SavedModel{known}."
-        )
-    what = f"name a run of {runs_dir}, or its folder, such as a or a@300 or a@best"
-    if setting == "init_from":
-        what += ", a .keras or .weights.h5 file, or a SavedModel"
-    elif text.endswith(WEIGHTS):
-        what = "--init-from begins with the weights of a file"
+    others = ", a .keras or .weights.h5 file, or a SavedModel" * (setting == "init_from")
     raise SetupError(
-        f"{setting}: there is no run {shown(name)}{nearest(name, there)}{known}; {what}."
+        f"{setting}: there is no run {shown(name)}{nearest(name, there)}{known}; name a run of "
+        f"{runs_dir}, or its folder, such as a or a@300 or a@best{others}."
     )
 
 
@@ -164,15 +152,19 @@ def record_of(setting: str, source: Source) -> Record:
     step = source.step if isinstance(source.step, int) else next(iter(steps), None)
     if step not in steps:
         there = ", ".join(map(str, steps[:10])) or "none"
-        best = ", train with keep_best for a best one" * (source.step == "best")
         words = {None: "any step", "best": "its best step"}.get(source.step, f"step {source.step}")  # type: ignore[arg-type]
-        raise SetupError(f"{setting}: {where} has no checkpoint of {words} (there: {there}){best}.")
+        raise SetupError(f"{setting}: {where} has no checkpoint of {words} (there: {there}).")
     assert step is not None
     try:
         return read_record(engine, step)
     except Damaged as error:
         why = f"the checkpoint of step {step} is damaged: {error}"
         raise SetupError(f"{setting}: {where}: {why}.") from error
+
+
+def _is_weights(text: str) -> bool:
+    """Whether weights are named otherwise than by a run: by a file, or a SavedModel."""
+    return Path(text).is_file() or saved_model(text) is not None
 
 
 def saved_model(text: str) -> Path | None:
@@ -182,43 +174,3 @@ def saved_model(text: str) -> Path | None:
     if numbers := [int(part.name) for part in versions if part.name.isdecimal()]:
         folder /= str(max(numbers))
     return folder if (folder / "saved_model.pb").is_file() else None
-
-
-def _check_weights(text: str, runs_dir: str) -> None:
-    """Looks for what ``init_from`` names.
-
-    Raises:
-        SetupError: it is not there, or is nothing that has weights.
-    """
-    path = Path(text)
-    if path.is_file():
-        if not text.endswith(WEIGHTS):
-            raise SetupError(
-                "init_from: expected a .keras or .weights.h5 file, a SavedModel or a run, got "
-                f"{from_here(path)}."
-            )
-        try:
-            _open(path)
-        except (OSError, KeyError, zipfile.BadZipFile) as error:
-            why = brief(error)
-            raise SetupError(f"init_from: {from_here(path)} cannot be read: {why}") from error
-    elif path.name.endswith((*WEIGHTS, ".h5")) and not (Path(runs_dir) / text).exists():
-        there = sorted(str(file) for end in WEIGHTS for file in path.parent.glob(f"*{end}"))
-        known = f" (there: {one_line(', '.join(there), 100)})" if there else ""
-        raise SetupError(
-            f"init_from: there is no file {shown(text)}{nearest(text, there)}{known}; name a "
-            ".keras or .weights.h5 file, a SavedModel, or a run such as a or a@300."
-        )
-    elif saved_model(text) is None:
-        record_of("init_from", read_source("init_from", text, runs_dir))
-
-
-def _open(path: Path) -> None:
-    """Opens a file of weights as what its name says, without reading them."""
-    if path.suffix == ".keras":
-        with zipfile.ZipFile(path) as file:
-            file.getinfo("model.weights.h5")
-        return
-    import h5py  # Keras needs it, too
-
-    h5py.File(path).close()

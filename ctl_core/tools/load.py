@@ -15,10 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.callbacks_file import DEFAULT, MODULE, find_callbacks, load_callbacks
-from ctl_core.checks.returned import kind_of
-from ctl_core.cli import find_run
 from ctl_core.console import Console
-from ctl_core.errors import SetupError, one_line
+from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 from ctl_core.layers import load_config
 from ctl_core.nested import described, input_names
@@ -132,35 +130,16 @@ def load(
     )
 
 
-def _folder(run: Any) -> Path:
-    """Returns the folder of a run, of which no more need be there than its name says.
+def _folder(run: str | Path) -> Path:
+    """Returns the folder of a run.
 
     Raises:
-        SetupError: it is none; the message names those that it may be meant for.
+        SetupError: it is none; a project's own folder has config.yaml alone.
     """
-    if not isinstance(run, str | os.PathLike):
-        raise SetupError(
-            f"run: expected the folder of a run, such as runs/a, got {kind_of(run)}; that of a "
-            "training is state.run_dir."
-        )
-    asked = Path(os.path.abspath(run))
-    if _is_run(asked):
-        return asked
-    near = [asked.parent / "runs" / asked.name, *list(asked.parents)[:2]]
-    near += [run for place in ("*", "runs/*", "../runs/*") for run in sorted(asked.glob(place))]
-    where = f"run: {label(from_here(asked))} is no folder of a run"
-    if found := list(dict.fromkeys(from_here(path) for path in near if _is_run(path))):
-        raise SetupError(f"{where} (near it: {one_line(', '.join(found), 200)}).")
-    if any(map(_is_run, asked.parent.glob("*"))):
-        return find_run(asked.parent, asked.name)  # which says what there is
-    raise SetupError(f"{where}, such as runs/a.")
-
-
-def _is_run(path: Path) -> bool:
-    """Whether a folder is that of a run; a project's own has config.yaml alone."""
-    return (path / "config.yaml").is_file() and (
-        (path / "ckpt").is_dir() or (path / "train.log").is_file()
-    )
+    folder = Path(os.path.abspath(run))
+    if not (folder / "config.yaml").is_file() or not (folder / "ckpt").is_dir():
+        raise SetupError(f"run: {label(from_here(folder))} is no folder of a run, such as runs/a.")
+    return folder
 
 
 def _step(checkpoint: Any) -> int | Literal["best"] | None:

@@ -126,21 +126,18 @@ def test_what_does_not_fit_is_one_line(cli: Cli) -> None:
             served(wrong)
         assert said in str(error.value) and "\n" not in str(error.value), error.value
     for run, checkpoint, said in (
-        ("runs/b", None, "run_name: no run 'b' in runs (there: a)"),
+        ("runs/b", None, "run: runs/b is no folder of a run, such as runs/a."),
         ("elsewhere/a", None, "run: elsewhere/a is no folder of a run, such as runs/a."),
         ("runs/a", 5, "has none of step 5 (there: 6)"),
         ("runs/a", "best", "has no best one; train with keep_best"),
         ("runs/a", "5", "has none of step 5 (there: 6)"),
         ("runs/a", "latest", "expected a step, a whole number from 0 up, or best, or nothing for"),
         ("runs/a", -1, "got -1"),
-        (".", None, "run: . is no folder of a run (near it: runs/a)"),
-        ("runs", None, "run: runs is no folder of a run (near it: runs/a)"),
-        ("a", None, "run: a is no folder of a run (near it: runs/a)"),
-        ("runs/a/ckpt", None, "(near it: runs/a)"),
-        (None, None, "run: expected the folder of a run, such as runs/a, got nothing"),
+        (".", None, "run: . is no folder of a run"),
+        ("runs", None, "run: runs is no folder of a run"),
     ):
         with pytest.raises(ctl_core.SetupError) as error:
-            ctl_core.load(run, checkpoint)  # type: ignore[arg-type]
+            ctl_core.load(run, checkpoint)
         assert said in str(error.value) and "\n" not in str(error.value), error.value
     assert ctl_core.load("runs/a", checkpoint="6").step == 6
 
