@@ -20,7 +20,7 @@ from ctl_core.evaluate import evaluate as run_evaluation
 from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.predict import gather_outputs, predict_on_replicas, read_inputs
 from ctl_core.serving import Serving, create_serving
-from ctl_core.settings import Config, nearest, shown
+from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.tools.export import next_version, save_model
 from ctl_core.tools.restored import built, restored
@@ -169,20 +169,11 @@ def _chosen(evaluation: Evaluation, name: str | None) -> str:
         SetupError: there is none of that name, or several and no name.
     """
     names = list(evaluation.sets)
-    there = f"(there: {', '.join(names)})"
-    if name is None:
-        if len(names) > 1:
-            raise SetupError(
-                f"dataset: create_eval_dataset returns several; name one of them {there}, such as "
-                f"--dataset {names[0]}."
-            )
-        name = names[0]
-    elif names == [""]:
-        raise SetupError(
-            "dataset: create_eval_dataset returns one without a name; leave out --dataset."
-        )
-    elif name not in names:
-        raise SetupError(f"dataset: there is no {shown(name)}{nearest(name, names)} {there}")
+    if name is None and len(names) == 1:
+        return names[0]
+    if name not in names:
+        there = "one of " + ", ".join(names) if any(names) else "none"
+        raise SetupError(f"dataset: expected {there}, as create_eval_dataset has it, got {name!r}.")
     return name
 
 

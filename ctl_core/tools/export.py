@@ -8,23 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.errors import SetupError, one_line
-from ctl_core.files import from_here
+from ctl_core.errors import one_line
 from ctl_core.nested import any_number, input_names, output_names, structured
 from ctl_core.serving import Serving
 
 
 def next_version(base: Path) -> Path:
-    """Returns the folder of the next version, as TensorFlow Serving counts them: 1, 2, ...
-
-    Raises:
-        SetupError: there is no folder that it could be in.
-    """
-    if base.exists() and not base.is_dir():
-        raise SetupError(
-            f"output: {from_here(base)} is no folder; versions of an export are written into one, "
-            "as 1, 2 and so on."
-        )
+    """Returns the folder of the next version, as TensorFlow Serving counts them: 1, 2, ..."""
     names = [path.name for path in base.iterdir()] if base.is_dir() else []
     versions = [int(name) for name in names if re.fullmatch("[0-9]{1,18}", name)]
     return base / str(max(versions, default=0) + 1)

@@ -214,7 +214,7 @@ def test_an_export_replaces_nothing(project: Path, capsys: pytest.CaptureFixture
     before = tree(project)
     capsys.readouterr()
     for flags, words in (
-        (["--output", "callbacks.py"], "callbacks.py is no folder; versions of an export are"),
+        (["--output", "callbacks.py"], "callbacks.py/1 cannot be written: "),
         (["--output", "not/there"], "cannot be written: No such file or directory; name another"),
         (["--output", ""], "output: expected the name of a file or folder, got ''"),
     ):
