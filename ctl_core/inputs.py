@@ -28,7 +28,7 @@ from ctl_core.compat import is_deterministic
 from ctl_core.console import Console
 from ctl_core.hooks import Hooks
 from ctl_core.last_batch import kept, whole_passes
-from ctl_core.passes import Tally, cut, on_host, overfit, tallied, timed, whole_groups
+from ctl_core.passes import Tally, cut, on_host, tallied, timed, whole_groups
 from ctl_core.pipeline import Found, Pipeline, Sizes, create_pipeline, known, uneven
 from ctl_core.settings import Config
 from ctl_core.units import Units, begin
@@ -193,7 +193,9 @@ def create_input(
     if task.processes > 1 and not pipeline.sharded:
         dataset = dataset.shard(task.processes, task.index)
     if n := config.overfit_batches:
-        found, dataset = overfit(pipeline, found, dataset, sizes, n)
+        # Kept as they were read first: neither a shuffle nor noise makes others of them.
+        dataset = dataset.take(n * sizes.shares // sizes.processes).cache().repeat()
+        found = dataclasses.replace(found, elements=n * found.together, left_out=(0, 0, 0))
     stuck = why_not_saved(pipeline, config.overfit_batches)
     rows = sizes.per_replica if is_default(pipeline.count_examples.function) else None
     alone = sizes.replicas == 1 and not (keeping or stuck or stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -129,39 +128,6 @@ def share_of(name: str, sizes: Sizes, tensor: Any, start: tf.Tensor) -> Any:
         )
     start = tf.cast(start, tf.int32)
     return tensor[start : start + sizes.per_replica]
-
-
-def overfit(
-    pipeline: Pipeline, found: Found, dataset: tf.data.Dataset, sizes: Sizes, batches: int
-) -> tuple[Found, tf.data.Dataset]:
-    """Keeps the first global batches of a stream, and repeats these.
-
-    They are kept as they were read first, so that neither a shuffle nor a random change to examples
-    makes others of them. A checkpoint holds them; while they are being read for the first time, the
-    position as well.
-
-    Args:
-        pipeline: what the hooks made
-        found: what was found out about it
-        dataset: the endless stream of what the replicas of this process take
-        sizes: how a global batch is shared out
-        batches: how many
-
-    Returns:
-        The same for a stream of which they are a pass.
-
-    Raises:
-        SetupError: a pass is known to have fewer.
-    """
-    if found.elements is not None and found.elements // found.together < batches:
-        raise SettingError(
-            f"overfit_batches: {batches} asked for, but {pipeline.name} has "
-            f"{found.elements // found.together} global batches in a pass; lower it, or leave it "
-            "out."
-        )
-    dataset = dataset.take(batches * sizes.shares // sizes.processes).cache().repeat()
-    found = dataclasses.replace(found, elements=batches * found.together, left_out=(0, 0, 0))
-    return found, dataset
 
 
 def on_host(value: Any, name: str) -> tf.Variable:

@@ -42,7 +42,6 @@ REFUSED = {
         "eval_batch_size: 9 cannot",
     ),
     "too few examples": (source_of(), ("--batch-size", "64"), "lower batch_size"),
-    "batches to overfit": (source_of(), ("--overfit-batches", "9"), "overfit_batches: 9 asked"),
     "epochs": (ENDLESS, ("--steps", "null", "--epochs", "1"), "epochs: create_dataset"),
     "a period": (ENDLESS, ("--ckpt-every", "1epoch"), "ckpt_every: create_dataset"),
     "weights": (source_of(), ("--init-from", "other.weights.h5"), "init_from: other.weights.h5"),
