@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a terminal without dashes and dots of ours gets "?"
             stream.reconfigure(errors="replace")
     debug = "--debug" in argv
-    if alone and argv[:1] in (["train"], ["sweep"]):
+    if alone and argv[:1] == ["train"]:
         outlive_readers()
     try:
         command = _read(argv)
@@ -146,8 +146,6 @@ def _read(argv: list[str]) -> Command | int:
             return _write_records(rest)
         if name in ("runs", "stop", "logs"):
             return int(getattr(importlib.import_module("ctl_core.tools.runs"), name)(rest))
-        if name == "sweep":
-            return int(getattr(importlib.import_module(f"ctl_core.tools.{name}"), name)(rest))
         return parse_command(argv)
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)

@@ -20,7 +20,6 @@ COMMANDS = {
     "runs": "list the runs: state, step, metrics, age",
     "stop": "stop a run, which is saved",
     "logs": "print what a run has said, -f as it goes on",
-    "sweep": "search settings by many runs",
 }
 
 _File = Annotated[

@@ -76,5 +76,4 @@ else
 fi
 
 # exec: signals reach the training directly.
-[ "${1:-}" = sweep ] || set -- train "$@"
-exec "$env/bin/python" -m ctl_core "$@"
+exec "$env/bin/python" -m ctl_core train "$@"

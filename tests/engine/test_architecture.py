@@ -25,10 +25,6 @@ LAYERS = """
     cli manifest record_options shared_folder download project_files background following
     columns named
     runs
-    plan rounding
-    study jobs
-    report
-    sweep
     defaults shares
     records record_source made_records
     image_source csv_source

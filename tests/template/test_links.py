@@ -16,7 +16,6 @@ from ctl_core.__main__ import main
 from ctl_core.cli import parse_command
 from ctl_core.options import COMMANDS
 from ctl_core.tools.record_options import parse as parse_records
-from ctl_core.tools.sweep import parser as sweep_parser
 from tests.helpers.rendering import EXAMPLES, ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -113,14 +112,11 @@ def test_commands_are_understood(
                 continue
             words = shlex.split(line, comments=True)
             arguments = ["train", *words[1:]] if words[0] == "./train.sh" else words[3:]
-            arguments = arguments[1:] if arguments[1:2] == ["sweep"] else arguments
             assert arguments[0] in COMMANDS, line
             if arguments[0] == "hooks" or "--help" in arguments:
                 assert main(arguments if "--help" in arguments else ["hooks", "--help"]) == 0, line
             elif arguments[0] in ("runs", "logs"):
                 assert main(arguments) == 0, line
-            elif arguments[0] == "sweep":
-                sweep_parser().parse_args(arguments[1:])
             elif arguments[0] == "stop":
                 assert main(arguments) == 2 and "is not running" in capsys.readouterr().err, line
             elif arguments[0] == "tfrecords":

@@ -100,9 +100,9 @@ def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: R
     project = tmp_path / "project"
     shutil.copytree(digits, project, ignore=shutil.ignore_patterns(".git", "ctl_core"))
     run("git", "init", "--quiet", cwd=project)
-    written = ".venv/x .venv.lock sweeps/a/best.yaml records/x-0 build/lib/x"
-    own = "sweep.yaml training_log.md x.npz experiments/gan.py data/records/manifest.json"
-    own += " experiments/build/x.py data/x.npz sweeps.py ctl_core/tools/runs.py space.py"
+    written = ".venv/x .venv.lock runs/sweep.journal records/x-0 build/lib/x"
+    own = "sweep.py training_log.md x.npz experiments/gan.py data/records/manifest.json"
+    own += " experiments/build/x.py data/x.npz ctl_core/tools/runs.py space.py"
     for name in (*written.split(), "experiments/runs/a/train.log", "training_log.md.tmp"):
         run("git", "check-ignore", "--quiet", name, cwd=project)
     for name in (*own.split(), *files(project)):

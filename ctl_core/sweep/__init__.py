@@ -1,1 +1,0 @@
-"""Searching settings: many runs, each a process of its own, steered by Optuna."""
