@@ -13,7 +13,6 @@ import gc
 import importlib
 import logging
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -44,20 +43,15 @@ def _missing(package: str | None) -> str:
 
 
 try:
-    from ctl_core import run_process, training_log
     from ctl_core.callbacks_file import Source, check_compiles, find_callbacks, load_callbacks
     from ctl_core.cli import Command, as_evaluator, parse_command
     from ctl_core.cluster import supervisor
     from ctl_core.cluster.place import find_place
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
     from ctl_core.cluster.task import Place
-    from ctl_core.options import COMMANDS, default_options
-    from ctl_core.output import outlive_readers
+    from ctl_core.options import COMMANDS
     from ctl_core.settings import Config, free_name, nearest
     from ctl_core.sources import check_start
-    from ctl_core.tensorboard import Board, check_board
-    from ctl_core.tools.background import detach
-    from ctl_core.tools.following import following
 except ModuleNotFoundError as error:
     print("error:", _missing(error.name), file=sys.stderr)
     sys.exit(2)
@@ -75,22 +69,19 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a terminal without dashes and dots of ours gets "?"
             stream.reconfigure(errors="replace")
     debug = "--debug" in argv
-    if alone and argv[:1] == ["train"]:
-        outlive_readers()
     try:
         command = _read(argv)
         if isinstance(command, int):
             return command
         debug = command.config.debug
-        return _run(command, [*argv, *command.taken_over])
+        return _run(command, argv)
     except CtlError as error:
         # Of a lost peer, the chief's supervisor can say more: which one, and how.
         if not (isinstance(error, PeerLost) and supervisor.chief() and not debug):
             _complain(str(error), debug)
         return _leave(error.exit_code)
-    except KeyboardInterrupt as error:
-        if not isinstance(error, run_process.Concluded):  # then it has said that it is saved
-            _complain("interrupted", debug)
+    except KeyboardInterrupt:
+        _complain("interrupted", debug)
         return _leave(INTERRUPTED, at_once=alone)
     except BrokenPipeError:  # the reader of our output, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -144,8 +135,6 @@ def _read(argv: list[str]) -> Command | int:
     try:
         if name == "tfrecords":
             return _write_records(rest)
-        if name in ("runs", "stop", "logs"):
-            return int(getattr(importlib.import_module("ctl_core.tools.runs"), name)(rest))
         return parse_command(argv)
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
@@ -157,7 +146,7 @@ def _print_hooks(rest: list[str]) -> int:
     elif others := [word for word in rest if word != "--debug"]:
         raise SetupError(f"unexpected word {others[0]!r}: hooks takes no settings but --debug.")
     else:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if rest else "2")
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if rest else "3")
         _import_libraries(debug=bool(rest))
         from ctl_core.tools.hook_table import print_table
 
@@ -178,9 +167,7 @@ def _write_records(rest: list[str]) -> int:
         if options.verify is not None:
             verify(options.verify)
             return 0
-        _find_devices(options.debug)
-        with _without_greeting(options.debug, "JPEG"):  # libjpeg prints what we say in a line
-            write_records(options)
+        write_records(options)
     return 0
 
 
@@ -190,8 +177,6 @@ def _run(command: Command, argv: list[str]) -> int:
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
     place = find_place(command.config) if command.name == "train" else Place()
-    if command.name == "train" and not (place.in_cluster or place.evaluates):
-        _refuse(command)
     for note in () if supervisor.supervised() else command.notes:  # the supervisor has said it
         print(note, flush=True)
     for line in () if supervisor.supervised() else place.lines():
@@ -199,64 +184,21 @@ def _run(command: Command, argv: list[str]) -> int:
     if place.evaluates:
         with interruptible():
             command = as_evaluator(command)
-    in_cluster = command.config.workers > 1 or place.in_cluster
-    level = "3" if in_cluster else "2"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else level)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else "3")
     source = find_callbacks(
         command.config.callbacks, command.run, command.trained_with, command.name == "train"
     )
     if source.note and not supervisor.supervised():
         print(source.note, flush=True)
     check_compiles(source)
-    if command.options.get("tensorboard"):
-        check_board()
     if checking := bool(command.options.get("check")):
         supervisor.check_folder(command.config)
-    expected, background = (command.options.get(name) for name in ("note", "background"))
-    several = command.name == "train" and command.config.workers > 1
-    if (expected is not None or background or several) and not supervisor.supervised():
+    if command.name == "train" and command.config.workers > 1 and not supervisor.supervised():
         name = command.config.run_name or free_name(Path(command.config.runs_dir))
         config = dataclasses.replace(command.config, run_name=name)
-        command = dataclasses.replace(command, config=config)
-        if expected is not None:
-            training_log.check_note(expected, Path(config.runs_dir, name))
-        if background:
-            return detach(argv, config, expected, command.given)
-        if several:
-            start = supervisor.check_cluster if checking else supervisor.start_cluster
-            code = start(argv, config)
-            if code or not command.options["then"]:
-                return code
-            _prepare_alone(config)
-            # Before callbacks.py may go elsewhere.
-            config = dataclasses.replace(config, runs_dir=os.path.abspath(config.runs_dir))
-            return _follow(dataclasses.replace(command, config=config), _load(source, config))
-    wanted = command.options.get("tensorboard") if place.task.chief else False
-    board = Board(Path(command.config.runs_dir)) if wanted else None
-    try:
-        code = _run_here(command, source, place)
-        if board is not None and code == 0 and wanted == "keep":
-            board.keep()
-        elif board is not None:
-            board.farewell()
-        return code
-    finally:
-        if board is not None:
-            board.close()
-
-
-def _refuse(command: Command) -> None:
-    """Refuses a training that another process is at work on, or a note of a run that has another.
-
-    Before anything is said of it; training looks again, when it holds the run.
-    """
-    options = command.options
-    if command.config.run_name is None or options["check"] or supervisor.supervised():
-        return
-    folder = Path(command.config.runs_dir, command.config.run_name)
-    run_process.refuse_taken(folder)
-    if options["note"] is not None:
-        training_log.check_note(options["note"], folder)
+        start = supervisor.check_cluster if checking else supervisor.start_cluster
+        return start(argv, config)
+    return _run_here(command, source, place)
 
 
 def _run_here(command: Command, source: Source, place: Place) -> int:
@@ -274,26 +216,15 @@ def _run_here(command: Command, source: Source, place: Place) -> int:
     if Path.cwd() != here:  # callbacks.py has gone elsewhere; the run stays where it was to be
         config = dataclasses.replace(config, runs_dir=here / config.runs_dir)  # type: ignore[arg-type]
     if command.name == "train":
-        from ctl_core.checks.hooks import check_following
         from ctl_core.rehearsal import check
         from ctl_core.trainer import train
 
-        check_following(command.options["then"], callbacks)
         options = command.options
-        with run_process.of_command(_names(command), command.given):
-            if options["check"]:
-                state = check(callbacks, config)
-            else:
-                state = train(callbacks, config, bool(options["continue"]), options["note"])
-        if state.stopped_by is not None:
-            return 128 + state.stopped_by
-        command = dataclasses.replace(command, config=state.config)
-        alone = state.cluster.task.chief and not supervisor.supervised()  # the supervisor does it
-        code = int(state.diverged)
-        del state  # with what only training needs
-        return (
-            _follow(command, callbacks) if command.options["then"] and alone and not code else code
-        )
+        if options["check"]:
+            state = check(callbacks, config)
+        else:
+            state = train(callbacks, config, bool(options["continue"]), options["note"])
+        return int(state.diverged) if state.stopped_by is None else 128 + state.stopped_by
     with interruptible():
         return _use_run(dataclasses.replace(command, config=config), callbacks)
 
@@ -304,8 +235,6 @@ def _prepare(config: Config) -> None:
         _import_libraries(config.debug)
     from ctl_core.cluster.strategy import prepare
 
-    if config.virtual_devices > 1:
-        _find_devices(config.debug)
     prepare(config)
 
 
@@ -323,26 +252,7 @@ def _load(source: Source, config: Config) -> ModuleType:
         from ctl_core.console import quiet_libraries
 
         quiet_libraries(not config.debug)
-        callbacks = load_callbacks(source)
-        _find_devices(config.debug)  # now: callbacks.py may say which are visible
-    return callbacks
-
-
-def _names(command: Command) -> list[str]:
-    """Returns the commands of ``--then``."""
-    then = command.options["then"]
-    return then.split(",") if then else []
-
-
-def _follow(command: Command, callbacks: ModuleType) -> int:
-    """Runs the commands of ``--then``, one after the other."""
-    folder = Path(command.config.runs_dir, command.config.run_name or "").absolute()
-    for name in _names(command):
-        with following(folder, name), interruptible():
-            _use_run(
-                dataclasses.replace(command, name=name, options=default_options(name)), callbacks
-            )
-    return 0
+        return load_callbacks(source)
 
 
 def _import_libraries(debug: bool) -> None:
@@ -354,7 +264,7 @@ def _import_libraries(debug: bool) -> None:
         return
     gc.disable()
     try:
-        with _without_greeting(debug):
+        with _silence(debug):
             importlib.import_module("keras")
             importlib.import_module("tensorflow")
     except ModuleNotFoundError as error:
@@ -372,52 +282,25 @@ def _import_libraries(debug: bool) -> None:
     gc.freeze()
 
 
-def _find_devices(debug: bool) -> None:
-    """Lets TensorFlow look for GPUs, which it does once, without a word where there are none."""
-    with _without_greeting(debug):
-        sys.modules["tensorflow"].config.list_physical_devices()
-
-
-# What TensorFlow 2.21 says of oneDNN, the processor and missing GPUs, and of saying it so early: a
-# driver or library that is there and fails is none of it.
-_GREETING = (
-    "^I[0-9]{4} |^WARNING: All log messages before absl|^To enable the following in|"
-    r"cuInit: (UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
-)
-
-
 @contextlib.contextmanager
-def _without_greeting(debug: bool, pattern: str = _GREETING) -> Iterator[None]:
-    """Leaves out what TensorFlow's C++ prints within, whatever its log level is; not in debugging.
+def _silence(debug: bool) -> Iterator[None]:
+    """Drops what TensorFlow's C++ prints within, to the file descriptor itself; not in debugging.
 
-    It goes to the file descriptor itself. Another process reads it and passes on the rest, also
-    what TensorFlow says when it ends this one, as on a processor that it was not built for.
+    As it is imported, it says what processor it runs on, whatever its log level is.
     """
-    sys.stderr.flush()
-    reader = None
-    if not debug:
-        with contextlib.suppress(OSError):  # Windows has no sed
-            reader = subprocess.Popen(
-                ["sed", "-E", f"/{pattern}/d"],
-                stdin=subprocess.PIPE,
-                stdout=2,
-                env={**os.environ, "LC_ALL": "C"},
-                start_new_session=True,  # Ctrl-C is not meant for it
-            )
-    if reader is None:
+    if debug:
         yield
         return
-    assert reader.stdin
-    stderr = os.dup(2)
-    os.dup2(reader.stdin.fileno(), 2)
-    reader.stdin.close()
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
     try:
         yield
     finally:
         sys.stderr.flush()
         os.dup2(stderr, 2)
         os.close(stderr)
-        reader.wait()
+        os.close(nowhere)
 
 
 def _use_run(command: Command, callbacks: ModuleType) -> int:

@@ -20,13 +20,11 @@ from ctl_core.callbacks_file import DEFAULT
 from ctl_core.cluster.place import is_placed
 from ctl_core.errors import PeerLost, SetupError, one_line
 from ctl_core.files import from_here
-from ctl_core.flags import given_flags, read_flags
+from ctl_core.flags import read_flags
 from ctl_core.layers import Layer, checked, environment, flat, merge, read_file
 from ctl_core.options import default_options, options_of
-from ctl_core.run_process import read_process
 from ctl_core.settings import RENAMED, Config, explain, label, nearest, shown
 from ctl_core.sources import read_source
-from ctl_core.unbegun import look
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +38,6 @@ class Command:
         notes: lines for the user on what was read
         run: the folder of the run that is there already, if one is
         trained_with: the setting ``callbacks`` in that run's own config.yaml
-        given: the flags for settings, those of ``taken_over`` included
-        taken_over: of these, those of an earlier start of a run that has not begun
     """
 
     name: str
@@ -50,8 +46,6 @@ class Command:
     notes: Sequence[str] = ()
     run: Path | None = None
     trained_with: str = DEFAULT
-    given: Sequence[str] = ()
-    taken_over: Sequence[str] = ()
 
 
 # What says how a run is watched, and where its processes are; the run does not keep these.
@@ -88,14 +82,8 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         place |= {key: layer[key] for key in _FIRST if key in layer}
     near = checked(place)
     notes = _renamed([*project, env, flags])
-    given = given_flags(command, words) if command == "train" else []
     run = _run(command, near, options)
     if run is not None and not os.path.isfile(run / "config.yaml"):
-        taken, said = look(run, given)
-        if taken:
-            again = parse_command([*argv, *taken], environ)
-            return dataclasses.replace(again, notes=[said, *again.notes], taken_over=taken)
-        notes += [said] * bool(said)
         run = None
     source, files, trained_with = run, project, DEFAULT
     if run is None and command == "train":
@@ -119,7 +107,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         _leave_out_workers(command, [*files, env, flags])
     config = merge(files, [env, flags], (named or ["config.yaml"])[-1], project)
     config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
-    return Command(command, config, options, notes, run, trained_with, given)
+    return Command(command, config, options, notes, run, trained_with)
 
 
 def _with_name(argv: Sequence[str]) -> Sequence[str]:
@@ -150,16 +138,8 @@ def _options(command: str, named: Sequence[str] | None, flags: Layer) -> dict[st
         values = known(**{"config": named, **chosen}).model_dump()
     except ValidationError as error:
         raise SetupError(explain(error, known.model_fields)) from error
-    if values.get("then") and values["check"]:
-        raise SetupError("then: a check trains nothing that a command could use; leave one out.")
-    for name in ("background", "tensorboard", "note") if values.get("check") else ():
-        if values[name]:
-            raise SetupError(f"{name}: a check is no run; leave one out.")
-    if values.get("background") and values["tensorboard"] == "keep":
-        raise SetupError(
-            "tensorboard: keep waits for Ctrl-C, which a training in the background does not hear; "
-            "leave one out."
-        )
+    if values.get("check") and values["note"]:
+        raise SetupError("note: a check is no run; leave one out.")
     return values
 
 
@@ -269,11 +249,6 @@ def find_run(runs_dir: Path, run_name: str | None, waits: float = 0) -> Path:
             break
         time.sleep(0.2)
     runs = [path.parent for path in runs_dir.glob("*/config.yaml")]
-    if run_name and runs_dir / run_name not in runs and read_process(runs_dir / run_name):
-        raise SetupError(
-            f"run_name: {label(from_here(runs_dir / run_name))} has not begun yet, so that there "
-            f"is nothing to use; python -m ctl_core logs {run_name} says how it went."
-        )
     if not runs:
         raise SetupError(f"{label(from_here(runs_dir))}: no run there yet; train one first.")
     if run_name is None:

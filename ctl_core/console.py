@@ -273,11 +273,6 @@ def report(step: int, **values: Any) -> None:
     (_active or Console()).values(step, "train", values)
 
 
-def say(text: str) -> None:
-    """Prints a line, also while a run has its progress line; in any thread."""
-    (_active or Console()).say(text)
-
-
 def show_step(step: int) -> None:
     """For hooks: shows the step on the progress line; without a terminal, a line a second."""
     (_active or Console()).step(step)

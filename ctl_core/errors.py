@@ -56,13 +56,6 @@ class SetupError(CtlError):
     exit_code = 2
 
 
-class SettingError(SetupError):
-    """A setting that cannot be as it is; the start that has it leaves nothing in the run folder.
-
-    What can be said of a setting alone is said before there is one, by a SetupError.
-    """
-
-
 class RunError(CtlError):
     """A failure while running: a hook raised, a file could not be written (exit code 1)."""
 

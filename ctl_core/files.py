@@ -30,6 +30,14 @@ def from_here(path: str | Path) -> str:
     return str(path)
 
 
+def is_stdout(path: Path) -> bool:
+    """Whether this process prints into a file, as one that train.sh has sent to the background."""
+    try:
+        return os.path.samestat(os.fstat(1), path.stat())
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def written_whole(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yields a place beside a path; what is written there takes the path's own at the end.

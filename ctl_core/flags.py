@@ -12,7 +12,6 @@ from ctl_core.errors import SetupError
 from ctl_core.layers import ENV_PREFIX, Layer, Word, checked, laid_over, read_text, read_value
 from ctl_core.options import COMMANDS, options_of
 from ctl_core.settings import RENAMED, SETTINGS, kind_of, label, nearest, shown
-from ctl_core.unbegun import words_of
 
 
 def read_flags(command: str, argv: Sequence[str]) -> Layer:
@@ -49,13 +48,6 @@ def read_flags(command: str, argv: Sequence[str]) -> Layer:
         flag = word.partition("=")[0]
         layer[old[flag]] = (flag, layer[old[flag]][1])
     return layer | ({"hparams": ("--hparams", hparams)} if hparams else {})
-
-
-def given_flags(command: str, argv: Sequence[str]) -> list[str]:
-    """Returns the flags that say settings, or name files of them, in one form and order."""
-    words, hparams = _split_hparams(argv)
-    found, _ = _parser(command).parse_known_args(words)
-    return words_of(vars(found), hparams)
 
 
 def _split_hparams(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -6,14 +6,13 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 
 from ctl_core.checks.returned import bad_weight
 from ctl_core.compat import with_called
 from ctl_core.console import Console
-from ctl_core.errors import RunError, SettingError, SetupError, not_compiled, unknown_to_xla
+from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
 from ctl_core.metric_values import evaluation
 from ctl_core.numerics.not_finite import NEVER, Noted
@@ -34,7 +33,7 @@ def last_step(state: State, console: Console) -> int:
         assert config.steps is not None
         return config.steps
     if steps is None:
-        raise SettingError(
+        raise SetupError(
             "epochs: create_dataset or make_batches gives an endless dataset, which has no "
             "epochs; use steps."
         )
@@ -65,18 +64,15 @@ def conclude(state: State, start: int, seconds: float, trained: bool, console: C
     console.say(closing(state, start, seconds))
 
 
-def ending(state: State) -> dict[str, Any]:
-    """Returns what is written down of the end: in a word how, what stopped it, with which values.
-
-    The names are those of ``run_process.end``.
-    """
-    how = "diverged" if state.diverged else "ended" if state.ended else "done"
-    line = ""
+def ending(state: State) -> str:
+    """Says how training has ended, for training_log.md."""
     if state.stopped_by is not None:
-        how = "stopped"
-        line = "max_time" if state.timed_out else signal.Signals(state.stopped_by).name
-    found = {"step": state.step, "metrics": state.metrics, "evaluated": state.progress.evaluated}
-    return {"how": how, "line": line, **found}
+        name = "max_time" if state.timed_out else signal.Signals(state.stopped_by).name
+        how = f"stopped by {name}"
+    else:
+        how = "diverged" if state.diverged else "ended early" if state.ended else "done"
+    values = evaluation(state.metrics, state.progress.evaluated, state.step)
+    return f"{how} at step {state.step}" + f"; {values}" * bool(state.metrics)
 
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:

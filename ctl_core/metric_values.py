@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Beside metrics.jsonl: how a run goes, by the clock and at which learning rate. See pace.py.
-PROGRESS = "progress.jsonl"
-
 
 def storable(values: Mapping[str, float]) -> dict[str, float | None]:
     """Returns values as JSON can hold them: None for one that is not finite."""
@@ -54,15 +51,3 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
         if isinstance(values, dict) and type(step := values.get("step")) is int and step < 1 << 63:
             lines.append(values)
     return lines
-
-
-def numbers_of(line: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the values of a line, without step and split; None for one that is not finite.
-
-    What is no number is left out: a file may have been edited.
-    """
-    return {
-        name: value if value is not None and abs(value) < 1e300 else None
-        for name, value in line.items()
-        if name not in ("step", "split") and (value is None or type(value) in (int, float))
-    }

@@ -17,9 +17,6 @@ COMMANDS = {
     "export": "write a run's model for TensorFlow Serving",
     "tfrecords": "write images or tables as TFRecord files",
     "hooks": "print the table of hooks",
-    "runs": "list the runs: state, step, metrics, age",
-    "stop": "stop a run, which is saved",
-    "logs": "print what a run has said, -f as it goes on",
 }
 
 _File = Annotated[
@@ -48,25 +45,6 @@ _CHECKPOINT: dict[str, Any] = {
         ),
     )
 }
-# What may follow a training, by --then.
-FOLLOWING = ("evaluate", "predict", "export")
-
-
-def _check_then(text: Any) -> Any:
-    names = text.split(",") if text is not None else []
-    if len(set(names)) < len(names) or not set(names) <= set(FOLLOWING):
-        raise ValueError
-    return text
-
-
-_Then = Annotated[str | None, AfterValidator(_check_then)]
-_THEN = declare(
-    None,
-    "commands that follow a training which has come to its end, on its last checkpoint, such as "
-    "evaluate,export; the first that fails ends it, with its exit code",
-    title=f"one or several of {', '.join(FOLLOWING)}, each once, with commas between them",
-    examples=["COMMANDS"],
-)
 _CONTINUE = declare(False, "train on in a run that a hook has ended (StopTraining)")
 _CHECK = declare(
     False,
@@ -74,18 +52,9 @@ _CHECK = declare(
     "batch, a checkpoint; hooks that write files or call services do so; a run that is there is "
     "not touched",
 )
-_BACKGROUND = declare(
-    False, "train in a process of its own, which goes on when the terminal is closed"
-)
-_TENSORBOARD = declare(
-    False,
-    "start TensorBoard on all runs beside the training, and end it with that; keep: when training "
-    "has come to its end, it goes on until Ctrl-C",
-    title="true, false or keep",
-)
 _NOTE = declare(
     None,
-    "what you expect of the run: begins its entry in training_log.md, which its end completes",
+    "what you expect of the run: an entry in training_log.md, to which its end adds the result",
     title="a text",
 )
 _INPUT = declare(
@@ -114,9 +83,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "train": {
         "continue": (bool, _CONTINUE),
         "check": (bool, _CHECK),
-        "then": (_Then, _THEN),
-        "background": (bool, _BACKGROUND),
-        "tensorboard": (bool | Literal["keep"], _TENSORBOARD),
         "note": (str | None, _NOTE),
     },
     "evaluate": {**_CHECKPOINT, "watch": (bool, _WATCH)},

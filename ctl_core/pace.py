@@ -1,8 +1,7 @@
-"""How a run goes: its learning rate, how fast it is and how long it has taken, in progress.jsonl.
+"""How a run goes, for TensorBoard: its learning rate and how fast it is.
 
 These depend on the clock, or are no measurements, and so are not in metrics.jsonl, whose lines are
-the same whenever a run is resumed. A line is written with a line of metrics.jsonl, one for a step,
-ten times a second at most, and less often the longer a run has gone on.
+the same whenever a run is resumed.
 """
 
 from __future__ import annotations
@@ -15,19 +14,16 @@ from ctl_core.numerics.learning_rate import rates_used
 from ctl_core.run_folder import Run
 from ctl_core.state import State
 
-# Between two lines, at least so many seconds, and so much of the time that the run has taken: ten
-# hours are about 4,000 lines.
-SHORTEST, SHARE = 0.1, 1 / 500
-# Speed is not measured over fewer seconds than these.
-MEASURED = 0.02
+# Between two measurements, at least so many seconds.
+PAUSE = 0.1
 
 
 class Pace:
-    """Writes the progress.jsonl of one run; on the chief.
+    """Writes scalars to the ``tb/train`` of one run; on the chief.
 
-    A line has ``step``, ``learning_rate`` (of several objectives ``learning_rate/NAME``),
-    ``steps_per_second`` and ``examples_per_second`` since the line before, evaluations and
-    checkpoints left out, and ``seconds``, the time trained in all starts of the run together.
+    They are ``progress/learning_rate`` (of several objectives ``progress/learning_rate/NAME``),
+    ``progress/steps_per_second`` and ``progress/examples_per_second`` since those before,
+    evaluations and checkpoints left out.
     """
 
     def __init__(self, state: State, run: Run) -> None:
@@ -38,44 +34,22 @@ class Pace:
             run: whose files are open
         """
         self._state, self._run = state, run
-        self._start = time.monotonic()
-        self._written_at = -1.0
+        self._written_at, self._warned = -PAUSE, False
         self._busy, self._step, self._examples = 0.0, state.step, state.progress.examples
-        self._began, self._noted, self._warned = self._step, -1, False
-        run.at_the_end = self.end
 
     def look(self, *_: object) -> None:
-        """Writes a line, if that is due; called whenever metrics are."""
-        if self._state.step == self._noted:
+        """Writes, if that is due; called whenever metrics are."""
+        state, now = self._state, time.monotonic()
+        if state.step == self._step or now - self._written_at < PAUSE:
             return
-        now = time.monotonic()
-        pause = max(SHORTEST, SHARE * (self._run.seconds + now - self._start))
-        if self._written_at < 0 or now - self._written_at >= pause:
-            self._write(now)
-
-    def end(self) -> float:
-        """Writes the last line, if its step has none; returns the time trained in all starts."""
-        now = time.monotonic()
-        if self._state.step > max(self._began, self._noted):
-            self._write(now)
-        return self._seconds(now)
-
-    def _seconds(self, now: float) -> float:
-        return round(self._run.seconds + now - self._start, 2)
-
-    def _write(self, now: float) -> None:
-        state = self._state
-        step = state.step
-        values = self._rates()
-        self._noted = step
-        (busy, _), examples = state.clock.training(), state.progress.examples
-        if step > self._step and busy - self._busy >= MEASURED:
-            taken = busy - self._busy
-            values["steps_per_second"] = _short((step - self._step) / taken)
-            values["examples_per_second"] = _short((examples - self._examples) / taken)
-            self._busy, self._step, self._examples = busy, step, examples
-        values["seconds"] = self._seconds(now)
-        self._run.write_progress(step, values)
+        values, examples = self._rates(), state.progress.examples
+        busy = state.clock.training()[0]
+        if (taken := busy - self._busy) > 0:
+            values["steps_per_second"] = (state.step - self._step) / taken
+            values["examples_per_second"] = (examples - self._examples) / taken
+        self._busy, self._step, self._examples = busy, state.step, examples
+        values = {f"progress/{name}": value for name, value in values.items()}
+        self._run.write_scalars(state.step, "train", values)
         self._written_at = now
 
     def _rates(self) -> dict[str, float]:
@@ -88,9 +62,4 @@ class Pace:
                 LOG.warning("the learning rate cannot be read: %s", brief(error))
             self._warned = True
             return {}
-        return {"learning_rate" + f"/{n}" * bool(n): _short(rate) for n, rate in rates.items()}
-
-
-def _short(value: float) -> float:
-    """Returns a number without the digits that float32 does not have."""
-    return float(f"{value:.6g}")
+        return {"learning_rate" + f"/{n}" * bool(n): rate for n, rate in rates.items()}

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ctl_core.checks.examples import checked_count, packed
 from ctl_core.console import Console
-from ctl_core.errors import SettingError, SetupError
+from ctl_core.errors import SetupError
 from ctl_core.hooks import describe
 from ctl_core.pipeline import Found, Pipeline, Sizes
 
@@ -19,7 +19,7 @@ def whole_groups(pipeline: Pipeline, found: Found) -> tf.data.Dataset:
     """Leaves out the last elements of a pass, those that fill no step."""
     assert found.elements is not None
     if found.elements < found.together:
-        raise SettingError(
+        raise SetupError(
             f"{pipeline.name}: the dataset has {found.elements * found.size} examples, fewer than "
             f"one global batch of {found.together * found.size}; lower batch_size, or keep them "
             "with --last-batch keep."

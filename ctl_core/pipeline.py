@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ctl_core.checks.examples import examples_in, packed, read_by
 from ctl_core.data.manifest import opened
-from ctl_core.errors import SettingError, SetupError
+from ctl_core.errors import SetupError
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.readers.stream import Stream
 
@@ -176,7 +176,7 @@ def create_pipeline(
         reader = read_by(hook, dataset, hooks.count_examples, again, looked, seed)
         dataset = checked_dataset(hook, dataset if reader is None else reader.one_pass())
     if dataset.cardinality() == 0:
-        raise SettingError(f"{hook}: {EMPTY}")
+        raise SetupError(f"{hook}: {EMPTY}")
     endless = bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
     endless = endless or (reader is not None and reader.reader.endless)
     repeated = dataset.repeat()

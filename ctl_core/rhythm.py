@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 
-from ctl_core.errors import SettingError
+from ctl_core.errors import SetupError
 from ctl_core.settings import EPOCHS, Config, seconds_in
 
 
@@ -18,14 +18,14 @@ def in_steps(setting: str, value: int | str, steps_per_epoch: int | None) -> int
         steps_per_epoch: None if the data have no end
 
     Raises:
-        SettingError: there are no epochs.
+        SetupError: there are no epochs.
     """
     if isinstance(value, int):
         return value
     if not (epochs := re.fullmatch(EPOCHS, value)):
         return 0
     if steps_per_epoch is None:
-        raise SettingError(
+        raise SetupError(
             f"{setting}: create_dataset or make_batches gives an endless dataset, which has no "
             "epochs; say how many steps, or how many minutes."
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,20 +18,18 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ctl_core import run_process, training_log
+from ctl_core import training_log
 from ctl_core.callbacks_file import COPY
-from ctl_core.cluster.signals import before_the_end
-from ctl_core.cluster.supervisor import supervised
 from ctl_core.cluster.task import Task
 from ctl_core.compat import GraphWriter
 from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError, RunError, SettingError, SetupError, brief, reason
-from ctl_core.files import from_here, refuse_links, written_whole
+from ctl_core.errors import CtlError, RunError, SetupError, brief, reason
+from ctl_core.files import from_here, is_stdout, refuse_links, written_whole
 from ctl_core.hparams_page import write_hparams
 from ctl_core.layers import write_config
-from ctl_core.metric_values import PROGRESS, read_metrics, storable
+from ctl_core.metric_values import read_metrics, storable
 from ctl_core.provenance import provenance
-from ctl_core.refused import Before
+from ctl_core.run_lock import locked, taken
 from ctl_core.settings import Config, free_name
 from ctl_core.sources import NOT_BEGUN, check_start
 
@@ -62,8 +59,6 @@ class Run:
         reading: whether the run is only used, and nothing is written to its folder
         steps_taken: tells how many steps this process has trained
         note: what is expected of the run, for training_log.md
-        seconds: for how long it was trained before, over all its starts
-        at_the_end: writes the last line of progress.jsonl, and returns for how long it was trained
     """
 
     def __init__(self, config: Config, task: Task, reading: bool = False) -> None:
@@ -78,13 +73,10 @@ class Run:
         self.task, self.reading = task, reading
         self.steps_taken: Callable[[], int] = lambda: 0
         self.note: str | None = None
-        self.seconds = 0.0
-        self.at_the_end: Callable[[], float | None] = lambda: None
-        self._config, self._trains, self._over = config, False, False
-        self._noted = False
+        self._config = config
+        self._log_of_runs = Path(training_log.FILE).absolute()
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
-        self._progress: Any = None
         self._writers: dict[str, Any] = {}
         self._flushes: list[Any] = []
         self._flushed_at = 0.0
@@ -94,7 +86,6 @@ class Run:
         if reading:
             return
         check_start(config)
-        self._before = Before(self.path, [log])
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_links(self.path, [log, self.ckpt, self.path / "tb"])
@@ -109,18 +100,8 @@ class Run:
         """Holds the run, by its log, until it is closed or the process ends in any way.
 
         Raises:
-            SetupError: another process is training it, or it has another note.
+            SetupError: another process is training it.
         """
-        self._lock()
-        try:
-            run_process.begin(self.path, os.getppid() if supervised() else os.getpid())
-            self._trains = True
-            if self.note is not None:
-                self._noted = training_log.begin(self.path, self.note, self._config)
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _lock(self) -> None:
         if fcntl is None:
             return
         for again_after in (0.1, 0.2, 0.0):
@@ -131,13 +112,9 @@ class Run:
                 if again_after:
                     time.sleep(again_after)
                     continue
-                raise run_process.taken(self.path) from None
+                raise taken(self.path) from None
             except OSError as error:  # a file system without locks
                 logging.getLogger("ctl_core").warning("%s cannot be locked: %s", self.shown, error)
-                process = run_process.read_process(self.path)
-                own = (os.getpid(), os.getppid())  # a supervisor, or who started this one
-                if process and process.ended is None and process.alive() and process.pid not in own:
-                    raise run_process.taken(self.path) from None
                 return
 
     def is_held(self) -> bool | None:
@@ -145,64 +122,27 @@ class Run:
 
         Looking takes the lock for an instant, which ``lock`` waits out.
         """
-        return run_process.locked(self.path / "train.log")
+        return locked(self.path / "train.log")
 
-    def ended(self, how: str, line: str = "", **more: Any) -> None:
-        """Writes down how training ended, where ``runs`` and training_log.md have it.
+    def ended(self, result: str, failed: bool = False) -> None:
+        """Writes down how training ended, if it has begun.
 
-        Args:
-            how: in a word, see ``run_process.Process``
-            line: what a failure said, or what stopped the run
-            more: what else ``run_process.end`` takes
+        That is a line in training_log.md, if the run has an entry there; and unless it has failed,
+        what TensorBoard's HParams page shows.
         """
-        self._over = True
-        if not self._trains:
+        if self._metrics is None:
             return
-        self._trains = False
-        config = self._config
-        seconds = None
         try:
-            seconds = self.at_the_end()
-        except (RunError, tf.errors.OpError) as error:  # the run has ended as it has
-            LOG.warning("%s: the last line of %s is missing: %s", self.shown, PROGRESS, error)
-        try:
-            process = run_process.end(self.path, how, line, seconds=seconds, **more)
-            if process is not None:
-                training_log.complete(self.path, process)
-            if self.task.chief and how != "failed":
-                write_hparams(self.path / "tb", self.path.name, config)
+            training_log.end(self._log_of_runs, self.shown, result)
+            if not failed:
+                write_hparams(self.path / "tb", self.path.name, self._config)
         except (OSError, tf.errors.OpError) as error:
             LOG.warning("%s: how it ended cannot be written: %s", self.shown, reason(error))
 
-    def refused(self, line: str) -> None:
-        """Gives the folder back as it was, since a setting cannot be: the run has not begun.
-
-        In the background, where nobody has seen why, it stays to say so.
-
-        Args:
-            line: what the setting's refusal says
-        """
-        process = run_process.read_process(self.path) if self._trains else None
-        if self.reading or self.steps_taken() or (process is not None and process.background):
-            self.ended("failed", line)
-            return
-        with contextlib.suppress(OSError, SetupError):
-            if self._noted:
-                training_log.take_back(self.path)
-        self._before.give_back(self._trains)
-        self._over, self._trains = True, False
-
-    def interrupted(self, looks: bool = True) -> None:
-        """Writes down that Ctrl-C has ended training there and then, unless it had ended before.
-
-        Args:
-            looks: whether the graph still answers, for the last line of progress.jsonl
-        """
-        if not self._over:
-            LOG.error("interrupted")
-            if not looks:
-                self.at_the_end = lambda: None
-            self.ended("stopped", run_process.AT_ONCE)
+    @property
+    def is_shown(self) -> bool:
+        """Whether what it says is printed: by the chief, and not into the log, which has it."""
+        return self.task.chief and not is_stdout(self.path / "train.log")
 
     @property
     def shown(self) -> str:
@@ -222,7 +162,7 @@ class Run:
     @property
     def written(self) -> list[Path]:
         """What training writes here, but the log."""
-        names = ("ckpt", "tb", "config.yaml", "env.json", "metrics.jsonl", PROGRESS, COPY)
+        names = ("ckpt", "tb", "config.yaml", "env.json", "metrics.jsonl", COPY)
         return [self.path / name for name in names]
 
     @property
@@ -243,7 +183,7 @@ class Run:
         source: bytes | None = None,
         devices: Sequence[str] = (),
     ) -> None:
-        """Writes config.yaml, and opens metrics.jsonl and progress.jsonl, to end at ``step``.
+        """Writes config.yaml, and opens metrics.jsonl, to end at ``step``.
 
         What an interrupted process had written beyond its last checkpoint is taken out, since
         the steps are about to run again.
@@ -260,8 +200,6 @@ class Run:
             SetupError: one of the files cannot be written.
         """
         try:
-            if new:
-                training_log.note_changes(self.path, config)
             if new or not self.config_file.exists():
                 write_config(config, self.config_file)
                 self.not_begun.unlink(missing_ok=True)
@@ -271,10 +209,9 @@ class Run:
             if new and source is not None:
                 with written_whole(self.path / COPY) as beside:
                     beside.write_bytes(source)
-            lines = read_metrics(self.path, PROGRESS)
-            self.seconds = run_process.seconds_trained(self.path, lines) or 0.0
-            self._progress = _opened(self.path / PROGRESS, step, buffering=1)
             self._metrics = _opened(self.metrics_file, step)
+            if new and self.note:
+                training_log.begin(self._log_of_runs, self.shown, self.note, config)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -288,26 +225,15 @@ class Run:
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
         """Appends a line to metrics.jsonl and a scalar summary per value to tb/<split>."""
         with self._writing():
-            self._write(step, split, values)
+            line = {"step": step, "split": split, **storable(values)}
+            self._metrics.write(json.dumps(line) + "\n")
+        self.write_scalars(step, split, values)
 
-    def _write(self, step: int, split: str, values: dict[str, float]) -> None:
-        line = {"step": step, "split": split, **storable(values)}
-        self._metrics.write(json.dumps(line) + "\n")
-        with self.writer(split).as_default(step=step):
+    def write_scalars(self, step: int, split: str, values: dict[str, float]) -> None:
+        """Writes a scalar summary per value to tb/<split>."""
+        with self._writing(), self.writer(split).as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
-
-    def write_progress(self, step: int, values: dict[str, float]) -> None:
-        """Appends a line to progress.jsonl, and scalar summaries to tb/train.
-
-        It is on the disk before the line of metrics.jsonl that is written next.
-        """
-        with self._writing():
-            self._progress.write(json.dumps({"step": step, **storable(values)}) + "\n")
-            with self.writer("train").as_default(step=step):
-                for name, value in values.items():
-                    if name != "seconds":
-                        tf.summary.scalar(f"progress/{name}", value)
 
     def writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer of ``train`` or ``eval``, created on first use.
@@ -363,10 +289,10 @@ class Run:
 
     def close(self) -> None:
         """Closes every file; what cannot be written any more has been complained of before."""
-        for file in filter(None, (self._metrics, self._progress)):
+        if self._metrics is not None:
             with contextlib.suppress(OSError):
-                file.close()
-        self._metrics = self._progress = None
+                self._metrics.close()
+        self._metrics = None
         for writer, flush in zip(self._writers.values(), self._flushes, strict=True):
             with contextlib.suppress(tf.errors.OpError):
                 flush()
@@ -380,7 +306,7 @@ class Run:
         self._held.close()
 
 
-def _opened(path: Path, step: int, buffering: int = -1) -> Any:
+def _opened(path: Path, step: int) -> Any:
     """Opens a file of lines to append to, once those of later steps are taken out.
 
     Raises:
@@ -389,7 +315,7 @@ def _opened(path: Path, step: int, buffering: int = -1) -> Any:
     kept = [line for line in read_metrics(path.parent, path.name) if line["step"] <= step]
     with written_whole(path) as beside:
         beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    return path.open("a", encoding="utf-8", buffering=buffering)
+    return path.open("a", encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -398,21 +324,18 @@ def session(run: Run, console: Console) -> Iterator[None]:
     activate(console)
     step_of_summaries = tf.summary.experimental.get_step()
     try:
-        with before_the_end(lambda: run.interrupted(looks=False)):
-            yield
+        yield
     except KeyboardInterrupt:
-        run.interrupted()
+        LOG.error("interrupted")
+        run.ended("interrupted, not saved")
         raise
     except CtlError as error:
         LOG.error(str(error), exc_info=error.__cause__ or error)
-        if isinstance(error, SettingError):
-            run.refused(str(error))
-        else:
-            run.ended("failed", str(error))
+        run.ended(f"failed: {error}", failed=True)
         raise
     except BaseException as error:
         LOG.error("failed", exc_info=error)
-        run.ended("failed", brief(error))
+        run.ended(f"failed: {brief(error)}", failed=True)
         raise
     finally:
         tf.summary.experimental.set_step(step_of_summaries)

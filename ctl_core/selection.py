@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from ctl_core.errors import SettingError
+from ctl_core.errors import SetupError
 from ctl_core.settings import Config, nearest
 
 KEEP_BEST, EARLY_STOP = "keep_best", "early_stop"
@@ -55,7 +55,7 @@ class Selection:
             names: of an evaluation's values; None if there is no evaluation
 
         Raises:
-            SettingError: a setting names no metric, or it is not clear which way is better.
+            SetupError: a setting names no metric, or it is not clear which way is better.
         """
         settings = {KEEP_BEST: config.keep_best, EARLY_STOP: config.early_stop}
         self._criteria = [
@@ -107,7 +107,7 @@ def best_step(best: Mapping[str, list[float]]) -> int:
 
 def _criterion(setting: str, text: str, names: list[str] | None) -> Criterion:
     if names is None:
-        raise SettingError(f"{setting}: needs an evaluation; write create_eval_dataset.")
+        raise SetupError(f"{setting}: needs an evaluation; write create_eval_dataset.")
     patience = 0
     if setting == EARLY_STOP:
         text, _, number = text.rpartition(":")
@@ -116,12 +116,12 @@ def _criterion(setting: str, text: str, names: list[str] | None) -> Criterion:
     # Of several sets of evaluation data, values are called NAME/loss.
     meant = [name for name in names if name.partition("/")[2] == metric]
     if metric not in names and len(meant) > 1:
-        raise SettingError(
+        raise SetupError(
             f"{setting}: {metric!r} is measured on several sets, so name one of {', '.join(meant)}."
         )
     metric = meant[0] if metric not in names and meant else metric
     if metric not in names:
-        raise SettingError(
+        raise SetupError(
             f"{setting}: no metric is called {metric!r}{nearest(metric, names)} (there: "
             f"{', '.join(names)})"
         )
@@ -140,13 +140,13 @@ def is_highest(setting: str, metric: str, mode: str) -> bool:
     """Whether more of a metric is better, as ``mode`` or its name says.
 
     Raises:
-        SettingError: neither does.
+        SetupError: neither does.
     """
     if not mode:
         plain = metric.rpartition("/")[2]
         mode = "min" if _LOWER.search(plain) else "max" if _HIGHER.search(plain) else ""
     if not mode:
-        raise SettingError(
+        raise SetupError(
             f"{setting}: say whether {metric} is better when it is higher or lower: {metric}:max "
             f"or {metric}:min."
         )

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ctl_core.errors import SetupError, one_line
-from ctl_core.files import from_here, refuse_links
+from ctl_core.files import from_here
 from ctl_core.layers import read_file
-from ctl_core.run_process import AT_ONCE, read_process
 from ctl_core.run_state.record import Damaged, Record, read_record, saved_steps
 from ctl_core.settings import Config, nearest, shown
 
@@ -45,8 +44,7 @@ def check_start(config: Config) -> None:
     """Refuses to begin a run from what is not there; one that has begun needs that no more.
 
     Raises:
-        SetupError: there is no such run, checkpoint or file; or the run began otherwise, or has
-            lost its checkpoints.
+        SetupError: there is no such run, checkpoint or file; or the run began otherwise.
     """
     if (run := _begun(config)) is not None:
         began = read_file(run / "config.yaml", required=False).get("fork", ("", None))[1]
@@ -57,8 +55,6 @@ def check_start(config: Config) -> None:
                 "choose another run_name."
             )
         return
-    if config.run_name is not None:
-        _refuse_without_checkpoints(Path(config.runs_dir, config.run_name))
     if config.fork is not None:
         record_of("fork", read_source("fork", config.fork, config.runs_dir))
     if config.init_from is not None:
@@ -75,24 +71,6 @@ def _begun(config: Config) -> Path | None:
     run = Path(config.runs_dir, config.run_name)
     own = saved_steps(run / "ckpt" / "engine") and not (run / "ckpt" / NOT_BEGUN).exists()
     return run if own else None
-
-
-def _refuse_without_checkpoints(run: Path) -> None:
-    """Refuses to begin a run again whose end was saved: that would replace what it has measured.
-
-    Raises:
-        SetupError: its checkpoints are gone.
-    """
-    process = read_process(run)
-    if process is None or not process.step or process.line == AT_ONCE:
-        return
-    if process.how in ("done", "ended", "stopped"):
-        refuse_links(run, [run / "ckpt"])  # which may be why they are not there
-        raise SetupError(
-            f"{from_here(run)}: was saved at step {process.step}, and {from_here(run / 'ckpt')} "
-            "has no checkpoint any more; put them back, choose another run_name, or remove "
-            f"{from_here(run)} to begin it anew."
-        )
 
 
 def from_anywhere(config: Config) -> Config:

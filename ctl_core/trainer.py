@@ -81,7 +81,8 @@ def train(callbacks: Any, config: Config, go_on: bool = False, note: str | None 
         PeerLost: another process of the cluster is gone.
     """
     task, source = task_of(config), source_of(callbacks)
-    run, console = Run(config, task), Console(shown=task.chief)
+    run = Run(config, task)
+    console = Console(shown=run.is_shown)
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     run.note = note
     with (
@@ -173,6 +174,8 @@ class Trainer:
         if state.ended:
             self.last = self.start
         going_on = self.start < self.last
+        extras = bool(state.context.logged()), state.data.steps_per_epoch
+        schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, *extras)
         if going_on:
             choose(state, self.functions, console)
             check_step(state, self.functions, console)
@@ -185,7 +188,7 @@ class Trainer:
         console.start(self.start, self.last, state.clock.training)
         seconds = time.monotonic()
         try:
-            self._loop()
+            self._loop(schedule)
         except Exception:
             self.at_end("failed")
             raise
@@ -199,12 +202,11 @@ class Trainer:
         run.flush()
         console.stop()
         conclude(state, self.start, time.monotonic() - seconds, going_on, console)
-        run.ended(**ending(state))
+        if going_on:
+            run.ended(ending(state))
 
-    def _loop(self) -> None:
+    def _loop(self, schedule: Schedule) -> None:
         state, clock = self.state, self.state.clock
-        extras = bool(state.context.logged()), state.data.steps_per_epoch
-        schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, *extras)
         step, ended = state.step, False
         look_at_rate(state, step, self._console)
         self._sync_status(step, ended)

@@ -5,6 +5,9 @@
 # where that is installed. An active virtual environment, or one named by VENV=FOLDER, is used as it
 # is: nothing is installed there.
 #
+# --background trains on when the terminal is closed: runs/NAME/train.log has what it says, and
+# runs/NAME/pid is the process to kill, which saves the run first.
+#
 # Exit code 2: there is no environment to train in. Otherwise the exit code of the training.
 set -euo pipefail
 
@@ -75,5 +78,20 @@ else
   fi
 fi
 
-# exec: signals reach the training directly.
-exec "$env/bin/python" -m ctl_core train "$@"
+background=''
+for word in "$@"; do
+  shift
+  if [ "$word" = --background ]; then background=yes; else set -- "$@" "$word"; fi
+done
+[ -n "$background" ] || exec "$env/bin/python" -m ctl_core train "$@" # which signals reach directly
+
+run=$(date +%Y%m%d-%H%M%S)
+if [[ " $* " =~ " --run-name"[=\ ]([^ ]+) ]]; then run=${BASH_REMATCH[1]}; else set -- "$@" --run-name "$run"; fi
+run=runs/$run
+mkdir -p "$run"
+flock -n "$run/train.log" true 2>/dev/null || [ $? != 1 ] || fail "another process trains $run"
+set -m # a process group of its own: Ctrl-C does not reach it, nor, by nohup, the terminal's end
+PYTHONUNBUFFERED=1 nohup "$env/bin/python" -m ctl_core train "$@" \
+  </dev/null >>"$run/train.log" 2>&1 &
+echo $! >"$run/pid"
+say "process $! trains $run: tail -f $run/train.log; kill $! saves and ends it"

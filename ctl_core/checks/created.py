@@ -12,7 +12,7 @@ import tensorflow as tf
 from ctl_core.autograph import is_default
 from ctl_core.checks.returned import kind_of
 from ctl_core.compat import max_to_keep
-from ctl_core.errors import SettingError, SetupError
+from ctl_core.errors import SetupError
 from ctl_core.helpers import sample_weight
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.numerics.groups import OptimizerGroups
@@ -117,7 +117,7 @@ def check_turns(hooks: Hooks, optimizers: dict[str, Any], accumulate_steps: int)
                 "turns."
             )
     if accumulate_steps > 1:
-        raise SettingError(
+        raise SetupError(
             f"accumulate_steps: {accumulate_steps} micro-batches cannot go with turns, in which "
             "several updates are made on one batch; leave one of the two out."
         )

@@ -19,7 +19,7 @@ from ctl_core.checks.examples import checked_count, examples_in
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import stages
 from ctl_core.console import Console
-from ctl_core.errors import SettingError, SetupError, explained, one_line
+from ctl_core.errors import SetupError, explained, one_line
 from ctl_core.hooks import Hook, describe
 from ctl_core.pipeline import (
     EMPTY,
@@ -132,7 +132,7 @@ def first_of(iterator: Any, hook: Hook, empty: str = EMPTY) -> Any:
     """
     for element in iterator:
         return element
-    raise SettingError(f"{hook}: {empty}") if empty == EMPTY else hook.reject(empty)
+    raise SetupError(f"{hook}: {empty}") if empty == EMPTY else hook.reject(empty)
 
 
 def check_made_anew(first: Pipeline, second: Pipeline) -> None:

@@ -37,21 +37,6 @@ def check_required(callbacks: Any, origin: str) -> None:
     )
 
 
-def check_following(then: str | None, callbacks: Any) -> None:
-    """Refuses commands after a training that would then find nothing to work on.
-
-    Raises:
-        SetupError: one needs evaluation data, and there are none.
-    """
-    if getattr(callbacks, "create_eval_dataset", None) is None:
-        for name in ("evaluate", "predict"):
-            if name in (then or "").split(","):
-                raise SetupError(
-                    f"then: there is no create_eval_dataset, so that {name} has no data; write it, "
-                    f"or leave out {name}."
-                )
-
-
 def scheduled(spec: Spec, value: Any, origin: str) -> dict[int, list[Callable[..., Any]]]:
     """Returns the functions of a schedule by step number, if it is one."""
     if not isinstance(value, dict):

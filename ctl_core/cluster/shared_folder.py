@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from ctl_core.cluster.sync import Cluster
-from ctl_core.errors import SettingError
+from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 
 # How long a file may take from one machine to another: a network file system asks its server anew
@@ -24,7 +24,7 @@ def check_shared(cluster: Cluster, folder: Path) -> None:
     """Compares what the processes see in the run folder.
 
     Raises:
-        SettingError: processes see another folder than process 0 writes to.
+        SetupError: processes see another folder than process 0 writes to.
         PeerLost: another process is gone.
     """
     task = cluster.task
@@ -41,7 +41,7 @@ def check_shared(cluster: Cluster, folder: Path) -> None:
     if task.chief:
         own.unlink(missing_ok=True)
     if blind := [task.shown(index) for index in range(task.processes) if not table[index]]:
-        raise SettingError(
+        raise SetupError(
             f"runs_dir: what {task.shown(0)} writes in {from_here(folder)} is not seen by "
             f"{', '.join(blind[:4])}{f' and {len(blind) - 4} more' * (len(blind) > 4)}; name a "
             "folder of a file system that all of them share."

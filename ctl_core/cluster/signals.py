@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -153,20 +154,9 @@ class Signals:
         )
 
     def _close(self) -> None:
-        for function in _before_the_end:
-            function()
+        logging.getLogger("ctl_core").error("interrupted")
         self._console.stop()
         self.settle(SETTLE)
-
-
-@contextlib.contextmanager
-def before_the_end(function: Callable[[], object]) -> Iterator[None]:
-    """Within, calls a function, in another thread, before a process that does not heed is ended."""
-    _before_the_end.append(function)
-    try:
-        yield
-    finally:
-        _before_the_end.remove(function)
 
 
 def _interactive() -> bool:
@@ -229,8 +219,6 @@ def _heard(listener: Callable[[int], None]) -> Iterator[None]:
 # What the signals did before, while a run has them, and what their numbers are written to.
 _before: dict[int, Any] = {}
 _sockets: list[socket.socket] = []
-# What is called before the process is ended.
-_before_the_end: list[Callable[[], object]] = []
 
 
 def _give_back() -> None:

@@ -17,7 +17,7 @@ from ctl_core.cluster.place import find_place, is_placed, read_task
 from ctl_core.cluster.rendezvous import meet
 from ctl_core.cluster.task import Task
 from ctl_core.compat import cpu_devices_of_worker
-from ctl_core.errors import PeerLost, SettingError, SetupError, op_message
+from ctl_core.errors import PeerLost, SetupError, op_message
 from ctl_core.settings import Config
 
 
@@ -90,13 +90,13 @@ def _check_batch_size(config: Config, replicas: int) -> None:
     shares = replicas * config.accumulate_steps
     if config.batch_size % shares:
         micro = f" with accumulate_steps {config.accumulate_steps}"
-        raise SettingError(
+        raise SetupError(
             f"batch_size: {config.batch_size} cannot be shared out evenly over {replicas} "
             f"replica{'s' * (replicas > 1)}{micro * (config.accumulate_steps > 1)}; take a "
             f"multiple of {shares}."
         )
     if config.eval_batch_size is not None and config.eval_batch_size % replicas:
-        raise SettingError(
+        raise SetupError(
             f"eval_batch_size: {config.eval_batch_size} cannot be shared out evenly over "
             f"{replicas} replicas; take a multiple of {replicas}."
         )
@@ -234,7 +234,7 @@ def _limit_gpu_memory(limit: int | None) -> None:
     except RuntimeError:  # TensorFlow has started, in a notebook say: its devices are fixed
         there = [tf.config.get_logical_device_configuration(gpu) for gpu in gpus]
         if limit is not None and any(not one or one[0].memory_limit != limit for one in there):
-            raise SettingError(
+            raise SetupError(
                 f"gpu_memory_limit: {limit} MB asked for, but TensorFlow has already started; "
                 "restart the Python process, or train before other TensorFlow calls."
             ) from None
@@ -256,7 +256,7 @@ def _split_cpu(count: int) -> None:
     except RuntimeError:  # TensorFlow has started, in a notebook say: its devices are fixed
         there = len(tf.config.list_logical_devices("CPU"))
         if there < count:
-            raise SettingError(
+            raise SetupError(
                 f"virtual_devices: {count} asked for, but TensorFlow has already started with "
                 f"{there}; restart the Python process, or train before other TensorFlow calls."
             ) from None

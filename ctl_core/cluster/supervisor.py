@@ -39,9 +39,8 @@ from ctl_core.cluster.signals import INTERRUPTED, Counted
 from ctl_core.cluster.task import PIPE as PIPE
 from ctl_core.cluster.verdict import BY_SIGNAL, ORDERLY, End, judge
 from ctl_core.errors import SetupError, one_line
-from ctl_core.files import refuse_links
-from ctl_core.refused import Before
-from ctl_core.run_process import read_process, taken
+from ctl_core.files import is_stdout, refuse_links
+from ctl_core.run_lock import taken
 
 if TYPE_CHECKING:
     from ctl_core.settings import Config
@@ -196,7 +195,6 @@ def supervise(
             is training the run.
     """
     _open_standard_streams()
-    before = Before(folder, [_log(folder, index) for index in range(workers)])
     with _hold(folder, workers), _CountedSignals() as signals, _life_line() as pipe:
         for restarts in range(max_restarts + 1):
             if signals.numbers:  # between two starts
@@ -210,8 +208,6 @@ def supervise(
             if verdict == "failed":
                 if end.worker:  # the chief has shown its own
                     _print_error(f"{cluster.error_of(end)} ({log})")
-                elif end.code == SetupError.exit_code and read_process(folder) is None:
-                    before.give_back()  # as the chief has done
                 return end.code
             if signals.numbers:
                 code = _stopped_code(ends, signals.numbers[0])
@@ -375,7 +371,8 @@ class LocalWorkers:
         """Prints a line for the user, and into the run's log."""
         with contextlib.suppress(OSError), _log(self._folder, 0).open("ab") as log:
             log.write(f"--- {time.strftime('%F %T')} {text} ---\n".encode())
-        _print(1, text)
+        if not is_stdout(_log(self._folder, 0)):
+            _print(1, text)
 
 
 def _log(folder: Path, worker: int) -> Path:

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.task import Task
-from ctl_core.errors import CtlError, PeerLost, RunError, SettingError
+from ctl_core.errors import CtlError, PeerLost, RunError, SetupError
 from ctl_core.numerics.not_finite import NEVER
 from ctl_core.settings import Config
 
@@ -145,7 +145,7 @@ class Cluster:
         """Compares the settings, which have to be the same on every process.
 
         Raises:
-            SettingError: they are not.
+            SetupError: they are not.
         """
         if self.task.processes == 1:
             return
@@ -156,7 +156,7 @@ class Cluster:
         differ = (self.gather(numbers) != np.array(numbers)).any(axis=0)
         names = [name for name, other in zip(settings, differ, strict=True) if other]
         if names:
-            raise SettingError(
+            raise SetupError(
                 f"{', '.join(names)}: not the same on every process of the cluster; give each of "
                 "them the same config.yaml, CTL_ variables and flags."
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from ctl_core.compat import checkpointed_names
-from ctl_core.errors import SettingError, SetupError
+from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 
 # What reading a file that is cut short, altered or gone raises.
@@ -27,7 +27,7 @@ def unfitting(path: str, differences: list[str], fork: str | None = None) -> Set
     more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
     found = f"{'; '.join(differences[:5])}{more}"
     if fork is not None:
-        return SettingError(
+        return SetupError(
             f"fork: the checkpoint of {fork} does not fit the model: {found}. Fork it with the "
             f"model that it has, or begin with the weights that fit: --init-from {fork} "
             "--init-partial."

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ctl_core.compat import checkpointed_below, checkpointed_names
 from ctl_core.console import Console
-from ctl_core.errors import SettingError, brief
+from ctl_core.errors import SetupError, brief
 from ctl_core.files import from_here
 from ctl_core.run_state.tracking import adapter_of, plain_variable, variable_name
 from ctl_core.sources import read_source, record_of, saved_model
@@ -52,7 +52,7 @@ def load_initial_weights(state: State, console: Console) -> None:
     A run is taken with its weights as they were trained, without its optimizer; ``fork`` takes all.
 
     Raises:
-        SettingError: there is nothing to be read; or it does not fit, and ``init_partial`` is
+        SetupError: there is nothing to be read; or it does not fit, and ``init_partial`` is
             false.
     """
     text = state.config.init_from
@@ -94,13 +94,13 @@ def _take(state: State, console: Console, what: str, fit: _Fit) -> None:
     """Takes what fits, and says so.
 
     Raises:
-        SettingError: not all fits, and it has to; or nothing does.
+        SetupError: not all fits, and it has to; or nothing does.
     """
     others = [*fit.different, *(f"{name} is of no use here" for name in fit.unused)]
     said = "; ".join(others[:5]) + f"; and {len(others) - 5} more" * (len(others) > 5)
     if others and (not state.config.init_partial or not fit.taken):
         cure = "" if not fit.taken else " --init-partial takes what fits."
-        raise SettingError(
+        raise SetupError(
             f"init_from: {what} fits {fit.taken} of the {fit.wanted} weights of "
             f"{state.hooks.create_model}: {said}.{cure}"
         )
@@ -130,7 +130,7 @@ def _offered(state: State, text: str) -> tuple[str, list[_Weight]]:
     """Returns what a run or a SavedModel is called, and its weights.
 
     Raises:
-        SettingError: there is neither.
+        SetupError: there is neither.
     """
     if (folder := saved_model(text)) is not None:
         loaded = _read(folder, tf.saved_model.load)
@@ -162,13 +162,13 @@ def _read(path: Path, read: Callable[[str], Any]) -> Any:
     """Reads something.
 
     Raises:
-        SettingError: it cannot be read.
+        SetupError: it cannot be read.
     """
     try:
         return read(str(path))
     except Exception as error:
         why = brief(error)
-        raise SettingError(f"init_from: {from_here(path)} cannot be read: {why}") from error
+        raise SetupError(f"init_from: {from_here(path)} cannot be read: {why}") from error
 
 
 def _by_name(wanted: dict[str, Any], places: dict[int, str], offered: list[_Weight]) -> _Fit:
@@ -234,11 +234,11 @@ def _of_keras_file(state: State, path: Path) -> _Fit:
     """Compares the weights of a ``.keras`` or ``.weights.h5`` file with those of the model.
 
     Raises:
-        SettingError: it cannot be read, or the model is none of Keras'.
+        SetupError: it cannot be read, or the model is none of Keras'.
     """
     model = state.train_model
     if not isinstance(model, keras.Model):
-        raise SettingError(
+        raise SetupError(
             f"init_from: {from_here(path)} is for a Keras model, and {state.hooks.create_model} "
             "returns another; take a run or a SavedModel."
         )

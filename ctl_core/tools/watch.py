@@ -30,10 +30,11 @@ from ctl_core.files import from_here, refuse_links, written_whole
 from ctl_core.layers import read_file
 from ctl_core.metric_values import read_metrics, storable, worded
 from ctl_core.run_folder import Run
-from ctl_core.run_process import WATCHED as FILE
 from ctl_core.run_state.record import Damaged, read_record, saved_steps
 from ctl_core.state import State
 
+# Held by who evaluates a run's checkpoints as they come.
+FILE = "watch.jsonl"
 # How often the run is looked at (seconds).
 POLL = 1.0
 # How long nobody may train a run that is not at its end, before it counts as ended (seconds): one

@@ -13,18 +13,16 @@ ENGINE = Path(ctl_core.__file__).parent
 # it may import from below; the command line does, to be quick.
 LAYERS = """
     errors table types splits index buckets png task metric_values
-    apart chunks compat console files output precision not_finite reduction signals
+    chunks compat console files precision not_finite reduction signals
     ahead collectives compiled training_mode helpers joining nested profile settings staging
-    hook_state record gpus looks verdict run_process
-    origin callbacks_file batch_norm hook_table refused
-    slurm tf_config rendezvous tensorboard
+    hook_state record gpus looks verdict run_lock
+    origin callbacks_file batch_norm hook_table
+    slurm tf_config rendezvous
     place
     layers options provenance rhythm selection tracking learning_rate strategy supervisor
-    fitting training_log hparams_page sources unbegun
+    fitting training_log hparams_page sources
     flags folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    cli manifest record_options shared_folder download project_files background following
-    columns named
-    runs
+    cli manifest record_options shared_folder download project_files
     defaults shares
     records record_source made_records
     image_source csv_source

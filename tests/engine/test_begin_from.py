@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.errors import CtlError, SetupError
 from ctl_core.settings import Config
-from ctl_core.tools.runs import look_at
 from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, sgd, shuffled
 from tests.helpers.fixtures import Train
 from tests.helpers.project import Cli, source_of
@@ -110,41 +108,17 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
     train(hooks(), run_name="b", steps=2, **SHORT)
     with pytest.raises(SetupError, match="has checkpoints and began by itself, not from a; choose"):
         train(hooks(), run_name="b", steps=8, **SHORT, fork="a")
-    assert look_at(tmp_path / "runs/b").state == "done"
-
-
-@pytest.mark.parametrize("how", ["done", "stopped"])
-def test_a_run_that_was_saved_and_has_lost_its_checkpoints_does_not_begin_again(
-    train: Train, tmp_path: Path, how: str
-) -> None:
-    """That would replace what it has measured."""
-    run = tmp_path / "runs" / "run"
-
-    def stop(step: int) -> None:
-        if how == "stopped" and step == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-    whole = train(make_hooks(every_steps={1: stop}), steps=4, **SHORT)
-    kept = (run / "metrics.jsonl").read_bytes()
-    (run / "ckpt").rename(tmp_path / "ckpt")
-    words = rf"runs/run: was saved at step {whole.step}, and .*ckpt has no checkpoint any more; put"
-    for _ in range(2):
-        with pytest.raises(SetupError, match=words):
-            train(make_hooks(), steps=6, **SHORT)
-    assert (run / "metrics.jsonl").read_bytes() == kept
-    (tmp_path / "ckpt").rename(run / "ckpt")
-    assert train(make_hooks(), steps=6, **SHORT).step == 6
+    assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
 
 
 def test_the_command_line_refuses_before_it_says_or_starts_anything(
     cli: Cli, tmp_path: Path
 ) -> None:
-    """Whoever trains: this process, one in the background, or several; and in a check."""
+    """Whoever trains: this process or several; and in a check."""
     assert cli(source_of(), "--steps", "2", "--run-name", "a").code == 0
     for words, said in (
         (("--fork", "a@77"), "fork: runs/a has no checkpoint of step 77 (there: 2)."),
         (("--init-from", "b"), "init_from: there is no run 'b' (there: a)"),
-        (("--fork", "b", "--background"), "fork: there is no run 'b' (there: a)"),
         (("--fork", "b", "--workers", "2"), "fork: there is no run 'b' (there: a)"),
         (("--fork", "b", "--check"), "fork: there is no run 'b' (there: a)"),
     ):
@@ -193,18 +167,12 @@ NOT_BEGUN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_run_that_fails_before_its_first_step_leaves_its_log_alone(
     train: Train, tmp_path: Path
 ) -> None:
-    """The same command, put right, begins as if the first had not been given.
-
-    What does not fit a setting leaves nothing at all: tests/engine/test_refused.py.
-    """
+    """The same command, put right, begins as if the first had not been given."""
     whole = train(hooks(), run_name="a", steps=6, **SHORT)
     for name, (wrong, settings) in NOT_BEGUN.items():
         with pytest.raises(CtlError):
             train(hooks(**wrong), run_name="b", steps=8, **SHORT, **settings)
-        assert {path.name for path in (tmp_path / "runs/b").iterdir()} <= {
-            "train.log",
-            "process.json",
-        }, name
+        assert [path.name for path in (tmp_path / "runs/b").iterdir()] == ["train.log"], name
     again = train(hooks(), run_name="b", steps=6, **SHORT)
     assert_equal(values(again), values(whole))
     with pytest.raises(CtlError):  # a run that has begun keeps what it has

@@ -90,12 +90,11 @@ def test_metrics_that_cannot_be_written_any_more_end_the_run(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ctl_core import report
-    from ctl_core.run_folder import Run
 
     def no_space(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Run, "_write", no_space)
+    monkeypatch.setattr("ctl_core.run_folder.storable", no_space)
     hooks = make_hooks(every_steps={3: lambda step, loss: report(step, loss=loss)})
     with pytest.raises(RunError, match="No space left on device; the checkpoints so far are kept"):
         train(hooks, steps=6, ckpt_every=2)

@@ -127,7 +127,6 @@ def test_a_project_that_cannot_start_is_one_line() -> None:
     done = ctl("train", "--workers", "2", "--steps", "1", "--run-name", "a")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: callbacks.py:3: ZeroDivisionError: division by zero\n"
-    assert not RUN.exists()
 
 
 def test_a_trained_run_is_used_in_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How a run goes, in progress.jsonl: learning rates, speed and the time of all starts."""
+"""How a run goes, for TensorBoard: learning rates and speed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,28 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import pace, run_process
+from ctl_core import pace
 from tests.helpers.cases import make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
 
 BATCH = 16
 
 
-def lines(state: ctl_core.State, name: str = "progress.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(state.run_dir, name).open()]
+def scalars(state: ctl_core.State) -> dict[int, dict[str, float]]:
+    """What is below ``progress/``, by step."""
+    found: dict[int, dict[str, float]] = {}
+    for file in sorted(Path(state.run_dir, "tb", "train").glob("events.out.tfevents.*")):
+        for event in tf.compat.v1.train.summary_iterator(str(file)):
+            for value in event.summary.value:
+                if value.tag.startswith("progress/"):
+                    name = value.tag.removeprefix("progress/")
+                    found.setdefault(event.step, {})[name] = float(tf.make_ndarray(value.tensor))
+    return found
 
 
 def rates(state: ctl_core.State) -> dict[int, float]:
-    return {x["step"]: x["learning_rate"] for x in lines(state) if "learning_rate" in x}
+    found = scalars(state).items()
+    return {step: values["learning_rate"] for step, values in found if "learning_rate" in values}
 
 
 def report_loss(step: int, loss: Any) -> None:
@@ -33,62 +42,27 @@ def report_loss(step: int, loss: Any) -> None:
 
 @pytest.fixture
 def each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast the steps are, a line of progress for each line of metrics."""
-    monkeypatch.setattr(pace, "SHORTEST", 0.0)
-    monkeypatch.setattr(pace, "SHARE", 0.0)
+    """However fast the steps are, scalars for each line of metrics."""
+    monkeypatch.setattr(pace, "PAUSE", 0.0)
 
 
 @pytest.mark.usefixtures("each")
-def test_the_rate_of_the_schedule_and_the_time_of_all_starts(train: Train) -> None:
+def test_the_rate_of_the_schedule_and_the_speed(train: Train) -> None:
     """Half a cosine; metrics.jsonl, which is compared line by line, knows none of it."""
     settings = {"lr_schedule": "cosine", "learning_rate": 0.2, "batch_size": BATCH}
     hooks = make_hooks(every_steps={2: report_loss}, create_opt=lambda lr: keras.optimizers.SGD(lr))
     first = train(hooks, steps=8, ckpt_every=8, **settings)
     assert [*rates(first)] == [2, 4, 6, 8]
-    spent = lines(first)[-1]["seconds"]
     state = train(hooks, steps=16, **settings)
     found = rates(state)
     assert [*found] == [2, 4, 6, 8, 10, 12, 14, 16]
     for step in range(10, 17, 2):  # the rate that the step was taken with
         assert found[step] == pytest.approx(0.1 * (1 + np.cos(np.pi * (step - 1) / 16)), rel=1e-4)
-    seconds = [line["seconds"] for line in lines(state)]
-    assert seconds == sorted(seconds) and seconds[-1] >= spent > 0
-    assert [line["step"] for line in lines(state)] == [*range(2, 17, 2)], "one for a step"
-    process = run_process.read_process(Path(state.run_dir))
-    assert process is not None and process.seconds is not None and process.seconds >= seconds[-1]
-    for line in lines(state):
-        if "steps_per_second" in line:
-            expected = BATCH * line["steps_per_second"]
-            assert line["examples_per_second"] == pytest.approx(expected, rel=1e-4)
-    assert {name for line in lines(state, "metrics.jsonl") for name in line} == {
-        "step",
-        "split",
-        "loss",
-    }
-    shown = set()
-    for file in Path(state.run_dir, "tb", "train").glob("events.out.tfevents.*"):
-        for event in tf.compat.v1.train.summary_iterator(str(file)):
-            shown |= {(event.step, value.tag) for value in event.summary.value}
-    assert {step for step, tag in shown if tag == "progress/learning_rate"} == {*found}
-
-
-@pytest.mark.usefixtures("each")
-def test_what_was_written_after_the_last_checkpoint_is_taken_out_but_its_time_counts(
-    train: Train,
-) -> None:
-    def fail(step: int) -> None:
-        raise ValueError("enough")
-
-    with pytest.raises(ctl_core.RunError):
-        train(make_hooks(every_steps={1: report_loss}, at_step={7: fail}), ckpt_every=4)
-    state = train(make_hooks(every_steps={1: report_loss}), steps=4)
-    assert [line["step"] for line in lines(state)] == [1, 2, 3, 4]
-    path = Path(state.run_dir, "progress.jsonl")
-    later = [*lines(state), {"step": 9, "seconds": 1000.0}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in later) + '{"step": 10, "sec')
-    state = train(make_hooks(every_steps={1: report_loss}), steps=6)
-    assert [line["step"] for line in lines(state)] == [1, 2, 3, 4, 5, 6]
-    assert lines(state)[-1]["seconds"] >= 1000
+    for values in scalars(state).values():
+        expected = BATCH * values["steps_per_second"]
+        assert values["examples_per_second"] == pytest.approx(expected, rel=1e-4)
+    lines = map(json.loads, Path(state.run_dir, "metrics.jsonl").read_text().splitlines())
+    assert {name for line in lines for name in line} == {"step", "split", "loss"}
 
 
 @pytest.mark.usefixtures("each")
@@ -103,7 +77,7 @@ def test_a_rate_that_hooks_assign_and_rates_of_several_objectives(train: Train) 
         eval_every=2,
         learning_rate=0.25,
     )
-    assert [line["step"] for line in lines(state)] == [1, 2, 3, 4, 5, 6], "also where it evaluates"
+    assert [*scalars(state)] == [1, 2, 3, 4, 5, 6], "also where it evaluates"
     found = rates(state)
     assert [found[step] for step in (1, 2, 3, 4, 5)] == [0.25, 0.25, 0.125, 0.125, 0.0625]
 
@@ -128,7 +102,7 @@ def test_a_rate_that_hooks_assign_and_rates_of_several_objectives(train: Train) 
         learning_rate=0.5,
         run_name="several",
     )
-    (last,) = [x for x in lines(state) if x["step"] == 3 and "learning_rate/a" in x]
+    last = scalars(state)[3]
     assert last["learning_rate/a"] == 0.25 and last["learning_rate/b"] == 0.125
 
 
@@ -153,7 +127,7 @@ def test_rates_of_optimizers_of_all_kinds(train: Train, virtual_devices: int) ->
         "odd": (lambda: keras.optimizers.SGD(Odd()), {}),
     }
     for name, (create, expected) in kinds.items():
-        hooks = make_hooks(create_opt=create)
+        hooks = make_hooks(create_opt=create, every_steps={3: report_loss})
         state = train(hooks, steps=3, run_name=name, virtual_devices=virtual_devices)
         assert rates(state) == expected, name
     assert "the learning rate cannot be read: ValueError: of no use" in (
@@ -161,14 +135,6 @@ def test_rates_of_optimizers_of_all_kinds(train: Train, virtual_devices: int) ->
     )
 
 
-def test_lines_are_few_and_a_run_without_metrics_has_its_last_one(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pace, "SHORTEST", 1000.0)
-    state = train(make_hooks(every_steps={1: report_loss}), steps=12)
-    assert [line["step"] for line in lines(state)] == [1, 12]
-    state = train(make_hooks(), steps=3, run_name="plain")
-    (line,) = lines(state)
-    assert line["step"] == 3 and line["learning_rate"] == 0.01
-    state = train(make_hooks(), steps=3, run_name="plain")
-    assert lines(state) == [line], "nothing was left to train"
+def test_scalars_are_few(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "PAUSE", 1000.0)
+    assert [*scalars(train(make_hooks(every_steps={1: report_loss}), steps=12))] == [1]

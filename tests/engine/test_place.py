@@ -277,6 +277,6 @@ def test_an_evaluator_watches_the_run(
     assert "after 1 s, there is no run to evaluate: runs: no run" in capsys.readouterr().err
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text("steps: 3\nworkers: 2\n")
-    assert main(["train", "--run-name", "a", "--then", "export"]) == 0
+    assert main(["train", "--run-name", "a"]) == 0
     assert called == [("a", 1, {"checkpoint": None, "watch": True})]
     assert "this is its evaluator: evaluate --watch" in capsys.readouterr().out

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ctl_core import run_process
 from ctl_core.__main__ import main
 from ctl_core.cli import Command, find_run, parse_command
 from ctl_core.cluster import supervisor
@@ -139,32 +138,6 @@ def test_a_folder_without_settings_is_a_new_run() -> None:
     assert before == Config(epochs=3, seed=3, run_name="a", hparams={"w": 2.0})
     write_config(before, Path("runs/a/config.yaml"))  # and as it is when they start again
     assert resolve(*flags) == before
-
-
-def test_a_run_that_has_not_begun_begins_as_it_was_started() -> None:
-    """Its start has failed, or was killed, before it had settings of its own."""
-    Path("config.yaml").write_text("steps: 9\nhparams: {width: 1, deep: {x: 1}}\n")
-    Path("mine.yaml").write_text("seed: 3\n")
-    name = ("train", "--run-name", "a")
-    flags = ["--config", "mine.yaml", "--callbacks", "x.py", "--steps=4", "--deterministic"]
-    flags += ["--jit-compile", "auto", "--hparams.width", "-2", "--hparams.deep", "{x: 5}"]
-    first = parse_command([*name, *flags, "--note", "x", "--background"], {})
-    folder = Path("runs", "a")
-    folder.mkdir(parents=True)
-    with run_process.of_command([], first.given):
-        run_process.begin(folder, os.getpid())
-    assert parse_command([*name, *flags, "--workers", "1"], {}).notes == []
-    again = parse_command([*name, "--debug"], {})
-    assert again.config == dataclasses.replace(first.config, debug=True)
-    assert again.given == first.given
-    assert parse_command([*name, *again.taken_over], {}).config == first.config
-    (said,) = again.notes
-    assert "runs/a: has not begun yet; begins with the settings of its last start: --conf" in said
-    other = parse_command([*name, "--steps", "4"], {})
-    assert other.config == Config(steps=4, run_name="a", hparams={"width": 1, "deep": {"x": 1}})
-    assert "not with those of its last start: --config mine.yaml" in other.notes[0]
-    write_config(other.config, folder / "config.yaml")
-    assert parse_command(name, {}).config == other.config, "it has begun"
 
 
 def test_what_config_yaml_says_otherwise_than_the_run_is_told() -> None:

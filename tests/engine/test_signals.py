@@ -22,7 +22,6 @@ from ctl_core import trainer
 from ctl_core.cluster import signals
 from ctl_core.console import Console
 from ctl_core.run_state import writing
-from ctl_core.tools.runs import look_at
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.lean import PYTHONPATH
@@ -135,8 +134,6 @@ def test_sigterm_however_often_and_sigint_once_do_not_cut_a_save_short(
 
 def assert_ended_at_once(folder: Path) -> None:
     """It is noted as one that was stopped, by a person, and not as one that has failed."""
-    found = look_at(folder)
-    assert (found.state, found.said) == ("stopped", "SIGINT, at once")
     log = (folder / "train.log").read_text()
     assert log.count("ERROR interrupted") == 1 and "Traceback" not in log
 
@@ -295,7 +292,7 @@ def test_a_cluster_of_which_one_process_is_blocked_ends_by_a_second_sigint(tmp_p
     assert (tmp_path / "runs/a/ckpt/engine/ckpt-6.json").exists()
 
 
-@pytest.mark.parametrize("module", ["yaml", "rich.console"])
+@pytest.mark.parametrize("module", ["yaml", "pydantic"])
 def test_sigint_while_the_command_line_is_imported_is_one_line(tmp_path: Path, module: str) -> None:
     """Before there is anything that could be saved."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -309,7 +306,7 @@ def test_sigint_while_the_command_line_is_imported_is_one_line(tmp_path: Path, m
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     run = subprocess.run(
-        [sys.executable, "-m", "ctl_core", "runs"],
+        [sys.executable, "-m", "ctl_core", "--help"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

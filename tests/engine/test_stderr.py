@@ -7,11 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from ctl_core import __main__ as command_line
 from tests.helpers.lean import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
@@ -87,48 +85,11 @@ def test_a_command_that_goes_well_says_nothing_there(tmp_path: Path) -> None:
     assert "oneDNN" in ctl(tmp_path, "hooks", "--debug", TF_ENABLE_ONEDNN_OPTS="1").stderr
 
 
-def test_a_training_goes_on_without_who_reads_it(tmp_path: Path) -> None:
-    """As ``| head -1`` has it for standard output; standard error is a file on a full disk."""
-    hook = (
-        "\n\nimport sys\n\n\ndef tell(step):\n    print('at', step)\n"
-        "    print('at', step, file=sys.stderr)\n\n\nevery_steps = {1: tell}\n"
-    )
-    (tmp_path / "callbacks.py").write_text(CALLBACKS + hook)
-    command = [sys.executable, "-m", "ctl_core", "train", "--batch-size=8", "--steps=30"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with open("/dev/full", "w") as full:
-        training = subprocess.Popen(
-            [*command, "--run-name=a"],
-            cwd=tmp_path,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=full,
-            text=True,
-        )
-        assert training.stdout is not None
-        assert training.stdout.readline().startswith("runs/a: training, to step 30")
-        training.stdout.close()
-        assert training.wait(300) == 0
-    log = (tmp_path / "runs/a/train.log").read_text()
-    for name, why in (
-        ("standard output", "Broken pipe"),
-        ("standard error", "No space left on device"),
-    ):
-        assert log.count(f"WARNING {name} cannot be written any more ({why})") == 1, log
-    assert "INFO done: step 30" in log
-
-
 def fake(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     """Runs a command with a TensorFlow that does this when it is imported."""
     (folder / "tensorflow.py").write_text(FAKE + body)
     (folder / "keras.py").write_text("import tensorflow\n")
     return ctl(folder, "hooks", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
-
-
-def test_an_import_that_ends_the_process_shows_why(tmp_path: Path) -> None:
-    why = "F0000 cpu_feature_guard.cc:36] The TensorFlow library was compiled to use AVX512.\n"
-    done = fake(tmp_path, f"os.write(2, {why.encode()!r})\nos.abort()\n")
-    assert done.returncode < 0 and done.stderr == why
 
 
 def test_an_import_that_fails_shows_why_in_one_line(tmp_path: Path) -> None:
@@ -147,28 +108,3 @@ def test_an_import_that_fails_shows_why_in_one_line(tmp_path: Path) -> None:
         r"object file; .* -m pip install --force-reinstall --editable \.\n",
         done.stderr,
     ), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("UNKNOWN ERROR (303)", False),  # no driver
-        ("CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected", False),
-        ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: system has unsupported display driver", True),
-    ],
-)
-def test_a_missing_gpu_is_no_error_and_a_failing_one_is(
-    words: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    line = (
-        "E0000 00:00:1 1 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
-        f"Failed call to cuInit: {words}"
-    )
-    config = SimpleNamespace(
-        list_physical_devices=lambda: os.write(2, f"{GREETING}{line}\n".encode())
-    )
-    monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(config=config))  # type: ignore[arg-type]
-    command_line._find_devices(debug=False)
-    assert capfd.readouterr().err == (f"{line}\n" if shown else "")
-    command_line._find_devices(debug=True)
-    assert capfd.readouterr().err == f"{GREETING}{line}\n"

@@ -94,7 +94,6 @@ def test_commands_are_understood(
     digits: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each line that starts as a command of a project, and each in a sentence."""
     monkeypatch.chdir(tmp_path)
@@ -110,15 +109,12 @@ def test_commands_are_understood(
         for line in token.content.splitlines() if of_code else ():
             if not COMMAND.match(line) or "SETTING" in line:
                 continue
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.split(" && ")[0], comments=True)
+            words = [word for word in words if word != "--background"]  # which is train.sh's
             arguments = ["train", *words[1:]] if words[0] == "./train.sh" else words[3:]
             assert arguments[0] in COMMANDS, line
             if arguments[0] == "hooks" or "--help" in arguments:
                 assert main(arguments if "--help" in arguments else ["hooks", "--help"]) == 0, line
-            elif arguments[0] in ("runs", "logs"):
-                assert main(arguments) == 0, line
-            elif arguments[0] == "stop":
-                assert main(arguments) == 2 and "is not running" in capsys.readouterr().err, line
             elif arguments[0] == "tfrecords":
                 Path(arguments[1]).mkdir(exist_ok=True)
                 parse_records(arguments[1:])

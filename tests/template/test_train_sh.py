@@ -6,6 +6,7 @@ it was called. The last tests train for real, in the environment that runs the t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ import pytest
 from tests.helpers.rendering import Run
 
 # Everything that train.sh calls, so that PATH can lack uv and hold a stand-in for python3.
-TOOLS = "bash sh cat cksum dirname mkdir readlink rmdir sed sleep"
+TOOLS = "bash sh cat cksum date dirname flock mkdir nohup readlink rmdir sed sleep"
 # Calls are one JSON list a line, with the folder first. $0 tells which of the stand-ins it was.
 STAND_IN = """#!{python}
 import json, os, pathlib, shutil, sys, time
@@ -181,6 +182,36 @@ def test_python_replaces_the_shell(place: Place) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(600) == -signal.SIGTERM
     process.communicate()
+
+
+def test_in_the_background(place: Place) -> None:
+    """In a process group of its own, which goes on when train.sh has ended."""
+    env = str(place.make_environment("env"))
+    place.set("train", "900")
+    code, (said,) = place.train("--run-name", "a", "--background", "--steps", "3", VENV=env)
+    run = place.project / "runs" / "a"
+    pid = int((run / "pid").read_text())
+    log = "runs/a/train.log"
+    expected = f"train.sh: process {pid} trains runs/a: tail -f {log}; kill {pid} saves and ends it"
+    assert (code, said) == (0, expected)
+    while f"pid {pid}\n" not in (run / "train.log").read_text():
+        time.sleep(0.02)
+    assert place.calls() == [place.training("--run-name", "a", "--steps", "3")]
+    assert os.getpgid(pid) == pid != os.getpgid(0)
+    with (run / "train.log").open() as held:  # as whoever trains the run holds it
+        fcntl.flock(held, fcntl.LOCK_EX)
+        again = place.train("--background", "--run-name=a", VENV=env)
+        assert again == (2, ["train.sh: another process trains runs/a"])
+    assert int((run / "pid").read_text()) == pid
+    os.kill(pid, signal.SIGTERM)
+    while os.path.exists(f"/proc/{pid}") and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+        time.sleep(0.02)
+    place.set("train", "0")
+    assert place.train("--background", "--note", "a b", VENV=env)[0] == 0
+    (name,) = {path.name for path in (place.project / "runs").iterdir()} - {"a"}
+    while not (calls := place.calls()):
+        time.sleep(0.02)
+    assert calls == [place.training("--note", "a b", "--run-name", name)]
 
 
 @pytest.mark.parametrize("variable", ["VENV", "VIRTUAL_ENV"])
@@ -394,6 +425,45 @@ def test_an_active_environment_that_is_another_project_s(
         assert f" is not installed in {env}; " in done.stderr and done.stderr.endswith(install)
         said = "not the project's own: `deactivate`, and ./train.sh makes and takes .venv; or"
         assert (said in done.stderr) == (variable == "VIRTUAL_ENV")
+
+
+@pytest.mark.slow
+def test_a_run_in_the_background_is_killed_and_goes_on(
+    digits: Path, tmp_path: Path, run: Run
+) -> None:
+    """For real: what it says is in its log once, and a kill saves it."""
+    project = tmp_path / "project"
+    shutil.copytree(digits, project)
+    words = (
+        "--run-name",
+        "a",
+        "--steps",
+        "100000",
+        "--ckpt-every",
+        "100000",
+        "--note",
+        "it learns",
+    )
+    for start in (0, 1):
+        run(project / "train.sh", "--background", *words, cwd=project, VENV=sys.prefix)
+        folder = project / "runs" / "a"
+        pid, log = int((folder / "pid").read_text()), folder / "train.log"
+        while log.read_text().count("INFO step ") <= start * 3 or (
+            log.read_text().count("to step 100000") <= start
+        ):
+            assert Path(f"/proc/{pid}").exists(), log.read_text()
+            time.sleep(0.2)
+        os.kill(pid, signal.SIGTERM)
+        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+            time.sleep(0.1)
+    text = log.read_text()
+    assert text.count("stopped by SIGTERM, saved; goes on") == 2 and "resuming at step" in text
+    steps = [
+        line.split(" INFO ")[1].split()[1] for line in text.splitlines() if "INFO step" in line
+    ]
+    assert steps and len(steps) == len(set(steps)) and text.count("\nstep ") == 0
+    result = (project / "training_log.md").read_text()
+    assert "- Expected: it learns\n" in result and result.count("stopped by SIGTERM at step") == 2
 
 
 @pytest.mark.slow
