@@ -127,7 +127,7 @@ def _create(
             replicas,
             step,
             config.accumulate_steps,
-            config.jit_compile is True,
+            config.jit_compile,
             notes_losses=config.on_nan != "ignore",
         )
         if data.counted is not None:

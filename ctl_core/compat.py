@@ -256,14 +256,6 @@ def written_resources(graph: Any) -> list[Any]:
     return [outer for outer, inner in graph.captures if inner.name in written]
 
 
-def iterator_handle(iterator: Any) -> Any:
-    """Returns the resource that an iterator of tf.data is, as the graphs that read it have it.
-
-    ``_iterator_resource``: there is no public way from one to the other.
-    """
-    return iterator._iterator_resource
-
-
 def graphs_called(op: Any) -> list[Any]:
     """Returns the graphs of the functions that an op calls: tf.functions, branches, loops.
 

@@ -7,11 +7,13 @@ returns the values that due hooks name. What a step does is step.py's part.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.anomaly import numerics_checked
+from ctl_core.compat import with_called
 from ctl_core.console import Console
 from ctl_core.hooks import Hook
 from ctl_core.numerics.joining import all_for_host, differing
@@ -45,11 +47,6 @@ class StepFunctions:
         """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
         self._frozen = tuple(self._state.freezing.flags())
 
-    def forget(self) -> None:
-        """Forgets what was traced."""
-        self._graphs.clear()
-        self._traced.clear()
-
     @property
     def frozen(self) -> int:
         """The state of frozen layers as a number."""
@@ -67,7 +64,10 @@ class StepFunctions:
         self, fetches: frozenset[str], due: Sequence[Hook] = (), steps: int = 1
     ) -> dict[str, Any]:
         """Takes one step, or some if ``looped``; returns what the last has for the due hooks."""
-        pieces, found = self.take(fetches, steps)
+        self._state.data.watched += steps
+        how_many = [tf.constant(steps, tf.int64)] if self.looped(fetches) else []
+        pieces, found, _, noted = self.graph(fetches)(*how_many)
+        self._note(noted)
         for name, why in differing(pieces).items():
             if name not in self._told:
                 hooks = ", ".join(str(hook) for hook in due if name in hook.arguments)
@@ -75,13 +75,10 @@ class StepFunctions:
             self._told.add(name)
         return {**found, **all_for_host(pieces)}
 
-    def take(self, fetches: frozenset[str], steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Makes the call; returns output and batch in pieces, and what is the same everywhere."""
-        self._state.data.watched += steps
-        how_many = [tf.constant(steps, tf.int64)] if self.looped(fetches) else []
-        pieces, found, _, noted = self.graph(fetches)(*how_many)
-        self._note(noted)
-        return pieces, found
+    def operations(self) -> Iterator[Any]:
+        """Yields the ops of all that was traced, each before those of the functions it calls."""
+        graphs = [function.graph for function in self._graphs.values()]
+        return with_called(itertools.chain(*(graph.get_operations() for graph in graphs)))
 
     def trace_counts(self) -> list[int]:
         """Returns how often each graph function was traced."""
@@ -102,7 +99,8 @@ class StepFunctions:
             )
             self._state.clock.traced += 1
             self._traced.append(function)
-            self._graphs[key] = function.get_concrete_function()
+            with numerics_checked(self._state.config.detect_anomaly):
+                self._graphs[key] = function.get_concrete_function()
         return self._graphs[key]
 
     def _trace_train_steps(self) -> Any:

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from ctl_core import defaults
 from ctl_core.autograph import code_of, file_name, frames_in, original_lines, traceable, where
-from ctl_core.checks.cures import names_there, with_cure
 from ctl_core.checks.hooks import (
     arguments_of,
     check_required,
@@ -80,14 +79,14 @@ class Hook:
         except (CtlError, BrokenPipeError):
             raise
         except (Exception, SystemExit) as error:
-            message = self.failure(error) + names_there(error, available, self.arguments)
+            message = self.failure(error)
             if "batch" in self.arguments and "batch" in values:
                 message += f" [batch: {describe(values['batch'])}]"
             raise HookFailed(message) from error
 
     def failure(self, error: BaseException) -> str:
         """Says in one line that this hook raised ``error``, and at which line of it."""
-        return f"{self.name} ({self._line_of(error)}): {with_cure(self.name, error)}"
+        return f"{self.name} ({self._line_of(error)}): {brief(error)}"
 
     def _line_of(self, error: BaseException) -> str:
         """Finds the innermost line in the hook's own file that the exception went through."""

@@ -20,7 +20,7 @@ _ALWAYS = ("batch_size", "learning_rate", "lr_schedule", "warmup", "steps", "epo
 # No columns: they change no weight.
 _LEFT_OUT = (
     *(*OF_PLACE, "eval_every", "eval_batch_size", "limit_eval"),
-    *("log_every", "stats_every", "histograms_every", "detect_anomaly"),
+    *("log_every", "detect_anomaly"),
 )
 
 

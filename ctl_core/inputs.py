@@ -205,7 +205,7 @@ def create_input(
         sizes,
         pipeline,
         found,
-        begin(dataset, rows, sizes.accumulate_steps * (alone and config.jit_compile is True)),
+        begin(dataset, rows, sizes.accumulate_steps * (alone and config.jit_compile)),
         dataset.element_spec[-1] if with_tally or found.kept else dataset.element_spec,
         rows,
         stuck,

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from ctl_core.anomaly import describe_anomaly
 from ctl_core.checks.returned import bad_weight
-from ctl_core.compat import with_called
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
 from ctl_core.metric_values import evaluation
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.pipeline import EMPTY
-from ctl_core.slow_input import advice
 from ctl_core.state import State
 from ctl_core.summary import show
 
@@ -54,11 +53,9 @@ def announce(state: State, console: Console, start: int, last: int, resumed: boo
 
 
 def conclude(state: State, start: int, seconds: float, trained: bool, console: Console) -> None:
-    """Says where the time went and what would have helped, what went wrong, how it all ended."""
+    """Says where the time went, what went wrong, how it all ended."""
     if trained:
         console.say(state.clock.summary())
-        if said := advice(state.clock, state.data.pipeline):
-            console.warn(said)
     if complaint := not_finite(state):
         console.warn(complaint)
     console.say(closing(state, start, seconds))
@@ -190,6 +187,8 @@ def attributed(state: State, step: int) -> Iterator[None]:
         with state.cluster.peers():
             if state.cluster.lost(error):
                 raise
+        if said := describe_anomaly(error, hooks, state.functions.operations()):
+            raise RunError(f"step {step + 1}: {said}.") from error
         if why := bad_weight(str(error)):
             raise RunError(f"{hooks.batch_weight}: {why}.") from error
         if state.config.jit_compile and (why := not_compiled(error)):
@@ -203,7 +202,7 @@ def attributed(state: State, step: int) -> Iterator[None]:
 
 def _made_by(state: State, types: list[str]) -> str | None:
     """Returns the hook of the graph, and its line, that the first op of such a type is of."""
-    for op in with_called(state.functions.graph(None).graph.get_operations()):
+    for op in state.functions.operations():
         frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
         if op.type in types and (made := state.hooks.made(frames)):
             return made

@@ -10,13 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checks.cures import with_cure
 from ctl_core.checks.examples import examples_in
-from ctl_core.checks.labels import check_labels
 from ctl_core.checks.returned import kind_of, something
 from ctl_core.console import Console
 from ctl_core.context import StepContext
-from ctl_core.errors import HookFailed, RunError
+from ctl_core.errors import HookFailed, RunError, brief
 from ctl_core.hooks import Hook
 from ctl_core.numerics.shares import if_counted
 from ctl_core.settings import nearest
@@ -53,7 +51,7 @@ def update_metrics(metrics: Metrics, made_by: Hook, hook: Hook, arguments: Any) 
         arguments: those of ``update_state`` for all metrics, or a dict of such by metric
 
     Raises:
-        SetupError: a metric has none, or labels that only fit another.
+        SetupError: a metric has none.
         HookFailed: a metric refuses them.
     """
     for name, metric in metrics.items():
@@ -65,13 +63,12 @@ def update_metrics(metrics: Metrics, made_by: Hook, hook: Hook, arguments: Any) 
                     f"{', '.join(map(repr, arguments))}."
                 )
             own = arguments[name]
-        check_labels(made_by, name, metric, own)
         try:
             metric.update_state(*(own if isinstance(own, tuple | list) else (own,)))
         except Exception as error:
             raise HookFailed(
                 f"{hook}: update_state of the metric '{name}' refuses what it returned: "
-                f"{with_cure(hook.name, error)}"
+                f"{brief(error)}"
             ) from error
 
 

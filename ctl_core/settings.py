@@ -173,12 +173,10 @@ class Config:
     precision: Literal["float32", "bfloat16", "float16"] = declare(
         "float32", "what Keras layers compute in; weights and updates stay float32"
     )
-    jit_compile: bool | Literal["auto"] = declare(
+    jit_compile: bool = declare(
         False,
         "compile with XLA: on one replica, stretches of many steps as one executable; on several, "
-        "each one's forward and backward pass; auto: only if that is faster, tried before step 1 "
-        "and kept for the run",
-        title="true, false or auto",
+        "each one's forward and backward pass",
     )
     on_nan: Literal["stop", "warn", "ignore"] = declare(
         "warn",
@@ -187,8 +185,8 @@ class Config:
     )
     detect_anomaly: bool = declare(
         False,
-        "end training at the first NaN or infinity in loss, gradients or weights, and say in which "
-        "op, layer and hook it arose, and of which examples; slower",
+        "end training at the first NaN or infinity that an op of a step gives, and say at which of "
+        "your lines the op was made; slower",
     )
     learning_rate: Annotated[float, Field(gt=0, lt=1e30, allow_inf_nan=False)] = declare(
         0.001, "initial value of lr; on resume, a changed value replaces the current one"
@@ -259,15 +257,6 @@ class Config:
     )
     log_every: _Number = declare(
         100, "write the train metrics, if there are any, every so many steps, and begin anew"
-    )
-    stats_every: _Count = declare(
-        0,
-        "write the norms of gradients, updates and weights every so many steps, and for each "
-        "variable mean, spread and more (0: never)",
-    )
-    histograms_every: _Count = declare(
-        0,
-        "write TensorBoard's histograms of weights and gradients every so many steps (0: never)",
     )
     keep_best: _KeepBest = declare(
         None,
@@ -346,6 +335,11 @@ class Config:
             raise SetupError(
                 "detect_anomaly: looks at each op, of which jit_compile makes one; leave out one "
                 "of the two (--no-jit-compile)."
+            )
+        if self.detect_anomaly and self.precision == "float16":
+            raise SetupError(
+                "detect_anomaly: the loss scale of float16 makes gradients infinite now and then; "
+                "take --precision bfloat16 or float32."
             )
         if self.fork is not None and self.init_from is not None:
             raise SetupError("fork and init_from: give one of the two.")

@@ -16,7 +16,6 @@ from typing import Any
 from ctl_core.build import create_state
 from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.checks.read_ahead import ReadAhead
 from ctl_core.checks.sums import check_sums
 from ctl_core.checks.traced import check_step
 from ctl_core.chunks import ChunkLength
@@ -24,11 +23,10 @@ from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import TICK, supervised
 from ctl_core.cluster.sync import LoopStatus, peers
-from ctl_core.compile_choice import as_chosen, choose
 from ctl_core.console import Console
-from ctl_core.debugging.watched import step_functions
 from ctl_core.errors import RunError, StopTraining, one_line
 from ctl_core.evaluate import evaluate
+from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
 from ctl_core.messages import (
     announce,
@@ -92,7 +90,6 @@ def train(callbacks: Any, config: Config, go_on: bool = False, note: str | None 
         Signals(console, SAME_SIGNAL - 2 * TICK * supervised()) as signals,
         begun(config, run, console),
     ):
-        config = as_chosen(config, run.path, console)
         state = create_state(callbacks, config, run, console)
         check_sums(state, console)
         trainer = Trainer(state, run, console, signals)
@@ -116,18 +113,19 @@ class Trainer:
         self.state = state
         self.start = self.last = 0
         self.checkpoints = Checkpoints(state, console)
-        self.functions = step_functions(state, console, run)
+        self.functions = StepFunctions(state, console, run.graph_writer("train"))
         self._run = run
         self._console = console
         self._sync = SyncedSignal(state.cluster, signals)
-        self._steps_per_call = ChunkLength(state.config.steps_per_call)
+        self._steps_per_call = ChunkLength(
+            1 if state.config.detect_anomaly else state.config.steps_per_call
+        )
         self._profile = Profile(
             state.config.profile_steps if state.cluster.task.chief else None,
             run.path / "tb" / "train",
             console,
         )
         self._resumed = False
-        self._read_ahead = ReadAhead(state.hooks, console)
         names = state.evaluation.names if state.evaluation else None
         self._deadlines = Deadlines(state.config)
         self._selection = Selection(state.config, names)
@@ -177,7 +175,6 @@ class Trainer:
         extras = bool(state.context.logged()), state.data.steps_per_epoch
         schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, *extras)
         if going_on:
-            choose(state, self.functions, console)
             check_step(state, self.functions, console)
         if state.cluster.task.chief:
             run.open(state.config, self.start, going_on, source, self.functions.devices)
@@ -269,7 +266,7 @@ class Trainer:
                 if looped and step + steps == stop:
                     return stop, self.functions.train_step(fetches, due, steps)
                 self.functions.train_steps(steps)
-        if alone and step + steps + 1 == stop:
+        if alone and step + steps + 1 == stop and steps < self._steps_per_call.limit:
             return stop, self.functions.train_step(fetches, due)
         return step + steps, {}
 
@@ -279,8 +276,7 @@ class Trainer:
         with self._run.writer("train").as_default(step=step):
             try:
                 for hook in due:
-                    with self._read_ahead.watched(hook):
-                        hook(**self._host_values(step), **values)
+                    hook(**self._host_values(step), **values)
                     if why := why_ignored(state.context.optimizers):
                         raise RunError(f"{hook}: {why}.")
                     if "state" in hook.arguments:

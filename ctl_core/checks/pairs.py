@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.cures import numbers_for_softmax
 from ctl_core.compat import with_called
 from ctl_core.context import StepContext
 from ctl_core.errors import SetupError
@@ -53,7 +52,11 @@ def pairs_refused(
     finally:
         operations = graph.get_operations()[first:]
         if (found := _numbers_for_softmax(operations)) is not None:
-            raise SetupError(f"{_where(context, found[0])}: {numbers_for_softmax(found[1])}.")
+            raise SetupError(
+                f"{_where(context, found[0])}: labels that are numbers of classes are for "
+                "tf.nn.sparse_softmax_cross_entropy_with_logits; or make them one-hot, with "
+                f"tf.one_hot(labels, {found[1]})."
+            )
         if _find(operations, {size, None}, {size, None}) is not None:
             batch = placeholders(tf.nest.map_structure(lambda s: _resized(s, size), element_spec))
             if (pair := _find(_rebuilt(context, batch), {_ODD, None}, {_ODD})) is not None:

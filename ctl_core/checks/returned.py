@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -123,7 +122,8 @@ def assert_weights(step: tf.Tensor, weights: tf.Tensor) -> tf.Operation:
 
 def not_negative(weight: tf.Tensor) -> tf.Tensor:
     """Returns a weight, NaN if it is negative, so that the sum over replicas tells."""
-    return tf.where(weight >= 0, weight, tf.constant(math.nan, weight.dtype))
+    # Without a NaN in the graph, at which ``detect_anomaly`` would end training.
+    return weight * tf.sqrt(tf.sign(weight))
 
 
 def bad_weight(text: str) -> str | None:

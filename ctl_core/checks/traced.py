@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ctl_core.checks.untrained import dead_adapters, not_called
 from ctl_core.checks.writes import check_writes
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
@@ -46,7 +45,7 @@ def check_step(state: State, functions: StepFunctions, console: Console) -> None
             f"the loss does not depend on {', '.join(names[:5])}"
             f"{' and others' if len(names) > 5 else ''}: not updated."
         )
-    for warning in [*_unused(state, graph), *dead_adapters(state), *not_called(state)]:
+    for warning in _unused(state, graph):
         console.warn(warning)
     if found := random_ops(graph):
         console.warn(

@@ -80,9 +80,10 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     if len(devices) == 1 and config.strategy != "mirrored":
         return tf.distribute.OneDeviceStrategy(devices[0])
     # On CPU devices, adding up on one of them is several times faster than TensorFlow's own
-    # choice (collectives over loopback), and two strategies in one process do not collide.
-    on_cpu = all("CPU" in device for device in devices)
-    reduction = tf.distribute.ReductionToOneDevice() if on_cpu else None
+    # choice (collectives over loopback), and two strategies in one process do not collide. An op
+    # that fails, as one that finds a NaN, cancels collectives, whose error then may hide its own.
+    on_one = config.detect_anomaly or all("CPU" in device for device in devices)
+    reduction = tf.distribute.ReductionToOneDevice() if on_one else None
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
 
 

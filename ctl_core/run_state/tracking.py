@@ -149,7 +149,7 @@ def tf_variable(item: Any) -> Any:
 
 
 def written_variables(
-    strategy: tf.distribute.Strategy, variables: Iterable[Any], *graphs: Any, but: Any = None
+    strategy: tf.distribute.Strategy, variables: Iterable[Any], *graphs: Any
 ) -> tuple[list[Any], bool]:
     """Returns those of the variables that graphs write to: to any replica's part of them.
 
@@ -157,12 +157,11 @@ def written_variables(
         strategy: whose replicas have the parts
         variables: any values of ``Found.variables``
         graphs: of functions that were traced
-        but: the handle of something that need not be looked at
 
     Returns:
         The tf.Variables, and whether something else is written to, too.
     """
-    others = {id(handle) for graph in graphs for handle in written_resources(graph)} - {id(but)}
+    others = {id(handle) for graph in graphs for handle in written_resources(graph)}
     written = []
     for variable in map(tf_variable, variables):
         parts = strategy.experimental_local_results(variable)
@@ -291,11 +290,6 @@ def _reader(kind: type) -> Callable[[Any], Iterable[tuple[str, Any]]] | None:
         if issubclass(kind, kinds):
             return reader
     return _of_nothing if _is_library(kind) and not issubclass(kind, _HOLDERS) else _of_object
-
-
-def parts_of(item: Any) -> Iterable[tuple[str, Any]]:
-    """Returns name and object of all that an object holds, as the walk through a run has them."""
-    return (_reader(item.__class__) or _of_nothing)(item)
 
 
 def _of_nothing(_: Any) -> Iterable[tuple[str, Any]]:

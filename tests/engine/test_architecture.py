@@ -15,8 +15,8 @@ LAYERS = """
     errors table types splits index buckets png task metric_values
     chunks compat console files precision not_finite reduction signals
     ahead collectives compiled training_mode helpers joining nested profile settings staging
-    hook_state record gpus looks verdict run_lock
-    origin callbacks_file batch_norm hook_table
+    hook_state record gpus verdict run_lock
+    callbacks_file batch_norm hook_table
     slurm tf_config rendezvous
     place
     layers options provenance rhythm selection tracking learning_rate strategy supervisor
@@ -28,15 +28,15 @@ LAYERS = """
     image_source csv_source
     table_source
     tfrecords verify autograph divergence __main__ summary process_state
-    checks.hooks cures
+    checks.hooks
     hooks saved
     elements
     kinds
     stream
-    examples read_ahead
+    examples anomaly
     pipeline
-    checks.data returned vocabularies schedule labels
-    position passes eval_data created slow_input
+    checks.data returned vocabularies schedule
+    position passes eval_data created
     last_batch
     units
     inputs context
@@ -45,11 +45,10 @@ LAYERS = """
     pairs writes eval_step predict
     evaluate stretches scratch
     state
-    untrained
-    build graph replay messages remainder input_position raw_inputs forking initial_weights
-    words compile_choice sums traced writing reading serving
-    checkpoint export anomalies statistics pace
-    watched wholes
+    build graph messages remainder input_position raw_inputs forking initial_weights
+    sums traced writing reading serving
+    checkpoint export pace
+    wholes
     trainer watch restored
     rehearsal commands load
 """

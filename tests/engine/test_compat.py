@@ -41,13 +41,6 @@ def test_global_seed_generator() -> None:
     assert compat.global_seed_generator() is made
 
 
-def test_iterator_handle() -> None:
-    """The same that a graph captures."""
-    iterator = iter(tf.data.Dataset.range(3))
-    graph = tf.function(lambda: next(iterator)).get_concrete_function().graph
-    assert any(outer is compat.iterator_handle(iterator) for outer, _ in graph.captures)
-
-
 def test_is_deterministic() -> None:
     assert compat.is_deterministic() is False
 

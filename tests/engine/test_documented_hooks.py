@@ -1,4 +1,4 @@
-"""The hooks that docs/hooks.md shows are trained with, as they stand there."""
+"""The hooks that docs/hooks.md and docs/debugging.md show are trained with, as they stand there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ctl_core
 from ctl_core.table import SPECS
 from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.steered import Followed
 
-PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+PAGES = Path(__file__).parents[2] / "docs"
+TEXT = "".join((PAGES / name).read_text() for name in ("hooks.md", "debugging.md"))
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 SMALL = {"steps": 12, "eval_every": 2, "log_every": 4}
 
 
@@ -25,7 +27,7 @@ def hooks_of(block: str, folder: Path) -> dict[str, Any]:
     """The hooks that a block defines."""
     file = folder / "shown.py"
     file.write_text(block)
-    shown: dict[str, Any] = {"keras": keras, "tf": tf}
+    shown: dict[str, Any] = {"keras": keras, "tf": tf, "ctl_core": ctl_core}
     exec(compile(block, str(file), "exec"), shown)
     return {name: shown[name] for name in SPECS if name in shown}
 
@@ -49,6 +51,10 @@ def test_what_is_shown_trains(train: Train, tmp_path: Path, block: str) -> None:
         assert state.step == 12
     if "create_train_metrics" in hooks:
         assert "mean_loss" in (state.run_dir / "metrics.jsonl").read_text()
+    if "grad_norm" in block:
+        assert "grad_norm" in (state.run_dir / "metrics.jsonl").read_text()
+        events = b"".join(path.read_bytes() for path in (state.run_dir / "tb/train").iterdir())
+        assert b"weights/" in events and b"gradients/" in events
     if "parts" in block:
         assert {"error", "size"} <= state.history[-1].keys() | state.history[-2].keys()
 

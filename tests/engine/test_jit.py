@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.compile_choice import in_microseconds
 from ctl_core.errors import SetupError, not_compiled
 from tests.helpers.cases import exact_hooks, make_hooks, set_weights, sliced
 from tests.helpers.fixtures import Train
@@ -68,11 +67,3 @@ def test_what_xla_cannot_compile_to_be_deterministic_is_named(train: Train) -> N
     expected = r"deterministic XLA implementation; leave deterministic or jit_compile out\.$"
     with pytest.raises(SetupError, match=expected):
         train(hooks, steps=2, jit_compile=True, deterministic=True)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(2.1301e-3, "2,130"), (1.2345678, "1,230,000"), (1.234e-4, "123"), (1.234e-5, "12.3")],
-)
-def test_microseconds_have_three_digits_that_count(seconds: float, shown: str) -> None:
-    assert in_microseconds(seconds) == shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import tensorflow as tf
 from ctl_core.errors import SetupError
 from ctl_core.profile import Clock
 from ctl_core.settings import Config
-from ctl_core.slow_input import advice
 from tests.helpers.cases import make_hooks, regression_data
 from tests.helpers.fixtures import Train
 
@@ -79,35 +77,3 @@ def _pause() -> None:
     import time
 
     time.sleep(0.1)
-
-
-def numbers() -> tf.data.Dataset:
-    return tf.data.Dataset.range(8)
-
-
-SLOW: dict[str, tuple[tf.data.Dataset, str]] = {
-    "one map": (numbers().map(lambda x: x).batch(2), "a map that takes one element after"),
-    "one file": (numbers().interleave(lambda x: numbers()), "an interleave that reads one file"),
-    "parallel": (numbers().map(lambda x: x, num_parallel_calls=2), "works in parallel already"),
-    "generator": (
-        tf.data.Dataset.from_generator(lambda: iter([1]), output_signature=tf.TensorSpec([])),
-        "reads a generator",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SLOW)
-def test_one_change_is_named_where_steps_wait_for_data(name: str) -> None:
-    dataset, words = SLOW[name]
-    pipeline: Any = SimpleNamespace(name="create_dataset (a.py:1)", dataset=dataset, reader=None)
-    clock = Clock()
-    clock.seconds["steps"], clock.waited = 8.0, 4.0
-    said = advice(clock, pipeline)
-    assert said is not None and words in said
-    assert said.startswith("steps waited for their data 50% of the time: create_dataset (a.py:1)")
-    pipeline.reader = object()
-    assert "one thread of Python" in (advice(clock, pipeline) or "")
-    clock.waited = 1.0
-    assert advice(clock, pipeline) is None
-    clock.seconds["steps"] = clock.waited = 2.0  # too short a run to tell
-    assert advice(clock, pipeline) is None
