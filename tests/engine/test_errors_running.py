@@ -114,42 +114,6 @@ def test_a_hook_that_fails_while_training(cli: Cli, tmp_path: Path, bug: str) ->
         np.testing.assert_allclose(resumed[name], value, rtol=1e-6, err_msg=name)
 
 
-NAMES = mistakes(
-    """
-== a metric
-create_eval_dataset = create_dataset
-def create_metrics():
-    return {"accuracy": keras.metrics.MeanSquaredError()}
-def after_eval(metrics):
-    print(metrics["acc"])  # here
--> after_eval | KeyError: 'acc'; metrics has loss, accuracy; did you mean 'accuracy'?
-== an objective
-def create_opt(lr):
-    return {"generator": keras.optimizers.SGD(lr)}
-def grad_pre(loss, train_model):
-    return {"generator": (loss, 0.0, train_model.trainable_variables)}
-def watch(loss):
-    print(loss["generater"])  # here
-every_steps = {1: watch}
--> every_steps[1] | KeyError: 'generater'; loss has generator; did you mean 'generator'?
-== one of the user's own
-def watch(loss):
-    print({"a": loss}["b"])  # here
-every_steps = {1: watch}
--> every_steps[1] | KeyError: 'b'
-"""
-)
-
-
-@pytest.mark.parametrize("case", NAMES)
-def test_a_name_that_a_dict_does_not_have(cli: Cli, case: str) -> None:
-    code, words = NAMES[case]
-    source = source_of(own=code)
-    outcome = cli(source, "--steps", "2")
-    failed(outcome, where(source), *words)
-    assert (" has " in outcome.err) == (case != "one of the user's own")
-
-
 def variables(run: Path) -> dict[str, np.ndarray]:
     """Reads what the checkpoint of step 10 holds: model, optimizer, step, lr."""
     reader = tf.train.load_checkpoint(str(run / "ckpt" / "ckpt-10"))
