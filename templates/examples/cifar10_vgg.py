@@ -13,12 +13,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import download, index_shuffle_with_seeds
+from ctl_core.data import index_shuffle_with_seeds
 
 # ---- Data ---------------------------------------------------------------------------------------
 
-# As its authors publish it, with its checksum. Downloaded once, to where Keras keeps its data,
-# ~/.keras/datasets; without a network, a message says which file to put there.
+# As its authors publish it, with its checksum: another file is refused. Downloaded once, to
+# ~/.keras/datasets/cifar-10; without a network, put it there yourself.
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 MEAN, DEVIATION = [125.3, 123.0, 113.9], [63.0, 62.1, 66.7]  # of red, green and blue in training
@@ -29,7 +29,8 @@ def load_pictures(part):
     """Returns the pictures of train or test, uint8 [n, 32, 32, 3], and labels, int64 [n]."""
     names = ["test_batch"] if part == "test" else [f"data_batch_{i}" for i in range(1, 6)]
     content = b""
-    with tarfile.open(download(URL, SHA256, "cifar-10")) as archive:
+    path = keras.utils.get_file(origin=URL, file_hash=SHA256, cache_subdir="datasets/cifar-10")
+    with tarfile.open(path) as archive:
         for name in names:
             file = archive.extractfile(f"cifar-10-batches-bin/{name}.bin")
             assert file, f"{name}.bin is no file"

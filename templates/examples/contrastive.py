@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from ctl_core import all_gather, data, replica_id
 
-DIGITS = "data/digits.npz"
+DIGITS = Path(__file__).parent / "data/digits.npz"
 PROBED = ("features", "pixels")  # what digits are told from, by a linear layer each
 
 
 # ---- Data: two views of each image to train on, the image itself to evaluate --------------------
 def load_digits(part):
     """Returns images, float32 [n, 8, 8, 1] from 0 to 1, and labels, int64 [n]."""
-    file = np.load(data.project_file(DIGITS, __file__))
+    file = np.load(DIGITS)
     rows = file[part]
     return file["images"][rows, :, :, None] / np.float32(16.0), file["labels"][rows].astype(int)
 

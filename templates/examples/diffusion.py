@@ -12,9 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import project_file, with_seeds
+from ctl_core.data import with_seeds
 
-DIGITS = "data/digits.npz"
+DIGITS = Path(__file__).parent / "data/digits.npz"
 
 
 # ---- Data: images, and with each the noise and the time at which the network sees it ------------
@@ -27,7 +27,7 @@ def digits(part, config):
         time = tf.random.stateless_uniform([1, 1, 1], other)
         return {"image": image, "noise": tf.random.stateless_normal([8, 8, 1], one), "time": time}
 
-    file = np.load(project_file(DIGITS, __file__))
+    file = np.load(DIGITS)
     images = file["images"][file[part], :, :, None].astype(np.float32) / 8.0 - 1.0
     shuffled = tf.data.Dataset.from_tensor_slices(images).shuffle(len(images), seed=config.seed)
     return with_seeds(shuffled, config.seed).map(add_noise), len(images)

@@ -4,6 +4,8 @@ A hook names only the arguments it uses, in any order. All hooks, and what each 
 `python -m ctl_core hooks`. One that you delete means its default.
 """
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -20,14 +22,13 @@ from ctl_core import (
     unpack,
     weighted,
 )
-from ctl_core.data import project_file
 
-DIGITS = "data/digits.npz"
+DIGITS = Path(__file__).parent / "data/digits.npz"
 
 
 def load_digits(part):
     """Returns images, float32 [n, 8, 8, 1] from 0 to 1, and labels, int64 [n]."""
-    with np.load(project_file(DIGITS, __file__)) as file:
+    with np.load(DIGITS) as file:
         rows = file[part]
         images = file["images"][rows, :, :, None].astype(np.float32) / 16.0
         return images, file["labels"][rows].astype(np.int64)

@@ -14,12 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import download
-
 # ---- Data ---------------------------------------------------------------------------------------
 
-# As their authors publish them, with their checksums. Downloaded once, to where Keras keeps its
-# data, ~/.keras/datasets; without a network, a message says which file to put there.
+# As their authors publish them, with their checksums: another file is refused. Downloaded once, to
+# ~/.keras/datasets/fashion-mnist; without a network, put them there yourself.
 URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 FILES = {
     "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -31,8 +29,10 @@ FILES = {
 
 def load_numbers(name, header):
     """Returns what follows a file's header of so many bytes, uint8."""
-    path = download(URL + name, FILES[name], "fashion-mnist")
-    return np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8, offset=header)
+    folder = "datasets/fashion-mnist"
+    path = keras.utils.get_file(name, URL + name, file_hash=FILES[name], cache_subdir=folder)
+    with gzip.open(path) as file:
+        return np.frombuffer(file.read(), np.uint8, offset=header)
 
 
 def load_clothes(part):

@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import project_file, with_seeds
+from ctl_core.data import with_seeds
 
-DIGITS = "data/digits.npz"
+DIGITS = Path(__file__).parent / "data/digits.npz"
 LATENT = 32  # numbers that a picture is made of
 # A step goes through this list once. Hooks that name `objective` get one of these words, and as
 # `turn` its place in the list. Each turn sees what the turns before it have changed.
@@ -31,7 +31,7 @@ def digits(part, config, *turns):
         between = tf.random.stateless_uniform([*turns, 1, 1, 1], other)
         return {"image": image, "noise": noise, "between": between}
 
-    file = np.load(project_file(DIGITS, __file__))
+    file = np.load(DIGITS)
     images = file["images"][file[part], :, :, None].astype(np.float32) / 16.0
     shuffled = tf.data.Dataset.from_tensor_slices(images).shuffle(len(images), seed=config.seed)
     return with_seeds(shuffled, config.seed).map(add_noise), len(images)

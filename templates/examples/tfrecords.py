@@ -1,76 +1,97 @@
 """Images from TFRecord files, in three splits, with pictures of what goes wrong in TensorBoard.
 
-It trains at once, on the digits in data/. For photos of your own, in folders by class such as
-photos/cat/1.jpg, change three lines: where `write_tfrecords` reads and writes, the names of the
-features to ("image", "label"), and `image_size=(160, 160)` for `read_tfrecords`.
+It trains at once, on the digits in data/. For photos of your own: `python make_records.py photos
+records/photos`, then change RECORDS, SIZE, CHANNELS and CLASSES below; digits() can go.
 
 A hook names only the arguments it uses. All hooks and their defaults: `python -m ctl_core hooks`.
 """
 
+from pathlib import Path
+
 import keras
+import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import project_file, read_tfrecords, write_tfrecords
+from ctl_core.data import with_seeds
+from make_records import write_records
 
-CLASSES = 10
+PROJECT = Path(__file__).parent
+RECORDS = PROJECT / "records/digits"
+SIZE, CHANNELS, CLASSES = (8, 8), 1, 10
 
 # ---- Data ---------------------------------------------------------------------------------------
 
 
-# The files are written once, as by `python -m ctl_core tfrecords`, which shows every option. An
-# example's split follows from a hash of its own values: it stays where it is whatever is added.
+def digits():
+    """Yields key and features of each, for make_records.py, as it makes them of image files."""
+    with np.load(PROJECT / "data/digits.npz") as file:
+        for number, (image, label) in enumerate(zip(file["images"], file["labels"], strict=True)):
+            content = tf.io.encode_png(15 * image[..., None]).numpy()
+            yield str(number), {"image": content, "label": int(label)}
+
+
 # A tenth is for choosing (when to stop, which checkpoint to keep), a tenth for the final word.
-def read(split, **options):
-    digits = project_file("data/digits.npz", __file__)
-    records = write_tfrecords(
-        digits,
-        digits.parents[1] / "records" / "digits",
-        drop=["train", "test"],  # the split that the file comes with
-        validation=0.1,
-        test=0.1,
-    )
-    return read_tfrecords(records, split, ("images", "labels"), **options)
+def files(split):
+    """Returns the paths of a split's files, which are written when first asked for."""
+    if not RECORDS.exists():
+        write_records(digits(), RECORDS)
+    return sorted(str(path) for path in RECORDS.glob(f"{split}-*.tfrecord"))
 
 
-# With a seed, the reader shuffles, begins again without end, and a checkpoint holds where it was.
+def parse(example):
+    """Returns image, uint8 of SIZE and CHANNELS, and label, int64, of what a file holds."""
+    features = {"image": tf.io.FixedLenFeature([], tf.string)}
+    features["label"] = tf.io.FixedLenFeature([], tf.int64)
+    found = tf.io.parse_single_example(example, features)
+    image = tf.io.decode_image(found["image"], CHANNELS, expand_animations=False)
+    return tf.saturate_cast(tf.image.resize(image, SIZE), tf.uint8), found["label"]
+
+
+# Another shift in each pass: digits that are mirrored would be others. Stateless: how an image is
+# changed follows from its seed, on any number of devices and after a resume.
+def parse_and_shift(example, seed):
+    image, label = parse(example)
+    padded = tf.pad(image, [[1, 1], [1, 1], [0, 0]])
+    return tf.image.stateless_random_crop(padded, [*SIZE, CHANNELS], seed), label
+
+
+# All files are read side by side. The buffer of the shuffle is part of a checkpoint, so that a
+# resumed run goes on with the very next example: 1000 images as the files have them, half a
+# megabyte here. `with_seeds` goes from pass to pass without end: a run is measured in steps.
 def create_dataset(per_replica_batch_size, config):
-    return read("train", batch_size=per_replica_batch_size, seed=config.seed)
+    paths = files("train")
+    read, parallel = tf.data.TFRecordDataset, tf.data.AUTOTUNE
+    examples = tf.data.Dataset.from_tensor_slices(paths).interleave(read, len(paths), 1, parallel)
+    seeded = with_seeds(examples.shuffle(1000, config.seed), config.seed)
+    return seeded.map(parse_and_shift, parallel).batch(per_replica_batch_size)
+
+
+def read_once(split, batch_size):
+    return tf.data.TFRecordDataset(files(split)).map(parse).batch(batch_size)
 
 
 # Several sets by name: their values are called validation/loss, test/accuracy and so on, which is
 # what `keep_best` and `early_stop` in config.yaml go by.
 def create_eval_dataset(per_replica_batch_size):
-    return {
-        split: read(split, batch_size=per_replica_batch_size) for split in ("validation", "test")
-    }
+    return {split: read_once(split, per_replica_batch_size) for split in ("validation", "test")}
 
 
-def scaled(images):
-    """Returns images from 0 to 1, float32 [n, 8, 8, 1], of uint8 [n, 8, 8] from 0 to 16."""
-    return tf.cast(images, tf.float32)[..., None] / 16.0
-
-
-# A part of what is exported, so that a client sends the bytes that the files hold.
+# A part of what is exported, so that a client sends pixels as they are, uint8.
 def input_pre(batch):
     images, _ = batch
-    return scaled(images)
+    return tf.cast(images, tf.float32) / 255.0
 
 
 # ---- Model, loss, metrics -----------------------------------------------------------------------
 
 
 def create_model(hparams):
-    width = hparams["width"]
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(width, 3, padding="same", activation="gelu"),
-            keras.layers.Conv2D(2 * width, 3, padding="same", activation="gelu"),
-            keras.layers.MaxPooling2D(),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+    layers, width, conv = keras.layers, hparams["width"], {"padding": "same", "activation": "gelu"}
+    return keras.Sequential([
+        keras.Input((*SIZE, CHANNELS)), layers.Conv2D(width, 3, **conv),
+        layers.Conv2D(2 * width, 3, **conv), layers.MaxPooling2D(),
+        layers.Flatten(), layers.Dense(CLASSES),
+    ])  # fmt: skip
 
 
 def create_loss():
@@ -90,23 +111,22 @@ def create_metrics():
 # ---- Pictures in TensorBoard --------------------------------------------------------------------
 
 
-def sheet(images, columns):
-    """Returns images [n, height, width, channels] side by side, 4 times as large: one image."""
-    rows = -(-len(images) // columns)
-    images = tf.pad(images, [[0, rows * columns - len(images)], [1, 1], [1, 1], [0, 0]])
-    _, height, width, channels = images.shape
-    tiles = tf.reshape(images, [rows, columns, height, width, channels])
-    whole = tf.reshape(
-        tf.transpose(tiles, [0, 2, 1, 3, 4]), [rows * height, columns * width, channels]
-    )
-    return tf.repeat(tf.repeat(whole, 4, axis=0), 4, axis=1)
+def enlarged(image, times):
+    return tf.repeat(tf.repeat(image, times, axis=0), times, axis=1)[None]
+
+
+def sheet(images):
+    """Returns images [n, height, width, channels] in rows of eight as one, 4 times as large."""
+    tiles = tf.unstack(tf.pad(images, [[0, -len(images) % 8], [1, 1], [1, 1], [0, 0]]))
+    rows = [tf.concat(tiles[start : start + 8], axis=1) for start in range(0, len(tiles), 8)]
+    return enlarged(tf.concat(rows, axis=0), 4)
 
 
 # Once, after the first step: what the model is really fed. In a cluster hooks run in every process;
 # one of them draws. tf.summary writes to the run's folder, and knows the step.
 def draw_batch(batch, chief):
     if chief:
-        tf.summary.image("batch", sheet(scaled(batch[0]), 8)[None])
+        tf.summary.image("batch", sheet(batch[0]))
 
 
 at_step = {1: draw_batch}
@@ -118,16 +138,13 @@ at_step = {1: draw_batch}
 def after_eval(train_model, chief):
     if not chief:
         return
-    images, labels = next(iter(read("validation", batch_size=1000)))
-    chances = tf.nn.softmax(train_model(scaled(images)))
+    images, labels = next(iter(read_once("validation", 1000)))
+    chances = tf.nn.softmax(train_model(input_pre((images, labels))))
     taken = tf.argmax(chances, axis=1)
     counts = tf.math.confusion_matrix(labels, taken, CLASSES, dtype=tf.float32)
     shares = tf.math.divide_no_nan(counts, tf.reduce_sum(counts, axis=1, keepdims=True))
-    matrix = tf.repeat(tf.repeat(tf.sqrt(shares), 16, axis=0), 16, axis=1)
-    tf.summary.image("confusion, labels downwards", matrix[None, :, :, None])
-    wrong = tf.where(taken != tf.cast(labels, tf.int64))[:, 0]
+    tf.summary.image("confusion, labels downwards", enlarged(tf.sqrt(shares)[..., None], 16))
+    wrong = tf.where(taken != labels)[:, 0]
     surest = tf.gather(wrong, tf.argsort(tf.gather(tf.reduce_max(chances, 1), wrong))[::-1])[:32]
     if len(surest):
-        tf.summary.image(
-            "mistaken, surest first", sheet(scaled(tf.gather(images, surest)), 8)[None]
-        )
+        tf.summary.image("mistaken, surest first", sheet(tf.gather(images, surest)))

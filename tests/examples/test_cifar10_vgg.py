@@ -13,7 +13,7 @@ import tensorflow as tf
 import ctl_core
 from tests.helpers.example import Example, assert_devices_agree, assert_is_short, assert_lives
 from tests.helpers.project import Cli, cli
-from tests.helpers.published import cifar10
+from tests.helpers.published import cifar10, download_from
 
 __all__ = ["cli"]
 SMALL = ("--batch-size", "8", "--hparams.width", "4", "--learning-rate", "0.02")
@@ -21,10 +21,11 @@ SMALL = ("--batch-size", "8", "--hparams.width", "4", "--learning-rate", "0.02")
 
 @pytest.fixture
 def example(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
-    """The example with a small archive in a folder of Keras' of its own."""
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
-    cifar10(tmp_path / "keras")
-    return Example("cifar10_vgg", cli, tmp_path, *SMALL)
+    """The example with a small archive to download."""
+    example = Example("cifar10_vgg", cli, tmp_path, *SMALL)
+    cifar10(tmp_path / "web")
+    download_from(example, tmp_path / "web", monkeypatch)
+    return example
 
 
 @pytest.mark.slow
@@ -78,9 +79,10 @@ def test_what_the_hooks_make(example: Example) -> None:
 @pytest.mark.slow
 def test_trains_in_its_real_size(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorFlow split sums of tensors as large as these, and failed in the graph's second call."""
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
-    cifar10(tmp_path / "keras", train=130)
-    Example("cifar10_vgg", cli, tmp_path, "--eval-every", "0").train("a", "--steps", "12")
+    example = Example("cifar10_vgg", cli, tmp_path, "--eval-every", "0")
+    cifar10(tmp_path / "web", train=130)
+    download_from(example, tmp_path / "web", monkeypatch)
+    example.train("a", "--steps", "12")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import ctl_core
 from tests.helpers.example import Example, assert_is_short, assert_lives
 from tests.helpers.fixtures import Train, train
 from tests.helpers.project import Cli, cli, refused
-from tests.helpers.published import fashion_mnist
+from tests.helpers.published import download_from, fashion_mnist
 
 __all__ = ["cli", "train"]
 SMALL = ("--batch-size", "16")  # of 40 images: two batches, and one of 8
@@ -28,13 +28,13 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def keras_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of Keras' with small files."""
-    home = tmp_path / "keras"
-    monkeypatch.setenv("KERAS_HOME", str(home))
-    fashion_mnist(home)
-    return home
+@pytest.fixture
+def example(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
+    """The example with small files to download."""
+    example = Example("fashion_mnist", cli, tmp_path, *SMALL)
+    fashion_mnist(tmp_path / "web")
+    download_from(example, tmp_path / "web", monkeypatch)
+    return example
 
 
 def tutorials_loop(hooks: dict[str, Any], devices: int, steps: int, rate: float) -> list[Any]:
@@ -75,12 +75,10 @@ def tutorials_loop(hooks: dict[str, Any], devices: int, steps: int, rate: float)
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow
-def test_weights_are_those_of_the_tutorials_loop(
-    train: Train, cli: Cli, tmp_path: Path, case: str
-) -> None:
+def test_weights_are_those_of_the_tutorials_loop(train: Train, example: Example, case: str) -> None:
     """With more L2 than there, so that one that is counted twice shows."""
     assert_is_short("fashion_mnist")
-    hooks = runpy.run_path(str(Example("fashion_mnist", cli, tmp_path).folder / "callbacks.py"))
+    hooks = runpy.run_path(str(example.folder / "callbacks.py"))
     if case.startswith("sgd"):
         hooks["create_opt"] = lambda lr: keras.optimizers.SGD(lr)
     create_model = hooks["create_model"]
@@ -105,19 +103,26 @@ def test_weights_are_those_of_the_tutorials_loop(
         np.testing.assert_allclose(found, other, rtol=1e-4, atol=atol)
 
 
-def test_without_a_network_one_line_says_which_file_to_put_where(
-    cli: Cli, tmp_path: Path, keras_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And who has put one there that is not the published one is told so."""
-    missing = keras_home / "datasets" / "fashion-mnist" / "train-images-idx3-ubyte.gz"
-    missing.unlink()
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    example = Example("fashion_mnist", cli, tmp_path, *SMALL)
-    outcome = cli(None, command=tuple(example.arguments("a")))
-    refused(outcome, "cannot be downloaded (", f"put it at {missing}.", "train-images-idx3")
+def test_what_is_downloaded(example: Example, cli: Cli, tmp_path: Path) -> None:
+    """Once; a file that is not the published one is refused, as one that cannot be had is."""
+    name = "keras/datasets/fashion-mnist/train-images-idx3-ubyte.gz"
+    published = tmp_path / "web" / Path(name).name
+    content = published.read_bytes()
+    published.write_bytes(content + b"0")
+    train = tuple(example.arguments("a"))
+    outcome = cli(None, command=train)
+    others = outcome._replace(written=outcome.written - {name})
+    refused(others, "create_dataset", "file hash does not match the provided value")
+    published.unlink()
+    refused(cli(None, command=train), "create_", f"URL fetch failure on {published.as_uri()}")
+    published.write_bytes(content)
+    example.train("a")
+    assert Path(name).read_bytes() == content
+    published.unlink()
+    example.train("b")
 
 
 @pytest.mark.slow
-def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
+def test_killed_resumed_and_used_elsewhere(example: Example) -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 28, 28, 1)).astype("uint8")
-    assert_lives(Example("fashion_mnist", cli, tmp_path, *SMALL), images)
+    assert_lives(example, images)

@@ -1,25 +1,73 @@
-"""The example tfrecords: its splits and pictures, on one and two devices, and its life."""
+"""The example tfrecords: its files and splits, its pictures, its life; images and tables."""
 
 from __future__ import annotations
 
-import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.data import read_tfrecords
-from tests.helpers.example import Example, assert_devices_agree, assert_is_short, assert_lives
+from tests.helpers.example import (
+    EXAMPLES,
+    Example,
+    assert_devices_agree,
+    assert_is_short,
+    assert_lives,
+)
 from tests.helpers.project import Cli, cli
 
 __all__ = ["cli"]
 SMALL = ("--batch-size", "16", "--hparams.width", "4")
+SPLITS = ("train", "validation", "test")
+IMAGE = {
+    "image": tf.io.FixedLenFeature([], tf.string),
+    "label": tf.io.FixedLenFeature([], tf.int64),
+}
 
 
 @pytest.fixture
 def example(cli: Cli, tmp_path: Path) -> Example:
     return Example("tfrecords", cli, tmp_path, *SMALL)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Runs make_records.py in tmp_path, into the folder records."""
+
+    def function(source: str, output: str = "records") -> Path:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["make_records.py", source, output])
+        runpy.run_path(str(EXAMPLES / "make_records.py"), run_name="__main__")
+        return tmp_path / output
+
+    return function
+
+
+def read(folder: Path, split: str, features: dict[str, Any]) -> list[dict[str, Any]]:
+    """The examples of a split's four files, which differ by no more than one in size."""
+    files = [tf.data.TFRecordDataset(str(folder / f"{split}-{n}.tfrecord")) for n in range(4)]
+    found = [[tf.io.parse_single_example(r, features) for r in file] for file in files]
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+    several = [each for examples in found for each in examples]
+    return [{name: value.numpy() for name, value in each.items()} for each in several]
+
+
+def write_photos(folder: Path, count: int) -> dict[bytes, int]:
+    """Writes images of three classes; returns the labels by what the files hold."""
+    labels = {}
+    for number in range(count):
+        content = tf.io.encode_png(np.full([4, 5, 3], number, np.uint8)).numpy()
+        path = folder / ("cat", "dog", "eel")[number % 3] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        labels[content] = number % 3
+    return labels
 
 
 def pictures(run: Path) -> dict[tuple[str, int], np.ndarray]:
@@ -41,37 +89,101 @@ def test_weights_do_not_depend_on_devices(example: Example) -> None:
 
 
 def test_splits_and_pictures(example: Example) -> None:
-    """Nothing is in two splits; the matrix is that of the predictions."""
+    """Each digit is in one split; what is shown is what was predicted."""
     outcome = example.train("a", "--learning-rate", "0.01", "--steps", "30", "--eval-every", "15")
-    assert outcome.out.count("wrote records/digits") == 1  # three hooks read it
-    manifest = json.loads(Path("records/digits/manifest.json").read_text())
-    assert sum(manifest["totals"].values()) == 1797 and len(manifest["totals"]) == 3
-    seen = [
-        {image.tobytes() for images in batches for image in images.numpy()}
-        for batches in (
-            read_tfrecords("records/digits", split, "images", batch_size=500)
-            for split in ("train", "validation", "test")
-        )
-    ]
-    assert not seen[0] & seen[1] and not seen[0] & seen[2] and not seen[1] & seen[2]
+    records = Path("records/digits")
+    assert outcome.out.count("records/digits: ") == 1  # three hooks read them
+    assert [path.name for path in Path("records").iterdir()] == ["digits"]
+    found = {split: read(records, split, IMAGE) for split in SPLITS}
+    digits = np.load("data/digits.npz")
+    expected = sorted(
+        (image.tobytes(), label)
+        for image, label in zip(digits["images"], digits["labels"], strict=True)
+    )
+    assert expected == sorted(
+        ((tf.io.decode_png(each["image"]).numpy() // 15).tobytes(), each["label"])
+        for several in found.values()
+        for each in several
+    )
+    assert all(120 < len(found[split]) < 240 for split in SPLITS[1:])
 
-    found = pictures(Path("runs/a"))
-    assert found["batch", 1].shape == (80, 320, 1)  # two rows of eight tiles of 10 × 10, enlarged
-    assert {step for tag, step in found if tag.startswith("confusion")} == {15, 30}
+    shown = pictures(Path("runs/a"))
+    assert shown["batch", 1].shape == (80, 320, 1)  # two rows of eight tiles of 10 × 10, enlarged
+    assert {step for tag, step in shown if tag.startswith("confusion")} == {15, 30}
     example.command("predict", "--run-name", "a", "--dataset", "validation")
     with np.load("runs/a/predictions.npz") as file:
         taken = file["output"].argmax(axis=1)
-    (labels,) = read_tfrecords("records/digits", "validation", "labels", batch_size=500)
+    labels = [each["label"] for each in found["validation"]]
     counts = np.zeros([10, 10])
     np.add.at(counts, (labels, taken), 1)
     assert 10 < np.trace(counts) < len(labels)
-    expected = np.sqrt(counts / counts.sum(axis=1, keepdims=True)) * 255
-    shown = found["confusion, labels downwards", 30][8::16, 8::16, 0]
-    np.testing.assert_allclose(shown, expected, atol=1)
-    assert any(tag.startswith("mistaken") for tag, _ in found)
+    matrix = np.sqrt(counts / counts.sum(axis=1, keepdims=True)) * 255
+    np.testing.assert_allclose(
+        shown["confusion, labels downwards", 30][8::16, 8::16, 0], matrix, atol=1
+    )
+    assert any(tag.startswith("mistaken") for tag, _ in shown)
+
+
+def test_stopped_before_and_after_the_end_of_a_pass(example: Example) -> None:
+    """A pass has 23 batches of 64, of which the last is shared with the next pass."""
+    flags = ("--deterministic", "--batch-size", "64", "--eval-every", "0", "--ckpt-every", "100")
+    example.train("whole", *flags, "--steps", "48")
+    for steps in ("9", "21", "25", "48"):
+        example.train("parts", *flags, "--steps", steps)
+    whole, parts = example.numbers("whole", 48), example.numbers("parts", 48)
+    assert whole.keys() == parts.keys()
+    for name in whole.keys() - {"save_counter/.ATTRIBUTES/VARIABLE_VALUE"}:
+        np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
 
 
 @pytest.mark.slow
 def test_killed_resumed_and_used_elsewhere(example: Example) -> None:
-    images = np.random.default_rng(0).integers(0, 17, (5, 8, 8)).astype("uint8")
+    images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("uint8")
     assert_lives(example, images, dataset="test")
+
+
+def test_images_by_class(make: Callable[..., Path], tmp_path: Path) -> None:
+    """Each is in one split, and stays there when others are added; a damaged one is named."""
+    labels = write_photos(tmp_path / "photos", 60)
+    folder = make("photos")
+    found = {split: read(folder, split, IMAGE) for split in SPLITS}
+    assert labels == {e["image"]: e["label"] for several in found.values() for e in several}
+    assert sum(map(len, found.values())) == 60 > len(found["train"]) > 40
+    order = [each["label"] for each in found["train"]]
+    assert order != sorted(order)
+
+    write_photos(tmp_path / "photos", 90)
+    more = make("photos", "more")
+    for split in SPLITS:
+        contents = {each["image"] for each in read(more, split, IMAGE)}
+        assert {each["image"] for each in found[split]} == contents & labels.keys()
+    with pytest.raises(SystemExit, match=r"^records is there: delete it"):
+        make("photos")
+    (tmp_path / "photos/dog/1.png").write_bytes(b"\x89PNG")
+    with pytest.raises(SystemExit, match=r"^photos/dog/1\.png is no image, or is damaged: "):
+        make("photos", "damaged")
+    assert sorted(os.listdir()) == ["more", "photos", "records"]
+
+
+def test_a_table(make: Callable[..., Path], tmp_path: Path) -> None:
+    """Columns are whole numbers, numbers or text; rows that are the same share a split."""
+    numbers = range(-10, 70)
+    rows = [f"{n},{n / 4},{n * 1000 if n else ''},name {n % 7}" for n in numbers]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["label,width,price,name", *rows, *rows]) + "\n")
+    features = {
+        "label": tf.io.FixedLenFeature([], tf.int64),
+        "width": tf.io.FixedLenFeature([], tf.float32),
+        "price": tf.io.FixedLenFeature([], tf.string),  # since one is missing
+        "name": tf.io.FixedLenFeature([], tf.string),
+    }
+    folder = make("table.csv")
+    found = {split: read(folder, split, features) for split in SPLITS}
+    made = {s: [tuple(e[name] for name in features) for e in found[s]] for s in SPLITS}
+    expected = {(n, n / 4, b"%d" % (n * 1000) if n else b"", b"name %d" % (n % 7)) for n in numbers}
+    assert {row for several in made.values() for row in several} == expected
+    assert sum(map(len, made.values())) == 2 * len(expected)
+    assert not set(made["train"]) & {*made["validation"], *made["test"]}
+    table.write_text("a,b\n1,2\n3\n")
+    with pytest.raises(ValueError, match="shorter"):
+        make("table.csv", "ragged")

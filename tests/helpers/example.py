@@ -93,6 +93,8 @@ class Example:
         source = (EXAMPLES / f"{name}.py").read_text()
         (folder / "callbacks.py").write_text(source)
         (folder / "config.yaml").write_text((EXAMPLES / f"{name}.yaml").read_text())
+        if "make_records" in source:
+            shutil.copy(EXAMPLES / "make_records.py", folder)
         if "digits.npz" in source:
             (folder / "data").mkdir(exist_ok=True)
             shutil.copy(TEMPLATE / "data" / "digits.npz", folder / "data")

@@ -70,6 +70,8 @@ def test_files(projects: Projects, choices: dict[str, str]) -> None:
     assert uses_digits or choices["example"] not in ("digits", "tfrecords")
     if uses_digits:
         expected |= {"data/digits.npz", "data/README.md"}
+    if choices["example"] == "tfrecords":
+        expected.add("make_records.py")
     own = TEMPLATE / "pictures" / choices["example"]
     expected |= {f"pictures/{choices['example']}/{path.name}" for path in own.glob("*")}
     engine = {f"ctl_core/{name}": content for name, content in files(ROOT / "ctl_core").items()}
@@ -101,7 +103,7 @@ def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: R
     shutil.copytree(digits, project, ignore=shutil.ignore_patterns(".git", "ctl_core"))
     run("git", "init", "--quiet", cwd=project)
     written = ".venv/x .venv.lock runs/sweep.journal records/x-0 build/lib/x"
-    own = "sweep.py training_log.md x.npz experiments/gan.py data/records/manifest.json"
+    own = "sweep.py training_log.md x.npz experiments/gan.py data/records/x-0"
     own += " experiments/build/x.py data/x.npz ctl_core/tools/runs.py space.py"
     for name in (*written.split(), "experiments/runs/a/train.log", "training_log.md.tmp"):
         run("git", "check-ignore", "--quiet", name, cwd=project)
@@ -323,7 +325,8 @@ def test_mypy(projects: Projects, run: Run, tmp_path: Path) -> None:
     # One after the other, in one place and with one cache: most of it is the packages'.
     project = shutil.copytree(projects["digits", "cpu", "nowhere", "MIT"], tmp_path / "project")
     for example in EXAMPLES:
-        shutil.copy(projects[example, "cpu", "nowhere", "MIT"] / "callbacks.py", project)
+        for file in projects[example, "cpu", "nowhere", "MIT"].glob("*.py"):
+            shutil.copy(file, project)
         run("mypy", "--cache-dir", tmp_path / "cache", cwd=project)
 
 
@@ -445,8 +448,10 @@ def test_generating_over_a_project_keeps_its_data(render: Render, run: Run, tmp_
     project = render(tmp_path, example="blank")
     (project / "data").mkdir()
     (project / "data" / "mine.csv").write_text("1\n")
+    (project / "make_records.py").write_text("of my own\n")
     run(*["cookiecutter", ROOT, "--no-input", "-f", "example=blank"], cwd=tmp_path)
     assert [path.name for path in (project / "data").iterdir()] == ["mine.csv"]
+    assert (project / "make_records.py").read_text() == "of my own\n"
     assert run("git", "rev-list", "--count", "HEAD", cwd=project).stdout == "1\n"
 
 
