@@ -33,7 +33,6 @@ SECTIONS: list[tuple[int, list[str]]] = [
     (4, ["mlp/50"]),
     (4, ["cnn/50"]),
     *((devices, ["scaling"]) for devices in (1, 2, 4, 8)),
-    (1, ["tfrecords"]),
     (1, ["memory"]),
 ]
 OWN_PROCESS, CLUSTER = "start", "processes"

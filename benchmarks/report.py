@@ -20,8 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 MIB = 2**20
-WRITING, READING = "writing TFRecord files", "reading TFRecord files"
-SHUFFLED, BARE = "reading them shuffled", "bare loop"
 COMPILED = "engine, compiled"
 IN_GRAPH, ALL_REDUCE, SHARE = "textbook loop in the graph", "all-reduce alone", "share alone"
 TRAIN_SH = "engine, by train.sh"
@@ -182,8 +180,6 @@ class Results:
             yield Goal(text, grown, 1.02, at_most=True)
         saving = self.ratios(("checkpoints of cnn", 1, 50), SAVING)
         yield Goal("cnn: a checkpoint every 100 steps / none", saving, 1.05, at_most=True)
-        for section in (WRITING, READING, SHUFFLED):
-            yield Goal(f"{section}: {BARE} / engine", self.ratios((section, 1, 0), BARE), 0.8)
         for name in ("mlp", "cnn"):
             ratios = self.ratios((f"evaluation of {name}", 1, 0), "Keras evaluate")
             yield Goal(f"evaluation of {name}: Keras evaluate / engine", ratios, 1.0)

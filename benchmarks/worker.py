@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.worker DEVICES ROUNDS FILE QUICK SECTION...`` writes what it measures as
 JSON, a line for each result. A section is a workload with how often the loss is read, such as
-``mlp/50``, or one of ``evaluation``, ``checkpoints``, ``scaling``, ``tfrecords`` and ``memory``.
+``mlp/50``, or one of ``evaluation``, ``checkpoints``, ``scaling`` and ``memory``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import ctl_core
 from benchmarks.installed import has_orbit
 from benchmarks.pace import CHECKED, Pace, timed
 from benchmarks.peers import PEERS, all_reduce, callbacks, compiled, engine, settings, textbook
-from benchmarks.records import records
 from benchmarks.report import (
     ALL_REDUCE,
     COMPILED,
@@ -45,7 +44,7 @@ from ctl_core.cluster.strategy import prepare
 from ctl_core.evaluate import evaluate
 
 ONE_DEVICE_ONLY = ("floor", "input alone")
-MEMORY_STEPS, IMAGES = 20_000, 50_000
+MEMORY_STEPS = 20_000
 EVALUATED = 300  # batches: 10,000 examples or so
 
 
@@ -259,7 +258,6 @@ def main(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]
         "evaluation": lambda: evaluation(rounds),
         "scaling": lambda: scaled(devices, rounds),
         "checkpoints": lambda: checkpoints(rounds),
-        "tfrecords": lambda: records(rounds, IMAGES // 10 if quick else IMAGES),
         "memory": lambda: [memory(MEMORY_STEPS // 10 if quick else MEMORY_STEPS)],
     }
     with file.open("a", encoding="utf-8") as out:

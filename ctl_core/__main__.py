@@ -133,8 +133,6 @@ def _read(argv: list[str]) -> Command | int:
     if name == "hooks":
         return _print_hooks(rest)
     try:
-        if name == "tfrecords":
-            return _write_records(rest)
         return parse_command(argv)
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
@@ -151,23 +149,6 @@ def _print_hooks(rest: list[str]) -> int:
         from ctl_core.tools.hook_table import print_table
 
         print_table()
-    return 0
-
-
-def _write_records(rest: list[str]) -> int:
-    from ctl_core.tools.record_options import parse
-
-    options = parse(rest)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if options.debug else "3")
-    with interruptible():
-        _import_libraries(options.debug)
-        from ctl_core.tools.tfrecords import write_records
-        from ctl_core.tools.verify import verify
-
-        if options.verify is not None:
-            verify(options.verify)
-            return 0
-        write_records(options)
     return 0
 
 

@@ -187,7 +187,6 @@ class Checkpoints:
             overfit_batches=self._state.config.overfit_batches,
             last_batch=self._state.config.last_batch,
             unit=self._state.data.unit,
-            records=list(self._state.data.pipeline.records),
             input_saved=input_saved,
             learning_rate=self._state.config.learning_rate,
             frozen=self._state.freezing.flags(),

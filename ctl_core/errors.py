@@ -7,10 +7,7 @@ what was expected, what to do. ``__main__`` prints the line; the traceback goes 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-# Say what an error is about where its own text does not: (error) -> a line, or None.
-EXPLAINERS: list[Callable[[BaseException], str | None]] = []
 # Colours and other commands to a terminal; Keras puts them into its messages.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # What TensorFlow wraps around the message of an op that failed: where it was made, its name.
@@ -84,11 +81,6 @@ def one_line(text: object, limit: int = 400) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def explained(error: BaseException) -> str | None:
-    """Returns what one of ``EXPLAINERS`` knows of an error, if one does."""
-    return next(filter(None, (explain(error) for explain in EXPLAINERS)), None)
-
-
 def brief(error: BaseException, limit: int = 300) -> str:
     """Returns ``ValueError: its message`` in one line, without what TensorFlow and Keras add.
 
@@ -96,8 +88,6 @@ def brief(error: BaseException, limit: int = 300) -> str:
     it is in the traceback. It is taken out by the form of the text, since the exceptions have no
     attributes for it; where the form changes, the message is longer.
     """
-    if known := explained(error):
-        return one_line(known)
     kind, text = type(error).__name__, _ESCAPES.sub("", str(error))
     if "Mixing different tf.distribute.Strategy objects" in text:
         text = (

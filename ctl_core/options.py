@@ -15,7 +15,6 @@ COMMANDS = {
     "evaluate": "evaluate a run's checkpoint",
     "predict": "write a run's predictions to a file",
     "export": "write a run's model for TensorFlow Serving",
-    "tfrecords": "write images or tables as TFRecord files",
     "hooks": "print the table of hooks",
 }
 

@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.checks.examples import examples_in, packed, read_by
-from ctl_core.data.manifest import opened
 from ctl_core.errors import SetupError
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.readers.stream import Stream
@@ -100,8 +99,7 @@ class Found:
 class Pipeline:
     """What the hooks made: one pass, or an endless dataset; and the hook to name in messages.
 
-    ``reader`` is what ``create_dataset`` returned if that is a reader in Python; ``records`` are
-    the TFRecord files that the hooks read by their manifest, as ``manifest.opened`` has them.
+    ``reader`` is what ``create_dataset`` returned if that is a reader in Python.
     """
 
     hook: Hook
@@ -110,7 +108,6 @@ class Pipeline:
     endless: bool
     sharded: bool
     reader: Stream | None = None
-    records: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -164,8 +161,7 @@ def create_pipeline(
     if before is not None and before.reader is not None:
         before.reader.close()
     hook, reader = hooks.create_dataset, None
-    with opened() as records:
-        dataset = hook(**values)
+    dataset = hook(**values)
     if not isinstance(dataset, tf.data.Dataset):
         looked = None if before is None or before.reader is None else before.reader.looked
         seed = hook.common["config"].seed
@@ -188,7 +184,7 @@ def create_pipeline(
                 f"ends after {int(made.cardinality())} elements; it "
                 "gets the repeated dataset and must not end."
             )
-    return Pipeline(hook, hooks.count_examples, dataset, endless, sharded, reader, records)
+    return Pipeline(hook, hooks.count_examples, dataset, endless, sharded, reader)
 
 
 def checked_dataset(hook: Hook, dataset: Any) -> tf.data.Dataset:

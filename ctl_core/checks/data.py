@@ -19,7 +19,7 @@ from ctl_core.checks.examples import checked_count, examples_in
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import stages
 from ctl_core.console import Console
-from ctl_core.errors import SetupError, explained, one_line
+from ctl_core.errors import SetupError, one_line
 from ctl_core.hooks import Hook, describe
 from ctl_core.pipeline import (
     EMPTY,
@@ -120,8 +120,7 @@ def reading(hook: Hook) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        why = one_line(explained(error) or error)
-        raise hook.reject(f"reading the data failed: {why}") from error
+        raise hook.reject(f"reading the data failed: {one_line(error)}") from error
 
 
 def first_of(iterator: Any, hook: Hook, empty: str = EMPTY) -> Any:

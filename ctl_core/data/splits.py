@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 _HASHES = 2**62
-SPLITS = ("train", "validation", "test")
 
 
 def hash_of(keys: Any) -> tf.Tensor:
@@ -49,19 +48,14 @@ def split_of(keys: Any, fractions: Mapping[str, float]) -> tf.Tensor:
         ValueError: keys are of another type, a name is another one, or the fractions do not lie
             between 0 and 1 together.
     """
-    return tf.gather(tf.constant(SPLITS), split_of_hash(hash_of(keys), fractions))
-
-
-def split_of_hash(hashes: Any, fractions: Mapping[str, float]) -> tf.Tensor:
-    """The same of what ``hash_of`` returned, as int32 places in ``SPLITS``."""
     validation, test = fractions.get("validation", 0.0), fractions.get("test", 0.0)
     if others := sorted(set(fractions) - {"validation", "test"}):
         raise ValueError(f"fractions: expected validation and test, got {', '.join(others)}")
     if min(validation, test) < 0 or validation + test >= 1:
         raise ValueError(f"fractions must be from 0 up and leave some for train, got {fractions}")
-    hashes = tf.convert_to_tensor(hashes)
-    places = tf.where(hashes >= int((1 - validation) * _HASHES), 1, 0)
-    return tf.where(hashes < int(test * _HASHES), 2, places)
+    hashes = hash_of(keys)
+    names = tf.where(hashes >= int((1 - validation) * _HASHES), "validation", "train")
+    return tf.where(hashes < int(test * _HASHES), "test", names)
 
 
 def fold_of(keys: Any, folds: int) -> tf.Tensor:
@@ -77,11 +71,6 @@ def fold_of(keys: Any, folds: int) -> tf.Tensor:
     Raises:
         ValueError: keys are of another type, or there are fewer than two folds.
     """
-    return fold_of_hash(hash_of(keys), folds)
-
-
-def fold_of_hash(hashes: Any, folds: int) -> tf.Tensor:
-    """The same of what ``hash_of`` returned."""
     if folds < 2:
         raise ValueError(f"folds must be 2 or more, got {folds}")
-    return tf.strings.to_hash_bucket_fast(tf.strings.as_string(hashes), folds)
+    return tf.strings.to_hash_bucket_fast(tf.strings.as_string(hash_of(keys)), folds)

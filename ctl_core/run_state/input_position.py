@@ -124,9 +124,6 @@ class InputPosition:
         if record.unit != self._state.data.unit:
             return f"it was saved with{'' if record.unit else 'out'} stretches that are compiled"
         pipeline = self._state.data.pipeline
-        others = [shown for name, shown in pipeline.records.items() if name not in record.records]
-        if record.records and others:
-            return f"the records of {', '.join(others)} are others than those it was trained on"
         same = (record.processes, record.replicas, record.batch_size, record.accumulate_steps) == (
             processes,
             context.replicas,

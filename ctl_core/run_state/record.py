@@ -55,7 +55,6 @@ class Record:
         best: the best values of the metrics that decide something, as ``Progress`` has them
         scheduled: whether no hook had assigned lr
         overfit_batches: the setting, which the input position belongs to as well
-        records: hashes of the TFRecord files that were trained on, as their manifest has them
         unit: how many elements were read at once, also of the input position; 0 if one by one
         format: what ``FORMAT`` was when it was written; 0 of an engine that did not say
         engine: the version of the engine that wrote it, or ""
@@ -84,7 +83,6 @@ class Record:
     overfit_batches: int = 0
     last_batch: str = "drop"
     unit: int = 0
-    records: list[str] = dataclasses.field(default_factory=list)
     format: int = 0
     engine: str = ""
 
@@ -127,6 +125,9 @@ def read_record(folder: Path, step: int) -> Record:
         raise Damaged("its record is no file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        content.pop(
+            "records", None
+        )  # of engines before 0.4, which read TFRecord files by a manifest
         _refuse_newer(path, content)
         record = Record(**content)
     except (OSError, ValueError, TypeError) as error:

@@ -22,12 +22,9 @@ LAYERS = """
     layers options provenance rhythm selection tracking learning_rate strategy supervisor
     fitting training_log hparams_page sources
     flags folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
-    cli manifest record_options shared_folder download project_files
+    cli shared_folder
     defaults shares
-    records record_source made_records
-    image_source csv_source
-    table_source
-    tfrecords verify autograph divergence __main__ summary process_state
+    autograph divergence __main__ summary process_state
     checks.hooks
     hooks saved
     elements

@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import engines, peers, records, worker
+from benchmarks import engines, peers, worker
 from benchmarks.pace import Over, Pace
 from benchmarks.report import (
-    BARE,
-    READING,
-    SHUFFLED,
-    WRITING,
     Memory,
     Results,
     Timing,
@@ -81,14 +77,6 @@ def test_a_failure_in_a_loop_is_raised_where_it_is_driven() -> None:
     with pytest.raises(ValueError, match="segment"):
         Pace(loop, 75)
     assert issubclass(Over, Exception)
-
-
-def test_both_loops_write_and_read_the_same_images() -> None:
-    timings = list(records.records(rounds=1, images=200))
-    sections = [(timing.section, timing.peer, len(timing.seconds)) for timing in timings]
-    assert sections == [
-        (section, peer, 1) for section in (WRITING, READING, SHUFFLED) for peer in ("engine", BARE)
-    ]
 
 
 def made_up() -> Results:

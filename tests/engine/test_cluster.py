@@ -24,7 +24,6 @@ import tensorflow as tf
 from tests.golden.programs import transformer
 from tests.helpers import cases
 from tests.helpers.fixtures import Train
-from tests.helpers.pictures import picture_hooks
 from tests.helpers.readers import Loader, passes
 from tests.helpers.steered import STEERED, steered_hooks
 from tests.ported import (
@@ -85,7 +84,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "examples_of_an_epoch",
         "kept_batches",
         "readers",
-        "records",
         "dropout",
         "generators",
         "batch_norm",
@@ -136,13 +134,6 @@ def test_weights_on_the_devices_of_one_process(
     hooks = cases.exact_hooks(kind)
     state = train(hooks, steps=40, batch_size=24, virtual_devices=devices)
     assert_equal_weights(state.train_model.get_weights(), plain[kind])
-
-
-@pytest.mark.parametrize("name", ["records", "records-shared"])
-def test_shuffled_records_on_two_processes(train: Train, two: Path, name: str) -> None:
-    state = train(picture_hooks(two / "records-0", seed=1), steps=40, batch_size=24)
-    for found in kept(two, name, 2):
-        assert_equal_weights(list(found.values()), state.train_model.get_weights())
 
 
 def test_sequences_of_varying_length_on_two_processes(train: Train, two: Path) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core import SetupError
-from ctl_core.data import index_shuffle, index_shuffle_with_seeds, project_file, with_seeds
+from ctl_core.data import index_shuffle, index_shuffle_with_seeds, with_seeds
 
 EXAMPLES = 60
 Pipeline = Callable[[], tf.data.Dataset]
@@ -121,14 +120,3 @@ def test_the_saved_position_is_small(tmp_path: Path) -> None:
 def test_impossible_sizes_are_refused(examples: int, batch_size: int) -> None:
     with pytest.raises(ValueError, match=f"between 1 and {examples} examples, got {batch_size}"):
         index_shuffle(examples, batch_size, 0)
-
-
-def test_a_file_of_the_project_is_found_from_any_folder_of_hooks(tmp_path: Path) -> None:
-    """From callbacks.py, experiments/gan.py and a run's copy; one that is missing is one line."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "x.npz").touch()
-    for hooks in ("callbacks.py", "experiments/gan.py", "runs/a/callbacks.py"):
-        found = project_file("data/x.npz", tmp_path / hooks)
-        assert found == (tmp_path / "data" / "x.npz").resolve()
-    with pytest.raises(SetupError, match=r"^data/y\.npz: not there, neither in .*experiments nor"):
-        project_file("data/y.npz", tmp_path / "experiments" / "gan.py")

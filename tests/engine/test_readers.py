@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ from tests.helpers.cases import (
     assert_weights,
     make_hooks,
     regression_data,
+    set_weights,
     sgd,
     small_model,
     squared_error,
@@ -32,6 +35,7 @@ from tests.helpers.fixtures import Train
 from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import FLAGS, REGRESSION, Cli
 from tests.helpers.readers import Batches, Endless, Loader, generator, grain_loader, passes
+from tests.helpers.rendering import ROOT, TEMPLATE
 
 BATCH, STEPS, RATE = 16, 20, 0.01
 # How many elements are read to find out their sizes, and to try the state.
@@ -111,6 +115,50 @@ def test_weights_of_a_plain_loop_also_when_resumed(
         parts = train(hooks, steps=steps, run_name="parts-of-two", virtual_devices=2)
     assert_weights(whole, parts, rtol=0)
     assert "dropping" not in capsys.readouterr().out
+
+
+def test_array_records_as_the_page_has_them(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each digit once a pass; stopped in the first pass and in the second, bit for bit."""
+    pytest.importorskip("grain")
+    monkeypatch.chdir(tmp_path)
+    Path("data").symlink_to(TEMPLATE / "data")
+    page = (ROOT / "docs" / "data-and-resume.md").read_text()
+    codes = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    write, read = (code for code in codes if "digits.array_record" in code)
+    exec(write, {})
+    hooks: dict[str, Any] = {}
+    exec(read, hooks)
+
+    config = ctl_core.Config(steps=1)
+    (first, *_), (second, *_) = (
+        zip(*itertools.islice(hooks["create_dataset"](599, config), 3 * n, 3 * n + 3), strict=True)
+        for n in range(2)
+    )
+    digits = np.load("data/digits.npz")["images"] / np.float32(16)
+    for images in (np.concatenate(first), np.concatenate(second)):
+        ink = images.sum(axis=(1, 2, 3))  # which a shift leaves as it is
+        np.testing.assert_allclose(np.sort(ink), np.sort(digits.sum(axis=(1, 2))), rtol=1e-6)
+    assert not np.array_equal(first, second)
+
+    own = {
+        "create_dataset": hooks["create_dataset"],
+        "create_model": lambda: set_weights(
+            keras.Sequential(
+                [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+            )
+        ),
+        "create_loss": lambda: (
+            lambda pair: keras.losses.sparse_categorical_crossentropy(
+                pair[1], pair[0], from_logits=True
+            )
+        ),
+    }
+    whole = train(make_hooks(**own), steps=50, batch_size=64, run_name="whole")
+    for steps in (9, 33, 50):
+        parts = train(make_hooks(**own), steps=steps, batch_size=64, run_name="parts")
+    assert_weights(whole, parts, rtol=0)
 
 
 # What is read first after ``step`` steps; a pass has six, and a seventh batch that is left out.

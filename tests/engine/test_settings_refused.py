@@ -252,7 +252,7 @@ def test_a_url_is_no_folder(
     ("argv", "words"),
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
-        (["xyz"], "expected one of train, evaluate, predict, export, tfrecords, hooks"),
+        (["xyz"], "expected one of train, evaluate, predict, export, hooks"),
         (["--steps", "3"], "unknown command '--steps'"),
         (["hooks", "all"], "unexpected word 'all'"),
     ],

@@ -20,12 +20,9 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.numerics import precision
-from ctl_core.tools.record_options import parse
-from ctl_core.tools.tfrecords import write_records
 from tests.golden.programs import transformer
 from tests.helpers import cases
 from tests.helpers.cases import make_hooks
-from tests.helpers.pictures import make_pictures, picture_hooks
 from tests.helpers.readers import Loader
 from tests.helpers.steered import STEERED, steered_hooks
 from tests.ported import codebook as vq
@@ -213,16 +210,6 @@ def drift(folder: Path) -> None:
     except ctl_core.RunError as error:
         message = str(error)
     keep(folder, "drift", message=message)
-
-
-def records(folder: Path) -> None:
-    """TFRecord files, shuffled: shared out by the engine, and by read_tfrecords itself."""
-    make_pictures(folder / f"photos-{TASK}", 90)
-    data = str(folder / f"records-{TASK}")
-    write_records(parse([f"{folder}/photos-{TASK}", "--output", data, "--shards", "3"]))
-    for name, shared in (("records", False), ("records-shared", True)):
-        hooks = picture_hooks(Path(data), shared=shared, seed=1)
-        keep_weights(folder, name, run(folder, name, hooks))
 
 
 def decisions(folder: Path) -> None:

@@ -15,7 +15,6 @@ from markdown_it.token import Token
 from ctl_core.__main__ import main
 from ctl_core.cli import parse_command
 from ctl_core.options import COMMANDS
-from ctl_core.tools.record_options import parse as parse_records
 from tests.helpers.rendering import EXAMPLES, ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -115,9 +114,6 @@ def test_commands_are_understood(
             assert arguments[0] in COMMANDS, line
             if arguments[0] == "hooks" or "--help" in arguments:
                 assert main(arguments if "--help" in arguments else ["hooks", "--help"]) == 0, line
-            elif arguments[0] == "tfrecords":
-                Path(arguments[1]).mkdir(exist_ok=True)
-                parse_records(arguments[1:])
             else:
                 parse_command(arguments, {})
             seen += 1
