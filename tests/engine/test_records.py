@@ -216,3 +216,11 @@ def test_a_record_of_a_newer_engine_is_not_damaged(
         train(make_hooks(), steps=12, ckpt_every=3)
     assert f"ctl_core {ctl_core.__version__} (format {FORMAT}) does not know" in str(error.value)
     assert sorted(path.name for path in engine.iterdir()) == before
+
+
+def test_a_record_that_names_files_of_records_is_read(train: Train, tmp_path: Path) -> None:
+    """As engines before 0.4 wrote it."""
+    whole = train(make_hooks(), steps=12, run_name="whole")
+    train(make_hooks(), steps=9)
+    alter(tmp_path / "runs/run/ckpt/engine", records=["0123abcd"])
+    assert_weights(train(make_hooks(), steps=12), whole, rtol=0)
