@@ -1,4 +1,4 @@
-"""Files written whole or not at all, locks, links that lead elsewhere, paths in messages."""
+"""Files written whole or not at all, links that lead elsewhere, paths in messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 from ctl_core.errors import SetupError, one_line
 
@@ -63,26 +58,6 @@ def written_whole(path: Path, folder: bool = False) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             _remove(beside, folder)
         raise
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Within, no other process of this machine is here with the same folder; others wait.
-
-    Where there are no locks, nobody does.
-
-    Raises:
-        OSError: the folder cannot be opened.
-    """
-    held = os.open(folder, os.O_RDONLY) if fcntl is not None else None
-    try:
-        if held is not None:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        if held is not None:
-            os.close(held)
 
 
 def _remove(path: Path, folder: bool) -> None:

@@ -12,7 +12,7 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    errors table types splits index buckets png task metric_values
+    errors table types splits index buckets task metric_values
     chunks compat console files precision not_finite reduction signals
     ahead collectives compiled training_mode helpers joining nested profile settings staging
     hook_state record gpus verdict run_lock
