@@ -77,16 +77,6 @@ class Console:
         LOG.info(text)
         self._print(text)
 
-    def show(self, text: str, logged: str) -> None:
-        """Prints several lines for the user; the log gets others, longer ones perhaps."""
-        LOG.info(logged)
-        self._print(text)
-
-    @property
-    def width(self) -> int | None:
-        """Columns of the terminal; None where there is none, and lines may have any length."""
-        return self._terminal.width if self._terminal.is_terminal else None
-
     def warn(self, text: str) -> None:
         """Prints a line about something that goes on, but not as the user may expect."""
         LOG.warning(text)

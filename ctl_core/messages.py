@@ -18,7 +18,7 @@ from ctl_core.metric_values import evaluation
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.pipeline import EMPTY
 from ctl_core.state import State
-from ctl_core.summary import show
+from ctl_core.summary import describe_parameters
 
 
 def last_step(state: State, console: Console) -> int:
@@ -49,7 +49,7 @@ def announce(state: State, console: Console, start: int, last: int, resumed: boo
             f"{'are' if batches > 1 else 'is'} trained on, over and over."
         )
     if start < last and not state.ended and not resumed:
-        show(state.train_model, state.train_loss, console)
+        console.say(f"the model has {describe_parameters(state.train_model, state.train_loss)}.")
 
 
 def conclude(state: State, start: int, seconds: float, trained: bool, console: Console) -> None:

@@ -43,7 +43,7 @@ from ctl_core.serving import create_serving
 from ctl_core.settings import Config
 from ctl_core.sources import from_anywhere
 from ctl_core.state import State
-from ctl_core.summary import Summary
+from ctl_core.summary import describe_parameters
 from ctl_core.trainer import Trainer
 
 # One inside a graph call of many steps, and one of which the hooks get values.
@@ -101,7 +101,7 @@ def _try_everything(
     check_sums(state, console)
     check_wholes(state, console)
     console.done(hooks.create_dataset, _described(state.data.element_spec))
-    console.done(hooks.create_model, Summary(state.train_model, state.train_loss).total())
+    console.done(hooks.create_model, describe_parameters(state.train_model, state.train_loss))
     trainer = Trainer(state, run, console, signals)
     trainer.restore()
     trainer.train()
