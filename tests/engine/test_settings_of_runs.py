@@ -202,3 +202,17 @@ def test_callbacks_inside_of_the_project_are_kept_relative_to_it(
     places = {"here": folder, "above": folder.parent}
     config = resolve("--callbacks", given.format(**places))
     assert config.callbacks == kept.format(**places)
+
+
+def test_a_setting_that_is_gone_is_left_out_of_a_run_and_refused_elsewhere() -> None:
+    """Runs of earlier engines go on; whoever sets it is told where the change log is."""
+    run = make_run("old", 20)
+    (run / "train.log").touch()
+    (run / "config.yaml").write_text("steps: 9\ncurves: true\n")
+    assert parse_command(["train", "--run-name", "old"], {}).config == Config(9, run_name="old")
+    said = "; it is gone: ctl_core/CHANGELOG.md says what to use instead."
+    with pytest.raises(SetupError, match=f"unknown setting --curves{said}"):
+        parse_command(["train", "--curves"], {})
+    Path("config.yaml").write_text("curves: true\n")
+    with pytest.raises(SetupError, match=f"unknown setting 'curves'{said}"):
+        parse_command(["train"], {})

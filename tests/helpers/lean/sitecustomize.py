@@ -4,5 +4,5 @@ from __future__ import annotations
 
 import sys
 
-for name in ("jax", "matplotlib", "sklearn"):
+for name in ("jax", "sklearn"):
     sys.modules.setdefault(name, None)  # type: ignore[arg-type]
