@@ -98,12 +98,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         default = json.dumps(setting.get_default(call_default_factory=True)).strip('"')
         text = f"{setting.description} (default: {default})".replace("%", "%%")
         if kind is bool:
-            words = [word for part in get_args(setting.annotation) for word in get_args(part)]
-            more: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-            if words:
-                more = {"action": _Switch, "nargs": "?", "metavar": "|".join(words)}
-            names = [flag, f"--no-{flag[2:]}"] if words else [flag]
-            parser.add_argument(*names, dest=name, help=text, **more)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, dest=name, help=text)
             continue
         choices = f"{{{','.join(map(str, get_args(setting.annotation)))}}}"
         metavar = {int: "N", float: "X", Literal: choices, list: "FILE"}.get(kind, "TEXT")
@@ -111,14 +106,3 @@ def _parser(command: str) -> argparse.ArgumentParser:
         action = "append" if kind is list else "store"
         parser.add_argument(flag, action=action, dest=name, metavar=metavar, help=text)
     return parser
-
-
-class _Switch(argparse.Action):
-    """``--name``, ``--no-name``, or ``--name word`` where a setting has a word beside these."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        """Keeps the word, or which of the two it is."""
-        off = str(option_string).startswith("--no-")
-        setattr(namespace, self.dest, f"{option_string} {values}" if off and values else values)
-        if not values:
-            setattr(namespace, self.dest, "false" if off else "true")

@@ -399,7 +399,7 @@ SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[a
 # What settings were called in earlier versions; files, variables and flags may still do so.
 RENAMED = {"max_chunk": "steps_per_call"}
 # Settings of earlier engines, which the config.yaml of a run may have.
-GONE = ("curves", "trackers")
+GONE = ("curves", "histograms_every", "stats_every", "trackers")
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -472,7 +472,7 @@ def nearest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5
     """
     if name in RENAMED:
         return f"; it is called {RENAMED[name]} now."
-    if name in GONE:
+    if name.lower().replace("-", "_") in GONE:
         return "; it is gone: ctl_core/CHANGELOG.md says what to use instead."
     close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=cutoff)
     return f"; did you mean '{mark}{close[0]}'?" if close else ""

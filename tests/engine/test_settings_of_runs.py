@@ -211,8 +211,12 @@ def test_a_setting_that_is_gone_is_left_out_of_a_run_and_refused_elsewhere() -> 
     (run / "config.yaml").write_text("steps: 9\ncurves: true\n")
     assert parse_command(["train", "--run-name", "old"], {}).config == Config(9, run_name="old")
     said = "; it is gone: ctl_core/CHANGELOG.md says what to use instead."
-    with pytest.raises(SetupError, match=f"unknown setting --curves{said}"):
-        parse_command(["train", "--curves"], {})
+    for words, environ, name in (
+        (["--stats-every", "3"], {}, "--stats-every"),
+        ([], {"CTL_TRACKERS": "wandb"}, "CTL_TRACKERS in the environment"),
+    ):
+        with pytest.raises(SetupError, match=f"unknown setting {name}{said}"):
+            parse_command(["train", *words], environ)
     Path("config.yaml").write_text("curves: true\n")
     with pytest.raises(SetupError, match=f"unknown setting 'curves'{said}"):
         parse_command(["train"], {})
