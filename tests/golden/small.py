@@ -1,0 +1,142 @@
+"""A small program: hooks, the plain loop of one device beside them, a project's callbacks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+EXAMPLES, FEATURES, BATCH, RATE = 100, 5, 16, 0.05
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """Returns 100 examples of 5 features and a target each; batches of 16 leave a remainder."""
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(EXAMPLES, FEATURES)).astype("float32")
+    return inputs, (inputs @ random.normal(size=(FEATURES, 1)) + 0.5).astype("float32")
+
+
+def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    """Reads the examples in their order; what is left over at the end is left out."""
+    return tf.data.Dataset.from_tensor_slices(data()).batch(
+        per_replica_batch_size, drop_remainder=True
+    )
+
+
+def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    """The last 37 examples, which no batch divides."""
+    inputs, target = data()
+    return tf.data.Dataset.from_tensor_slices((inputs[-37:], target[-37:])).batch(
+        per_replica_batch_size
+    )
+
+
+def create_model() -> keras.Model:
+    return model_with()
+
+
+def model_with(*layers: keras.layers.Layer) -> keras.Model:
+    """Two dense layers with ``layers`` between them; weights that depend on shapes alone."""
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8, "tanh", name="hidden"),
+            *layers,
+            keras.layers.Dense(1, name="out"),
+        ]
+    )
+    random = np.random.default_rng(1)
+    for layer in (model.layers[0], model.layers[-1]):
+        layer.set_weights([random.normal(scale=0.3, size=w.shape) for w in layer.get_weights()])
+    return model
+
+
+def squared_error(pair: Any) -> tf.Tensor:
+    return tf.reduce_sum((pair[0] - pair[1]) ** 2, axis=1)
+
+
+def create_loss() -> Callable[[Any], tf.Tensor]:
+    return squared_error
+
+
+def create_opt(lr: Any) -> keras.optimizers.Optimizer:
+    """Plain SGD, which shows a wrong scale."""
+    return keras.optimizers.SGD(lr)
+
+
+def update_pre(gradients: Any) -> Any:
+    """Neither clips nor replaces anything."""
+    return gradients, gradients
+
+
+HOOKS = (create_dataset, create_model, create_loss, create_opt, update_pre)
+
+
+def hooks(**own: Any) -> SimpleNamespace:
+    """The hooks above, quiet; what is named replaces them."""
+    base = {hook.__name__: hook for hook in HOOKS}
+    return SimpleNamespace(**{**base, "every_steps": {}, **own})
+
+
+def settings(steps: int, **more: Any) -> dict[str, Any]:
+    return {"steps": steps, "batch_size": BATCH, "learning_rate": RATE, **more}
+
+
+def plain(
+    steps: int,
+    rate_at: Callable[[int], float] = lambda step: RATE,
+    model: Any = None,
+    batches: tf.data.Dataset | None = None,
+    variables: Callable[[Any], list[Any]] = lambda model: model.trainable_variables,
+) -> Any:
+    """Trains without the engine on one device; returns the model.
+
+    Args:
+        rate_at: the learning rate of a step, from 1 up
+        model: a Keras model; without one that of ``create_model``
+        batches: of one pass; without them those of ``create_dataset``
+        variables: those of the model that are trained
+    """
+    model = model or create_model()
+    stream = iter((batches or create_dataset(BATCH)).repeat())
+    for step in range(1, steps + 1):
+        inputs, target = next(stream)
+        with tf.GradientTape() as tape:
+            error = squared_error((model(inputs, training=True), target))
+            loss = tf.reduce_mean(error) + tf.add_n([0.0, *model.losses])
+        trained = variables(model)
+        for variable, gradient in zip(trained, tape.gradient(loss, trained), strict=True):
+            variable.assign_sub(rate_at(step) * gradient)
+    return model
+
+
+def errors(model: Any) -> dict[str, float]:
+    """The loss and the mean absolute error of a Keras model over the evaluation's examples."""
+    inputs, target = data()
+    difference = model(inputs[-37:], training=False).numpy() - target[-37:]
+    return {"loss": float((difference**2).mean()), "error": float(abs(difference).mean())}
+
+
+# A project's callbacks.py; what a test adds goes below it.
+CALLBACKS = """\
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import small
+from tests.golden.small import create_dataset, create_loss, create_model, create_opt, update_pre
+
+every_steps = {}
+"""
+EVALUATED = """
+create_eval_dataset = small.create_eval_dataset
+
+
+def create_metrics():
+    return {"error": keras.metrics.MeanAbsoluteError()}
+"""
