@@ -98,8 +98,6 @@ def brief(error: BaseException, limit: int = 300) -> str:
         text = "the optimizer takes its rate from lr, or a schedule; change it by lr.assign(x)"
     if "EagerTensor' object has no attribute 'assign" in text:
         text += " (a learning rate is changed by lr.assign(x))"
-    if "singleton tf.Variables" in text:
-        text = "a variable, perhaps a layer's, is made inside the step; make it in create_model"
     if "`merge_call` called while defining a new graph" in text:
         text = (
             "exchanges values with the other replicas inside of a tf.function, a branch or a loop "

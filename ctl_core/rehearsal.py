@@ -129,10 +129,6 @@ class _Console(Console):
         """Writes a line to the log."""
         LOG.info(text)
 
-    def show(self, text: str, logged: str) -> None:
-        """Writes lines to the log."""
-        LOG.info(logged)
-
     def answer(self, text: str) -> None:
         """Says what a signal does."""
         super().answer(f"{text.split(':')[0]}: the check stops after what is running now.")
