@@ -25,6 +25,7 @@ CONTEXT: dict[str, Any] = json.loads(
         "example": cookiecutter.example,
         "launch": cookiecutter.launch,
         "license": cookiecutter.license,
+        "sweep": cookiecutter.sweep,
         "repo_dir": cookiecutter._repo_dir | default("") | string,
         "under_cruft": cookiecutter._repo_dir is not defined,
     } | tojson }}"""
@@ -81,6 +82,8 @@ def remove_unneeded() -> None:
         for name in {name for names in LAUNCH.values() for name in names}:
             if name not in LAUNCH[CONTEXT["launch"]]:
                 (PROJECT / "launch" / name).unlink(missing_ok=True)
+    if CONTEXT["sweep"] == "none":
+        (PROJECT / "sweep.py").unlink(missing_ok=True)
     if CONTEXT["license"] == "none":
         (PROJECT / "LICENSE").unlink(missing_ok=True)
     # Only what the template brought: generating over an existing project (cookiecutter -f) must

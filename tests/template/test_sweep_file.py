@@ -1,0 +1,312 @@
+"""The project's sweep.py: trials at a time, pruned, stopped, killed and gone on with.
+
+All but one test have a stand-in train, a package ``ctl_core`` beside the file; it starts at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import yaml
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
+from tests.helpers.rendering import EXAMPLES, ROOT, Render, Run
+
+FILE = ROOT / "templates" / "sweeps" / "optuna.py"
+# Saves at each step; ends as the engine does. STEPS, PACE (seconds) and FAILS are for the tests.
+TRAINS = """
+import json, os, pathlib, signal, sys, time
+
+flags = dict(word[2:].split("=") for word in sys.argv[2:])
+folder = pathlib.Path("runs", flags["run-name"])
+folder.mkdir(exist_ok=True)
+with (folder / "starts").open("a") as file:
+    file.write(json.dumps([flags, os.getpid(), dict(os.environ)]) + "\\n")
+rate, metrics = float(flags["learning-rate"]), folder / "metrics.jsonl"
+if os.environ.get("FAILS"):
+    sys.exit("error: a hook that fails")
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+text = metrics.read_text() if metrics.exists() else ""
+metrics.write_text("".join(line for line in text.splitlines(True) if line.endswith("\\n")))
+steps = int(os.environ.get("STEPS", 4))
+for step in range(len(text.splitlines()) + 1, steps + 1):
+    time.sleep(float(os.environ.get("PACE", 0.02)))
+    row = {"step": step, "split": "eval", "loss": rate + 1 / step, "other": None}
+    with metrics.open("a") as file:
+        file.write(json.dumps(row) + "\\n")
+with (folder / "ends").open("a") as file:
+    file.write("x")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with sweep.py and the stand-in."""
+    shutil.copy(FILE, tmp_path / "sweep.py")
+    (tmp_path / "ctl_core").mkdir()
+    (tmp_path / "ctl_core" / "__init__.py").touch()
+    (tmp_path / "ctl_core" / "__main__.py").write_text(TRAINS)
+    return tmp_path
+
+
+def begin(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """Starts the sweep in a process group of its own."""
+    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FAILS")}
+    return subprocess.Popen(
+        [sys.executable, str(folder / "sweep.py"), *words],
+        cwd=folder.parent,
+        env={**environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def sweep(folder: Path, *words: str, code: int = 0, **variables: str) -> str:
+    """Lets the sweep come to its end; returns what it prints."""
+    process = begin(folder, *words, **variables)
+    out = process.communicate(timeout=300)[0]
+    assert process.returncode == code, out
+    return out
+
+
+def trials(folder: Path) -> list[Any]:
+    """What the journal has."""
+    storage = JournalStorage(JournalFileBackend(str(folder / "runs" / "sweep.journal")))
+    return list(optuna.load_study(study_name="sweep", storage=storage).trials)
+
+
+def starts(folder: Path, number: int) -> list[Any]:
+    """The flags, number and environment of each process of a trial."""
+    file = folder / "runs" / f"sweep-{number:03d}" / "starts"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_the_file_is_short_and_stands_alone() -> None:
+    text = FILE.read_text()
+    assert len(text.splitlines()) <= 100
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    assert not [node for node in imports if (node.module or "").startswith("ctl_core")]
+
+
+def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
+    """Each once, with its own values, which the journal has; more of them go on in numbers."""
+    out = sweep(folder, "--trials", "4", "--parallel", "2", PACE="0.3")
+    found = trials(folder)
+    assert [(trial.number, trial.state.name) for trial in found] == [
+        (number, "COMPLETE") for number in range(4)
+    ]
+    for trial in found:
+        ((flags, *_),) = starts(folder, trial.number)
+        assert float(flags["learning-rate"]) == trial.params["learning_rate"]
+        assert int(flags["batch-size"]) == trial.params["batch_size"]
+        assert trial.value == pytest.approx(trial.params["learning_rate"] + 1 / 4)
+        assert list(trial.intermediate_values) == [1, 2, 3, 4]
+    times = [(trial.datetime_start, trial.datetime_complete) for trial in found]
+    assert times[1][0] < times[0][1], "two at a time"
+    best = min(found, key=lambda trial: trial.value)
+    assert out.splitlines()[-1] == f"best: sweep-{best.number:03d}, loss {best.value}"
+    sweep(folder, "--trials", "6")
+    assert len(trials(folder)) == 6 and len(starts(folder, 0)) == 1
+
+
+def test_each_has_a_gpu_or_its_share_of_the_cores(folder: Path) -> None:
+    sweep(folder, "--trials", "3", "--parallel", "3", CUDA_VISIBLE_DEVICES="5,7")
+    shares = [starts(folder, number)[0][2] for number in range(3)]
+    assert sorted(share["CUDA_VISIBLE_DEVICES"] for share in shares) == ["5", "5", "7"]
+    cores = -(-(os.cpu_count() or 1) // 3)
+    assert {share["TF_NUM_INTRAOP_THREADS"] for share in shares} == {str(cores)}
+
+
+def test_a_trial_worse_than_most_is_told_to_end(folder: Path) -> None:
+    """It is saved; its number counts, and its value is not among the best."""
+    text = (folder / "sweep.py").read_text()
+    drawn = '"learning_rate", 1e-4, 1e-1, log=True'
+    assert drawn in text
+    text = text.replace(drawn, '"learning_rate", *(2 * [0.1 if trial.number < 5 else 9.0])')
+    (folder / "sweep.py").write_text(text)
+    sweep(folder, "--trials", "6", STEPS="30")
+    *others, worst = trials(folder)
+    assert {trial.state.name for trial in others} == {"COMPLETE"}
+    assert worst.state.name == "PRUNED" and max(worst.intermediate_values) < 30
+    assert not (folder / "runs" / "sweep-005" / "ends").exists()
+
+
+def test_failures_are_said_with_a_log(folder: Path) -> None:
+    out = sweep(folder, "--trials", "2", code=1, FAILS="1")
+    assert [trial.state.name for trial in trials(folder)] == ["FAIL", "FAIL"]
+    assert "sweep-001: fail, loss None" in out
+    assert (folder / "runs" / "sweep-001.log").read_text() == "error: a hook that fails\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_stop_it_stops_its_trials_and_goes_on(folder: Path, number: int) -> None:
+    process = begin(folder, "--trials", "3", "--parallel", "2", STEPS="20", PACE="0.1")
+    wait_for(lambda: len(steps(folder)) > 4)
+    process.send_signal(number)
+    process.wait(60)
+    assert process.returncode == 128 + number
+    before = steps(folder)
+    assert [trial.state.name for trial in trials(folder)] == 2 * ["RUNNING"]
+    time.sleep(0.3)
+    assert steps(folder) == before, "none trains on"
+    sweep(folder, "--trials", "3", "--parallel", "2", STEPS="20")
+    came_through(folder, 3, 20)
+
+
+def steps(folder: Path) -> list[tuple[str, int]]:
+    """The runs and steps that have been measured."""
+    files = sorted((folder / "runs").glob("*/metrics.jsonl"))
+    lines = [
+        (file.parent.name, line) for file in files for line in file.read_text().splitlines(True)
+    ]
+    return [(name, json.loads(line)["step"]) for name, line in lines if line.endswith("\n")]
+
+
+def wait_for(condition: Any) -> None:
+    """Waits until it holds."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def came_through(folder: Path, most: int, last: int) -> None:
+    """Each number once, all steps once, every start with the same values."""
+    found = trials(folder)
+    assert [(trial.number, trial.state.name) for trial in found] == [
+        (number, "COMPLETE") for number in range(most)
+    ]
+    names = [f"sweep-{number:03d}" for number in range(most)]
+    assert sorted(path.name for path in (folder / "runs").iterdir() if path.is_dir()) == names
+    for trial, name in zip(found, names, strict=True):
+        assert [step for run, step in steps(folder) if run == name] == [*range(1, last + 1)]
+        assert list(trial.intermediate_values) == [*range(1, last + 1)]
+        for flags, *_ in starts(folder, trial.number):
+            assert float(flags["learning-rate"]) == trial.params["learning_rate"]
+            assert int(flags["batch-size"]) == trial.params["batch_size"]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that one has started."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
+    )
+    return [int(word) for word in listed.stdout.split()]
+
+
+def kill(process: subprocess.Popen[str], what: str) -> None:
+    """Kills the sweep, its trials, or all of them at once."""
+    victims = children(process.pid) if what != "sweep" else []
+    for victim in [process.pid] * (what != "trials") + victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+
+
+def killed_until_done(begun: Any, seed: int, longest: float) -> None:
+    """Kills ten times, at random moments and in all ways; then lets it come to its end."""
+    chance, process = random.Random(seed), begun()
+    kinds = ["all", "trials", "sweep", "all", "trials"] * 2
+    for kind in kinds:
+        time.sleep(chance.uniform(0.1, longest))
+        assert process.poll() is None, "ended before it was killed ten times"
+        kill(process, kind)
+        if kind != "trials":
+            process.wait()
+            process = begun()
+    out = process.communicate(timeout=500)[0]
+    assert process.returncode == 0, out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_ten_times_no_trial_is_lost_or_twice(folder: Path, seed: int) -> None:
+    def begun() -> subprocess.Popen[str]:
+        return begin(folder, "--trials", "5", "--parallel", "2", STEPS="90", PACE="0.1")
+
+    killed_until_done(begun, seed, 4.0)
+    came_through(folder, 5, 90)
+
+
+@pytest.mark.slow
+def test_trainings_killed_ten_times(render: Render, tmp_path: Path) -> None:
+    """With the engine: checkpoints and evaluations are those of a run that nobody killed."""
+    project = render(tmp_path, sweep="optuna")
+    config = project / "config.yaml"
+    text = re.sub(r"(?m)^(ckpt_every|eval_every): .*", r"\1: 10", config.read_text())
+    config.write_text(re.sub(r"(?m)^steps: .*", "steps: 40", text).replace("width: 32", "width: 4"))
+
+    def begun() -> subprocess.Popen[str]:
+        return begin(project, "--trials", "5", "--parallel", "2")
+
+    killed_until_done(begun, 2, 6.0)
+    found = trials(project)
+    assert [(trial.number, trial.state.name) for trial in found] == [
+        (number, "COMPLETE") for number in range(5)
+    ]
+    for trial in found:
+        folder = project / "runs" / f"sweep-{trial.number:03d}"
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses = {row["step"]: row["loss"] for row in rows if row["split"] == "eval"}
+        assert losses == trial.intermediate_values and list(losses) == [10, 20, 30, 40]
+        settings = yaml.safe_load((folder / "config.yaml").read_text())
+        assert settings["learning_rate"] == trial.params["learning_rate"]
+        assert settings["batch_size"] == trial.params["batch_size"]
+        assert trial.value == min(losses.values())
+    words = ["--run-name=whole", f"--learning-rate={found[0].params['learning_rate']}"]
+    words += [f"--batch-size={found[0].params['batch_size']}"]
+    share = os.environ | {"TF_NUM_INTRAOP_THREADS": str(-(-(os.cpu_count() or 1) // 2))}
+    command = [sys.executable, "-m", "ctl_core", "train", *words]
+    subprocess.run(command, cwd=project, env=share, check=True)
+    lines = [
+        (project / "runs" / name / "metrics.jsonl").read_text() for name in ("whole", "sweep-000")
+    ]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_rendered_on_request(render: Render, run: Run, tmp_path: Path, example: str) -> None:
+    """With its package, for a metric that the example has; linted here, and as users lint."""
+    project = render(tmp_path, sweep="optuna", example=example)
+    text = (project / "sweep.py").read_text()
+    metric = {"tfrecords": "validation/loss", "gan": "frechet"}.get(example, "loss")
+    expected = FILE.read_text()
+    assert text == expected.replace('"loss", False', f'"{metric}", False')
+    run("ruff", "check", "--no-cache", ".", cwd=project)
+    run("ruff", "format", "--check", "--no-cache", ".", cwd=project)
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())
+    assert "optuna>=4.4" in metadata["project"]["dependencies"]
+    assert "sweep.py" in metadata["tool"]["mypy"]["files"]
+    assert "sweep.py" in metadata["tool"]["cruft"]["skip"]
+    assert "python sweep.py" in (project / "README.md").read_text()
+
+
+def test_only_on_request(render: Render, tmp_path: Path) -> None:
+    project = render(tmp_path)
+    for name in ("pyproject.toml", "README.md"):
+        text = (project / name).read_text()
+        assert "sweep" not in text and "optuna" not in text.lower(), name
+    assert not (project / "sweep.py").exists()
+
+
+@pytest.mark.slow
+def test_types(render: Render, run: Run, tmp_path: Path) -> None:
+    project = render(tmp_path, sweep="optuna")
+    run("mypy", "--cache-dir", tmp_path / "cache", cwd=project)
