@@ -16,7 +16,6 @@ from ctl_core.errors import CtlError, SetupError
 from ctl_core.settings import Config
 from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, sgd, shuffled
 from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli, source_of
 from tests.helpers.resume import values
 
 SHORT = {"batch_size": 10, "learning_rate": 0.05, "ckpt_every": 2}
@@ -109,22 +108,6 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
     with pytest.raises(SetupError, match="has checkpoints and began by itself, not from a; choose"):
         train(hooks(), run_name="b", steps=8, **SHORT, fork="a")
     assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
-
-
-def test_the_command_line_refuses_before_it_says_or_starts_anything(
-    cli: Cli, tmp_path: Path
-) -> None:
-    """Whoever trains: this process or several; and in a check."""
-    assert cli(source_of(), "--steps", "2", "--run-name", "a").code == 0
-    for words, said in (
-        (("--fork", "a@77"), "fork: runs/a has no checkpoint of step 77 (there: 2)."),
-        (("--init-from", "b"), "init_from: there is no run 'b' (there: a)"),
-        (("--fork", "b", "--workers", "2"), "fork: there is no run 'b' (there: a)"),
-        (("--fork", "b", "--check"), "fork: there is no run 'b' (there: a)"),
-    ):
-        outcome = cli(None, "--run-name", "q", *words, config="seed: 3\n")
-        assert (outcome.code, outcome.out) == (2, "") and said in outcome.err, words
-    assert [path.name for path in Path("runs").iterdir()] == ["a"]
 
 
 def test_a_check_begins_from_what_the_run_would(train: Train, tmp_path: Path) -> None:
@@ -287,10 +270,3 @@ def test_a_module_takes_weights_by_their_place(train: Train, tmp_path: Path) -> 
     named = written("m.keras", model(), tmp_path)
     with pytest.raises(SetupError, match="is for a Keras model, and create_model"):
         train(own, run_name="c", steps=0, init_from=named, **SHORT)
-
-
-def test_files_that_cannot_be_read_are_named(train: Train, tmp_path: Path) -> None:
-    for name in ("m.keras", "m.weights.h5", "m.bin"):
-        (tmp_path / name).write_bytes(b"no weights")
-        with pytest.raises(SetupError, match=rf"^init_from: .*{name}.*"):
-            train(hooks(), run_name="b", steps=0, init_from=str(tmp_path / name), **SHORT)

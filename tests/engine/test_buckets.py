@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.data import bucket_by_length
-from ctl_core.errors import SetupError
 from tests.helpers.cases import assert_weights, make_hooks, sgd
 from tests.helpers.fixtures import Train
 
@@ -174,21 +173,3 @@ def test_ragged_batches_are_cut_up_alike(train: Train) -> None:
     ]  # fmt: skip
     for one, two in zip(*weights, strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
-
-
-def test_what_cannot_be_cut_is_refused(train: Train) -> None:
-    """Graphs one behind the other: where a global batch of them could be cut is not known."""
-
-    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
-        dataset = tf.data.Dataset.range(48).batch(global_batch_size, drop_remainder=True)
-        return dataset.map(lambda index: (tf.zeros([24, 1]), index[:, None], index))
-
-    own = hooks([], create_dataset, count_examples=lambda batch: tf.shape(batch[2])[0])
-    with pytest.raises(SetupError, match=r"create_dataset .*cannot be cut.*per_replica"):
-        train(own, steps=2, batch_size=BATCH, virtual_devices=2)
-
-
-@pytest.mark.parametrize("boundaries", [[], [5, 3], [3, 3]])
-def test_wrong_boundaries(boundaries: list[int]) -> None:
-    with pytest.raises(ValueError, match="boundaries must increase"):
-        bucket_by_length(words(), length_of, boundaries, 8)

@@ -169,33 +169,6 @@ def test_a_file_that_has_changed_or_gone_is_said_and_its_copy_is_there(
     )
 
 
-def test_a_file_that_is_not_there_is_one_line_with_the_nearest_name(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ctl("train", "--run-name", "gan", "--callbacks", "experiments/gan.py", *FLAGS) == 0
-    (project / "empty").mkdir()
-    (project / "experiments/notes.txt").write_text("")
-    capsys.readouterr()
-    for name, words in (
-        ("experiments/gna.py", "no file experiments/gna.py; did you mean 'experiments/gan.py'?"),
-        ("experiment/gan.py", "did you mean 'experiments/gan.py'?"),
-        ("experiments/gan", "did you mean 'experiments/gan.py'?"),
-        (str(project / "experiments/gn.py"), "did you mean 'experiments/gan.py'?"),
-        ("/else/where/x.py", f"no file /else/where/x.py in {project}; name a Python file."),
-        ("experiments", "experiments is a folder; name a file in it, such as "),
-        ("empty", "empty is a folder; name a file"),
-        ("experiments/notes.txt", "expected a Python file, whose name ends in .py, got "),
-        ("", "expected the name of a Python file, got ''"),
-        ("gs://bucket/x.py", "got the URL"),
-    ):
-        for command in (["train", "--steps", "4"], ["evaluate"], ["train", "--run-name", "gan"]):
-            assert ctl(*command, "--callbacks", name) == 2
-            error = capsys.readouterr().err
-            assert error.startswith("error: callbacks: ") and words in error, error
-            assert error.count("\n") == 1
-    assert os.listdir("runs") == ["gan"]
-
-
 @pytest.mark.parametrize(
     "name", ["my-gan 2.py", "keras.py", "random.py", "numpy.py", "callbacks.py", "ünï.py"]
 )
@@ -211,20 +184,6 @@ def test_a_file_may_have_any_name(project: Path, name: str) -> None:
     assert load_config("runs/a/config.yaml").callbacks == str(place)
     assert ctl("evaluate") == 0
     assert sys.modules["keras"].__name__ == "keras" and not hasattr(sys.modules["keras"], "HALF")
-
-
-def test_errors_name_the_file_that_was_given(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for text, words in (
-        ("x = 1\ndef f(:\n", "gan.py:2: SyntaxError: "),
-        ("\n1 / 0\n", "gan.py:2: ZeroDivisionError: division by zero"),
-        ("", "gan.py: create_dataset, create_model, create_loss still to be written"),
-    ):
-        (project / "experiments/gan.py").write_text(text)
-        assert ctl("train", "--callbacks", "experiments/gan.py", *FLAGS) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: {words}") and error.count("\n") == 1
 
 
 def test_variables_of_the_file_come_back_when_it_is_renamed_or_its_copy_is_used(

@@ -217,14 +217,6 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
         train(make_hooks(create_opt=sgd), steps=4)
 
 
-def test_a_large_input_position_is_pointed_out_once(
-    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ctl_core.run_state.input_position._LARGE", 100)
-    train(make_hooks(), steps=4, ckpt_every=2)
-    assert capsys.readouterr().out.count("index_shuffle") == 1
-
-
 def test_the_record_tells_what_a_resume_needs(train: Train) -> None:
     hooks = make_hooks(at_step={2: lambda: None, 9: lambda: None})
     state = train(hooks, steps=4, virtual_devices=2)

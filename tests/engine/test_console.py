@@ -107,40 +107,6 @@ def test_in_a_pipe_there_are_plain_lines(train: Train, capfd: pytest.CaptureFixt
     assert others[-1].startswith("done: step 40")
 
 
-def test_a_line_for_the_step_comes_at_most_once_a_second(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("ctl_core.console.time.monotonic", lambda: now[0])
-    console = Console()
-    console.start(0, 1000)
-    for step in range(1, 501):
-        now[0] += 0.01
-        console.step(step)
-    console.stop()
-    shown = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
-    steps = [int(first.removeprefix("step ").removesuffix("/1000")) for first, *_ in shown]
-    assert len(steps) == 5 and np.diff(steps).min() >= 100
-    assert {speed for _, *speeds in shown for speed in speeds} == {"100 steps/s"}
-
-
-def test_the_speed_is_that_of_the_last_steps_without_tracing_or_evaluation(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """40 steps of 0.1 s, 40 of 0.2 s; a function is traced in steps 1 and 11, for 5 s each."""
-    seconds, traced = [0.0], [0]
-    console = Console()
-    console.start(0, 80, lambda: (seconds[0], traced[0]))
-    for step in range(10, 81, 10):
-        if step in (10, 20):
-            seconds[0] += 5
-            traced[0] += 1
-        seconds[0] += 10 * (0.1 if step <= 40 else 0.2)
-        console.values(step, "train", {"loss": 1.0})
-    shown = [line.split("  ")[2:] for line in capsys.readouterr().out.splitlines()]
-    assert shown == [[], [], ["10 steps/s"], ["10 steps/s"], *[["5 steps/s"]] * 4]
-
-
 def test_a_pipe_that_knows_only_ascii(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)

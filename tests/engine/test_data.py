@@ -114,9 +114,3 @@ def test_the_saved_position_is_small(tmp_path: Path) -> None:
     next(iterator)
     path = Path(tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "position")))
     assert sum(file.stat().st_size for file in path.parent.glob(path.name + "*")) < 50_000
-
-
-@pytest.mark.parametrize(("examples", "batch_size"), [(0, 1), (5, 0), (5, 6)])
-def test_impossible_sizes_are_refused(examples: int, batch_size: int) -> None:
-    with pytest.raises(ValueError, match=f"between 1 and {examples} examples, got {batch_size}"):
-        index_shuffle(examples, batch_size, 0)

@@ -183,26 +183,6 @@ def test_variables_are_made_before_they_are_restored(train: Train, replicas: int
     assert state.metrics["loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"create_eval_model": lambda train_model: 3}, "returned an int, expected eval_model, a"),
-        ({"create_eval_model": lambda train_model: None}, "returned nothing, expected eval_model"),
-        ({"create_eval_model": lambda lr: None}, "create_eval_model asks for 'lr'"),
-        ({"create_eval_model": lambda train_model: 1 / 0}, "create_eval_model (test_eval_model.py"),
-        (
-            {"create_eval_model": lambda train_model: lambda x: train_model(x[:, :2])},
-            "eval_model from create_eval_model (test_eval_model.py",
-        ),
-        ({"update_post": lambda eval_model: None}, "asks for eval_model, which create_eval_model"),
-    ],
-)
-def test_what_cannot_work_is_refused(train: Train, more: dict[str, Any], said: str) -> None:
-    with pytest.raises(ctl_core.SetupError) as error:
-        train(hooks(**more), steps=2)
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
 AVERAGED = """
 
 def create_eval_model(train_model):

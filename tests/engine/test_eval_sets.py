@@ -157,51 +157,6 @@ def test_what_metrics_keep_is_of_their_set_and_resumed(train: Train) -> None:
     assert (state.metrics["a/most"], state.metrics["b/most"]) == (23, 7)
 
 
-@pytest.mark.parametrize(
-    ("sets", "settings", "said"),
-    [
-        ({}, {}, "returned an empty dict, expected datasets by name."),
-        ({"a/b": first(3)}, {}, "returned a dataset by the name 'a/b', expected a text of letters"),
-        ({"a\nb": first(3)}, {}, "returned a dataset by the name 'a\\nb', expected a text"),
-        ({3: first(3)}, {}, "returned a dataset by the name 3, expected a text of letters"),
-        ({"": first(3)}, {}, "returned a dataset by the name '', expected a text of letters"),
-        (
-            {"a": 3},
-            {},
-            "create_eval_dataset['a'] (test_eval_sets.py:49): returned an int, expected",
-        ),
-        ({"a": first(0)}, {}, "create_eval_dataset['a'] (test_eval_sets.py:49): returned an empty"),
-        (
-            {"a": first(5), "b": lambda size: first(5)(size).repeat()},
-            {},
-            "create_eval_dataset['b'] (test_eval_sets.py:49): returned an endless dataset",
-        ),
-        (
-            {"a": first(5), "b": first(5)},
-            {"keep_best": "loss"},
-            "keep_best: 'loss' is measured on several sets, so name one of a/loss, b/loss.",
-        ),
-        (
-            {"a": first(5), "b": first(5)},
-            {"early_stop": "a/eror:3"},
-            "early_stop: no metric is called 'a/eror'; did you mean 'a/error'? (there: a/loss, "
-            "a/error, a/seen, b/loss, b/error, b/seen)",
-        ),
-        (
-            {"a": first(5)},
-            {"early_stop": "a/seen:3"},
-            "early_stop: say whether a/seen is better when it is higher or lower: a/seen:max or",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused(
-    train: Train, sets: dict[Any, Any], settings: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ctl_core.SetupError) as error:
-        train(sets_hooks(sets), **settings)
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
 def test_the_values_of_a_set_decide(train: Train) -> None:
     hooks = sets_hooks({"a": first(50), "b": first(9)})
     settings = {"eval_every": 5, "learning_rate": 0.3, "ckpt_every": 0}

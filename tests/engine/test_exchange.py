@@ -237,10 +237,3 @@ def test_a_layer_adds_a_loss_before_replicas_meet(train: Train, replicas: int) -
     ):
         error = cases.squared_error((model(inputs, training=training), target))
         np.testing.assert_allclose(found, tf.reduce_mean(error) + sum(model.losses), rtol=1e-5)
-
-
-def test_where_replicas_cannot_meet_the_names_say_so(train: Train) -> None:
-    own = make_hooks(at_step={1: lambda train_model: ctl_core.all_gather(tf.zeros([2]))})
-    assert train(own, steps=1).step == 1  # alone, nothing is exchanged
-    with pytest.raises(ValueError, match="'sum' or 'mean', got 'max'"):
-        ctl_core.all_reduce(tf.zeros([]), "max")

@@ -154,10 +154,3 @@ def test_what_was_frozen_needs_a_group_once_it_is_not(train: Train) -> None:
     own = hooks(create_model=frozen, create_opt=create_opt, at_step={2: melt})
     with pytest.raises(ctl_core.RunError, match=r"body/kernel is in no group, .*it is frozen"):
         train(own, steps=4, run_name="melt")
-
-
-def test_what_is_no_list_of_pairs_is_refused(train: Train) -> None:
-    several: list[Any] = [[], [1, 2], [(1, [])]]
-    for made in several:
-        with pytest.raises(ctl_core.SetupError, match=r"create_opt .*expected an optimizer, a l"):
-            train(hooks(create_opt=lambda made=made: made), steps=1)

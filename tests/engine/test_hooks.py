@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import autograph as engine_autograph
 from ctl_core import defaults as engine_defaults
 from ctl_core.table import TABLE
 from tests.helpers.cases import (
-    FEATURES,
     assert_weights,
     make_hooks,
     regression_data,
@@ -100,24 +97,6 @@ def test_create_model(step: Any) -> None:
         return model
 
     assert_weights(step(create_model=create_model), one_step(variables=slice(2, 4)))
-
-
-def test_a_tf_module_is_a_model_too(train: Train) -> None:
-    class Linear(tf.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = tf.Variable(tf.ones([FEATURES, 1]), name="weight")
-
-        def __call__(self, inputs: Any, training: bool) -> Any:
-            assert training is True
-            return inputs @ self.weight
-
-    x, y = (part[:BATCH] for part in regression_data())
-    gradient = 2 * x.T @ (x @ np.ones([FEATURES, 1]) - y) / BATCH
-    state = train(make_hooks(create_model=Linear, create_opt=sgd), steps=1, virtual_devices=2)
-    norm = np.sqrt((gradient**2).sum())
-    expected = 1 - 0.01 * gradient * min(1, 10 / norm)
-    np.testing.assert_allclose(state.train_model.weight.numpy(), expected, rtol=1e-5)
 
 
 def test_an_unbuilt_model_with_training_and_several_calls_is_built_under_the_scope(
@@ -309,16 +288,6 @@ def model_with_spare() -> keras.Model:
     return model
 
 
-def test_the_learning_rate_is_an_object(train: Train) -> None:
-    lr = ctl_core.numerics.learning_rate.LearningRate(0.5)
-    assert float(lr) == 0.5 and f"{lr:.2f}" == "0.50" and np.asarray(lr) == np.float32(0.5)
-    np.testing.assert_allclose([lr * 2, 2 * lr, lr + 1, 1 - lr, lr / 2, 1 / lr, -lr, lr**2, lr - 1],
-                               [1.0, 1.0, 1.5, 0.5, 0.25, 2.0, -0.5, 0.25, -0.5])  # fmt: skip
-    assert tf.convert_to_tensor(lr).numpy() == tf.reduce_sum(lr).numpy() == np.float32(0.5)
-    lr.assign(lr * 0.5)
-    assert float(keras.optimizers.Nadam(learning_rate=lr).learning_rate) == 0.25
-
-
 def test_the_stubs_show_the_defaults() -> None:
     """Every hook that the table marks is in each stub, with exactly the engine's default."""
     folder = Path(__file__).parents[2] / "templates" / "examples"
@@ -360,22 +329,3 @@ def test_the_docs_show_the_table() -> None:
 
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_table(page), "run python scripts/hooks_table.py"
-
-
-def test_copies_of_the_defaults_are_not_converted() -> None:
-    """Nor the defaults; whatever differs in code or in what a name means, is."""
-
-    def converted(source: str, **names: Any) -> bool:
-        scope = {**vars(engine_defaults), **names}
-        source = f"import tensorflow as tf\n{source}"  # compiled otherwise where tf is not imported
-        exec(compile(source, "callbacks.py", "exec", dont_inherit=True), scope)
-        return not engine_autograph.is_default(scope["update_pre"])
-
-    copy = inspect.getsource(engine_defaults.update_pre)
-    assert not converted(copy) and not converted(f"# a comment\n\n{copy}")
-    assert engine_autograph.is_default(engine_defaults.grad_pre)
-    assert converted(copy.replace("10.0", "5.0"))
-    assert converted(copy, nan_to_zero=lambda x: x)
-    assert converted(
-        copy.replace("    return clipped", "    clipped = clipped\n    return clipped")
-    )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.checks.position import holds_shuffles, why_not_checkpointable
 from tests.helpers.cases import assert_weights, make_hooks, regression_data
 from tests.helpers.fixtures import Train
 
@@ -23,17 +20,6 @@ def noisy(x: tf.Tensor, y: tf.Tensor) -> Any:
     return x + tf.random.normal(tf.shape(x)), y
 
 
-EXACT = {
-    "one shuffle": lambda: examples().shuffle(100, seed=1),
-    "shuffled and mapped": lambda: examples().shuffle(9, seed=1).map(lambda x, y: (x, y)),
-    "repeated between": lambda: examples().shuffle(100, seed=1).repeat().shuffle(100, seed=2),
-    "zipped before": lambda: tf.data.Dataset.zip((examples(), examples())).shuffle(100, seed=2),
-    "interleaved": lambda: (
-        tf.data.Dataset.range(4)
-        .shuffle(4, seed=1)
-        .interleave(lambda i: examples().skip(25 * i).take(25))
-    ),
-}
 INEXACT = {
     "shuffled twice": lambda: examples().shuffle(50, seed=1).shuffle(100, seed=2),
     "random numbers drained": lambda: tf.data.Dataset.zip(
@@ -41,16 +27,6 @@ INEXACT = {
     ),
     "a random op before a full shuffle": lambda: examples().map(noisy).shuffle(100, seed=1),
 }
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_savable(name: str) -> None:
-    assert why_not_checkpointable(EXACT[name]().batch(8).repeat().prefetch(2)) is None
-
-
-@pytest.mark.parametrize("name", INEXACT)
-def test_why_not_checkpointable(name: str) -> None:
-    assert why_not_checkpointable(INEXACT[name]().batch(8).repeat().prefetch(2)) is not None
 
 
 # A pass of 12 batches of 8: what is read ahead of its last ones has left the shuffle behind.
@@ -81,27 +57,6 @@ def test_stages_that_read_ahead_of_the_end_of_a_pass(train: Train, name: str) ->
     whole = weights("whole", 26)
     for one, other in zip(whole, weights("parts", 7, 9, 10, 11, 12, 22, 23, 26), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("make", "held"),
-    [
-        (lambda: examples().shuffle(100, seed=1), True),
-        (lambda: examples().shuffle(50, seed=1).shuffle(100, seed=2), False),
-        (lambda: examples().shuffle(50, seed=1).cache(), True),
-        (lambda: examples().shuffle(50, seed=1).cache().shuffle(100, seed=2), False),
-        (lambda: examples().cache().shuffle(100, seed=2), True),
-        (lambda: examples(), True),
-    ],
-)
-def test_whether_a_saved_position_holds_its_shuffles(
-    tmp_path: Path, make: Callable[[], tf.data.Dataset], held: bool
-) -> None:
-    """Fails if TensorFlow gives their state another name."""
-    iterator = iter(make().batch(8).repeat())
-    next(iterator)
-    path = tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "position"))
-    assert holds_shuffles(Path(path), make()) == held
 
 
 @pytest.mark.parametrize("cut", [3, 6, 8])

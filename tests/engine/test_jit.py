@@ -54,16 +54,3 @@ def test_what_xla_cannot_compile_is_named(train: Train) -> None:
     assert (
         not_compiled(tf.errors.InvalidArgumentError(None, None, "Matrix size-incompatible")) is None
     )
-
-
-def test_what_xla_cannot_compile_to_be_deterministic_is_named(train: Train) -> None:
-    def create_model() -> keras.Model:
-        layers = [keras.Input((4, 4, 1)), keras.layers.Conv2D(2, 1), keras.layers.MaxPooling2D()]
-        return keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(1)])
-
-    random = np.random.default_rng(0)
-    images = random.normal(size=(32, 4, 4, 1)).astype("float32")
-    hooks = make_hooks(create_dataset=sliced((images, images[:, 0, 0])), create_model=create_model)
-    expected = r"deterministic XLA implementation; leave deterministic or jit_compile out\.$"
-    with pytest.raises(SetupError, match=expected):
-        train(hooks, steps=2, jit_compile=True, deterministic=True)

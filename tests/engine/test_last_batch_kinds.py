@@ -13,7 +13,6 @@ import ctl_core
 from tests.helpers.cases import (
     FEATURES,
     assert_weights,
-    clipped,
     l2_model,
     regression_data,
     set_weights,
@@ -282,26 +281,6 @@ def test_periods_of_epochs(train: Train) -> None:
     assert [line["step"] for line in state.history if line["split"] == "eval"] == [3, 6, 9]
 
 
-def test_what_cannot_be_kept_is_refused(train: Train) -> None:
-    def middle(per_replica_batch_size: int) -> tf.data.Dataset:
-        return examples(10).batch(per_replica_batch_size).concatenate(examples(8).batch(4))
-
-    with pytest.raises(
-        ctl_core.SetupError,
-        match=r"create_dataset \(.*\): 1 elements of a pass .* make them of global_batch_size",
-    ):
-        keep(train, hooks(create_dataset=middle), virtual_devices=2)
-
-    def fixed(per_replica_batch_size: int) -> keras.Model:
-        return l2_model()
-
-    with pytest.raises(
-        ctl_core.SetupError,
-        match=r"create_model \(.*\): names per_replica_batch_size, .* of the two",
-    ):
-        keep(train, hooks(create_dataset=of_replicas(9), create_model=fixed), virtual_devices=2)
-
-
 def test_passes_of_different_lengths_are_refused(train: Train) -> None:
     """Their last step would not be where it was counted to be."""
 
@@ -311,15 +290,3 @@ def test_passes_of_different_lengths_are_refused(train: Train) -> None:
 
     with pytest.raises(ctl_core.RunError, match=r"create_dataset \(.*a pass is not as long as"):
         keep(train, hooks(create_dataset=create_dataset), epochs=None, steps=40, virtual_devices=2)
-
-
-def test_the_message_of_what_is_left_out_names_the_cure(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keep(train, hooks(create_dataset=of_steps(10), update_pre=clipped), last_batch="drop")
-    said = capsys.readouterr().out
-    assert "leaves out 2 examples, which fill no global batch of 8; --last-batch keep " in said
-    with pytest.raises(ctl_core.SetupError, match=r"fewer than one .* with --last-batch keep"):
-        data = examples(4).batch(4, drop_remainder=True)
-        some = hooks(create_dataset=lambda: data)
-        keep(train, some, last_batch="drop", run_name="few", virtual_devices=2)

@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import select
-import socket
 import struct
 import subprocess
 import sys
@@ -18,12 +17,8 @@ from pathlib import Path
 import pytest
 
 from ctl_core.cluster import supervisor
-from ctl_core.cluster.supervisor import free_ports
-from ctl_core.cluster.verdict import End, judge
-from ctl_core.errors import PeerLost, SetupError
-from tests.helpers.workers import RUN, alive, fake, folder, log, pids, run, start
-
-__all__ = ["folder"]
+from ctl_core.errors import SetupError
+from tests.helpers.workers import RUN, alive, fake, log, pids, run, start
 
 
 def test_the_supervisor_does_not_wait_for_tensorflow() -> None:
@@ -52,37 +47,6 @@ assert sys.stdin.read() == "" and os.getpgrp() == os.getpid()
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("out of 0\n", "err of 0\n")
     assert supervisor.PIPE not in os.environ and "TF_CONFIG" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("ends", "verdict", "decides"),
-    [
-        ([(0, 0), (1, 0)], "done", (0, 0)),
-        ([(1, 0), (0, 0)], "done", (0, 0)),
-        ([(1, 143), (0, 143)], "done", (0, 143)),
-        ([(0, 1), (1, 75)], "failed", (0, 1)),
-        ([(0, 75), (1, 2)], "failed", (1, 2)),
-        ([(2, -9), (1, 1), (0, 75)], "failed", (1, 1)),
-        ([(2, 2), (1, 1)], "failed", (2, 2)),
-        ([(1, 1), (0, 2)], "failed", (0, 2)),
-        ([(0, 0), (1, 1)], "failed", (1, 1)),
-        ([(0, 75), (1, -9)], "crashed", (1, -9)),
-        ([(0, -6), (1, -11), (2, 75)], "crashed", (1, -11)),
-        ([(0, 75), (1, -6)], "crashed", (1, -6)),
-        ([(0, 0), (1, 75)], "crashed", (1, 75)),
-        ([(0, 143), (1, -15)], "crashed", (1, -15)),
-        ([(1, 3)], "crashed", (1, 3)),
-    ],
-)
-def test_who_decides(ends: list[tuple[int, int]], verdict: str, decides: tuple[int, int]) -> None:
-    assert judge([End(*end) for end in ends]) == (verdict, End(*decides))
-
-
-def test_how_an_end_is_told() -> None:
-    assert str(End(1, -9)) == "worker 1 was killed by SIGKILL"
-    assert str(End(1, -50)) == "worker 1 was killed by signal 50"
-    assert str(End(2, 3)) == "worker 2 ended with exit code 3"
-    assert str(End(0, PeerLost.exit_code)) == "worker 0 lost another worker"
 
 
 @pytest.mark.parametrize(
@@ -232,11 +196,3 @@ def test_a_folder_that_cannot_be_written() -> None:
             run("time.sleep(600)", 3)
         (RUN / f"worker-{index}.log").rmdir()
     assert not any(map(alive, pids()))
-
-
-def test_ports_are_free_and_differ() -> None:
-    ports = free_ports(50)
-    assert len(set(ports)) == 50
-    for port in ports:
-        with socket.socket() as each:
-            each.bind(("127.0.0.1", port))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,9 +18,7 @@ from ctl_core.cluster.supervisor import supervise
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config
 from ctl_core.tools import commands
-from tests.helpers.workers import RUN, fake, folder
-
-__all__ = ["folder"]
+from tests.helpers.workers import RUN, fake
 
 
 def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -89,44 +84,9 @@ def test_each_worker_sees_its_gpus(
     assert [json.loads(Path(f"gpus-{i}").read_text()) for i in (0, 1)] == shares
 
 
-def test_settings_that_cannot_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def message(**settings: Any) -> str:
-        with pytest.raises(SetupError) as error:
-            supervisor.start_cluster(["train"], Config(run_name="a", **settings))
-        return str(error.value)
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "10 cannot be shared out evenly over 6 replicas; take a multiple of 6" in message(
-        batch_size=10, workers=3, virtual_devices=2
-    )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert "2 workers cannot share 3 GPUs evenly" in message(workers=2)
-    monkeypatch.setenv(
-        "TF_CONFIG", '{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": 0}}'
-    )
-    assert "TF_CONFIG in the environment tells this process to join a cluster" in message(workers=2)
-    assert not RUN.exists()
-
-
 def test_from_python_there_is_no_supervisor() -> None:
     with pytest.raises(SetupError, match=r"the command line: ./train.sh --workers 2$"):
         ctl_core.train(SimpleNamespace(), Config(steps=1, workers=2))
-
-
-def ctl(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ctl_core", *argv]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_a_project_that_cannot_start_is_one_line() -> None:
-    done = ctl("train", "--workers", "2", "--steps", "1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: no file callbacks.py in \S+; run this .*\n", done.stderr)
-    assert not Path("runs").exists()
-    Path("callbacks.py").write_text("import sys\n\n1 / 0\n")
-    done = ctl("train", "--workers", "2", "--steps", "1", "--run-name", "a")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: callbacks.py:3: ZeroDivisionError: division by zero\n"
 
 
 def test_a_trained_run_is_used_in_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

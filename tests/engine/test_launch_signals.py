@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ctl_core.cluster import supervisor
 from ctl_core.cluster.signals import SAME_SIGNAL
 from ctl_core.errors import SetupError
-from tests.helpers.workers import alive, folder, log, pids, run, start, until
-
-__all__ = ["folder"]
+from tests.helpers.workers import alive, log, pids, run, start, until
 
 # Notes each signal; ends after `most` of them, as the engine does after saving.
 LISTENER = """
@@ -123,13 +120,6 @@ print("done")
     assert run(body) == 0
     until(lambda: not any(map(alive, pids())))
     assert len(pids()) == 4
-
-
-def test_a_marker_that_was_handed_down_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("fake.py", "w") as file:
-        for value in ("", "x", "987654", str(file.fileno())):
-            monkeypatch.setenv(supervisor.PIPE, value)
-            supervisor.die_with_supervisor()
 
 
 def test_output_to_a_reader_that_leaves_ends_the_cluster() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import re
@@ -19,7 +18,6 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
-from ctl_core.tools import commands
 from tests.helpers.cases import make_hooks, regression_data, sgd, sliced, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED, Cli, refused
@@ -107,73 +105,6 @@ def test_load_predict_and_export_are_the_same_from_raw_inputs_on(cli: Cli) -> No
     earlier = ctl_core.load("runs/a", checkpoint=3)
     assert earlier.step == 3 and abs(earlier(x).numpy() - found).max() > 1e-4
     assert repr(served) == "LoadedModel(a, step=6, inputs=(inputs uint8 [None, 5]))"
-
-
-def test_what_does_not_fit_is_one_line(cli: Cli) -> None:
-    assert cli(SCALED, command=FLAGS).code == 0
-    served = ctl_core.load("runs/a")
-    for wrong, said in (
-        (np.zeros([3], "uint8"), "the model takes uint8 [None, 5], got uint8 [3]"),
-        (np.zeros([3, 4], "uint8"), "got uint8 [3, 4]"),
-        (np.zeros([3, 5], "float32") + 0.5, "numbers that it cannot hold"),
-        ([[1, 2, 3, 4, 300]], "numbers that it cannot hold"),
-        ([["a"] * 5], "got str"),
-        ([[1], [2, 3]], "got lists of different lengths"),
-        (None, "the model takes uint8 [None, 5]"),
-        ({"x": np.zeros([3, 5])}, "the model takes uint8 [None, 5], got a dict"),
-    ):
-        with pytest.raises(ctl_core.SetupError) as error:
-            served(wrong)
-        assert said in str(error.value) and "\n" not in str(error.value), error.value
-    for run, checkpoint, said in (
-        ("runs/b", None, "run: runs/b is no folder of a run, such as runs/a."),
-        ("elsewhere/a", None, "run: elsewhere/a is no folder of a run, such as runs/a."),
-        ("runs/a", 5, "has none of step 5 (there: 6)"),
-        ("runs/a", "best", "has no best one; train with keep_best"),
-        ("runs/a", "5", "has none of step 5 (there: 6)"),
-        ("runs/a", "latest", "expected a step, a whole number from 0 up, or best, or nothing for"),
-        ("runs/a", -1, "got -1"),
-        (".", None, "run: . is no folder of a run"),
-        ("runs", None, "run: runs is no folder of a run"),
-    ):
-        with pytest.raises(ctl_core.SetupError) as error:
-            ctl_core.load(run, checkpoint)
-        assert said in str(error.value) and "\n" not in str(error.value), error.value
-    assert ctl_core.load("runs/a", checkpoint="6").step == 6
-
-
-def test_values_that_a_model_cannot_take_are_one_line(train: Train, tmp_path: Path) -> None:
-    """Rows that are not as many, ids that an embedding does not have; no examples are none."""
-    ids, numbers = np.arange(48).reshape(16, 3) % 7, np.ones((16, 2), "float32")
-
-    def create_model() -> keras.Model:
-        inputs = {"ids": keras.Input((3,), dtype="int64"), "numbers": keras.Input((2,))}
-        parts = [keras.layers.Embedding(7, 2)(inputs["ids"]), inputs["numbers"]]
-        joined = keras.layers.Concatenate()([keras.layers.Flatten()(parts[0]), parts[1]])
-        return keras.Model(inputs, keras.layers.Dense(1)(joined))
-
-    own = make_hooks(
-        create_dataset=sliced(({"ids": ids, "numbers": numbers}, numbers[:, :1])),
-        create_model=create_model,
-    )
-    state = train(own, steps=2)
-    served = ctl_core.load(state.run_dir, callbacks=own)
-    assert served({"ids": ids[:0], "numbers": numbers[:0]}).shape == [0, 1]
-    for kind, inputs, said in (
-        (ctl_core.SetupError, (ids[:3], numbers[:5]), "ids has 3 examples and numbers has 5 exam"),
-        (ctl_core.RunError, (ids + 9, numbers), "the model"),
-        (ctl_core.SetupError, (ids + 0.5, numbers), "ids: the model takes int64 [None, 3], got"),
-        (ctl_core.SetupError, (ids.astype(str), numbers), "got str [16, 3]"),
-    ):
-        with pytest.raises(kind) as error:
-            served(dict(zip(("ids", "numbers"), inputs, strict=True)))
-        assert said in str(error.value) and "\n" not in str(error.value), error.value
-    np.savez(tmp_path / "x.npz", ids=ids + 9, numbers=numbers)
-    for devices in (1, 2):
-        config = dataclasses.replace(state.config, virtual_devices=devices)
-        options = {"input": str(tmp_path / "x.npz"), "output": None, "checkpoint": None}
-        with pytest.raises(ctl_core.RunError, match=r"the model.*: indices\[0,0\] = 9 is not in"):
-            commands.predict(own, config, options)
 
 
 def test_the_process_is_as_it_was_and_threads_may_call_at_once(cli: Cli) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import tensorflow as tf
 
-from ctl_core.errors import brief, op_message, reason
 from ctl_core.run_state.folder import repair_list
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
@@ -44,21 +41,6 @@ def test_a_checkpoint_of_other_shapes_is_one_line(cli: Cli, shown: list[str]) ->
         refused(outcome, "does not fit the model any more", "has shape [2, 3]")
         gc.collect()  # TensorFlow warns when what it could not restore is deleted
         assert shown == []
-
-
-def test_what_tensorflow_warns_of_is_in_the_log(cli: Cli, shown: list[str]) -> None:
-    hook = "def slow(step):\n    tf.function(lambda: step)()\n\nevery_steps = {1: slow}\n"
-    outcome = cli(source_of(every_steps=hook))
-    assert (outcome.code, outcome.err, shown) == (0, "", [])
-    assert "retracing" in Path("runs/a/train.log").read_text()
-    logger = tf.get_logger()
-    file = tf.function.__code__.co_filename
-    record = logger.makeRecord(logger.name, logging.WARNING, file, 1, "of its own", (), None)
-    logger.handle(record)
-    assert shown == []
-    assert cli(source_of(), "--debug", "--run-name=b").code == 0
-    logger.handle(record)
-    assert shown == ["of its own"]
 
 
 def test_a_missing_list_of_checkpoints_is_made_anew_without_a_word(
@@ -121,34 +103,3 @@ def test_shapes_that_do_not_fit(cli: Cli, shown: list[str], case: str, devices: 
     assert outcome.code in (1, 2) and len(outcome.err.splitlines()) == 1
     assert not any(text in outcome.out + outcome.err for text in INTERNAL)
     assert shown == []
-
-
-def test_no_message_names_ops_or_functions_of_the_graph() -> None:
-    ranges = tf.data.Dataset.range(3).map(lambda n: tf.repeat(n, tf.cast(n, tf.int32) + 1))
-
-    @tf.function(jit_compile=True)
-    def compiled(value: tf.Tensor) -> Any:
-        return tf.reshape(tf.where(value > 0), [7])
-
-    @tf.function
-    def traced(value: tf.Tensor) -> Any:
-        return tf.ones([2, 3], tf.bfloat16) @ value
-
-    calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: list(ranges.batch(3)), "Cannot add tensor to the batch: number of elements does"),
-        (lambda: tf.io.read_file("/no/such"), "/no/such; No such file or directory"),
-        (lambda: compiled(tf.ones(4)), "Input to reshape is a tensor with 4 values, but the "
-         "requested shape has 7"),
-        (lambda: traced(tf.ones([2, 3], tf.bfloat16)), "Dimensions must be equal, but are 3 and 2 "
-         "for MatMul with input shapes: [2,3], [2,3]."),
-    ]  # fmt: skip
-    for call, expected in calls:
-        with pytest.raises(Exception) as caught:
-            call()
-        line = brief(caught.value)
-        assert line.partition(": ")[2].startswith(expected)
-        if isinstance(caught.value, tf.errors.OpError):
-            assert op_message(caught.value, 400).startswith(expected)
-            assert reason(caught.value) == op_message(caught.value, 400).split("; ")[-1]
-        for text in (line, op_message(caught.value, 400), reason(caught.value)):
-            assert not any(part in text for part in INTERNAL), text

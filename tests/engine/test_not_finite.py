@@ -13,11 +13,9 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from ctl_core.cluster.strategy import Task
-from ctl_core.cluster.sync import Cluster, LoopStatus
 from ctl_core.errors import RunError
 from ctl_core.numerics import precision
-from ctl_core.numerics.not_finite import NEVER, Noted
+from ctl_core.numerics.not_finite import Noted
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, sgd, sliced
 from tests.helpers.fixtures import Train
 from tests.helpers.project import REGRESSION
@@ -65,12 +63,6 @@ def test_the_first_step_is_named_and_steps_are_counted(
     assert said.count("the loss of step 3 is not finite; --detect-anomaly finds the op, layer") == 1
     assert said.count("--detect-anomaly") == 1
     assert "the loss was not finite in 3 of 9 steps, from 3 to 7;" in said
-
-
-def test_a_run_without_any_says_nothing(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    state = train(make_hooks(), steps=9)
-    assert state.progress.noted == Noted() and not state.diverged
-    assert "finite" not in capsys.readouterr().out
 
 
 def test_a_loss_that_ends_not_finite(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,17 +183,6 @@ def test_updates_that_float16_skips_are_no_losses(
     scale = state.context.loss_scale
     assert scale is not None and float(scale.scale.numpy()) < 2.0**60  # some were skipped
     assert state.progress.noted == Noted()
-
-
-def test_processes_agree_on_the_first_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(tf.distribute.get_strategy(), Task(processes=2))
-    mine = LoopStatus(steps_per_call=8, step=9, first=7, latest=7, bad=1)
-    theirs = [8, 0, 0, 0, 0, 9, 0, 4, 6, 2]
-    monkeypatch.setattr(cluster, "gather", lambda values: np.array([values, theirs], np.int64))
-    agreed = cluster.sync(mine)
-    assert (agreed.first, agreed.latest, agreed.bad) == (4, 7, 2)
-    monkeypatch.setattr(cluster, "gather", lambda values: np.array([values] * 2, np.int64))
-    assert cluster.sync(LoopStatus(steps_per_call=8)).first == NEVER
 
 
 CALLBACKS = (

@@ -278,29 +278,6 @@ def test_a_global_of_the_notebook_is_no_part_of_a_run_whose_hooks_do_not_use_it(
     assert len(found) == 2 and all(path.startswith("__main__/other") for path in found)
 
 
-def test_a_hook_that_clears_the_session_is_told_not_to(folder: Path) -> None:
-    hooks = hooks_of(90, 8)
-    create_model = hooks.create_model
-
-    def clearing() -> Any:
-        keras.backend.clear_session()
-        return create_model()
-
-    hooks.create_model = clearing
-    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(folder), run_name="cleared")
-    with pytest.raises(ctl_core.SetupError, match=r"^a hook clears Keras' session"):
-        ctl_core.train(hooks, config)
-    keras.backend.clear_session()  # between two runs it may be called
-    hooks.create_model = create_model
-    assert ctl_core.train(hooks, config).step == 2
-
-
-def test_cells_are_named_by_their_number() -> None:
-    assert file_name("/a/b.py") == "b.py"
-    assert file_name("<ipython-input-3-abcdef>") == "cell 3"
-    assert file_name("/tmp/ipykernel_12/345.py") == "cell"
-
-
 def test_ipython_knows_the_number_of_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = SimpleNamespace(format_code_name=lambda name: ("Cell", "In[7]"))
     shell = SimpleNamespace(compile=compiler)
@@ -315,11 +292,3 @@ def test_what_a_cell_shows_is_short(train: Train) -> None:
     assert repr(state).startswith("State(run_dir=") and "step=2" in repr(state)
     assert len(repr(state)) < 300
     assert {"train", "check", "Config"} <= set(dir(ctl_core))
-
-
-def test_what_is_no_configuration_or_module_is_one_line() -> None:
-    with pytest.raises(ctl_core.SetupError, match=r"^config: expected a ctl_core.Config, .*dict"):
-        ctl_core.train(make_hooks(), {"steps": 3})  # type: ignore[arg-type]
-    for callbacks in ("callbacks.py", None):
-        with pytest.raises(ctl_core.SetupError, match=r"^callbacks: expected a module, a dict or"):
-            ctl_core.train(callbacks, ctl_core.Config(steps=3))

@@ -133,8 +133,3 @@ def test_rates_of_optimizers_of_all_kinds(train: Train, virtual_devices: int) ->
     assert "the learning rate cannot be read: ValueError: of no use" in (
         Path(state.run_dir, "train.log").read_text()
     )
-
-
-def test_scalars_are_few(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PAUSE", 1000.0)
-    assert [*scalars(train(make_hooks(every_steps={1: report_loss}), steps=12))] == [1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ctl_core.__main__ import main
-from ctl_core.cluster.place import find_place, read_task
+from ctl_core.cluster.place import find_place
 from ctl_core.cluster.slurm import expand_counts, expand_hosts
 from ctl_core.cluster.task import PIPE
 from ctl_core.errors import SetupError
@@ -107,44 +107,6 @@ def test_the_place_of_a_process(
     assert not place.evaluates and place.gpus is None and not place.note
 
 
-@pytest.mark.parametrize(
-    ("environ", "words"),
-    [
-        (slurm(0, 0, 0) | {"SLURM_PROCID": ""}, "^SLURM_PROCID: expected a whole .* got nothing"),
-        (slurm(0, 0, 0) | {"SLURM_STEP_NUM_TASKS": "x"}, "^SLURM_STEP_NUM_TASKS: exp.*got x; --cl"),
-        (slurm(0, 0, 0, SLURM_STEP_NODELIST="node[9-"), r"^SLURM_STEP_NODELIST: .* got node\[9-;"),
-        (slurm(0, 0, 0, SLURM_STEP_TASKS_PER_NODE="2(2)"), "^SLURM_STEP_TASKS_PER_NODE: expected"),
-        (
-            slurm(0, 0, 0, SLURM_STEP_NUM_TASKS="6"),
-            "^SLURM_STEP_NUM_TASKS: 6 tasks, .*do not fit 3",
-        ),
-        (slurm(0, 0, 0, SLURM_STEP_NODELIST="n[1-2]"), "^SLURM_STEP_NUM_TASKS: 5 .* fit 2 nodes"),
-        (slurm(5, 2, 0), "^SLURM_STEP_NUM_TASKS: 5 tasks, of which this is SLURM_PROCID 5, do not"),
-        (slurm(1, 1, 0), "^SLURM_NODEID: task 1 is on node 1, .* on node9; .*distribution=block"),
-        (slurm(0, 0, 0, SLURM_HET_SIZE="2"), "^SLURM_HET_SIZE: a heterogeneous job"),
-        (kubernetes(2), "^JOB_COMPLETION_INDEX: 2, but JOB_SIZE is 2"),
-        (kubernetes(0, JOB_SIZE="two"), "^JOB_SIZE: expected a whole number, got two"),
-        (kubernetes(0, HOSTNAME="pod"), "^HOSTNAME: expected the name .* ends in -0, got pod"),
-        (skypilot(2), "^SKYPILOT_NODE_RANK: 2, but SKYPILOT_NODE_IPS has 2 nodes"),
-        (skypilot(0) | {"SKYPILOT_NODE_RANK": ""}, "^SKYPILOT_NODE_RANK: expected .* got nothing"),
-        (skypilot(0, "10.0.0.1 head"), "^SKYPILOT_NODE_IPS: expected an IP address .* got head"),
-        (
-            skypilot(0) | kubernetes(1),
-            "^cluster: which process is this. Kubernetes job train says 1 of 2 and SkyPilot says 0 "
-            "of 2; choose with --cluster kubernetes or skypilot",
-        ),
-        ({"TPU_NAME": "local"}, "^TPU_NAME: this is a machine with TPUs, which are not supported"),
-        (vertex(2, 0), "^CLUSTER_SPEC: this process has the type 'ps', .*no parameter servers"),
-        (vertex(1, 2), "^CLUSTER_SPEC: this process is worker 2, but the cluster has 2"),
-    ],
-)
-def test_a_place_that_cannot_be_is_one_line(environ: dict[str, str], words: str) -> None:
-    with pytest.raises(SetupError, match=words) as told:
-        find_place(Config(), environ)
-    assert "\n" not in str(told.value)
-    assert find_place(Config(cluster="none"), environ).kind == "none"
-
-
 def test_tf_config_goes_before_what_else_there_is_and_says_so() -> None:
     told = tf_config("worker", 1, worker=HOSTS)
     for other in (slurm(0, 0, 0), kubernetes(0), skypilot(0)):
@@ -188,12 +150,6 @@ def test_gpus_that_the_tasks_of_a_node_share(
         assert find_place(Config(), environ | again).gpus is None
 
 
-def test_gpus_that_the_tasks_of_a_node_cannot_share() -> None:
-    environ = slurm(3, 1, 1, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="1")
-    with pytest.raises(SetupError, match="2 tasks on this node cannot share 1 GPU evenly"):
-        find_place(Config(), environ)
-
-
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -209,48 +165,11 @@ def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
     assert expand_hosts(text) == hosts
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "a[", "a]", "a[]", "a[1-]", "a[2-1]", "a[x]", "a b", "a[1 2]", "[[1]]", "a[0-9999999]"],
-)
-def test_what_is_no_list_of_hosts(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a list of hosts"):
-        expand_hosts(text)
-
-
 def test_counts_of_tasks() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1] and expand_counts("4") == [4]
     for text in ("", "x", "2x3", "2(x)", "1,,2", "1(x99999)"):
         with pytest.raises(ValueError, match="expected numbers of tasks"):
             expand_counts(text)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "words"),
-    [(24, "start 4 or 6 of them"), (7, "start 1 or 7 of them"), (3, "start 3 of them")],
-)
-def test_processes_that_do_not_divide_the_batch(batch_size: int, words: str) -> None:
-    environ = tf_config("worker", 1, worker=[f"a:{port}" for port in range(5)])
-    with pytest.raises(
-        SetupError, match=rf"^batch_size: {batch_size} .* over 5 processes; {words}"
-    ):
-        read_task(Config(run_name="a", batch_size=batch_size), environ)
-
-
-def test_what_is_said_of_a_place() -> None:
-    def lines(environ: dict[str, str]) -> list[str]:
-        return find_place(Config(), environ).lines()
-
-    assert lines({}) == lines(tf_config("worker", 0, worker=["a:1"])) == []
-    assert lines(kubernetes(1)) == [
-        "cluster: Kubernetes job train: 2 processes on train-0.train, train-1.train; this is "
-        "process 1 at train-1.train:2222."
-    ]
-    assert lines(slurm(0, 0, 0)) == [
-        "cluster: Slurm step 12.3: 5 processes on node9, node10, node12; this is process 0 at "
-        f"node9:{FIRST}."
-    ]
-    assert lines(slurm(1, 0, 1)) == []  # all print to the console of srun
 
 
 @pytest.mark.parametrize("environ", [tf_config("evaluator", 0, worker=HOSTS), vertex(3, 0)])

@@ -199,16 +199,6 @@ def test_the_loss_scale_is_resumed(train: Train, monkeypatch: pytest.MonkeyPatch
     assert scale_of(again) == [2.0**14, 0, 1]  # from the start; step 9 has the batch of step 3
 
 
-def test_a_run_that_only_skips_says_so_once(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hooks = make_hooks(create_loss=lambda: lambda loss_input: loss_input[0][:, 0] / 0.0)
-    state = train(hooks, steps=40, precision="float16", ckpt_every=10)
-    assert scale_of(state) == [1.0, 0, 40]
-    output = " ".join(capsys.readouterr().out.split())
-    assert output.count("the last 20 updates or more were skipped") == 1
-
-
 def test_an_optimizer_that_scales_by_itself_is_refused(train: Train) -> None:
     def create_opt(lr: Any) -> Any:
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(lr))

@@ -97,20 +97,3 @@ def test_what_is_read_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
     outcome = cli(None, "--input", "x.npz", command=("predict",))
     assert outcome.code == 0 and "to runs/a/predictions-x.npz" in outcome.out
     assert Path("runs/a/predictions.npz").read_bytes() == first
-
-
-def test_what_a_file_does_not_hold_is_one_line(cli: Cli) -> None:
-    flags = ("--steps", "2", "--batch-size", "16", "--run-name", "a")
-    assert cli(EVALUATED, command=("train", *flags)).code == 0
-    np.save("empty.npy", INPUTS[:0])
-    Path("text.npy").write_text("no array")
-    np.savez("two.npz", x=INPUTS, y=INPUTS)
-    for name, words in (
-        ("none.npy", "input: none.npy cannot be read"),
-        ("text.npy", "cannot be read as a .npy or .npz file"),
-        ("empty.npy", "empty.npy holds 0 examples"),
-        ("two.npz", "must be a .npz file with the arrays inputs; it holds x, y"),
-    ):
-        refused(cli(None, "--input", name, command=("predict",)), words)
-    outcome = cli(None, "--workers", "2", command=("predict",))
-    refused(outcome, "workers: predict uses a run in one process; leave it out.")

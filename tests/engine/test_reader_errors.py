@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctl_core.readers.saved import NotPlain, decoded, encoded
+from ctl_core.readers.saved import decoded, encoded
 from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.fixtures import Train
-from tests.helpers.project import REGRESSION, Cli, failed, mistakes, refused, where
+from tests.helpers.project import REGRESSION, Cli, mistakes, refused, where
 from tests.helpers.readers import Endless
 
 # What each case begins with: a reader that counts, with a state of one number.
@@ -163,72 +163,6 @@ def test_refused(cli: Cli, case: str) -> None:
     refused(cli(source, "--batch-size", "8"), where(source), *words)
 
 
-FAILED = mistakes(
-    """
-== reading that fails later
-class Torn(Reader):
-    def batch(self, number):
-        if number > 7:
-            raise OSError("the disk is gone")
-        return super().batch(number)
-def create_dataset():
-    return Torn()
--> create_dataset | reading the data: OSError: the disk is gone
-== an element of another shape later
-class Wider(Reader):
-    def batch(self, number):
-        return np.ones((8, 5 + (number > 7)), "float32"), np.ones((8, 1), "float32")
-def create_dataset():
-    return Wider()
--> create_dataset | an element is (float32[8, 6], float32[8, 1]), expected (float32[None, 5]
--> element_spec
-== a generator that is used up
-class Once:
-    made = 0
-def create_dataset():
-    Once.made += 1
-    if Once.made > 2:
-        return Once.batches
-    Once.batches = (Reader().batch(0) for _ in range(7))
-    return Once.batches
--> create_dataset | for the next pass the hook returned a generator that had been read to its end
-== a pass that grows shorter than a step
-class Shrinking:
-    passes = 0
-    def __iter__(self):
-        self.passes += 1
-        return iter([Reader().batch(0)] * (7 if self.passes < 2 else 0))
-def create_dataset():
-    return Shrinking()
--> create_dataset | a pass has 0 elements of 8 examples, fewer than one global batch
-"""
-)
-
-
-@pytest.mark.parametrize("case", FAILED)
-def test_failed_while_reading(cli: Cli, case: str) -> None:
-    code, words = FAILED[case]
-    failed(cli(REGRESSION + READER + code, "--batch-size", "8", "--steps", "40"), *words)
-
-
-def test_what_is_worth_a_warning(cli: Cli) -> None:
-    """Items that are others when read again, and processes that would be started."""
-    code = """
-class Noisy(Items):
-    def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        return x + np.random.default_rng().normal(size=x.shape).astype("float32"), y
-
-
-def create_dataset():
-    return Noisy(workers=2, use_multiprocessing=True)
-"""
-    outcome = cli(REGRESSION + READER + code, "--batch-size", "8")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "another one when it is read again; what is random in __getitem__" in outcome.out
-    assert "use_multiprocessing is left out; the PyDataset is read by 2 threads" in outcome.out
-
-
 @pytest.mark.parametrize("damage", ["{", '{"position": 3}'])
 def test_a_damaged_position_is_reached_by_reading(
     train: Train, capsys: pytest.CaptureFixture[str], damage: str
@@ -296,15 +230,3 @@ def test_states_with_a_tensor_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(from_numpy=Tensor))
     found = decoded(encoded({"generator": Tensor(np.arange(5, dtype="uint8"))}))["generator"]
     assert isinstance(found, Tensor) and found.array.tolist() == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("value", [{1, 2}, object(), [lambda: 0], np.array([{}], object)])
-def test_what_no_file_holds(value: Any) -> None:
-    with pytest.raises(NotPlain):
-        encoded(value)
-
-
-@pytest.mark.parametrize("value", [{"__kind__": "what"}, {"__kind__": "array", "dtype": "O"}])
-def test_what_is_no_state(value: Any) -> None:
-    with pytest.raises(ValueError, match="state"):
-        decoded(value)

@@ -253,31 +253,6 @@ def test_every_evaluation_reads_the_same(train: Train) -> None:
 
 # ---- What is left out -------------------------------------------------------------------------
 
-LEFT_OUT: dict[str, tuple[Make, dict[str, Any], str]] = {
-    "fixed": (lambda b: ids().batch(b, drop_remainder=True), {"virtual_devices": 4}, "2 examples"),
-    "dropped before": (lambda b: ids().batch(b, drop_remainder=True), {"virtual_devices": 2}, ""),
-    "a last batch": (lambda b: ids().batch(b), {}, "2 examples"),
-    "last batches": (lambda b: ids().batch(b), {"virtual_devices": 4}, "2 examples"),
-    "unknown": (lambda b: kept(ids()).batch(b), {"virtual_devices": 2}, "5 examples"),
-    "unknown, no step watched": (lambda b: kept(ids()).batch(b), {"every_steps": {}}, "5 examples"),
-    "counted": (lambda b: kept(ids()).batch(b), {"steps": None, "epochs": 1}, "5 examples"),
-    "nothing": (lambda b: ids().take(48).batch(b), {"virtual_devices": 2}, ""),
-}
-
-
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_a_pass_leaves_out_is_said_once(
-    train: Train, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    make, settings, expected = LEFT_OUT[name]
-    settings = {"steps": 20, **settings}
-    own = {key: settings.pop(key) for key in ("every_steps",) if key in settings}
-    train(trained_on([], make, **own), batch_size=BATCH, **settings)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "leaves out" in line]
-    assert len(lines) == bool(expected)
-    for line in lines:
-        assert f"a pass leaves out {expected}, which fill no global batch of 8" in line
-
 
 def by_file(batch_size: int) -> tf.data.Dataset:
     """Batches of five files of 10 examples each: 8 and 2."""
@@ -403,12 +378,6 @@ def test_graphs_counted_by_their_labels(train: Train, sizes: list[int]) -> None:
         found = [float(w.numpy().item()) for w in state.train_model.weights]
         np.testing.assert_allclose(found, [kernel, bias], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(state.metrics["loss"], (error**2).mean(), rtol=1e-5)
-
-
-def test_a_count_that_is_no_number_is_refused(train: Train) -> None:
-    hooks = make_hooks(count_examples=lambda batch: batch[0])
-    with pytest.raises(SetupError, match=r"count_examples \(test_reading.py.*whole number"):
-        train(hooks, steps=1)
 
 
 def test_leading_dimension() -> None:

@@ -17,8 +17,8 @@ import ctl_core
 from ctl_core.cli import parse_command
 from ctl_core.errors import SetupError
 from ctl_core.layers import load_config, write_config
-from ctl_core.settings import SETTINGS, Config, nearest
-from tests.helpers.settings import TYPED, make_run, resolve
+from ctl_core.settings import SETTINGS, Config
+from tests.helpers.settings import TYPED, resolve
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -117,12 +117,6 @@ def test_a_setting_is_taken_back_by_null() -> None:
     flags = ["--steps=1", "--early-stop", "null", "--ema=null"]
     config = parse_command(["train", *flags], {"CTL_LIMIT_EVAL": "null"}).config
     assert config.early_stop is config.ema is config.limit_eval is None
-
-
-def test_what_is_empty_says_nothing() -> None:
-    assert resolve(config="seed:\nhparams:\n# nothing else\n", environ={"CTL_SEED": ""}) == Config()
-    assert resolve(config="") == Config()
-    assert resolve(environ={"ctl_seed": "3", "CTLSEED": "3", "PATH": "x"}) == Config()
 
 
 def test_the_last_of_a_repeated_flag_holds() -> None:
@@ -252,18 +246,6 @@ def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
     assert load_config(folder / "resolved.yaml") == config
 
 
-def test_a_url_is_no_file_either(folder: Path) -> None:
-    make_run("a", 10)
-    for key in ("input", "output", "config"):
-        with pytest.raises(SetupError, match=f"^{key}: .* got the URL 'gs://bucket/x.npz'"):
-            parse_command(["predict", f"--{key}", "gs://bucket/x.npz"], {})
-
-
-@pytest.mark.parametrize("path", ["C:/runs", "C:\\\\runs", "/mnt/gs:/x", "a:b", "x/http://y"])
-def test_a_path_with_a_colon_is_a_path(path: str) -> None:
-    assert Config(runs_dir=path).runs_dir == path
-
-
 def test_load_config_takes_settings_on_top(folder: Path) -> None:
     (folder / "my.yaml").write_text(HPARAMS + "\nsteps: 3\n")
     config = load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
@@ -363,12 +345,6 @@ def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
         environ = {"CTL_HPARAMS": "{a: 1}"}
         free = resolve("--hparams.b", "2", config=none, environ=environ).hparams
         assert free == {"a": 1, "b": 2}
-
-
-def test_nearest() -> None:
-    assert nearest("bach", ["batch", "lr"]) == "; did you mean 'batch'?"
-    assert nearest("seeed", ["seed"], "--") == "; did you mean '--seed'?"
-    assert nearest("zzz", ["batch", "lr"]) == ""
 
 
 @pytest.mark.parametrize("way", ["file", "variable", "flag", "flag="])

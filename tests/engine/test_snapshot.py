@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import RunError
-from ctl_core.numerics.staging import Background, StagingCopy
-from tests.helpers.cases import FEATURES, make_hooks, small_model
+from ctl_core.numerics.staging import Background
+from tests.helpers.cases import FEATURES, make_hooks
 from tests.helpers.fixtures import Train
 
 
@@ -114,20 +114,6 @@ def test_the_manager_counts_and_deletes_as_ever(train: Train, late: type[Late]) 
     assert saved.get_tensor("save_counter/.ATTRIBUTES/VARIABLE_VALUE") == 10
 
 
-def test_a_manager_may_have_a_name_of_its_own(train: Train, late: type[Late]) -> None:
-    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
-        ckpt = tf.train.Checkpoint(train_model=train_model)
-        name = {"max_to_keep": 2, "checkpoint_name": "mine"}
-        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, **name)
-
-    state = train(make_hooks(create_ckpt=create_ckpt), steps=10, ckpt_every=2)
-    folder = state.run_dir / "ckpt"
-    assert late.starts
-    assert sorted(path.name for path in folder.glob("*.index")) == ["mine-10.index", "mine-8.index"]
-    assert len(list(folder.glob("engine/*.json"))) == 2
-    assert train(make_hooks(create_ckpt=create_ckpt), steps=10).step == 10
-
-
 def test_what_is_no_variable_is_saved_at_once(train: Train, late: type[Late]) -> None:
     data = tf.data.Dataset.range(100)
 
@@ -196,36 +182,3 @@ def test_a_failing_hook_leaves_the_checkpoint_that_was_being_written(
     with pytest.raises(RunError, match="mine"):
         train(make_hooks(at_step={7: fail}), steps=20, ckpt_every=2)
     assert (tmp_path / "runs/run/ckpt/engine/ckpt-6.json").exists()
-
-
-def test_values_are_copied_not_shared(tmp_path: Path) -> None:
-    model = small_model()
-    snapshot = StagingCopy(
-        tf.train.Checkpoint(model=model, numbers=[tf.Variable(1), tf.Variable(2)])
-    )
-    before = model.get_weights()
-    snapshot.take()
-    for variable in model.variables:
-        variable.assign(variable * 0)
-    copied = [copy.numpy() for _, copy in snapshot._pairs]
-    assert copied[:2] == [1, 2]
-    for value, expected in zip(copied[2:], before, strict=True):
-        np.testing.assert_array_equal(value, expected)
-    assert snapshot.fits()
-    for number in range(3):
-        snapshot.checkpoint.write(str(tmp_path / str(number)))
-    assert snapshot.checkpoint._traced.experimental_get_tracing_count() == 1
-    model.set_weights([weight + 1 for weight in before])
-    snapshot._original.read(str(tmp_path / "2")).assert_consumed()
-    for value, expected in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(value, expected)
-
-
-def test_keras_still_fails_to_save_asynchronously(tmp_path: Path) -> None:
-    """If this fails, TensorFlow's own asynchronous checkpoints may do, and staging.py can go."""
-    ckpt = tf.train.Checkpoint(model=small_model())
-    options = tf.train.CheckpointOptions(enable_async=True)
-    ckpt.write(str(tmp_path / "first"), options)
-    ckpt.sync()
-    with pytest.raises(ValueError, match="singleton"):
-        ckpt.write(str(tmp_path / "second"), options)

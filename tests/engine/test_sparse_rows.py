@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.numerics.reduction import for_optimizer, sum_over_replicas
 from tests.helpers.cases import make_hooks, set_weights, squared_error
 from tests.helpers.fixtures import Train
 
@@ -96,15 +95,3 @@ def test_rows_that_nobody_looks_at_are_added_up_by_the_optimizer(
     for rows in (gradient for gradient in seen if isinstance(gradient, tf.IndexedSlices)):
         indices = rows.indices.numpy()[rows.indices.numpy() < WORDS]
         assert len({*indices}) == len(indices)  # who does look sees sums
-
-
-def test_only_an_optimizer_that_adds_rows_gets_them_as_they_came() -> None:
-    came = tf.IndexedSlices(tf.ones([3, 2]), tf.constant([1, 0, 1]), tf.constant([WORDS, 2]))
-    (summed,) = sum_over_replicas([came], 1)
-    assert summed.indices.numpy().tolist() == [1, 0]
-    np.testing.assert_array_equal(summed.values, [[2, 2], [1, 1]])
-    for name, create_opt in OPTIMIZERS.items():
-        (given,) = for_optimizer(create_opt(RATE), [summed])
-        assert given is (came if name == "SGD" else summed), name
-    changed = tf.clip_by_global_norm([summed], 1.0)[0]
-    assert for_optimizer(keras.optimizers.SGD(RATE), changed) == changed

@@ -59,13 +59,3 @@ def test_in_a_pipeline_as_outside() -> None:
     kept = dataset.filter(lambda key: fold_of(key, 3) == 1)
     expected = [key.encode() for key, fold in zip(KEYS, outside, strict=False) if fold == 1]
     assert [key.numpy() for key in kept] == expected
-
-
-@pytest.mark.parametrize(
-    "fractions", [{"train": 0.5}, {"test": -0.1}, {"test": 0.5, "validation": 0.5}]
-)
-def test_impossible_fractions_are_refused(fractions: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="fractions"):
-        split_of(KEYS[:1], fractions)
-    with pytest.raises(ValueError, match="folds must be 2 or more"):
-        fold_of(KEYS[:1], 1)

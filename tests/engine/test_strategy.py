@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
-from ctl_core.__main__ import main
 from ctl_core.cluster.place import read_task
 from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import Task
@@ -41,30 +39,6 @@ def test_the_first_worker_is_the_chief_unless_there_is_one() -> None:
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 def test_other_strategies_leave_tf_config_alone(strategy: str) -> None:
     assert task_of({"worker": HOSTS}, "worker", 1, strategy=strategy) == Task()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "3",
-        "{}",
-        '{"cluster": {"worker": ["a:1"]}}',
-        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}',
-        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "x"}}',
-        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0.5}}',
-        '{"cluster": {"worker": ["a:1"]}, "task": ["worker", 0]}',
-        '{"cluster": {"worker": "a:1"}, "task": {"type": "worker", "index": 0}}',
-        '{"cluster": {"worker": [1, 2]}, "task": {"type": "worker", "index": 0}}',
-        '{"cluster": {"worker": {"0": "a:1"}}, "task": {"type": "worker", "index": 0}}',
-        '{"cluster": ["a:1"], "task": {"type": "worker", "index": 0}}',
-        '{\n  "cluster": {"worker": null},\n  "task": {"type": "worker", "index": 0}\n}',
-    ],
-)
-def test_a_tf_config_of_another_form_is_refused(text: str) -> None:
-    with pytest.raises(SetupError, match=r"^TF_CONFIG: expected .*no TF_CONFIG .*got .*$") as told:
-        read_task(Config(run_name="run"), {"TF_CONFIG": text})
-    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(
@@ -111,23 +85,6 @@ def test_a_cluster_of_one_is_one_process() -> None:
 def test_an_evaluator_beside_the_workers_is_none_of_them() -> None:
     cluster = {"worker": HOSTS, "evaluator": ["e:5"], "ps": []}
     assert task_of(cluster, "worker", 1) == Task(3, 1, ("a:1", "b:2", "c:3"))
-
-
-def test_the_command_says_it_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before TensorFlow is asked for a cluster, and before a folder is made."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "callbacks.py").touch()
-    for other in ("master", "ps"):
-        cluster = {"worker": ["a:1"], other: ["b:2"]}
-        place = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
-        monkeypatch.setenv("TF_CONFIG", json.dumps(place))
-        assert main(["train", "--steps", "1", "--run-name", "a"]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: TF_CONFIG: the cluster has the job '{other}'")
-        assert error.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["callbacks.py"]
 
 
 def test_a_cluster_needs_a_run_name() -> None:

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import config
 
-import ctl_core
 from ctl_core.compiled import STACK_BYTES, STACK_STEPS, stack_of
 from ctl_core.graph import StepFunctions
 from tests.helpers.cases import eval_hooks, set_weights
@@ -180,36 +179,6 @@ def test_what_differs_in_shape_is_compiled_step_by_step(train: Train) -> None:
     assert compiled.context.stack is None and compiled.context.jit_compile
     for ours, other in zip(compiled.train_model.weights, plain.train_model.weights, strict=True):
         np.testing.assert_allclose(ours.numpy(), other.numpy(), 1e-4, 1e-5)
-
-
-def printing(gradients: Any) -> Any:
-    tf.print(gradients[0])
-    return gradients, gradients
-
-
-def python_inside(loss: Any, train_model: Any) -> Any:
-    factor = tf.numpy_function(lambda: np.float32(2.0), [], tf.float32)
-    return loss * tf.reshape(factor, []), 0.0, train_model.trainable_variables
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "print": ({"update_pre": printing}, r"PrintV2|StringFormat"),
-    "python": ({"grad_pre": python_inside}, "PyFunc"),
-    "strings": (
-        {"input_pre": lambda batch: tf.strings.to_number(tf.strings.as_string(batch[0]))},
-        "AsString|StringToNumber",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_xla_does_not_know_is_one_line_before_training(train: Train, name: str) -> None:
-    hooks, operation = REFUSED[name]
-    hook = next(iter(hooks))
-    message = rf"^{hook} \(test_stretches.py:\d+\): XLA cannot compile ({operation})"
-    with pytest.raises(ctl_core.SetupError, match=message) as caught:
-        train(words_hooks(**hooks), steps=2, batch_size=BATCH, jit_compile=True)
-    assert "\n" not in str(caught.value)
 
 
 def test_evaluation_and_host_hooks_are_as_without(train: Train) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
 from tests.helpers.cases import make_hooks, regression_data, set_weights
 from tests.helpers.fixtures import Train
 
@@ -148,28 +147,3 @@ def test_without_metrics_nothing_is_logged_and_no_graph_call_added(train: Train)
     del own.create_train_metrics
     state = train(own, steps=STEPS, **SETTINGS)
     assert logged(state.run_dir) == []
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (
-            {"create_train_metrics": lambda: [1]},
-            "create_train_metrics .*returned a list, expected",
-        ),
-        ({"create_train_metrics": lambda: {"a": 1}}, "'a' is a int, expected a Keras metric"),
-        (
-            {"train_metric_pre": lambda output: {"accuracy": output}},
-            "train_metric_pre .*update_state",
-        ),
-        (
-            {"train_metric_pre": lambda loss: {"entropy": loss}},
-            "nothing for the metric 'accuracy' of",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_before_training(
-    train: Train, more: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ctl_core.SetupError, match=said):
-        train(hooks(**more), steps=3)

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.cases import eval_hooks, make_hooks, set_weights, sliced
+from tests.helpers.cases import make_hooks, set_weights, sliced
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import assert_resumes
 
@@ -217,104 +217,8 @@ def test_an_evaluation_is_nobodys_turn(train: Train) -> None:
     np.testing.assert_allclose(state.metrics["loss"], np.mean(BCE(labels, model(batch))), 1e-4)
 
 
-def opt(*names: str) -> Any:
-    return lambda lr: {name: keras.optimizers.SGD(lr) for name in names}
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no objective": (
-        {"turns": ["discriminator", "generater"]},
-        r"^create_opt \(test_turns.py:\d+\): turns has 'generater', which is no objective; did you "
-        r"mean 'generator'\? \(there: discriminator, generator\)\.$",
-    ),
-    "no turn": (
-        {"turns": ["generator"]},
-        r"^create_opt .*: the objective 'discriminator' has no turn, so that nothing would train",
-    ),
-    "no list": ({"turns": "generator"}, r": turns must be a list of objectives, such as .*, got"),
-    "no text": ({"turns": [1]}, r": turns must be a list of objectives, such as .*, got \[1\]\.$"),
-    "one optimizer": (
-        {"create_opt": lambda lr: keras.optimizers.SGD(lr)},
-        r"^create_opt .*: returned one optimizer, but there are turns; return a dict of",
-    ),
-    "another's": (
-        {"grad_pre": lambda loss, train_model: {"generator": (loss, 0.0, train_model.weights)}},
-        r"^grad_pre .*: returned the objectives 'generator' in the turn of 'discriminator'",
-    ),
-    "a part like a metric": (
-        {
-            "create_train_metrics": lambda: {"real": keras.metrics.Mean()},
-            "train_metric_pre": lambda loss: loss,
-        },
-        r"^grad_pre .*: returned a part called 'real', as another metric is\.$",
-    ),
-    "a part of two dimensions": (
-        {
-            "grad_pre": lambda loss, train_model, objective: (
-                loss[:BATCH],
-                0.0,
-                getattr(train_model, objective).trainable_variables,
-                {"part": loss[:, None]},
-            )
-        },
-        r"^grad_pre .*: the part 'part' of the loss has shape \(\d+, 1\) and type float32",
-    ),
-    "parts without names": (
-        {"grad_pre": lambda loss, train_model: (loss[:BATCH], 0.0, train_model.weights, [loss])},
-        r"^grad_pre .*: the fourth value must be a dict of the loss's parts by name, got a list\.$",
-    ),
-}
-
-
-def silent(output: Any, objective: str | None) -> Any:
-    return loss_pre(output, objective) if objective else None
-
-
 def of_objective(loss: Any, train_model: Any, objective: str) -> Any:
     return loss, 0.0, getattr(train_model, objective).trainable_variables
-
-
-REFUSED |= {
-    "a part that is nothing": (
-        {
-            "grad_pre": lambda loss, train_model, objective: (
-                *of_objective(loss[:BATCH], train_model, objective),
-                {"part": None},
-            )
-        },
-        r"^grad_pre .*: returned nothing; is a return missing\?$",
-    ),
-    "no input": (
-        {"input_pre": lambda batch: None},
-        r"^input_pre .*: returned nothing; is a return missing\?$",
-    ),
-    "no loss in evaluation": (
-        {"create_eval_dataset": sliced(DATA), "loss_pre": silent},
-        r"^loss_pre .*: returned nothing; is a return missing; in an evaluation it is",
-    ),
-    "no metrics": (
-        {
-            "create_train_metrics": lambda: {"critic": keras.metrics.Mean()},
-            "train_metric_pre": lambda: None,
-        },
-        r"^train_metric_pre .*: returned nothing; .* return \{\}\.$",
-    ),
-    "another metric": (
-        {
-            "create_train_metrics": lambda: {"critic": keras.metrics.Mean()},
-            "train_metric_pre": lambda loss: {"critics": loss},
-        },
-        r"^train_metric_pre .*: returned something for 'critics', which is no metric; did you mean",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused(train: Train, name: str) -> None:
-    hooks, message = REFUSED[name]
-    with pytest.raises(ctl_core.SetupError, match=message) as caught:
-        train(gan_hooks(**hooks), batch_size=BATCH, steps=2)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_mean_is_refused_whatever_is_evaluated(train: Train) -> None:
@@ -331,15 +235,6 @@ def test_a_mean_is_refused_whatever_is_evaluated(train: Train) -> None:
 def test_micro_batches_are_refused(train: Train) -> None:
     with pytest.raises(ctl_core.SetupError, match=r"^accumulate_steps: 2 micro-batches cannot go"):
         train(gan_hooks(), batch_size=BATCH, accumulate_steps=2)
-
-
-def test_a_list_that_is_nearly_called_turns_is_warned_of(
-    train: Train, capfd: pytest.CaptureFixture[str]
-) -> None:
-    hooks = eval_hooks(20)
-    hooks.turn = ["a"]
-    train(hooks, steps=1)
-    assert "turn is no hook and is not used; did you mean turns?" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("settings", [{}, {"virtual_devices": 2}, {"accumulate_steps": 2}], ids=str)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
 from ctl_core.__main__ import main
 from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
@@ -251,13 +250,3 @@ def test_create_model_may_name_the_size_of_a_replicas_batch(train: Train) -> Non
     sizes: list[int] = []
     train(hooks(create_model=create_model), steps=1, virtual_devices=2, accumulate_steps=2)
     assert sizes == [4]
-
-
-def test_what_update_post_raises_is_said_before_training(train: Train) -> None:
-    def update_post(train_model: Any) -> None:
-        train_model.layers[0].kernel.assign(tf.zeros([2, 2]))
-
-    with pytest.raises(ctl_core.SetupError, match=r"update_post \(test_update_post\.py:"):
-        train(hooks(update_post=update_post), steps=3)
-    with pytest.raises(ctl_core.SetupError, match="asks for 'gradients'"):
-        train(hooks(update_post=lambda gradients: None), steps=3)

@@ -11,8 +11,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.numerics.joining import for_host
-from ctl_core.predict import gather_outputs
 from tests.helpers.cases import sgd
 from tests.helpers.fixtures import Train
 from tests.helpers.project import Cli
@@ -99,11 +97,6 @@ def test_update_pre_gets_micro_batches_joined_or_says_why_not(
     assert "update_pre (test_varying.py:" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_ranks_that_differ_are_a_list() -> None:
-    values = [tf.zeros([2, 3]), tf.zeros([2, 3, 1])]
-    assert for_host(values) == values
-
-
 PROGRAM = """\
 import keras
 import tensorflow as tf
@@ -143,29 +136,3 @@ def test_predictions_of_varying_width_are_written(cli: Cli) -> None:
         output, lengths = file["output"], file["output.lengths"]
     assert output.shape == (12, 6, 2) and lengths.tolist() == LENGTHS
     assert not output[0, 3:].any() and output[0, :3].all()
-
-
-def gathered(*values: Any) -> dict[str, np.ndarray]:
-    """What a file has of an output that comes batch by batch."""
-    return gather_outputs({"x": value} for value in values)
-
-
-def test_ragged_and_other_outputs_are_padded() -> None:
-    found = gathered(tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.ragged.constant([[4.0, 5.0, 6.0]]))
-    assert found["x"].tolist() == [[1, 0, 0], [2, 3, 0], [4, 5, 6]]
-    assert found["x.lengths"].tolist() == [1, 2, 3]
-    nested = [tf.ragged.constant([[[1, 2], [3]], [[4]]]), tf.ragged.constant([[[5], [6], [7, 8]]])]
-    found = gathered(*nested)
-    assert found["x"].shape == (3, 3, 2) and found["x.lengths"].tolist() == [2, 1, 3]
-    assert found["x.lengths_2"].tolist() == [[2, 1, 0], [1, 0, 0], [1, 1, 2]]
-    found = gathered(tf.ones([1, 2, 3, 1]), tf.ones([2, 2, 5, 1]))
-    assert found["x"].shape == (3, 2, 5, 1) and found["x.lengths_2"].tolist() == [3, 5, 5]
-    assert found["x"][0].sum() == 6 and "x.lengths" not in found
-    texts = gathered(tf.constant(["a"]), tf.constant(["bcd"]), tf.constant([""]))
-    assert texts["x"].tolist() == [b"a", b"bcd", b""]
-    assert gathered(tf.constant([[""]]))["x"].tolist() == [[b""]]
-    halves = gathered(tf.ones([2], tf.bfloat16))["x"]
-    assert halves.dtype == np.float32
-    assert gathered(*[tf.constant(1.0)] * 3)["x"].tolist() == [1, 1, 1]
-    with pytest.raises(ctl_core.RunError, match="one rank"):
-        gathered(tf.ones([2]), tf.ones([2, 1]))

@@ -157,21 +157,6 @@ def test_checkpoints_are_evaluated_as_they_come_and_a_restart_is_waited_for(
     assert out.count("waiting") == 1  # at its last step, a run has ended
 
 
-def test_a_run_that_does_not_go_on_has_ended_after_a_while(project: Path) -> None:
-    without_checkpoints()
-
-    def actions(lock: Any, release: Any) -> None:
-        bring(2)
-        until(2)
-        release()
-
-    with trained(actions):
-        start = time.monotonic()
-        assert main(["evaluate", "--watch", "--run-name", "b"]) == 0
-    assert time.monotonic() - start > watching.GRACE
-    assert [line["step"] for line in lines("b")] == [2]
-
-
 def test_what_is_deleted_or_damaged_meanwhile(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,32 +237,6 @@ def test_a_signal_ends_it_at_once(
         main(["evaluate", "--watch", "--run-name", "b"])
     assert ended.value.code == 128 + number and signal.getsignal(signal.SIGTERM) == before
     assert capsys.readouterr().out.endswith(f"stopped by {number.name}.\n")
-
-
-def test_what_cannot_work_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    without_checkpoints()
-    capsys.readouterr()
-    for flags, said in (
-        (["--run-name", "b"], "runs/b/ckpt: no checkpoint there yet; train the run first."),
-        (["--checkpoint", "2"], "watch: evaluates every checkpoint; leave out --checkpoint."),
-        (["--run-name", "d"], "run_name: no run 'd' in runs"),
-    ):
-        assert main(["evaluate", "--watch", *flags]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: {said}") and error.count("\n") == 1
-    Path("callbacks.py").write_text(EVALUATED.replace("def create_eval_dataset", "def _unused"))
-    assert main(["evaluate", "--watch"]) == 2
-    assert "create_eval_dataset: there is none" in capsys.readouterr().err
-
-
-def test_where_nothing_can_be_written_the_values_are_shown(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("runs/a/watch.jsonl").mkdir()
-    assert main(["evaluate", "--watch"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("warning: runs/a/watch.jsonl cannot be written: ") == 1
-    assert out.count("  eval: loss ") == 4
 
 
 def test_looking_does_not_keep_a_run_from_being_trained(project: Path) -> None:

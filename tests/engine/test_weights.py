@@ -326,21 +326,3 @@ def test_what_cannot_be_weighted_is_refused(train: Train, name: str) -> None:
     hooks, message = NO_SAMPLE_WEIGHTS[name]
     with pytest.raises(ctl_core.SetupError, match=message):
         train(hooks, steps=1, batch_size=BATCH)
-
-
-def test_a_third_element_that_loss_pre_reads_is_said_to_weight_the_loss(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hooks = weighted_hooks(loss_pre=lambda output, batch: (output, batch[1]))
-    train(hooks, steps=1, batch_size=BATCH)
-    assert "grad_pre (the engine's default): multiplies the loss by the third element of" in (
-        capsys.readouterr().out
-    )
-    dicts = {"x": regression_data()[0], "y": regression_data()[1], "w": np.ones(100, "float32")}
-    hooks = make_hooks(
-        create_dataset=sliced(dicts),
-        input_pre=lambda batch: batch["x"],
-        loss_pre=lambda output, batch: (output, batch["y"]),
-    )
-    state = train(hooks, steps=1, run_name="dict")
-    assert state.step == 1 and "multiplies" not in capsys.readouterr().out

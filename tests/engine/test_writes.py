@@ -263,21 +263,6 @@ def test_what_is_shared_though_each_replica_gives_another_value_is_warned_of(
     assert f"{name} what each replica's own" in said and "with the aggregation mean" in said
 
 
-def exchanged_in_a_branch(model: Any, inputs: Any) -> None:
-    tf.cond(inputs[0, 0] > 0, lambda: over_replicas(inputs[0]), lambda: inputs[0])
-
-
-@pytest.mark.parametrize(
-    ("create", "compiled"),
-    [(lambda: Writing(exchanged_in_a_branch), False), (lambda: running_model(over_replicas), True)],
-)
-def test_where_replicas_cannot_exchange_anything_it_is_said(
-    train: Train, create: Callable[[], Any], compiled: bool
-) -> None:
-    with pytest.raises(ctl_core.SetupError, match=r"\(test_writes.py:\d+\): .* a branch or a loop"):
-        train(make_hooks(create_model=create), virtual_devices=2, jit_compile=compiled)
-
-
 class Told(keras.Model):
     """A moving average that ``update_pre`` writes to, of the output of all micro-batches."""
 
