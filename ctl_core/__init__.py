@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ctl_core.tools.load import load as load
     from ctl_core.trainer import train as train
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _HOME = {
     "Config": "settings",
