@@ -112,7 +112,8 @@ def _criterion(setting: str, text: str, names: list[str] | None) -> Criterion:
     if setting == EARLY_STOP:
         text, _, number = text.rpartition(":")
         patience = int(number)
-    metric, mode = metric_in(text)
+    said = text.endswith((":max", ":min"))
+    metric, _, mode = text.rpartition(":") if said else (text, "", "")
     # Of several sets of evaluation data, values are called NAME/loss.
     meant = [name for name in names if name.partition("/")[2] == metric]
     if metric not in names and len(meant) > 1:
@@ -125,18 +126,10 @@ def _criterion(setting: str, text: str, names: list[str] | None) -> Criterion:
             f"{setting}: no metric is called {metric!r}{nearest(metric, names)} (there: "
             f"{', '.join(names)})"
         )
-    return Criterion(setting, metric, is_highest(setting, metric, mode), patience)
+    return Criterion(setting, metric, _is_highest(setting, metric, mode), patience)
 
 
-def metric_in(text: str) -> tuple[str, str]:
-    """Splits ``METRIC:max`` into the metric and ``max`` or ``min``, if that is said."""
-    if text.endswith((":max", ":min")):
-        metric, _, mode = text.rpartition(":")
-        return metric, mode
-    return text, ""
-
-
-def is_highest(setting: str, metric: str, mode: str) -> bool:
+def _is_highest(setting: str, metric: str, mode: str) -> bool:
     """Whether more of a metric is better, as ``mode`` or its name says.
 
     Raises:
