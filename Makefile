@@ -3,7 +3,7 @@
 # make test   lint and all tests but the slow ones: ten minutes
 # make golden what must not change, of the engine that ENGINE names: make golden ENGINE=new; MARK="not slow"
 #             leaves out what takes long
-# make test-slow      the slow ones: kills, ported programs, whole environments
+# make test-slow      the slow ones: kills, whole environments
 # make test-clusters  clusters of processes that train
 # make test-rest      both of these: what make test leaves out
 # make test-all       make test, test-slow and test-clusters at once: lint, and each test once

@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
-        if item.get_closest_marker("cluster") or item.path.parent.name == "ported":
+        if item.get_closest_marker("cluster"):
             item.add_marker("slow")
         elif item.path.name in QUICK:
             item.add_marker("quick")

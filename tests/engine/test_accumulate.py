@@ -12,48 +12,17 @@ import tensorflow as tf
 
 from ctl_core.errors import SetupError
 from tests.helpers.cases import (
-    CLIP,
     FEATURES,
     assert_weights,
-    clipped,
     make_hooks,
-    nadam,
     regression_data,
     sgd,
     sliced,
     unclipped,
 )
 from tests.helpers.fixtures import Train
-from tests.helpers.plain_loop import BATCH, CASES, STEPS, by_hand
 
-
-@pytest.mark.parametrize(
-    ("case", "kind", "replicas", "accumulate"),
-    [
-        ("l2", "nadam_clipped", 1, 2),
-        ("l2", "sgd", 1, 4),
-        ("l2", "nadam_clipped", 2, 4),
-        ("embedding", "sgd", 1, 2),
-        ("embedding", "nadam_clipped", 2, 2),
-        ("two_inputs_two_outputs", "nadam_clipped", 2, 2),
-        ("no_gradient", "sgd", 1, 4),
-    ],
-)
-def test_weights_equal_those_of_whole_batches(
-    train: Train, case: str, kind: str, replicas: int, accumulate: int
-) -> None:
-    create_model, data, loss = CASES[case]
-    hooks = make_hooks(
-        create_dataset=sliced(data()),
-        create_model=create_model,
-        create_loss=lambda: loss,
-        create_opt=sgd if kind == "sgd" else nadam,
-        update_pre=unclipped if kind == "sgd" else clipped,
-    )
-    state = train(hooks, steps=STEPS, virtual_devices=replicas, accumulate_steps=accumulate)
-    assert state.step == STEPS
-    optimizer = sgd(0.01) if kind == "sgd" else nadam(0.01)
-    assert_weights(state, by_hand(case, optimizer, None if kind == "sgd" else CLIP)[0])
+BATCH = 16
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.golden.programs import transformer
 from tests.helpers import cases
 from tests.helpers.fixtures import Train
 from tests.helpers.readers import Loader, passes
 from tests.helpers.steered import STEERED, steered_hooks
-from tests.ported import (
-    codebook,
-    compare,
-    mixed_precision,
-    multi_task,
-    simclr,
-    wgan_gp,
-)
 
 pytestmark = pytest.mark.cluster
 
@@ -74,13 +64,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "exchanges_on_two_devices",
         "weights_on_one_device",
         "varying_lengths",
-        "masked_transformer",
         "weights_of_micro_batches",
         "weights_compiled",
         "weights_of_whole_batches",
         "remainders",
         "exchanges_on_one_device",
-        "contrastive",
         "examples_of_an_epoch",
         "kept_batches",
         "readers",
@@ -95,8 +83,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data_differs",
         "layers_frozen_unalike",
         "hook_state",
-        "codebook",
-        "ported",
         "inner_optimizer",
     )
 
@@ -166,15 +152,6 @@ def test_readers_in_python_of_two_processes(two: Path) -> None:
                 np.testing.assert_array_equal(weight, in_parts[name])
 
 
-def test_a_loss_divided_by_the_words_of_both_processes(two: Path) -> None:
-    model = transformer.train_plainly()
-    whole = next(iter(transformer.create_eval_dataset(len(transformer.SENTENCES))))
-    for process in kept(two, "transformer", 2):
-        assert_equal_weights(list(process.values()), model.get_weights())
-    for process in kept(two, "transformer-loss", 2):
-        np.testing.assert_allclose(process["loss"], transformer.mean_loss(model, whole), rtol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["sgd", "nadam"])
 @pytest.mark.parametrize(("processes", "devices"), [(2, 2), (2, 1), (3, 1)])
 def test_weights_on_several_processes(
@@ -228,16 +205,6 @@ def test_hooks_exchange_values_between_processes(two: Path, devices: int) -> Non
             assert values.keys() == expected.keys()
             for name, value in expected.items():
                 np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("name", ["whole", "parts"])
-def test_contrastive_learning_among_all_processes(two: Path, name: str) -> None:
-    model, metrics = simclr.plain()
-    weights = {str(i): value for i, value in enumerate(model.get_weights())}
-    for values in kept(two, f"simclr-{name}", 2):
-        assert values.keys() == {*weights, *metrics}
-        for key, value in {**weights, **metrics}.items():
-            np.testing.assert_allclose(values[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("kind", ["engine", "hook"])
@@ -359,30 +326,6 @@ def test_only_the_chief_writes(two: Path) -> None:
     assert (run / "train.log").exists() and (run / "worker-1.log").exists()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["split"]) for line in lines] == [(0, "eval")]
-
-
-def test_a_codebook_is_the_moving_average_over_two_processes(two: Path) -> None:
-    expected = codebook.plain()[0].get_weights()
-    for values in kept(two, "codebook", 2):
-        message = str(values.pop("message"))
-        assert "assigns to train_model/codebook/" in message and "2 replicas would no" in message
-        for value, other in zip(values.values(), expected, strict=True):
-            np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["wgan_gp", "multi_task", "mixed_precision"])
-def test_a_ported_program_is_that_of_the_plain_loop(two: Path, name: str) -> None:
-    plain_loops: dict[str, Callable[[], Any]] = {
-        "wgan_gp": lambda: wgan_gp.plain()[0].trainable_variables,
-        "multi_task": multi_task.plain,
-        "mixed_precision": lambda: mixed_precision.plain()[0].trainable_variables,
-    }
-    expected = plain_loops[name]()
-    # In float16, each replica rounds the gradients of its own examples.
-    bound = 1e-4 if name == "mixed_precision" else 1e-6
-    for values in kept(two, name, 2):
-        for value, (path, other) in zip(values.values(), compare.numbers(expected), strict=True):
-            np.testing.assert_allclose(value, other, rtol=1e-5, atol=bound, err_msg=path)
 
 
 def test_a_hooks_own_optimizer_gets_the_sum_and_the_chief_writes_its_summary(two: Path) -> None:

@@ -20,11 +20,11 @@ from tests.helpers.cases import (
     norm_model,
     regression_data,
     sgd,
+    sgd_steps,
     sliced,
     small_model,
 )
 from tests.helpers.fixtures import Train
-from tests.helpers.plain_loop import sgd_steps
 from tests.helpers.project import EVALUATED
 
 STEPS, BATCH, RATE, DECAY = 12, 16, 0.1, 0.9

@@ -14,24 +14,29 @@ import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.errors import SetupError
 from ctl_core.numerics import precision
+from tests.golden import compare
+from tests.golden.compare import STEPS
+from tests.golden.programs import embedding, l2, two_by_two
 from tests.helpers.cases import (
-    CLIP,
     FEATURES,
     assert_weights,
-    clipped,
     make_hooks,
-    nadam,
     regression_data,
     set_weights,
     sliced,
     squared_error,
 )
 from tests.helpers.fixtures import Train
-from tests.helpers.plain_loop import BATCH, CASES, STEPS, by_hand
 from tests.helpers.project import EVALUATED
 
 pytestmark = pytest.mark.slow
 
+CASES = {
+    "l2": l2.PROGRAM,
+    "embedding": embedding.PROGRAM,
+    "two_inputs_two_outputs": two_by_two.PROGRAM,
+}
+BATCH = 16
 OVERFLOW = 3  # the step whose batch has an infinite target
 
 
@@ -65,24 +70,21 @@ def test_weights_are_near_those_of_float32(
     accumulate: int,
 ) -> None:
     monkeypatch.setattr(precision, "INITIAL", 2.0**8)  # so that no update of these is skipped
-    create_model, data, loss = CASES[case]
+    hooks = CASES[case].hooks()
+    loss = hooks.create_loss()
     seen: list[Any] = []
 
     def checked(loss_input: Any) -> tf.Tensor:
         assert all(part.dtype == tf.float32 for part in tf.nest.flatten(loss_input))
         return loss(loss_input)
 
-    hooks = make_hooks(
-        create_dataset=sliced(data()),
-        create_model=create_model,
-        create_loss=lambda: checked,
-        create_opt=nadam,
-        update_pre=clipped,
-        every_steps={10: lambda loss, output, gradients: seen.append((loss, output, gradients))},
-    )
+    hooks.create_loss = lambda: checked
+    hooks.every_steps = {10: lambda loss, output, gradients: seen.append((loss, output, gradients))}
     state = train(
         hooks,
         steps=STEPS,
+        batch_size=compare.BATCH,
+        learning_rate=compare.RATE,
         precision=kind,
         virtual_devices=replicas,
         accumulate_steps=accumulate,
@@ -93,7 +95,7 @@ def test_weights_are_near_those_of_float32(
     assert int(state.optimizer.iterations.numpy()) == STEPS
     for values in seen:
         assert all(part.dtype == tf.float32 for part in tf.nest.flatten(values))
-    expected, _ = by_hand(case, nadam(0.01), CLIP)
+    expected = compare.read_numbers(CASES[case].plain())
     for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
         assert weight.dtype == np.float32
         np.testing.assert_allclose(weight, reference, atol=0.01)

@@ -14,11 +14,11 @@ from tensorflow.python.framework import config
 
 from ctl_core.compiled import STACK_BYTES, STACK_STEPS, stack_of
 from ctl_core.graph import StepFunctions
+from tests.golden.programs import multi_task, wgan_gp
 from tests.helpers.cases import eval_hooks, set_weights
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import values
 from tests.helpers.stretched import RANDOM, TARGET, image_hooks, words_hooks
-from tests.ported import multi_task, wgan_gp
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,8 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
+from tests.helpers.cases import make_hooks, regression_data, sgd_steps, sliced, small_model
 from tests.helpers.fixtures import Train
-from tests.helpers.plain_loop import sgd_steps
 from tests.helpers.steered import Followed
 
 STEPS, BATCH, RATE = 12, 16, 0.1

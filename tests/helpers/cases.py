@@ -5,7 +5,7 @@ Nothing here starts TensorFlow: devices and cluster are still to be chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +156,18 @@ def nadam(lr: Any) -> keras.optimizers.Optimizer:
 
 
 OPTIMIZERS = {"sgd": sgd, "nadam": nadam}
+
+
+def sgd_steps(model: keras.Model, steps: int, rate: float) -> Iterator[None]:
+    """Trains on batches of 16 of the data without an optimizer; yields after each step."""
+    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(16, drop_remainder=True)
+    for inputs, target in data.repeat().take(steps):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(inputs) - target) ** 2) / 16
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(rate * gradient)
+        yield
 
 
 def unclipped(gradients: Any) -> Any:

@@ -19,14 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.numerics import precision
-from tests.golden.programs import transformer
 from tests.helpers import cases
 from tests.helpers.cases import make_hooks
 from tests.helpers.readers import Loader
 from tests.helpers.steered import STEERED, steered_hooks
-from tests.ported import codebook as vq
-from tests.ported import compare, mixed_precision, multi_task, wgan_gp
 
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 
@@ -121,17 +117,6 @@ def exchanges_on_one_device(folder: Path) -> None:
     exchanges(folder, 1)
 
 
-def contrastive(folder: Path) -> None:
-    """SimCLR with negatives of the global batch, evaluated, in one go and across a resume."""
-    from tests.ported import simclr
-
-    for name, cuts in (("whole", [16]), ("parts", [5, 16])):
-        for steps in cuts:
-            settings = {**simclr.SETTINGS, "steps": steps, "eval_every": 4}
-            state = run(folder, f"simclr-{name}", simclr.hooks(), **settings)
-        keep_weights(folder, f"simclr-{name}", state, **state.metrics)
-
-
 def examples_of_an_epoch(folder: Path) -> None:
     """The ids that this process trains on in one epoch, sharded by the engine and by the hook."""
     for kind in ("engine", "hook"):
@@ -186,14 +171,6 @@ def batch_norm(folder: Path) -> None:
     """Moving statistics after a checkpoint: the same on every process."""
     state = run(folder, "batch_norm", make_hooks(create_model=cases.norm_model), steps=5)
     keep_weights(folder, "batch_norm", state)
-
-
-def masked_transformer(folder: Path) -> None:
-    """Sentences of varying length; the loss is divided by the words of both processes."""
-    hooks = transformer.hooks()
-    state = run(folder, "transformer", hooks, steps=16, batch_size=8, learning_rate=0.05)
-    keep_weights(folder, "transformer", state)
-    keep(folder, "transformer-loss", loss=state.metrics["loss"])
 
 
 def drift(folder: Path) -> None:
@@ -298,32 +275,6 @@ def generators(folder: Path) -> None:
         for steps in cuts:
             run(folder, f"generator-{name}", cases.generator_hooks(seen), steps=steps)
         keep(folder, f"generator-{name}", noise=np.stack(seen))
-
-
-def codebook(folder: Path) -> None:
-    """A codebook that is a moving average, across a resume; and one that is each replica's own."""
-    for steps in (9, compare.STEPS):
-        state = run(folder, "codebook", vq.hooks(), steps=steps, **vq.SETTINGS)
-    message = "nothing found"
-    try:
-        own = vq.hooks(exchange=lambda values: values)
-        run(folder, "codebooks", own, steps=2, **vq.SETTINGS)
-    except ctl_core.SetupError as error:
-        message = str(error)
-    keep_weights(folder, "codebook", state, message=message)
-
-
-def ported(folder: Path) -> None:
-    """A GAN of two objectives, learnt task weights, a float16 policy of the model's own."""
-    settings = {"batch_size": compare.BATCH, "learning_rate": compare.RATE, "steps": compare.STEPS}
-    precision.PATIENCE = mixed_precision.GROWTH
-    programs = {"wgan_gp": wgan_gp, "multi_task": multi_task, "mixed_precision": mixed_precision}
-    for name, program in programs.items():
-        state = run(folder, name, program.hooks(), **settings)
-        variables = compare.numbers(state.train_model.trainable_variables)
-        if name == "multi_task":
-            variables += compare.numbers(state.train_loss.trainable_variables)
-        keep(folder, name, **{str(i): value for i, (_, value) in enumerate(variables)})
 
 
 def inner_optimizer(folder: Path) -> None:

@@ -2,9 +2,7 @@
 
 Users and items go by their names: a StringLookup and an Embedding each, whose dot product is to
 be the rating. The layers are kept in a dict, of a ``tf.Module``, of a plain class or of a Keras
-model. The gradients of the embeddings are sparse, and a batch names most items more than once. The
-other task of such models, to find a user's item among those of the whole batch, needs the items
-of all devices, which ``all_gather`` gives.
+model. The gradients of the embeddings are sparse, and a batch names most items more than once.
 """
 
 from __future__ import annotations
@@ -16,14 +14,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
-import ctl_core
-from ctl_core.tools import commands
-from tests.helpers.fixtures import Train
-from tests.helpers.resume import assert_resumes
-from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers
+from tests.golden.compare import BATCH, RATE, STEPS, Program
 
 RANDOM = np.random.default_rng(0)
 USERS = np.array([f"user {number}" for number in RANDOM.integers(0, 12, size=40)])
@@ -112,29 +105,6 @@ def metric_pre(output: Any, batch: dict[str, Any]) -> Any:
     return batch["rating"], output
 
 
-class TwoTowers(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        layers = create_layers()
-        self.parts = {name: layers[name] for name in ("user_id", "item_id", "user", "item")}
-
-    def call(self, inputs: dict[str, Any]) -> Any:
-        users = self.parts["user"](self.parts["user_id"](inputs["user"]))
-        return users, self.parts["item"](self.parts["item_id"](inputs["item"]))
-
-
-def with_all_items(output: Any) -> Any:
-    users, items = output
-    own = ctl_core.replica_id() * len(items) + tf.range(len(items))
-    return users, ctl_core.all_gather(items), own
-
-
-def retrieval_loss(loss_input: Any) -> Any:
-    users, items, own = loss_input
-    scores = tf.matmul(users, items, transpose_b=True)
-    return keras.losses.sparse_categorical_crossentropy(own, scores, from_logits=True)
-
-
 # ---- The same as a plain loop -----------------------------------------------------------------
 
 
@@ -147,7 +117,7 @@ def adagrad(lr: Any) -> keras.Optimizer:
 
 
 def hooks(
-    create_model: Callable[[], Any], create_opt: Callable[[Any], keras.Optimizer] = sgd
+    create_model: Callable[[], Any] = Module, create_opt: Callable[[Any], keras.Optimizer] = sgd
 ) -> SimpleNamespace:
     return SimpleNamespace(
         create_dataset=create_dataset,
@@ -163,84 +133,35 @@ def hooks(
     )
 
 
-def weights(model: Any) -> list[Any]:
+def find_weights(model: Any) -> list[Any]:
     return [weight for layer in model.parts.values() for weight in layer.weights]
 
 
 @functools.cache
-def plain(create_opt: Callable[[Any], keras.Optimizer], lr: float) -> Any:
+def train_plainly(create_opt: Callable[[Any], keras.Optimizer], lr: float) -> Any:
     model, optimizer = Plain(), create_opt(lr)
     model(input_pre(next(iter(create_dataset(BATCH)))))
-    before = numbers(weights(model))
     for batch in create_dataset(BATCH).repeat().take(STEPS):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(batch) - batch["rating"]) ** 2)
-        gradients = tape.gradient(loss, weights(model))
+        gradients = tape.gradient(loss, find_weights(model))
         assert sum(isinstance(gradient, tf.IndexedSlices) for gradient in gradients) == 3
         # Keras 3 lets Adagrad square what each example gives to a row; Keras 2 added it up before,
         # as a gradient does, and so does the engine.
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        optimizer.apply_gradients(zip(gradients, weights(model), strict=True))
-    assert_moved(before, numbers(weights(model)))
+        optimizer.apply_gradients(zip(gradients, find_weights(model), strict=True))
     return model
 
 
-@pytest.mark.parametrize(
-    ("create_model", "create_opt", "lr", "devices"),
-    [
-        (Module, sgd, RATE, 1),
-        (Plain, sgd, RATE, 2),
-        (Model, sgd, RATE, 2),
-        (Module, adagrad, 0.1, 2),
-    ],
+def evaluate_plainly() -> dict[str, float]:
+    error = train_plainly(sgd, RATE)({"user": USERS, "item": ITEMS}).numpy() - RATINGS
+    return {"rmse": float(np.sqrt((error**2).mean()))}
+
+
+PROGRAM = Program(
+    hooks,
+    lambda: find_weights(train_plainly(sgd, RATE)),
+    weights=lambda state: find_weights(state.train_model),
+    metrics=evaluate_plainly,
+    compiles=False,  # XLA has no strings
 )
-def test_weights_are_those_of_the_plain_loop(
-    train: Train, create_model: Any, create_opt: Any, lr: float, devices: int
-) -> None:
-    expected = plain(create_opt, lr)
-    state = train(hooks(create_model, create_opt), steps=STEPS, batch_size=BATCH,
-                  learning_rate=lr, virtual_devices=devices)  # fmt: skip
-    assert_close(weights(state.train_model), weights(expected))
-    error = expected({"user": USERS, "item": ITEMS}).numpy() - RATINGS
-    np.testing.assert_allclose(state.metrics["rmse"], np.sqrt((error**2).mean()), rtol=1e-5)
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_retrieval_among_the_items_of_the_whole_batch(train: Train, devices: int) -> None:
-    retrieval = SimpleNamespace(
-        create_dataset=create_dataset,
-        create_model=TwoTowers,
-        create_loss=lambda: retrieval_loss,
-        create_opt=sgd,
-        input_pre=input_pre,
-        loss_pre=with_all_items,
-        every_steps={},
-    )
-    state = train(retrieval, steps=STEPS, batch_size=BATCH, learning_rate=RATE,
-                  virtual_devices=devices)  # fmt: skip
-    model, optimizer = TwoTowers(), keras.optimizers.SGD(RATE)
-    batches = create_dataset(BATCH).repeat().take(STEPS)
-    model(next(iter(batches)))
-    before = numbers(model.weights)
-    for batch in batches:
-        with tf.GradientTape() as tape:
-            users, items = model(batch)
-            loss = tf.reduce_mean(retrieval_loss((users, items, tf.range(BATCH))))
-        gradients = tape.gradient(loss, model.weights)
-        optimizer.apply_gradients(zip(gradients, model.weights, strict=True))
-    assert_moved(before, numbers(model.weights))
-    assert_close(state.train_model.weights, model.weights)
-
-
-def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
-    assert_resumes(train, lambda: hooks(Module, adagrad), batch_size=BATCH)
-
-
-def test_an_export_knows_the_names(train: Train) -> None:
-    state = train(hooks(Plain), steps=2, batch_size=BATCH)
-    options = {"checkpoint": None, "input": None, "output": None}
-    path = commands.export(hooks(Plain), state.config, options)
-    served = tf.saved_model.load(str(path)).signatures["serving_default"]
-    some = {"user": tf.constant(["user 3", "nobody"]), "item": tf.constant(["item 1", "item 2"])}
-    found = next(iter(served(**some).values()))
-    np.testing.assert_allclose(found, state.train_model(some), rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ examples are the rows from where the replicas before it end. Nothing here starts
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
-from tests.ported.compare import BATCH, RATE, STEPS, assert_moved, numbers
+from tests.golden.compare import BATCH, RATE, STEPS, Program
 
 FEATURES, TEMPERATURE = 6, 0.5
 RANDOM = np.random.default_rng(0)
@@ -23,7 +24,6 @@ VIEWS = tuple(
     (IMAGES + RANDOM.normal(scale=0.3, size=IMAGES.shape)).astype("float32") for _ in range(2)
 )
 EVALUATED = 19  # of the last batch, a second replica has none
-SETTINGS = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
 
 # ---- callbacks.py -----------------------------------------------------------------------------
 
@@ -118,17 +118,16 @@ def hooks() -> SimpleNamespace:
 # ---- The same as a plain loop -----------------------------------------------------------------
 
 
-def plain() -> tuple[keras.Model, dict[str, float]]:
+@functools.cache
+def train_plainly() -> tuple[keras.Model, dict[str, float]]:
     """Returns the model that a loop over whole batches trains, and what its evaluation says."""
     model, optimizer = create_model(), keras.optimizers.SGD(RATE)
-    before = numbers(model.trainable_variables)
     for views in create_dataset(BATCH).repeat().take(STEPS):
         with tf.GradientTape() as tape:
             output = model(views)
             loss = tf.reduce_mean(contrastive((output, output, 0)))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    assert_moved(before, numbers(model.trainable_variables))
     losses, found = [], []
     for views in create_eval_dataset(BATCH):
         output = model(views)
@@ -136,3 +135,13 @@ def plain() -> tuple[keras.Model, dict[str, float]]:
         found.append(found_itself((output, output, 0)).numpy())
     means = [float(np.concatenate(values).mean()) for values in (losses, found)]
     return model, {"loss": means[0], "accuracy": means[1]}
+
+
+# A micro-batch has fewer negatives.
+PROGRAM = Program(
+    hooks,
+    lambda: train_plainly()[0].weights,
+    metrics=lambda: train_plainly()[1],
+    settings={"eval_every": 5},
+    accumulates=False,
+)

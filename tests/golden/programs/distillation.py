@@ -14,19 +14,16 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
-from tests.helpers.fixtures import Train
-from tests.helpers.resume import assert_resumes
-from tests.ported.compare import BATCH, STEPS, assert_close, assert_moved, numbers
+from tests.golden.compare import BATCH, STEPS, Program
 
 FEATURES, CLASSES = 6, 3
 RANDOM = np.random.default_rng(0)
 INPUTS = RANDOM.normal(size=(40, FEATURES)).astype("float32")
 LABELS = RANDOM.integers(0, CLASSES, size=40)
 ALPHA, TEMPERATURE = 0.3, 4.0
-SETTINGS = {"steps": STEPS, "batch_size": BATCH, "learning_rate": 0.5}
+LEARNING_RATE = 0.5
 
 # ---- callbacks.py -----------------------------------------------------------------------------
 
@@ -136,9 +133,8 @@ def model_hooks() -> SimpleNamespace:
 
 
 @functools.cache
-def plain() -> keras.Model:
-    student, optimizer = create_student(), keras.optimizers.SGD(SETTINGS["learning_rate"])
-    before = numbers(student.trainable_variables)
+def train_plainly() -> keras.Model:
+    student, optimizer = create_student(), keras.optimizers.SGD(LEARNING_RATE)
     for inputs, label in create_dataset(BATCH).repeat().take(STEPS):
         teacher = TEACHER(inputs, training=False)
         with tf.GradientTape() as tape:
@@ -146,33 +142,18 @@ def plain() -> keras.Model:
             loss = tf.reduce_mean(soft_and_hard(((output, teacher), label)))
         gradients = tape.gradient(loss, student.trainable_variables)
         optimizer.apply_gradients(zip(gradients, student.trainable_variables, strict=True))
-    assert_moved(before, numbers(student.trainable_variables))
     return student
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("create_hooks", [global_hooks, model_hooks])
-def test_the_student_is_that_of_the_plain_loop_and_the_teacher_stays(
-    train: Train, create_hooks: Any, devices: int
-) -> None:
-    before = numbers(TEACHER.weights)
-    model = train(create_hooks(), virtual_devices=devices, **SETTINGS).train_model
-    student = model.student if create_hooks is model_hooks else model
-    teacher = model.teacher if create_hooks is model_hooks else TEACHER
-    assert_close(student.weights, plain().weights)
-    for (name, one), (_, other) in zip(before, numbers(teacher.weights), strict=True):
-        np.testing.assert_array_equal(one, other, err_msg=name)
+def find_weights(state: Any) -> list[Any]:
+    """Those of the teacher, too, which has to stay as it is."""
+    return [*state.train_model.student.weights, *state.train_model.teacher.weights]
 
 
-def test_a_resumed_run_is_the_whole_run_and_goes_on_with_the_teacher_it_began_with(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new process makes the global anew; here it comes out otherwise the third time."""
-    seeds = iter([1, 1, 2])
-
-    def hooks() -> SimpleNamespace:
-        monkeypatch.setitem(globals(), "TEACHER", create_teacher(next(seeds)))
-        return global_hooks(dropout=0.2)
-
-    assert_resumes(train, hooks, batch_size=BATCH)
-    assert_close(TEACHER.weights, create_teacher(1).weights)
+PROGRAM = Program(
+    model_hooks,
+    lambda: [*train_plainly().weights, *TEACHER.weights],
+    weights=find_weights,
+    settings={"learning_rate": LEARNING_RATE},
+    frozen=lambda: frozenset(range(4, 4 + len(TEACHER.weights))),
+)

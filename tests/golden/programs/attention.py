@@ -12,11 +12,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
-from tests.helpers.fixtures import Train
-from tests.ported.compare import BATCH, STEPS, assert_close, numbers, rounding_only
+from tests.golden.compare import BATCH, STEPS, Program, find_rounding
 
 WORDS, LENGTH, SIZE, RATE = 9, 6, 4, 0.02
 RANDOM = np.random.default_rng(0)
@@ -70,7 +68,7 @@ def hooks() -> SimpleNamespace:
 
 
 @functools.cache
-def plain() -> tuple[keras.Model, frozenset[int]]:
+def train_plainly() -> tuple[keras.Model, frozenset[int]]:
     """Returns the model, and which of its weights have no gradient but rounding."""
     model, optimizer, seen = create_model(), keras.optimizers.Adam(RATE), []
     for texts, labels in create_dataset(BATCH).repeat().take(STEPS):
@@ -80,17 +78,20 @@ def plain() -> tuple[keras.Model, frozenset[int]]:
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # sums up rows
         seen.append(gradients)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    return model, rounding_only(seen)
+    return model, find_rounding(seen)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_weights_but_the_key_bias_are_those_of_the_plain_loop(train: Train, devices: int) -> None:
-    model, but = plain()
-    (position,) = but
+def find_key_bias() -> frozenset[int]:
+    model, positions = train_plainly()
+    (position,) = positions
     assert model.trainable_variables[position].path.endswith("key/bias")
-    moved = numbers(model.trainable_variables)[position][1]
-    assert np.abs(moved).max() > 1e-5, "it began at zero, and Adam has moved it"
-    state = train(hooks(), steps=STEPS, batch_size=BATCH, learning_rate=RATE,
-                  virtual_devices=devices)  # fmt: skip
-    assert_close(state.train_model.trainable_variables, model.trainable_variables, but)
-    np.testing.assert_allclose(state.train_model(TEXTS), model(TEXTS), rtol=1e-4, atol=1e-5)
+    return positions
+
+
+PROGRAM = Program(
+    hooks,
+    lambda: train_plainly()[0].trainable_variables,
+    weights=lambda state: state.train_model.trainable_variables,
+    settings={"learning_rate": RATE},
+    ignored=find_key_bias,
+)

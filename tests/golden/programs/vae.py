@@ -14,13 +14,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from ctl_core import data
-from tests.helpers.fixtures import Train
-from tests.helpers.resume import assert_resumes
-from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers
+from tests.golden.compare import BATCH, RATE, STEPS, Program
 
 PIXELS, LATENT = 12, 2
 IMAGES = np.random.default_rng(0).uniform(size=(44, PIXELS)).astype("float32").round()
@@ -154,9 +151,8 @@ def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
 
 
 @functools.cache
-def plain(own_noise: bool = False) -> keras.Model:
+def train_plainly(own_noise: bool = False) -> keras.Model:
     model, optimizer = create_model(own_noise), keras.optimizers.SGD(RATE)
-    before = numbers(model.trainable_variables)
     for image, noise in create_dataset(BATCH).take(STEPS):
         with tf.GradientTape() as tape:
             found, mean, log_variance = model((image, noise))
@@ -164,35 +160,26 @@ def plain(own_noise: bool = False) -> keras.Model:
             loss = tf.reduce_mean(reconstruction + kl_of(mean, log_variance))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    assert_moved(before, numbers(model.trainable_variables))
     return model
 
 
-SETTINGS = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
-
-
-@pytest.mark.parametrize(("adds_loss", "devices"), [(False, 1), (False, 2), (True, 2)])
-def test_weights_and_metrics_are_those_of_the_plain_loop(
-    train: Train, adds_loss: bool, devices: int
-) -> None:
-    expected = plain()
-    state = train(hooks(adds_loss=adds_loss), virtual_devices=devices, **SETTINGS)
-    assert_close(state.train_model.weights, expected.weights)
+def evaluate_plainly() -> dict[str, float]:
     image, noise = next(iter(create_eval_dataset(len(IMAGES))))
-    found, mean, log_variance = expected((image, noise))
+    found, mean, log_variance = train_plainly()((image, noise))
     reconstruction = PIXELS * keras.losses.binary_crossentropy(image, found).numpy().mean()
     kl = kl_of(mean, log_variance).numpy().mean()
     accuracy = ((found.numpy() > 0.5) == IMAGES).mean()
-    metrics = [state.metrics[name] for name in ("loss", "reconstruction", "kl", "accuracy")]
-    np.testing.assert_allclose(
-        metrics, [reconstruction + kl, reconstruction, kl, accuracy], rtol=1e-5
-    )
+    return {
+        "loss": reconstruction + kl,
+        "reconstruction": reconstruction,
+        "kl": kl,
+        "accuracy": accuracy,
+    }
 
 
-def test_noise_of_the_layer_is_the_plain_loops_on_one_device(train: Train) -> None:
-    state = train(hooks(own_noise=True), **SETTINGS)
-    assert_close(state.train_model.weights, plain(own_noise=True).weights)
-
-
-def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
-    assert_resumes(train, lambda: hooks(own_noise=True, adds_loss=True), batch_size=BATCH)
+PROGRAM = Program(
+    lambda: hooks(adds_loss=True),
+    lambda: train_plainly().trainable_variables,
+    weights=lambda state: state.train_model.trainable_variables,
+    metrics=evaluate_plainly,
+)

@@ -12,20 +12,16 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from keras import ops
 
 import ctl_core
-from tests.helpers.fixtures import Train
-from tests.helpers.resume import assert_resumes
-from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers
+from tests.golden.compare import BATCH, RATE, STEPS, Program
 
 WORDS, LENGTH, SIZE, EXPERTS = 20, 6, 4, 3
 RANDOM = np.random.default_rng(0)
 TEXTS = RANDOM.integers(0, WORDS, (40, LENGTH))
 LABELS = RANDOM.integers(0, 2, 40)
-SETTINGS = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
 
 # ---- callbacks.py -----------------------------------------------------------------------------
 
@@ -96,30 +92,27 @@ def hooks(exchanged: bool = True) -> SimpleNamespace:
 
 
 @functools.cache
-def plain() -> keras.Model:
+def train_plainly() -> keras.Model:
     model, optimizer = create_model(exchanged=False), keras.optimizers.SGD(RATE)
-    before = numbers(model.weights)
     mean = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     for texts, labels in create_dataset(BATCH).repeat().take(STEPS):
         with tf.GradientTape() as tape:
             loss = mean(labels, model(texts, training=True)) + sum(model.losses)
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables)
-    assert_moved(before, numbers(model.weights))
     return model
 
 
-@pytest.mark.parametrize("settings", [{}, {"virtual_devices": 2}], ids=str)
-def test_weights_are_those_of_the_plain_loop(train: Train, settings: dict[str, Any]) -> None:
-    state = train(hooks(), **settings, **SETTINGS)
-    model = plain()
-    assert_close(state.train_model.weights, model.weights)
-    losses = []  # of batches as large as those of the evaluation, as what a layer adds is of them
+def evaluate_plainly() -> dict[str, float]:
+    """Of batches as large as those of the evaluation, as what a layer adds is of them."""
+    model, losses = train_plainly(), []
     for texts, labels in create_dataset(BATCH):
         error = create_loss()((model(texts), labels))
         losses.append(tf.reduce_mean(error) + sum(model.losses))
-    np.testing.assert_allclose(state.metrics["loss"], np.mean(losses), rtol=1e-5)
+    return {"loss": float(np.mean(losses))}
 
 
-def test_a_resumed_run_is_the_whole_run(train: Train) -> None:
-    assert_resumes(train, hooks, replicas=2, batch_size=BATCH, learning_rate=RATE)
+# Of micro-batches the experts' shares would be others.
+PROGRAM = Program(
+    hooks, lambda: train_plainly().weights, metrics=evaluate_plainly, accumulates=False
+)

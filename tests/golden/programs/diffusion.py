@@ -10,26 +10,16 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
-from tensorflow.python.framework import config
 
 from ctl_core import data
-from tests.helpers.fixtures import Train
-from tests.helpers.lean import PYTHONPATH
-from tests.helpers.resume import values
-from tests.ported.compare import BATCH, RATE, STEPS, assert_close, assert_moved, numbers
+from tests.golden.compare import BATCH, STEPS, Program
 
 IMAGES = np.random.default_rng(0).uniform(size=(40, 4, 4, 1)).astype("float32")
 FOLLOW = 0.9
@@ -174,11 +164,10 @@ def hooks(create_opt: Callable[[Any], keras.Optimizer] = sgd) -> SimpleNamespace
 
 
 @functools.cache
-def plain(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> keras.Model:
+def train_plainly(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> keras.Model:
     keras.utils.set_random_seed(0)  # the setting's default, from which the shuffle starts
     batches = create_dataset(BATCH).take(STEPS)
     model, optimizer = create_model(), create_opt(rate)
-    before = numbers(model.network.weights)
     for batch in batches:
         with tf.GradientTape() as tape:
             output = model(batch, training=True)
@@ -187,63 +176,27 @@ def plain(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> keras.Mo
         optimizer.apply_gradients(zip(gradients, model.network.trainable_variables, strict=True))
         for ema, weight in zip(model.ema_network.weights, model.network.weights, strict=True):
             ema.assign(FOLLOW * ema + (1.0 - FOLLOW) * weight)
-    assert_moved(before, numbers(model.network.weights))
-    assert_moved(before, numbers(model.ema_network.weights))
     return model
 
 
-@pytest.mark.parametrize(
-    ("create_opt", "rate", "devices"), [(sgd, 0.5, 1), (sgd, 0.5, 2), (adamw, 0.01, 2)]
+def evaluate_plainly() -> dict[str, float]:
+    output = train_plainly(sgd, 0.5)(next(iter(create_eval_dataset(21))), training=False)
+    noise = float(np.abs(output["found_noises"] - output["noises"]).mean())
+    image = float(np.abs(output["found_images"] - output["images"]).mean())
+    return {"loss": noise, "noise": noise, "image": image}
+
+
+def find_statistics() -> frozenset[int]:
+    """Of the inputs, which are known before training."""
+    model = train_plainly(sgd, 0.5)
+    known = {id(weight) for weight in model.normalizer.weights}
+    return frozenset(i for i, weight in enumerate(model.weights) if id(weight) in known)
+
+
+PROGRAM = Program(
+    hooks,
+    lambda: train_plainly(sgd, 0.5).weights,
+    metrics=evaluate_plainly,
+    settings={"learning_rate": 0.5},
+    frozen=find_statistics,
 )
-def test_both_networks_are_those_of_the_plain_loop(
-    train: Train, create_opt: Any, rate: float, devices: int
-) -> None:
-    expected = plain(create_opt, rate)
-    state = train(hooks(create_opt), steps=STEPS, batch_size=BATCH, learning_rate=rate,
-                  virtual_devices=devices)  # fmt: skip
-    assert_close(state.train_model.weights, expected.weights)
-    output = expected(next(iter(create_eval_dataset(21))), training=False)
-    noise = np.abs(output["found_noises"] - output["noises"]).mean()
-    image = np.abs(output["found_images"] - output["images"]).mean()
-    found = [state.metrics[name] for name in ("loss", "noise", "image")]
-    np.testing.assert_allclose(found, [noise, noise, image], rtol=1e-5)
-
-
-KILLED = """
-import os, signal
-from tests.ported.test_diffusion import *
-
-def die(step):
-    if step == 8:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-create_opt = sgd
-update_post = follow
-at_step = {8: die}
-"""
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Takes op determinism back after a test, for which TensorFlow has no public way."""
-    yield
-    config.disable_op_determinism()
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_a_killed_and_resumed_run_is_the_whole_run(train: Train, tmp_path: Path) -> None:
-    """A process of its own is killed between two checkpoints; the run goes on in this one."""
-    (tmp_path / "callbacks.py").write_text(KILLED)
-    command = [sys.executable, "-m", "ctl_core", "train", "--run-name=killed", "--steps=12"]
-    command += [f"--batch-size={BATCH}", "--ckpt-every=3", "--deterministic"]
-    command += [f"--learning-rate={RATE}"]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    killed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
-    settings: dict[str, Any] = {"steps": 12, "batch_size": BATCH, "ckpt_every": 3}
-    settings |= {"learning_rate": RATE, "deterministic": True}
-    whole = values(train(hooks(), run_name="whole", **settings))
-    rest = train(hooks(), run_name="killed", **settings)
-    assert "resuming at step 6" in (tmp_path / "runs/killed/train.log").read_text()
-    for path, value in values(rest).items():
-        np.testing.assert_array_equal(value, whole[path], err_msg=path)

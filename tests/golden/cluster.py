@@ -1,0 +1,42 @@
+"""What each process of a cluster runs: programs, one after the other, since a start costs more.
+
+``python -m tests.golden.cluster RUNS RUN_NAME PROGRAM...`` trains each as RUNS/RUN_NAME-PROGRAM,
+and writes what it has to ``RUNS/RUN_NAME-PROGRAM-TASK.npz``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.golden import compare, engine
+from tests.golden.catalogue import KILLED, LAST_SAVED, SETTINGS, load_program
+
+TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+def train_one(runs: Path, run_name: str, name: str) -> None:
+    """Trains a program; the chief of a whole run keeps what a kill would leave of it."""
+    program, run = load_program(name), f"{run_name}-{name}"
+
+    def kill(chief: bool) -> None:
+        if chief and run_name == "whole":
+            engine.leave_as_killed(runs / run, runs / f"killed-{name}")
+
+    hooks = program.hooks()
+    hooks.at_step = {**getattr(hooks, "at_step", {}), KILLED: kill}
+    settings: dict[str, Any] = SETTINGS | {"ckpt_every": LAST_SAVED} | program.settings
+    state = engine.train(hooks, runs, run_name=run, **settings)
+    weights = enumerate(compare.read_numbers(program.weights(state)))
+    values: dict[str, Any] = {str(number): weight for number, weight in weights} | state.metrics
+    np.savez(runs / f"{run}-{TASK}.npz", **values)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[3:]:
+        train_one(Path(sys.argv[1]), sys.argv[2], each)

@@ -1,0 +1,70 @@
+"""A layer that the loss does not depend on."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.golden.compare import BATCH, RATE, STEPS, Program
+
+RANDOM = np.random.default_rng(0)
+INPUTS = RANDOM.normal(size=(44, 5)).astype("float32")
+TARGET = (INPUTS @ RANDOM.normal(size=(5, 1)) + 0.5).astype("float32")
+
+# ---- callbacks.py -----------------------------------------------------------------------------
+
+
+def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((INPUTS, TARGET)).batch(per_replica_batch_size)
+
+
+class Unused(keras.Model):
+    """Calls one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        self.used, self.unused = keras.layers.Dense(1), keras.layers.Dense(1)
+        self.used.build((None, 5))
+        self.unused.build((None, 5))
+
+    def call(self, inputs: Any) -> Any:
+        return self.used(inputs)
+
+
+def squared_error(loss_input: Any) -> Any:
+    output, target = loss_input
+    return tf.reduce_sum((output - target) ** 2, axis=1)
+
+
+# ---- The same as a plain loop -----------------------------------------------------------------
+
+
+def hooks() -> SimpleNamespace:
+    return SimpleNamespace(
+        create_dataset=create_dataset,
+        create_model=Unused,
+        create_loss=lambda: squared_error,
+        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        update_pre=lambda gradients: (gradients, gradients),
+        every_steps={},
+    )
+
+
+@functools.cache
+def train_plainly() -> keras.Model:
+    model, optimizer = Unused(), keras.optimizers.SGD(RATE)
+    for inputs, target in create_dataset(BATCH).take(5).repeat().take(STEPS):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(squared_error((model(inputs), target)))
+        variables = model.used.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+    return model
+
+
+PROGRAM = Program(hooks, lambda: train_plainly().weights, frozen=lambda: frozenset({2, 3}))

@@ -1,0 +1,88 @@
+"""Two processes train as one: a cluster on loopback, and another that goes on after its kill."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.golden import NAME, ROOT, compare, engine
+from tests.golden.catalogue import LAST_SAVED, SETTINGS, assert_plain, train_plainly
+
+pytestmark = pytest.mark.cluster
+
+NAMES = (
+    "transformer",
+    "wgan_gp",
+    "multi_task",
+    "mixed_precision",
+    "codebook",
+    "simclr",
+    "batch_norm",
+)
+
+
+def find_free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def train_on_two(runs: Path, run_name: str) -> None:
+    """Trains all programs on a cluster of two processes."""
+    workers = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
+    command = [sys.executable, "-m", "tests.golden.cluster", str(runs), run_name, *NAMES]
+    started = []
+    for index in range(2):
+        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        environ = engine.environment(TF_CONFIG=json.dumps(task), ENGINE=NAME)
+        with (runs / f"{run_name}-{index}.log").open("wb") as log:
+            started.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log))
+    codes = [process.wait(timeout=900) for process in started]
+    logs = "\n".join(path.read_text()[-3000:] for path in runs.glob(f"{run_name}-*.log"))
+    assert codes == [0, 0], logs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs, whole, and killed and resumed."""
+    folder = tmp_path_factory.mktemp("two")
+    for run_name in ("whole", "killed"):
+        train_on_two(folder, run_name)
+    return folder
+
+
+def read_values(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return {key: file[key] for key in file.files}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_on_two_processes(trained: Path, name: str) -> None:
+    for task in range(2):
+        values = read_values(trained / f"whole-{name}-{task}.npz")
+        weights = [values.pop(str(number)) for number in range(len(train_plainly(name)))]
+        assert_plain(name, weights, values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_killed_and_resumed_on_two_processes(trained: Path, name: str) -> None:
+    assert f"resuming at step {LAST_SAVED}" in (trained / f"killed-{name}/train.log").read_text()
+    for task in range(2):
+        whole, resumed = (
+            read_values(trained / f"{run_name}-{name}-{task}.npz")
+            for run_name in ("whole", "killed")
+        )
+        assert whole.keys() == resumed.keys()
+        for key, value in whole.items():
+            np.testing.assert_array_equal(resumed[key], value, err_msg=key)
+    compare.assert_same_checkpoint(
+        trained / f"killed-{name}", trained / f"whole-{name}", SETTINGS["steps"]
+    )

@@ -1,0 +1,213 @@
+"""What else is asked of some programs: other optimizers, other ways to write them, what is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import NAME, compare, engine
+from tests.golden.compare import BATCH, RATE, STEPS, trained_weights
+from tests.golden.programs import (
+    codebook,
+    diffusion,
+    distillation,
+    fine_tuning,
+    lora,
+    mixed_precision,
+    recommender,
+    vae,
+    wgan_gp,
+)
+
+SETTINGS: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
+
+
+def find_parts(state: ctl_core.State) -> list[Any]:
+    return recommender.find_weights(state.train_model)
+
+
+def learn_from_global() -> SimpleNamespace:
+    """The teacher is in a global of the file, where no strategy sees it being made."""
+    return distillation.global_hooks()
+
+
+# By name: the hooks, the plain loop's variables, those of a state, and settings.
+VARIANTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], Any], Any]] = {
+    "adamw": (
+        partial(diffusion.hooks, diffusion.adamw),
+        lambda: diffusion.train_plainly(diffusion.adamw, 0.01).weights,
+        trained_weights,
+        {"learning_rate": 0.01},
+    ),
+    "adam": (
+        partial(fine_tuning.hooks, fine_tuning.adam),
+        lambda: fine_tuning.train_plainly(fine_tuning.adam, 0.01).weights,
+        trained_weights,
+        {"learning_rate": 0.01},
+    ),
+    "adagrad": (
+        partial(recommender.hooks, recommender.Module, recommender.adagrad),
+        lambda: recommender.find_weights(recommender.train_plainly(recommender.adagrad, 0.1)),
+        find_parts,
+        {"learning_rate": 0.1},
+    ),
+    "a model of no base class": (
+        partial(recommender.hooks, recommender.Plain),
+        recommender.PROGRAM.plain,
+        find_parts,
+        {},
+    ),
+    "layers in a dict of a Keras model": (
+        partial(recommender.hooks, recommender.Model),
+        recommender.PROGRAM.plain,
+        find_parts,
+        {},
+    ),
+    "all of the loss in create_loss": (vae.hooks, vae.PROGRAM.plain, vae.PROGRAM.weights, {}),
+    "a layer's own noise, on one device": (
+        partial(vae.hooks, own_noise=True),
+        lambda: vae.train_plainly(own_noise=True).weights,
+        trained_weights,
+        {"virtual_devices": 1},
+    ),
+    "a teacher in a global": (
+        learn_from_global,
+        lambda: distillation.train_plainly().weights,
+        trained_weights,
+        distillation.PROGRAM.settings,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_ways_to_write_a_program(train: engine.Train, name: str) -> None:
+    create_hooks, plain, weights, settings = VARIANTS[name]
+    teacher = compare.read_numbers(distillation.TEACHER.weights)
+    state = train(create_hooks(), **SETTINGS | {"virtual_devices": 2} | settings)
+    compare.assert_close(weights(state), plain())
+    for value, other in zip(teacher, distillation.TEACHER.weights, strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+def assert_resumes(
+    train: engine.Train, runs: Path, create_hooks: Callable[[], Any], at: int, **settings: Any
+) -> None:
+    """Compares 12 steps in one go with two parts, each by objects made anew."""
+    settings = {**SETTINGS, **settings}
+    train(create_hooks(), **{**settings, "steps": 12}, run_name="whole")
+    for steps in (at, 12):
+        train(create_hooks(), **{**settings, "steps": steps}, run_name="parts")
+    compare.assert_same_checkpoint(runs / "parts", runs / "whole", 12)
+
+
+# By name: the hooks, and the step after which the run is resumed.
+RESUMED: dict[str, tuple[Callable[[], Any], int]] = {
+    "noise and loss of a layer": (partial(vae.hooks, own_noise=True, adds_loss=True), 5),
+    "unfrozen with the last step": (partial(fine_tuning.hooks, fine_tuning.adam, 0.2, 5), 5),
+    "unfrozen later": (partial(fine_tuning.hooks, fine_tuning.adam, 0.2, 8), 5),
+    "before the skipped update": (mixed_precision.hooks, 6),
+    "after the skipped update": (mixed_precision.hooks, 7),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_after_a_step(train: engine.Train, runs: Path, name: str) -> None:
+    create_hooks, at = RESUMED[name]
+    assert_resumes(train, runs, create_hooks, at)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_the_teacher_it_began_with(
+    train: engine.Train, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process makes the global anew; here it comes out otherwise the third time."""
+    seeds = iter([1, 1, 2])
+
+    def create_hooks() -> SimpleNamespace:
+        monkeypatch.setattr(distillation, "TEACHER", distillation.create_teacher(next(seeds)))
+        return distillation.global_hooks(dropout=0.2)
+
+    assert_resumes(train, runs, create_hooks, 5)
+    compare.assert_close(distillation.TEACHER.weights, distillation.create_teacher(1).weights)
+
+
+def test_a_policy_of_the_models_own_is_put_back(train: engine.Train) -> None:
+    state = train(mixed_precision.hooks(), **{**SETTINGS, "steps": 1})
+    assert state.train_model.layers[1].compute_dtype == "float16"
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_codes_that_replicas_do_not_exchange_are_refused(train: engine.Train) -> None:
+    alone = codebook.hooks(exchange=lambda values: values)
+    assert train(alone, **{**SETTINGS, "steps": 1}).step == 1
+    with pytest.raises(ctl_core.SetupError, match=r"codebook.py:\d+: assigns to train_model/cod"):
+        train(alone, **{**SETTINGS, "steps": 2}, virtual_devices=2)
+
+
+def test_codes_that_each_micro_batch_moves_are_pointed_out(
+    train: engine.Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**SETTINGS, "steps": 1, "virtual_devices": 2, "accumulate_steps": 2}
+    train(codebook.hooks(), **settings)
+    said = " ".join(capsys.readouterr().out.split())
+    for name in ("codes", "counts", "sums"):
+        assert f"assigns to train_model/codebook/{name} (of the layer 'codebook', Codebook)" in said
+
+
+@pytest.mark.parametrize("suffix", ["keras", "weights.h5"])
+def test_a_base_from_a_file_leaves_adapters_as_they_are_created(
+    train: engine.Train, tmp_path: Path, suffix: str
+) -> None:
+    """Keras' load_weights would make both matrices of each 0."""
+    own, file = lora.hooks(lambda: lora.adapted(lora.create_base())), tmp_path / f"base.{suffix}"
+    base = keras.models.load_model(lora.write_base())
+    (base.save if suffix == "keras" else base.save_weights)(file)
+    settings = {**SETTINGS, "init_from": str(file), "virtual_devices": 2}
+    with pytest.raises(ctl_core.SetupError, match=r"fits 7 of the 13 weights .*lora_.* not there"):
+        train(own, **{**settings, "steps": 1})
+    begun = train(own, **{**settings, "steps": 0}, init_partial=True)
+    compare.assert_close(begun.train_model.weights, lora.create_adapted().weights)
+
+
+def test_a_file_of_a_trained_model_is_taken_without_its_optimizer(train: engine.Train) -> None:
+    base = lora.write_base()
+    begun = train(lora.hooks(lora.create_base), **{**SETTINGS, "steps": 0}, init_from=base)
+    compare.assert_close(begun.train_model.weights, keras.models.load_model(base).weights)
+
+
+def test_a_part_of_a_loss_is_logged(train: engine.Train, runs: Path) -> None:
+    train(wgan_gp.hooks(), **SETTINGS, log_every=1)
+    lines = map(json.loads, (runs / "run/metrics.jsonl").read_text().splitlines())
+    logged = [line["penalty"] for line in lines if line["split"] == "train"]
+    np.testing.assert_allclose(logged, wgan_gp.train_plainly()[1], rtol=1e-4)
+    assert len(logged) == STEPS
+
+
+CALLBACKS = """
+from tests.golden.programs import recommender
+vars().update(vars(recommender.hooks(recommender.Plain)))
+"""
+
+
+@pytest.mark.slow
+def test_an_export_knows_the_names(train: engine.Train, tmp_path: Path) -> None:
+    state = train(recommender.hooks(recommender.Plain), **{**SETTINGS, "steps": 2})
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    done = engine.command(tmp_path, "export", "--run-name", "run", environ={"ENGINE": NAME})
+    assert done.returncode == 0, done.stdout + done.stderr
+    served = tf.saved_model.load(str(tmp_path / "runs/run/export/1")).signatures["serving_default"]
+    some = {"user": tf.constant(["user 3", "nobody"]), "item": tf.constant(["item 1", "item 2"])}
+    found = next(iter(served(**some).values()))
+    np.testing.assert_allclose(found, state.train_model(some), rtol=1e-5, atol=1e-6)
