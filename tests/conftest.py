@@ -11,6 +11,8 @@ import pytest
 LONGEST = (
     "test_kills.py",
     "test_cluster.py",
+    "test_programs.py",
+    "test_program_ways.py",
     "test_documents.py",
     "test_readers.py",
     "test_reading.py",
