@@ -64,27 +64,12 @@ def test_more_steps_go_on_as_if_it_had_not_ended(train: Train) -> None:
     assert not train(ended, steps=21).ended
 
 
-def test_every_end_counts_anew(train: Train) -> None:
-    ended = hooks(every_steps={5: stop})
-    assert train(ended, steps=20).step == 5
-    state = train(ended, steps=21)
-    assert (state.step, state.ended) == (10, True)
-    assert train(ended, steps=21).step == 10 and train(ended, steps=22).step == 15
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_it_goes_on_when_told_to(train: Train, replicas: int) -> None:
     state = train(hooks(at_step={7: stop}), virtual_devices=replicas)
     assert state.ended
     state = ctl_core.train(hooks(at_step={7: stop}), state.config, go_on=True)
     assert (state.step, state.ended) == (20, False)
-
-
-def test_an_end_at_the_last_step_is_no_end(train: Train) -> None:
-    ended = hooks(at_step={7: stop})
-    assert not train(ended, steps=7).ended
-    state = train(ended, steps=9)
-    assert (state.step, state.ended) == (9, False)
 
 
 def test_what_an_interrupted_run_has_after_its_checkpoint_is_trained_again(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import keras
 import numpy as np
@@ -13,14 +12,10 @@ from ctl_core.evaluate import evaluate
 from tests.helpers.cases import (
     FEATURES,
     SIZES,
-    assert_weights,
-    dropout_model,
     eval_hooks,
     evaluated_by_hand,
-    make_hooks,
     regression_data,
     set_weights,
-    small_model,
 )
 from tests.helpers.fixtures import Train
 
@@ -33,16 +28,6 @@ def test_equals_numpy(train: Train, size: int, replicas: int) -> None:
     assert state.metrics.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(state.metrics[name], value, rtol=1e-5, err_msg=name)
-
-
-def test_evaluation_leaves_training_alone_and_runs_when_due(train: Train) -> None:
-    with_evaluation = eval_hooks(23, create_model=dropout_model)
-    state = train(with_evaluation, steps=10, eval_every=3, run_name="with")
-    lines = (state.run_dir / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
-    assert steps == [3, 6, 9, 10]
-    without = train(make_hooks(create_model=dropout_model), steps=10, run_name="without")
-    assert_weights(state, without, rtol=0)
 
 
 def test_the_graph_is_traced_once_over_many_evaluations(train: Train) -> None:
@@ -67,16 +52,6 @@ def test_eval_pre_and_regularisation(train: Train) -> None:
     hooks = eval_hooks(23, create_model=create_model, eval_pre=lambda loss: (3 * loss, 0.0))
     tripled = train(hooks, steps=0, run_name="tripled")
     np.testing.assert_allclose(tripled.metrics["loss"], 3 * plain, rtol=1e-5)
-
-
-def test_default_metric_pre_passes_target_and_output(train: Train) -> None:
-    hooks = eval_hooks(23, create_model=small_model)
-    del hooks.metric_pre
-    hooks.create_metrics = lambda: {"error": keras.metrics.MeanAbsoluteError()}
-    state = train(hooks, steps=0)
-    inputs, target = (part[:23] for part in regression_data())
-    error = abs(small_model()(inputs).numpy() - target).mean()
-    np.testing.assert_allclose(state.metrics["error"], error, rtol=1e-5)
 
 
 def test_a_signal_ends_an_evaluation_early(train: Train) -> None:

@@ -10,8 +10,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.numerics.freezing import Freezing, unfrozen
-from ctl_core.run_state.tracking import find
 from tests.helpers.cases import (
     FEATURES,
     assert_weights,
@@ -87,49 +85,6 @@ def test_resuming_in_between_changes_nothing(train: Train, cut: int) -> None:
     for step in range(1, 13):
         for one, other in zip(whole[step], parts[step], strict=True):
             np.testing.assert_array_equal(one, other)
-
-
-def test_a_layer_frozen_at_first_can_be_unfrozen_later(train: Train) -> None:
-    def create_model() -> keras.Model:
-        model = normed_model()
-        model.layers[0].trainable = False
-        return model
-
-    def unfreeze_first(train_model: Any) -> None:
-        train_model.layers[0].trainable = True
-
-    history: dict[int, list[np.ndarray]] = {}
-    hooks = make_hooks(
-        create_model=create_model,
-        every_steps={
-            1: lambda step, train_model: history.update({step: train_model.get_weights()})
-        },
-        at_step={3: unfreeze_first},
-    )
-    train(hooks, steps=5, virtual_devices=2)
-    np.testing.assert_array_equal(history[1][0], history[3][0])
-    assert not np.array_equal(history[3][0], history[4][0])
-
-
-def test_flags_reach_nested_layers_and_single_variables() -> None:
-    model = normed_model()
-    found = find({"train_model": model})
-    assert {layer.name for layer in found.layers} >= {"first", "last"}
-    assert set(model.layers[1].layers) <= set(found.layers)
-    freezing = Freezing(found)
-    inner = model.layers[1].layers[0]
-    inner.trainable = False
-    model.layers[2].bias.trainable = False
-    flags = freezing.flags()
-    with unfrozen(model) as some_were_frozen:
-        free = {variable.path for variable in model.trainable_variables}
-    assert some_were_frozen and inner.kernel.path in free and model.layers[2].bias.path in free
-    assert freezing.flags() == flags, "what was frozen is frozen again"
-    model.trainable = True
-    assert freezing.put_back(flags)
-    assert freezing.flags() == flags
-    assert not inner.trainable and not model.layers[2].bias.trainable
-    assert not freezing.put_back(flags[:-1])
 
 
 # ---- A dict of optimizers ---------------------------------------------------------------------

@@ -79,23 +79,6 @@ def assert_equal(state: ctl_core.State, weights: list[np.ndarray]) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=3e-5, atol=3e-6)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"virtual_devices": 2}, {"accumulate_steps": 2}, {"jit_compile": True}],
-)
-def test_each_variable_has_the_optimizer_of_its_group(train: Train, settings: Any) -> None:
-    state = train(hooks(), steps=STEPS, learning_rate=RATE, **settings)
-    assert_equal(state, by_hand())
-    assert state.functions.trace_counts() == [1]
-
-
-def test_a_resumed_run_goes_on_with_all_of_them(train: Train) -> None:
-    for steps in (3, 7, STEPS):
-        state = train(hooks(), steps=steps, learning_rate=RATE, virtual_devices=2)
-    assert_equal(state, by_hand())
-    assert [int(one.iterations.numpy()) for one in state.optimizer] == [STEPS] * 3
-
-
 def test_the_rate_reaches_each_group(train: Train) -> None:
     own = hooks(at_step={6: lambda lr: lr.assign(0.0)})
     state = train(own, steps=STEPS, learning_rate=RATE)

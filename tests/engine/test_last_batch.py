@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
 from tests.helpers.cases import (
     FEATURES,
     assert_weights,
@@ -57,34 +56,6 @@ def test_weights_are_those_of_a_plain_loop(
     assert_weights(state, plain(examples(number).batch(batch_size), l2_model()))
     assert state.progress.examples == 3 * number
     assert state.step == 3 * -(-number // batch_size)
-
-
-def test_drop_is_the_default(train: Train) -> None:
-    state = keep(train, hooks(create_dataset=of_steps(10)), last_batch="drop")
-    assert (state.step, state.progress.examples) == (3, 24)
-    assert ctl_core.Config().last_batch == "drop"
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.slow
-def test_a_resumed_run_is_the_whole_run(train: Train, replicas: int) -> None:
-    """From within a pass, from its end, and from the first step of the next."""
-
-    def model() -> keras.Model:
-        layers = [
-            keras.Input((FEATURES,)),
-            keras.layers.Dense(8),
-            keras.layers.Dropout(0.5, seed=1),
-        ]
-        return set_weights(keras.Sequential([*layers, keras.layers.Dense(1)]))
-
-    some = hooks(create_dataset=shuffled(19), create_model=model)
-    more = {"virtual_devices": replicas, "steps": 9, "epochs": None}
-    whole = keep(train, some, run_name="whole", **more)
-    for steps, seen in ((2, 16), (3, 19), (4, 27), (7, 46), (9, 57)):
-        state = keep(train, some, **{**more, "steps": steps})
-        assert state.progress.examples == seen
-    assert_weights(state, whole, 0)
 
 
 @pytest.mark.slow

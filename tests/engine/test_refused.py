@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.project import PIECES, Cli, source_of
+from tests.helpers.project import Cli, source_of
 
 EVALUATED = source_of(
     create_eval_dataset="""\
@@ -56,14 +56,3 @@ def test_a_setting_that_cannot_be(case: str, cli: Cli) -> None:
     assert cli(source, "--steps", "2").code == 0
     assert "seed: 0" in Path("runs/a/config.yaml").read_text()
     assert not Path("training_log.md").exists()
-
-
-def test_a_fork_that_does_not_fit_says_what_does(cli: Cli) -> None:
-    assert cli(source_of()).code == 0
-    wider = source_of(create_model=PIECES["create_model"].replace("Dense(1", "Dense(2"))
-    flags = ("--run-name", "b", "--fork", "a", "--steps", "20")
-    refused = cli(wider, *flags)
-    assert refused.code == 2 and not Path("runs", "b", "ckpt").exists()
-    assert "error: fork: the checkpoint of a does not fit the model: " in refused.err
-    assert "has shape [2, 2], in the checkpoint [2, 1]" in refused.err
-    assert cli(source_of(), *flags).code == 0

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core import rhythm
-from ctl_core.settings import seconds_in
 from tests.helpers.cases import make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
 
@@ -96,10 +95,3 @@ def test_a_run_with_so_much_time_stops_and_goes_on(
         rest.train_model.get_weights(), whole.train_model.get_weights(), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("7h30m", 27000.0), ("10min", 600.0), ("90s", 90.0), ("1h5s", 3605.0)]
-)
-def test_times(text: str, seconds: float) -> None:
-    assert seconds_in(text) == seconds

@@ -73,25 +73,3 @@ def test_optimizers_get_what_a_dense_gradient_would_give_them(
     expected = by_hand(OPTIMIZERS[name], update_pre)
     for one, other in zip(state.train_model.get_weights(), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("others", [{"jit_compile": True}, {"virtual_devices": 2}])
-def test_rows_that_nobody_looks_at_are_added_up_by_the_optimizer(
-    train: Train, others: dict[str, Any]
-) -> None:
-    seen: list[Any] = []
-    hooks = make_hooks(
-        create_dataset=create_dataset,
-        create_model=create_model,
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
-        update_pre=as_they_are,
-        every_steps={3: lambda update_gradients: seen.extend(update_gradients)},
-    )
-    state = train(hooks, steps=STEPS, batch_size=BATCH, learning_rate=RATE, **others)
-    for one, other in zip(
-        state.train_model.get_weights(), by_hand(keras.optimizers.SGD, as_they_are), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-    for rows in (gradient for gradient in seen if isinstance(gradient, tf.IndexedSlices)):
-        indices = rows.indices.numpy()[rows.indices.numpy() < WORDS]
-        assert len({*indices}) == len(indices)  # who does look sees sums

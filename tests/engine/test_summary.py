@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
-import pytest
 import tensorflow as tf
 
 from ctl_core.summary import describe_parameters
-from tests.helpers.cases import make_hooks
-from tests.helpers.fixtures import Train
 
 
 def nested() -> keras.Model:
@@ -46,14 +41,3 @@ def test_weights_count_once_whatever_the_model_is() -> None:
     scale = tf.Variable([1.0, 2.0])
     said = describe_parameters(lambda x: x * scale, None)
     assert said == "2 parameters, all of them trainable, 0.008 kB"
-
-
-def test_a_new_run_says_it_and_a_resumed_one_does_not(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hooks: Any = make_hooks()
-    train(hooks, steps=2, virtual_devices=2)
-    line = "the model has 57 parameters, all of them trainable, 0.23 kB.\n"
-    assert line in capsys.readouterr().out
-    train(hooks, steps=4, virtual_devices=2)
-    assert line not in capsys.readouterr().out

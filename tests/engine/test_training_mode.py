@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ import ctl_core
 from ctl_core.tools import commands
 from tests.helpers.cases import (
     FEATURES,
-    assert_weights,
     make_hooks,
     norm_model,
     regression_data,
@@ -42,40 +40,6 @@ def noisy() -> keras.Model:
     return keras.Sequential([keras.Input((FEATURES,)), Noise(), *model.layers])
 
 
-class Module(tf.Module):
-    """Takes no ``training``, as most do not."""
-
-    def __init__(self, net: keras.Model) -> None:
-        super().__init__()
-        self.net = net
-
-    def __call__(self, inputs: Any) -> Any:
-        return self.net(inputs)
-
-
-class Traced(Module):
-    """The same in a tf.function, which training traces first."""
-
-    @tf.function
-    def __call__(self, inputs: Any) -> Any:
-        return self.net(inputs)
-
-
-class Deaf(Module):
-    """Takes ``training``, and does not hand it on."""
-
-    def __call__(self, inputs: Any, training: bool = True) -> Any:
-        return self.net(inputs)
-
-
-WRAPPED: dict[str, Callable[[Any], Any]] = {
-    "a lambda": lambda net: lambda inputs: net(inputs),
-    "a tf.Module": Module,
-    "a tf.function": Traced,
-    "one that takes training": Deaf,
-}
-
-
 def net_of(model: Any) -> keras.Model:
     """Returns the Keras model in one that is wrapped."""
     return getattr(model, "net", None) or model.__closure__[0].cell_contents
@@ -100,21 +64,6 @@ def assert_evaluates(values: dict[str, float], net: keras.Model) -> None:
     error = ((found - Y[:EVALUATED]) ** 2).mean()
     assert values["loss"] == pytest.approx(error, rel=1e-5)
     assert values["mean"] == pytest.approx(found.mean(), rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", WRAPPED)
-def test_a_model_around_layers_trains_as_keras_trains_them(train: Train, kind: str) -> None:
-    """And is evaluated without noise; a plain loop tells the layers by hand."""
-    state = train(hooks(create_model=lambda: WRAPPED[kind](noisy())), steps=6, eval_every=3)
-    plain, optimizer = noisy(), keras.optimizers.SGD(0.01)
-    for x, y in sliced((X, Y))(16).take(6):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((plain(x, training=True) - y) ** 2)
-        optimizer.apply(tape.gradient(loss, plain.trainable_variables), plain.trainable_variables)
-    net = net_of(state.train_model)
-    assert_weights(SimpleNamespace(train_model=net), plain)
-    assert abs(net.layers[2].moving_mean.numpy()).max() > 0.01  # of batch normalisation
-    assert_evaluates(state.metrics, plain)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -186,20 +186,6 @@ def loss_of(weights: Any, examples: int = 96) -> float:
     return float(tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, 1)))
 
 
-@pytest.mark.parametrize("settings", [{}, {"virtual_devices": 2, "accumulate_steps": 2}])
-def test_ema_evaluates_the_average_and_trains_on(train: Train, settings: Any) -> None:
-    own = hooks(create_eval_dataset=sliced(tuple(part[:96] for part in regression_data())))
-    more = {"learning_rate": RATE, "ema": 0.9, "eval_every": 4, "ckpt_every": 2, **settings}
-    for steps in (5, STEPS):
-        state = train(own, steps=steps, **more)
-    weights, averages = averaged(STEPS, 0.9)
-    assert_equal(state.train_model.get_weights(), weights)
-    assert state.context.average is not None
-    assert_equal([part.numpy() for part in state.context.average.averages], averages)
-    assert state.metrics["loss"] == pytest.approx(loss_of(averages), rel=1e-5)
-    assert abs(loss_of(averages) - loss_of(weights)) > 1e-3
-
-
 def test_ema_begins_where_it_is_asked_for(train: Train) -> None:
     state = train(hooks(), steps=5, learning_rate=RATE)
     before = state.train_model.get_weights()

@@ -96,34 +96,6 @@ def trained_by_hand() -> tuple[keras.Model, list[float]]:
     return model, losses
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"virtual_devices": 2},
-        {"accumulate_steps": 2},
-        {"virtual_devices": 2, "accumulate_steps": 2},
-        {"jit_compile": True},
-    ],
-    ids=str,
-)
-def test_what_batch_weight_says_divides_loss_and_gradients(train: Train, settings: Any) -> None:
-    seen: list[float] = []
-    hooks = word_hooks(
-        create_eval_dataset=lambda per_replica_batch_size: tf.data.Dataset.from_tensor_slices(
-            part_of(0, 23)
-        ).batch(per_replica_batch_size),
-        every_steps={1: lambda loss: seen.append(float(loss))},
-    )
-    state = train(hooks, steps=STEPS, batch_size=BATCH, learning_rate=RATE, **settings)
-    model, losses = trained_by_hand()
-    assert_weights(state, model.get_weights(), rtol=1e-5)
-    np.testing.assert_allclose(seen, losses, rtol=1e-5)
-    np.testing.assert_allclose(
-        state.metrics["loss"], mean_over_words(model, part_of(0, 23)), rtol=1e-5
-    )
-
-
 def test_float16_scales_the_loss_and_divides_by_the_words(train: Train) -> None:
     state = train(
         word_hooks(), steps=STEPS, batch_size=BATCH, learning_rate=RATE, precision="float16",
