@@ -1,0 +1,175 @@
+"""The files of a run: their names, what is in them, and that other programs can read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import yaml
+
+import ctl_core
+from tests.golden import small
+from tests.golden.conftest import Command
+
+SOURCE = (
+    small.CALLBACKS
+    + small.EVALUATED
+    + """
+
+def create_opt(lr):
+    return keras.optimizers.SGD(lr, momentum=0.5)
+
+
+def create_train_metrics():
+    return {"error": keras.metrics.MeanAbsoluteError()}
+
+
+def report_own(step, loss):
+    ctl_core.report(step, loss=loss, own=3.0)
+
+
+every_steps = {2: report_own}
+"""
+)
+FLAGS = (
+    *("--steps=6", "--batch-size=16", "--learning-rate=0.05", "--run-name=a", "--seed=3"),
+    *("--ckpt-every=2", "--eval-every=3", "--log-every=2", "--hparams.width=8"),
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, command: Command) -> Path:
+    (tmp_path / "callbacks.py").write_text(SOURCE)
+    (tmp_path / "config.yaml").write_text("hparams: {width: 4, rate: 0.5}\n")
+    outcome = command("train", *FLAGS)
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    return tmp_path / "runs" / "a"
+
+
+def trained(steps: int) -> tuple[keras.Model, keras.optimizers.Optimizer]:
+    """The same training without the engine."""
+    model, optimizer = small.create_model(), keras.optimizers.SGD(small.RATE, momentum=0.5)
+    for inputs, target in small.create_dataset(small.BATCH).take(steps):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(small.squared_error((model(inputs), target)))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return model, optimizer
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_files_of_a_run(run: Path) -> None:
+    """Its settings, hooks, log, values, surroundings, checkpoints and summaries."""
+    names = {"config.yaml", "callbacks.py", "train.log", "metrics.jsonl", "env.json", "ckpt", "tb"}
+    assert names <= {path.name for path in run.iterdir()}
+    assert (run / "callbacks.py").read_text() == SOURCE
+
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    expected = {"steps": 6, "epochs": None, "batch_size": 16, "learning_rate": 0.05, "seed": 3}
+    expected |= {"run_name": "a", "ckpt_every": 2, "hparams": {"width": 8, "rate": 0.5}}
+    assert {name: settings[name] for name in expected} == expected
+    assert ctl_core.load_config(run / "config.yaml") == ctl_core.Config(**settings)
+
+    surroundings = json.loads((run / "env.json").read_text())
+    assert {"started", "command", "host", "system", "devices", "versions", "commit"} <= {
+        *surroundings
+    }
+    assert list(surroundings["command"])[1:] == ["train", *FLAGS]
+    assert surroundings["versions"]["ctl_core"] == ctl_core.__version__
+    assert {"python", "keras", "numpy"} <= {*surroundings["versions"]}
+
+    log = (run / "train.log").read_text()
+    assert "INFO" in log and "step 2/6  loss " in log and "done: step 6" in log
+
+
+def test_values_of_a_run(run: Path) -> None:
+    """metrics.jsonl has a line for each report; TensorBoard has the same by step and name."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    values: dict[str, dict[tuple[int, str], float]] = {"train": {}, "eval": {}}
+    for line in lines:
+        step, split = line.pop("step"), line.pop("split")
+        values[split] |= {(step, name): value for name, value in line.items()}
+    assert {*values["train"]} == {(n, name) for n in (2, 4, 6) for name in ("loss", "own", "error")}
+    assert {*values["eval"]} == {(step, name) for step in (3, 6) for name in ("loss", "error")}
+
+    for step in (3, 6):
+        for name, value in small.errors(trained(step)[0]).items():
+            assert values["eval"][step, name] == pytest.approx(value, rel=1e-5)
+    inputs, target = next(iter(small.create_dataset(16).skip(3)))
+    error = small.squared_error((trained(3)[0](inputs), target)).numpy().mean()
+    assert values["train"][4, "loss"] == pytest.approx(error, rel=1e-5)
+
+    for split, expected in values.items():
+        found = {
+            (event.step, value.tag): float(tf.make_ndarray(value.tensor))
+            for file in (run / "tb" / split).glob("events.out.tfevents.*")
+            for event in tf.compat.v1.train.summary_iterator(str(file))
+            for value in event.summary.value
+        }
+        assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_a_checkpoint_is_read_without_the_engine(run: Path) -> None:
+    """Into a fresh model and optimizer, which are the plain loop's."""
+    assert {path.name for path in (run / "ckpt").glob("ckpt-*.index")} == {
+        f"ckpt-{step}.index" for step in (2, 4, 6)
+    }
+    assert tf.train.latest_checkpoint(str(run / "ckpt")) == str(run / "ckpt" / "ckpt-6")
+    for step in (4, 6):
+        # The rate is a variable beside the optimizer, which holds none of its own then.
+        model, optimizer = small.create_model(), keras.optimizers.SGD(lambda: 0.05, momentum=0.5)
+        optimizer.build(model.trainable_variables)
+        model.set_weights([0 * weight for weight in model.get_weights()])
+        number = tf.Variable(0, dtype=tf.int64)
+        ckpt = tf.train.Checkpoint(train_model=model, optimizer=optimizer, step=number)
+        status = ckpt.read(str(run / "ckpt" / f"ckpt-{step}")).expect_partial()
+        status.assert_existing_objects_matched()
+        expected, momenta = trained(step)
+        assert number == step == optimizer.iterations
+        for one, other in zip(model.weights, expected.weights, strict=True):
+            assert_close(one, other)
+        for one, other in zip(optimizer.variables[1:], momenta.variables[2:], strict=True):
+            assert_close(one, other)
+
+
+def test_predictions_and_exports_are_read_without_the_engine(
+    run: Path, tmp_path: Path, command: Command
+) -> None:
+    """Of the newest checkpoint and of one that is named; an export replaces none."""
+    (inputs, _), (model, _) = small.data(), trained(6)
+    assert command("predict", "--run-name=a").code == 0
+    with np.load(run / "predictions.npz") as file:
+        assert_close(file["output"], model(inputs[-37:]))
+    np.save(tmp_path / "new.npy", inputs[:7])
+    assert command("predict", "--input=new.npy", "--output=own.npz", "--checkpoint=4").code == 0
+    with np.load(tmp_path / "own.npz") as file:
+        assert_close(file["output"], trained(4)[0](inputs[:7]))
+
+    for version in ("1", "2"):
+        assert command("export", "--run-name=a").code == 0
+        served = tf.saved_model.load(str(run / "export" / version))
+        for rows in (inputs[:1], inputs[:9]):
+            assert_close(served.serve(rows), model(rows))
+            (found,) = served.signatures["serving_default"](tf.constant(rows)).values()
+            assert_close(found, model(rows))
+    assert {path.name for path in (run / "export").iterdir()} == {"1", "2"}
+
+    loaded = ctl_core.load(run)
+    assert_close(loaded(inputs[:7]), model(inputs[:7]))
+
+
+def test_evaluate_leaves_a_run_as_it_is(run: Path, command: Command) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for words, step in (((), 6), (("--checkpoint=4",), 4)):
+        outcome = command("evaluate", "--run-name=a", *words)
+        error = small.errors(trained(step)[0])["error"]
+        assert (outcome.code, outcome.err) == (0, ""), outcome
+        assert f"step {step}" in outcome.out and f"error {error:.4g}" in outcome.out
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

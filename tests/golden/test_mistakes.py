@@ -1,0 +1,330 @@
+"""The commonest mistakes: one line that names hook, line or setting, a code, and nothing trained.
+
+Each case is what a user adds to callbacks.py of a project that trains, the line to be named marked
+by ``# here``, or words of the command line; after the arrow stand words of the message.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.golden import small
+from tests.golden.conftest import Command, Outcome
+
+FLAGS = ("--steps=8", "--batch-size=16", "--run-name=a", "--ckpt-every=4")
+
+
+def read_table(text: str) -> dict[str, tuple[str, list[str]]]:
+    """Reads a table of cases: ``== its name``, code, and ``-> words | of the message``."""
+    cases = {}
+    for case in text.strip().removeprefix("== ").split("\n== "):
+        name, *lines = case.splitlines()
+        words = [word for line in lines if line.startswith("-> ") for word in line[3:].split(" | ")]
+        cases[name] = "\n".join(line for line in lines if not line.startswith("-> ")), words
+    return cases
+
+
+HOOKS = read_table(
+    """
+== a required hook is missing
+del create_loss
+-> callbacks.py | create_loss
+== a required hook is misspelt
+create_modell = create_model
+del create_model
+-> callbacks.py | create_model | create_modell
+== a hook is no function
+create_opt = 3
+-> create_opt | 3
+== a hook asks for an unknown argument
+def input_pre(bacth):  # here
+    return bacth[0]
+-> input_pre | 'bacth' | 'batch'
+== a hook asks for what another one gets
+def input_pre(optimizer):  # here
+    pass
+-> input_pre | 'optimizer' | batch, lr
+== create_dataset returns an array
+def create_dataset():  # here
+    return np.zeros([40, 5])
+-> create_dataset | ndarray | Dataset
+== create_dataset returns nothing
+def create_dataset():  # here
+    pass
+-> create_dataset | nothing | Dataset
+== create_dataset returns single examples
+def create_dataset():  # here
+    return tf.data.Dataset.range(99)
+-> create_dataset | batch(
+== create_dataset returns batches of another size
+def create_dataset():  # here
+    return tf.data.Dataset.from_tensor_slices(small.data()).batch(5, True)
+-> create_dataset | 5 | 16
+== there is no example
+def create_dataset():  # here
+    return tf.data.Dataset.from_tensor_slices(small.data()).take(0).batch(16)
+-> create_dataset | empty
+== there are fewer examples than a batch has
+def create_dataset():  # here
+    return tf.data.Dataset.from_tensor_slices(small.data()).take(7).batch(16)
+-> create_dataset | 7 | 16 | --batch-size
+== no full batch is left
+def create_dataset():  # here
+    return tf.data.Dataset.from_tensor_slices(small.data()).take(7).batch(16, True)
+-> create_dataset | fewer | batch
+== an evaluation has no end
+def create_eval_dataset():  # here
+    return small.create_eval_dataset(16).repeat()
+-> create_eval_dataset | endless
+== the model takes another shape
+def create_model():  # here
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+-> create_model | 3
+== create_model returns nothing
+def create_model():  # here
+    keras.Sequential()
+-> create_model | nothing
+== create_loss returns a name
+def create_loss():  # here
+    return "mse"
+-> create_loss | a str
+== create_loss returns a class
+def create_loss():  # here
+    return keras.losses.MeanSquaredError
+-> create_loss | class MeanSquaredError
+== a Keras loss averages
+def create_loss():  # here
+    return keras.losses.MeanSquaredError()
+-> create_loss | reduction="sum"
+== a loss takes two arguments
+def create_loss():  # here
+    return lambda y_true, y_pred: tf.reduce_sum((y_true - y_pred) ** 2)
+-> create_loss | y_true | one argument
+== outputs of [b, 1] meet targets of [b]
+def loss_pre(output, batch):
+    return output, batch[1][:, 0]
+def create_loss():
+    return lambda pair: (pair[0] - pair[1]) ** 2  # here
+-> create_loss | [16, 1] | [16]
+== create_opt returns a name
+def create_opt():  # here
+    return "adam"
+-> create_opt | a str | optimizer
+== create_opt returns a class
+def create_opt():  # here
+    return keras.optimizers.Adam
+-> create_opt | class Adam | optimizer
+== create_opt raises
+def create_opt(lr):
+    return keras.optimizers.SGD(lr, momentum=3)  # here
+-> create_opt | ValueError | momentum
+== grad_pre returns two of three
+def grad_pre(loss):  # here
+    return loss, 0.0
+-> grad_pre | 2 | 3 | trainable_vars
+== grad_pre returns nothing
+def grad_pre(loss):  # here
+    pass
+-> grad_pre | 3
+== update_pre returns the bare gradients
+def update_pre(gradients):  # here
+    return gradients
+-> update_pre | update_gradients
+== create_metrics returns a list
+create_eval_dataset = small.create_eval_dataset
+def create_metrics():  # here
+    return ["accuracy"]
+-> create_metrics | a list | dict
+== create_ckpt returns no manager
+def create_ckpt(step):  # here
+    return tf.train.Checkpoint(step=step)
+-> create_ckpt | 2 | manager
+== every_steps has a wrong key
+every_steps = {0: lambda: None}
+-> every_steps | 0
+== a host hook asks for an unknown argument
+def show(los):  # here
+    pass
+every_steps = {7: [show]}
+-> every_steps[7] | 'los' | 'loss'
+== a hook of the graph asks for numbers
+def input_pre(batch):
+    print(batch[0].numpy())  # here
+    return batch[0]
+-> input_pre | numpy
+== a hook of the graph raises
+def input_pre(batch, hparams):
+    return batch[0] * hparams["scale"]  # here
+-> input_pre | KeyError | 'scale'
+== Dataset.map raises
+def wrong(a, b):
+    return a.nothing, b  # here
+def create_dataset():
+    return tf.data.Dataset.from_tensor_slices(small.data()).map(wrong).batch(16)
+-> create_dataset | AttributeError | 'nothing'
+"""
+)
+
+
+def where(source: str) -> list[str]:
+    """Returns how a message has to name the line that is marked with ``# here``, if one is."""
+    lines = source.splitlines()
+    return [f"callbacks.py:{n}" for n, line in enumerate(lines, 1) if line.endswith("# here")]
+
+
+def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
+    assert outcome.code == code and re.fullmatch("error: [^\n]+\n", outcome.err), outcome
+    assert "Traceback" not in outcome.out
+    for word in words:
+        assert word in outcome.err
+
+
+def assert_nothing_trained(folder: Path) -> None:
+    assert not list(folder.glob("runs/*/ckpt/ckpt-*")) and not list(folder.glob("runs/*/tb/*"))
+    assert not list(folder.glob("runs/*/config.yaml"))
+
+
+def test_the_project_trains(tmp_path: Path, command: Command) -> None:
+    """Otherwise the tests below would test nothing."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    outcome = command("train", *FLAGS)
+    assert (outcome.code, outcome.err) == (0, "")
+    with pytest.raises(AssertionError):
+        assert_nothing_trained(tmp_path)
+
+
+@pytest.mark.parametrize("case", HOOKS)
+def test_hooks(tmp_path: Path, command: Command, case: str) -> None:
+    code, words = HOOKS[case]
+    source = small.CALLBACKS + code + "\n"
+    (tmp_path / "callbacks.py").write_text(source)
+    assert_one_line(command("train", *FLAGS), 2, *where(source), *words)
+    assert_nothing_trained(tmp_path)
+
+
+# Words of the command line, config.yaml, the environment, and words of the message.
+Setting = tuple[tuple[str, ...], str, dict[str, str], tuple[str, ...]]
+SETTINGS: dict[str, Setting] = {
+    "a misspelt flag": (("--bacth-size=8",), "", {}, ("--bacth-size", "'--batch-size'")),
+    "an underscore": (("--batch_size=8",), "", {}, ("--batch_size", "'--batch-size'")),
+    "a misspelt line": ((), "bacth_size: 8", {}, ("config.yaml", "'bacth_size'", "'batch_size'")),
+    "a misspelt variable": (
+        (), "", {"CTL_BACTH_SIZE": "8"}, ("CTL_BACTH_SIZE", "'CTL_BATCH_SIZE'"),
+    ),
+    "a flag without a value": (("--seed",), "", {}, ("--seed", "value")),
+    "a flag of another type": (("--seed=many",), "", {}, ("seed", "whole number", "'many'")),
+    "a line of another type": (
+        (), "seed: many", {}, ("config.yaml", "seed", "whole number", "'many'"),
+    ),
+    "a variable of another type": (
+        (), "", {"CTL_SEED": "many"}, ("CTL_SEED", "whole number", "'many'"),
+    ),
+    "a fraction": (("--steps=3.5",), "", {}, ("steps", "whole number", "3.5")),
+    "out of range": (("--batch-size=0",), "", {}, ("batch_size", "from 1 up", "0")),
+    "a rate of zero": (("--learning-rate=0",), "", {}, ("learning_rate", "above 0", "0")),
+    "none of the words": (
+        ("--precision=half",), "", {}, ("precision", "float32", "bfloat16", "'half'"),
+    ),
+    "a name that leads elsewhere": (("--run-name=../a",), "", {}, ("run_name", "'../a'")),
+    "steps and epochs": (("--steps=5", "--epochs=2"), "", {}, ("steps", "epochs", "5", "2")),
+    "no YAML": ((), "steps: [", {}, ("config.yaml", "line 1", "YAML")),
+    "no such file": (("--config=missing.yaml",), "", {}, ("missing.yaml",)),
+    "an unexpected word": (("words",), "", {}, ("'words'",)),
+    "devices that do not divide": (("--virtual-devices=3",), "", {}, ("batch_size", "16", "3")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings(tmp_path: Path, command: Command, case: str) -> None:
+    flags, config, environ, words = SETTINGS[case]
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    (tmp_path / "config.yaml").write_text(config)
+    assert_one_line(command("train", *FLAGS, *flags, **environ), 2, *words)
+    assert_nothing_trained(tmp_path)
+
+
+# A whole callbacks.py, and words of the message.
+FILES = {
+    "x = 1\ndef f(:\n": ("callbacks.py:2", "SyntaxError"),
+    "def f():\npass\n": ("callbacks.py:2", "IndentationError"),
+    "import os\nimport not_there\n": ("callbacks.py:2", "not_there"),
+    "\n\nassert False\n": ("callbacks.py:3", "AssertionError"),
+    "": ("callbacks.py", "create_dataset, create_model, create_loss"),
+}
+
+
+@pytest.mark.parametrize("source", FILES)
+def test_a_callbacks_file_that_cannot_be_used(
+    tmp_path: Path, command: Command, source: str
+) -> None:
+    (tmp_path / "callbacks.py").write_text(source)
+    assert_one_line(command("train", *FLAGS), 2, *FILES[source])
+    assert_nothing_trained(tmp_path)
+
+
+def test_commands(tmp_path: Path, command: Command) -> None:
+    """Without hooks; of another name; without a length; for a run that is not there."""
+    assert_one_line(command("train", *FLAGS), 2, "callbacks.py")
+    assert_one_line(command("trian"), 2, "'trian'", "'train'")
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    assert_one_line(command("train"), 2, "steps")
+    assert_nothing_trained(tmp_path)
+    assert command("train", *FLAGS, "--run-name=first").code == 0
+    for name in ("evaluate", "predict", "export"):
+        assert_one_line(command(name, "--run-name=frist"), 2, "'first'")
+    assert not (tmp_path / "runs" / "frist").exists()
+
+
+def test_a_slip_in_the_name_of_an_optional_hook_is_a_warning(
+    tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + "def grad_prep(loss): pass\n")
+    outcome = command("train", *FLAGS)
+    (warning,) = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
+    assert outcome.code == 0 and "grad_prep" in warning and "grad_pre?" in warning
+
+
+RUNNING = read_table(
+    """
+== a hook of the host
+def watch(step, loss):
+    if step == 7:
+        raise ValueError("seven\\nis too much")  # here
+every_steps = {1: watch}
+-> every_steps[1] | ValueError: seven is too much
+== an op of a hook of the graph
+def input_pre(batch, lr):
+    tf.debugging.assert_less(lr.value, 1.0, message="too fast")  # here
+    return batch[0]
+at_step = {7: lambda lr: lr.assign(2.0)}
+-> input_pre | too fast
+== Python in the pipeline
+def check(number):
+    if number == 6:
+        raise OSError("no such image")  # here
+    return number
+def read(number, pair):
+    with tf.control_dependencies([tf.numpy_function(check, [number], tf.int64)]):
+        return tf.nest.map_structure(tf.identity, pair)
+def create_dataset():
+    return small.create_dataset(16).repeat(3).enumerate().map(read)
+-> create_dataset | OSError: no such image
+"""
+)
+
+
+@pytest.mark.parametrize("case", RUNNING)
+def test_an_exception_while_training(tmp_path: Path, command: Command, case: str) -> None:
+    """Code 1; the traceback is in the log; the run goes on once the mistake is mended."""
+    code, words = RUNNING[case]
+    source = small.CALLBACKS + code + "\n"
+    (tmp_path / "callbacks.py").write_text(source)
+    assert_one_line(command("train", *FLAGS), 1, *where(source), *words)
+    log = (tmp_path / "runs" / "a" / "train.log").read_text()
+    assert "ERROR" in log and "Traceback (most recent call last)" in log
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    outcome = command("train", *FLAGS)
+    assert outcome.code == 0 and "step 4" in outcome.out
