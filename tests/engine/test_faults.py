@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +13,6 @@ import tensorflow as tf
 from ctl_core.errors import RunError, SetupError
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 400 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("mounting a small file system is not permitted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def test_a_full_disk_ends_the_run_and_keeps_the_checkpoints(
-    train: Train, small_disk: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = small_disk / "run"
-
-    def fill(step: int) -> None:
-        if step == 20:
-            file = (small_disk / "filler").open("wb", buffering=0)
-            with file, contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(1024))
-
-    hooks = make_hooks(every_steps={1: fill})
-    with pytest.raises(RunError, match=r"cannot be written.*No space left on device.* kept") as one:
-        train(hooks, steps=40, ckpt_every=10, runs_dir=str(small_disk))
-    assert "\n" not in str(one.value)
-    assert "Traceback" not in capfd.readouterr().err
-    (small_disk / "filler").unlink()
-    state = train(hooks, steps=19, ckpt_every=10, runs_dir=str(small_disk))
-    assert state.step == 19 and (run / "ckpt/engine/ckpt-10.json").exists()
-    plain = train(make_hooks(), steps=state.step, run_name="plain")
-    for one_weight, other in zip(
-        state.train_model.get_weights(), plain.train_model.get_weights(), strict=True
-    ):
-        assert (one_weight == other).all()
 
 
 def test_summaries_that_cannot_be_begun_are_one_line(

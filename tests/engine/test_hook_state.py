@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import ctl_core
 from ctl_core.run_state import writing
-from ctl_core.run_state.hook_state import check_state
 from tests.helpers.cases import make_hooks, sgd
 from tests.helpers.fixtures import Train
 
@@ -75,53 +72,8 @@ def test_a_run_that_falls_back_to_an_earlier_checkpoint_has_what_that_one_holds(
     assert train(hooks, steps=7).hook_state == {"steps": [7]}
 
 
-def test_every_value_of_json_comes_back_as_it_was(train: Train) -> None:
-    values = {
-        "best": -math.inf,
-        "nan": math.nan,
-        "small": 5e-324,
-        "third": 1 / 3,
-        "minus": -0.0,
-        "large": 2**200,
-        "done": True,
-        "none": None,
-        "": "ü\n\ud800",
-        "nested": {"a": [1, [2.0, "3"], {}], "b": []},
-    }
-    hooks = make_hooks(at_step={1: lambda state: state.update(values)})
-    train(hooks, steps=1)
-    assert repr(train(hooks, steps=2).hook_state) == repr(values)
-
-
 CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
-REFUSED: list[tuple[Any, str]] = [
-    (np.float32(1), "state['a'] is a numpy float32, which a checkpoint's record cannot hold; use "
-     "float(...)."),
-    (np.float64(1), "use float(...)."),
-    (np.int64(1), "use int(...)."),
-    (np.bool_(True), "use bool(...)."),
-    (tf.constant(1.0), "is a tensorflow EagerTensor, which a checkpoint's record cannot hold; use "
-     "float(...)."),
-    (tf.constant(1), "use int(...)."),
-    (np.ones(2), "is a numpy ndarray, which a checkpoint's record cannot hold; use"),
-    ((1, 2), "is a tuple, which a checkpoint's record cannot hold; use list(...)."),
-    ({1}, "is a set, which a checkpoint's record cannot hold; use list(...)."),
-    (collections.defaultdict(int), "use dict(...)."),
-    (b"x", "is a bytes, which a checkpoint's record cannot hold; use numbers, strings, lists"),
-    ([1, {"b": 1j}], "state['a'][1]['b'] is a complex"),
-    ({2: 1}, "state['a'] has the key 2 (int); use str keys."),
-    (CYCLE, "state['a'][0] is the same list as state['a']; use a copy of it."),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("value", "words"), REFUSED, ids=lambda part: str(part)[:20])
-def test_anything_else_is_refused(value: Any, words: str) -> None:
-    with pytest.raises(ctl_core.RunError) as caught:
-        check_state({"a": value}, "every_steps[1] (callbacks.py:3)")
-    message = str(caught.value)
-    assert message.startswith("every_steps[1] (callbacks.py:3): state['a']") and words in message
-    assert "\n" not in message
 
 
 def test_the_refusal_names_the_hook_and_the_checkpoint_before_stays(train: Train) -> None:

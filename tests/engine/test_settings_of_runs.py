@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ctl_core.__main__ import main
-from ctl_core.cli import Command, find_run, parse_command
-from ctl_core.cluster import supervisor
+from ctl_core.cli import Command, parse_command
 from ctl_core.errors import SetupError
 from ctl_core.layers import write_config
 from ctl_core.options import default_options
@@ -18,21 +16,6 @@ from ctl_core.settings import Config
 from tests.helpers.settings import make_run, resolve
 
 pytestmark = pytest.mark.usefixtures("folder")
-
-
-def test_find_run() -> None:
-    runs = Path("runs")
-    with pytest.raises(SetupError, match="runs: no run there yet; train one first"):
-        find_run(runs, None)
-    make_run("old", 20)
-    make_run("new", 10)
-    (runs / "newest-but-nothing-in-it").mkdir()
-    assert find_run(runs, None) == runs / "new"
-    assert find_run(runs, "old") == runs / "old"
-    with pytest.raises(SetupError, match=r"run_name: no run 'odl' in runs; did you mean 'old'\?"):
-        find_run(runs, "odl")
-    with pytest.raises(SetupError, match=r"there: new, old"):
-        find_run(runs, "newest-but-nothing-in-it")
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict", "export"])
@@ -138,41 +121,6 @@ def test_a_folder_without_settings_is_a_new_run() -> None:
     assert before == Config(epochs=3, seed=3, run_name="a", hparams={"w": 2.0})
     write_config(before, Path("runs/a/config.yaml"))  # and as it is when they start again
     assert resolve(*flags) == before
-
-
-def test_what_config_yaml_says_otherwise_than_the_run_is_told() -> None:
-    def notes(*flags: str, config: str, command: str = "train") -> str:
-        Path("config.yaml").write_text(config)
-        found = parse_command([command, "--run-name", "a", *flags], {}).notes
-        assert len(found) <= 1
-        return found[0] if found else ""
-
-    same = "steps: 600\nlearning_rate: 1\nhparams: {width: 3, deep: {x: [1]}}\n"
-    first_run(same)
-    assert notes(config=same) == notes(config="") == notes(config=same + "runs_dir: runs") == ""
-    changed = "steps: 300\nseed: 7\nhparams: {width: 4, deep: {x: [1, 2]}, new: a}\n"
-    told = notes(config=changed)
-    assert told == (
-        "runs/a: has its own settings: steps 600 (config.yaml: 300), seed 0 (config.yaml: 7), "
-        "hparams.width 3 (config.yaml: 4) and 2 more; --config config.yaml takes those of the file."
-    )
-    told = notes("--steps", "900", "--hparams.width", "9", config=changed)
-    assert "steps" not in told and "width" not in told
-    assert "hparams.deep.x [1] (config.yaml: [1, 2]), hparams.new None (config.yaml: 'a');" in told
-    assert notes(config=changed, command="evaluate") == ""
-    assert notes("--config", "config.yaml", config=changed) == ""
-
-
-def test_notes_are_on_the_console_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("config.yaml").write_text("steps: 1\nmax_chunk: 3\n")
-    for supervised in (False, True):
-        if supervised:
-            monkeypatch.setenv(supervisor.PIPE, "0")
-        assert main(["train"]) == 2  # there is no callbacks.py
-        said = capsys.readouterr().out
-        assert said.count("max_chunk is called steps_per_call now.") == (not supervised)
 
 
 def test_what_an_earlier_engine_did_not_write_is_the_default() -> None:

@@ -72,7 +72,13 @@ def test_files_of_a_run(run: Path) -> None:
     assert (run / "callbacks.py").read_text() == SOURCE
 
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    expected: dict[str, Any] = {"steps": 6, "epochs": None, "batch_size": 16, "learning_rate": 0.05, "seed": 3}
+    expected: dict[str, Any] = {
+        "steps": 6,
+        "epochs": None,
+        "batch_size": 16,
+        "learning_rate": 0.05,
+        "seed": 3,
+    }
     expected |= {"run_name": "a", "ckpt_every": 2, "hparams": {"width": 8, "rate": 0.5}}
     assert {name: settings[name] for name in expected} == expected
     assert ctl_core.load_config(run / "config.yaml") == ctl_core.Config(**settings)

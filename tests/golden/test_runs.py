@@ -1,0 +1,233 @@
+"""Runs as their users see them: resumed by name, their settings, signals, disks, two at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import ctl_core
+from tests.golden import compare, engine, small
+from tests.golden.conftest import Command
+
+FLAGS = ("--batch-size=16", "--learning-rate=0.05", "--run-name=a")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project's folder, in which commands find its callbacks.py."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    return tmp_path
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load((run / "config.yaml").read_text()))
+
+
+# ---- Names and settings ------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_by_its_name_with_its_own_settings(project: Path, command: Command) -> None:
+    """Those of the project come after; flags before; a new run takes the project's."""
+    (project / "config.yaml").write_text("seed: 5\nhparams: {width: 4}\n")
+    assert command("train", *FLAGS, "--steps=4", "--ckpt-every=2").code == 0
+    run = project / "runs" / "a"
+    own = read_settings(run)
+    assert (own["seed"], own["hparams"]) == (5, {"width": 4})
+
+    (project / "config.yaml").write_text("seed: 6\nlearning_rate: 1.0\nhparams: {width: 8}\n")
+    outcome = command("train", "--run-name=a", "--steps=7")
+    assert outcome.code == 0 and "step 4" in outcome.out
+    again = read_settings(run)
+    assert again == own | {"steps": 7}
+    expected = small.plain(7).get_weights()
+    for value, other in zip(ctl_core.load(run)(small.data()[0]), _outputs(expected), strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+    assert command("train", "--run-name=b", "--steps=1").code == 0
+    assert read_settings(project / "runs" / "b")["seed"] == 6
+
+
+def _outputs(weights: list[np.ndarray]) -> Any:
+    model = small.create_model()
+    model.set_weights(weights)
+    return model(small.data()[0]).numpy()
+
+
+def test_without_a_name_a_run_is_named_by_the_time(project: Path, command: Command) -> None:
+    for _ in range(2):
+        assert command("train", "--steps=1", "--batch-size=16").code == 0
+    names = [path.name for path in (project / "runs").iterdir()]
+    assert len(names) == 2 and all(name[:8].isdigit() for name in names)
+
+
+def test_variables_are_typed_and_give_way_to_flags(project: Path, command: Command) -> None:
+    environ = {"CTL_STEPS": "3", "CTL_SEED": "7", "CTL_DETERMINISTIC": "true",
+               "CTL_HPARAMS": "{width: 3}", "CTL_LEARNING_RATE": "0.5"}  # fmt: skip
+    assert command("train", *FLAGS, **environ).code == 0
+    found = read_settings(project / "runs" / "a")
+    expected = {"steps": 3, "seed": 7, "deterministic": True, "learning_rate": 0.05}
+    assert {name: found[name] for name in expected} == expected
+    assert found["hparams"] == {"width": 3}
+
+
+def test_a_run_that_is_done_trains_nothing_more(project: Path, command: Command) -> None:
+    assert command("train", *FLAGS, "--steps=3").code == 0
+    run = project / "runs" / "a"
+    before = {path: path.read_bytes() for path in (run / "ckpt").rglob("*") if path.is_file()}
+    assert command("train", *FLAGS, "--steps=3").code == 0
+    after = {path: path.read_bytes() for path in (run / "ckpt").rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_two_trainings_of_one_run(project: Path, command: Command) -> None:
+    """The second is refused; the first goes on as if it had not been."""
+    second = """
+import subprocess, sys
+
+def start_another(step):
+    words = [sys.executable, "-m", "ctl_core", "train", "--run-name=a", "--steps=9"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    with open("second", "w") as file:
+        print(done.returncode, done.stderr, file=file)
+
+at_step = {2: start_another}
+"""
+    (project / "callbacks.py").write_text(small.CALLBACKS + second)
+    done = engine.command(project, "train", *FLAGS, "--steps=4")
+    assert (done.returncode, done.stderr) == (0, "")
+    code, message = (project / "second").read_text().split(" ", 1)
+    assert code == "2" and message.count("error: ") == 1 and "runs/a" in message
+
+
+# ---- Signals -----------------------------------------------------------------------------------
+
+SLOW = """
+import time
+
+def wait(step):
+    open("step", "w").write(str(step))
+    time.sleep(0.05)
+
+every_steps = {1: wait}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_the_run_goes_on(project: Path, number: int, code: int) -> None:
+    """Once and twice stopped, the weights are those of a run that was not."""
+    (project / "callbacks.py").write_text(small.CALLBACKS + SLOW)
+    words = engine.command_line("train", *FLAGS, "--steps=400", "--ckpt-every=0")
+    process = subprocess.Popen(
+        words, cwd=project, env=engine.environment(), stdout=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: (project / "step").exists() and (project / "step").read_text() > "1", process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == code, out
+    run = project / "runs" / "a"
+    (saved,) = (run / "ckpt").glob("ckpt-*.index")
+    step = int(saved.name.removeprefix("ckpt-").removesuffix(".index"))
+    assert 0 < step < 400
+    done = engine.command(project, "train", "--run-name=a", f"--steps={step + 6}")
+    assert done.returncode == 0 and f"step {step}" in done.stdout
+    found = ctl_core.load(run)(small.data()[0])
+    expected = small.plain(step + 6)(small.data()[0])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.02)
+
+
+# ---- Disks -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 400 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a small file system is not permitted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk(small_disk: Path, train: engine.Train) -> None:
+    """One line; the checkpoints before it are there, and the run goes on from them."""
+
+    def fill(step: int) -> None:
+        if step == 5:
+            file = (small_disk / "filler").open("wb", buffering=0)
+            with file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1024))
+
+    settings = {"batch_size": 16, "learning_rate": 0.05, "runs_dir": str(small_disk)}
+    with pytest.raises(ctl_core.RunError, match="No space left on device") as raised:
+        train(small.hooks(every_steps={1: fill}), steps=12, ckpt_every=3, **settings)
+    assert "\n" not in str(raised.value)
+    (small_disk / "filler").unlink()
+    state = train(small.hooks(), steps=9, ckpt_every=3, **settings)
+    compare.assert_close(state.train_model.weights, small.plain(9).weights)
+
+
+def test_a_checkpoint_that_is_damaged(train: engine.Train, capsys: Any) -> None:
+    """The one before it is taken, with a warning, and the run is the whole one."""
+    settings = {"batch_size": 16, "learning_rate": 0.05, "ckpt_every": 3}
+    state = train(small.hooks(), steps=6, **settings)
+    (file,) = (state.run_dir / "ckpt").glob("ckpt-6.data*")
+    file.write_bytes(file.read_bytes()[:40])
+    state = train(small.hooks(), steps=8, **settings)
+    assert "warning" in capsys.readouterr().out
+    compare.assert_close(state.train_model.weights, small.plain(8).weights)
+
+
+# ---- A cluster ---------------------------------------------------------------------------------
+
+
+@pytest.mark.cluster
+def test_a_process_whose_peer_dies_ends_with_75(project: Path) -> None:
+    (project / "callbacks.py").write_text(small.CALLBACKS + SLOW.replace('"step"', "NAME").replace(
+        "import time", 'import os, time\nNAME = f"step-{os.getpid()}"'))  # fmt: skip
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    hosts = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    words = engine.command_line("train", *FLAGS, "--steps=4000")
+    processes = []
+    for index in range(2):
+        place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
+        environ = engine.environment(TF_CONFIG=json.dumps(place))
+        processes.append(
+            subprocess.Popen(
+                words, cwd=project, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True,
+            )
+        )  # fmt: skip
+    steps = [project / f"step-{process.pid}" for process in processes]
+    wait_for(lambda: all(path.exists() and path.read_text() > "1" for path in steps), processes[0])
+    os.kill(processes[1].pid, signal.SIGKILL)
+    _, err = processes[0].communicate(timeout=120)
+    processes[1].communicate()
+    assert processes[0].returncode == 75, err
+    assert err.count("error: ") == 1 and "Traceback" not in err
