@@ -7,9 +7,7 @@ import linecache
 import os
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import tensorflow as tf
@@ -35,21 +33,10 @@ def train(runs: Path) -> engine.Train:
     return functools.partial(engine.train, runs=runs)
 
 
-class Outcome(NamedTuple):
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Outcome]
-
-
 @pytest.fixture
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Command:
+) -> engine.Command:
     """``command(*words, **environ)`` is ``python -m ctl_core WORDS`` in the test's folder.
 
     It runs in this process, which has TensorFlow imported already.
@@ -62,7 +49,7 @@ def command(
     # Many runs of one process look to TensorFlow like one function that is traced again and again.
     monkeypatch.setattr(tf.get_logger(), "level", 40)
 
-    def run(*words: str, **environ: str) -> Outcome:
+    def run(*words: str, **environ: str) -> engine.Outcome:
         sys.modules.pop("callbacks", None)
         linecache.clearcache()
         capfd.readouterr()
@@ -71,6 +58,6 @@ def command(
             for name, value in environ.items():
                 patch.setenv(name, value)
             runpy.run_module("ctl_core", run_name="__main__", alter_sys=True)
-        return Outcome(int(ended.value.code or 0), *capfd.readouterr())
+        return engine.Outcome(int(ended.value.code or 0), *capfd.readouterr())
 
     return run

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -33,6 +33,17 @@ def start_devices() -> None:
 
 
 Train = Callable[..., ctl_core.State]
+
+
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
 
 
 def train(hooks: Any, runs: Path, **settings: Any) -> ctl_core.State:

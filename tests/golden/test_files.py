@@ -14,7 +14,7 @@ import yaml
 
 import ctl_core
 from tests.golden import small
-from tests.golden.conftest import Command
+from tests.golden.engine import Command
 
 SOURCE = (
     small.CALLBACKS

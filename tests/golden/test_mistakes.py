@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden import small
-from tests.golden.conftest import Command, Outcome
+from tests.golden.engine import Command, Outcome
 
 FLAGS = ("--steps=8", "--batch-size=16", "--run-name=a", "--ckpt-every=4")
 

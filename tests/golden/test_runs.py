@@ -19,7 +19,7 @@ import yaml
 
 import ctl_core
 from tests.golden import compare, engine, small
-from tests.golden.conftest import Command
+from tests.golden.engine import Command
 
 FLAGS = ("--batch-size=16", "--learning-rate=0.05", "--run-name=a")
 
