@@ -55,7 +55,6 @@ QUICK = (
     "test_reduction.py",
     "test_settings.py",
     "test_settings_of_runs.py",
-    "test_settings_refused.py",
     "test_layout.py",
     "test_splits.py",
     "test_strategy.py",
