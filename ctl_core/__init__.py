@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ctl_core.helpers import unpack as unpack
     from ctl_core.helpers import weighted as weighted
     from ctl_core.layers import load_config as load_config
+    from ctl_core.listeners import Listener as Listener
     from ctl_core.rehearsal import check as check
     from ctl_core.run_state.tracking import regularization as regularization
     from ctl_core.run_state.tracking import trainable_variables as trainable_variables
@@ -41,6 +42,7 @@ __version__ = "0.4.0"
 _HOME = {
     "Config": "settings",
     "CtlError": "errors",
+    "Listener": "listeners",
     "LoadedModel": "tools.load",
     "RunError": "errors",
     "SetupError": "errors",

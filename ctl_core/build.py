@@ -194,6 +194,7 @@ def _create(
     return State(
         config=config,
         run_dir=run.path,
+        whole=run.whole,
         step_variable=step,
         train_model=train_model,
         train_loss=train_loss,

@@ -30,7 +30,6 @@ from ctl_core.metric_values import worded
 
 LOG = logging.getLogger("ctl_core")
 LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
-Listener = Callable[[int, str, dict[str, float]], None]
 
 # A plain line for the step alone, at most so often (seconds): a log is no progress bar.
 PLAIN_INTERVAL = 1.0
@@ -59,7 +58,7 @@ class Console:
 
     def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:
         self.total: int | None = None
-        self.listeners: list[Listener] = []
+        self.listeners: list[Callable[[int, str, dict[str, float]], None]] = []
         self._terminal = terminal or Terminal()
         self._shown = shown
         self._progress: Progress | None = None
@@ -261,6 +260,11 @@ def report(step: int, **values: Any) -> None:
         ValueError: a value is no scalar.
     """
     (_active or Console()).values(step, "train", values)
+
+
+def warn(text: str) -> None:
+    """Prints a line about something that goes on, but not as the user may expect."""
+    (_active or Console()).warn(text)
 
 
 def show_step(step: int) -> None:

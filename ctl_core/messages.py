@@ -61,15 +61,16 @@ def conclude(state: State, start: int, seconds: float, trained: bool, console: C
     console.say(closing(state, start, seconds))
 
 
-def ending(state: State) -> str:
-    """Says how training has ended, for training_log.md."""
+def ending(state: State) -> tuple[str, str]:
+    """Returns how training has ended, in a word, and a line that says so, for training_log.md."""
+    how = "diverged" if state.diverged else "ended" if state.ended else "done"
     if state.stopped_by is not None:
         name = "max_time" if state.timed_out else signal.Signals(state.stopped_by).name
-        how = f"stopped by {name}"
+        how, words = "stopped", f"stopped by {name}"
     else:
-        how = "diverged" if state.diverged else "ended early" if state.ended else "done"
+        words = "ended early" if state.ended and not state.diverged else how
     values = evaluation(state.metrics, state.progress.evaluated, state.step)
-    return f"{how} at step {state.step}" + f"; {values}" * bool(state.metrics)
+    return how, f"{words} at step {state.step}" + f"; {values}" * bool(state.metrics)
 
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:

@@ -31,6 +31,7 @@ from ctl_core.console import LOG, Console
 from ctl_core.errors import RunError, StopTraining
 from ctl_core.eval_data import dataset_of
 from ctl_core.hooks import Hook, Hooks, describe, load_hooks
+from ctl_core.listeners import find_listener
 from ctl_core.messages import last_step
 from ctl_core.metric_values import worded
 from ctl_core.nested import described, output_names
@@ -68,6 +69,8 @@ def check(callbacks: Any, config: Config) -> State:
         SetupError, RunError: as ``train`` does; also where it would do so later.
     """
     begun = time.monotonic()
+    if config.listener is not None:  # which hears nothing of a check
+        find_listener(config.listener)
     shared, task, config = check_folder(config), task_of(config), from_anywhere(config)
     console = _Console(shown=task.chief)
     with contextlib.ExitStack() as stack:

@@ -27,6 +27,7 @@ from ctl_core.errors import CtlError, RunError, SetupError, brief, reason
 from ctl_core.files import from_here, is_stdout, refuse_links, written_whole
 from ctl_core.hparams_page import write_hparams
 from ctl_core.layers import write_config
+from ctl_core.listeners import Listeners
 from ctl_core.metric_values import read_metrics, storable
 from ctl_core.provenance import provenance
 from ctl_core.run_lock import locked, taken
@@ -58,11 +59,26 @@ class Run:
         task: this process's place in the cluster
         reading: whether the run is only used, and nothing is written to its folder
         steps_taken: tells how many steps this process has trained
-        note: what is expected of the run, for training_log.md
+        whole: steps of checkpoints that are on the disk, and what their files begin with, which
+            listeners have not heard of yet
     """
 
-    def __init__(self, config: Config, task: Task, reading: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        note: str | None = None,
+        reading: bool = False,
+        listeners: Listeners | None = None,
+    ) -> None:
         """Creates the folder and its log, nothing else; only to read, not even these.
+
+        Args:
+            config: the settings
+            task: this process's place in the cluster
+            note: what is expected of the run, for training_log.md
+            reading: whether it is only used
+            listeners: hear what is written there
 
         Raises:
             SetupError: it cannot begin as ``fork`` or ``init_from`` say; the folder cannot be
@@ -72,8 +88,9 @@ class Run:
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
         self.task, self.reading = task, reading
         self.steps_taken: Callable[[], int] = lambda: 0
-        self.note: str | None = None
-        self._config = config
+        self.whole: list[tuple[int, Path]] = []
+        self._config, self._note = config, note
+        self._listeners, self._start = listeners or Listeners(), 0
         self._log_of_runs = Path(training_log.FILE).absolute()
         log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
         self._metrics: Any = None
@@ -124,20 +141,28 @@ class Run:
         """
         return locked(self.path / "train.log")
 
-    def ended(self, result: str, failed: bool = False) -> None:
+    def ended(self, how: str, result: str) -> None:
         """Writes down how training ended, if it has begun.
 
         That is a line in training_log.md, if the run has an entry there; and unless it has failed,
-        what TensorBoard's HParams page shows.
+        what TensorBoard's HParams page shows. Listeners hear of it unless it was interrupted, which
+        waits for nobody.
+
+        Args:
+            how: done, ended, stopped, diverged, failed or interrupted
+            result: the line
         """
         if self._metrics is None:
             return
         try:
             training_log.end(self._log_of_runs, self.shown, result)
-            if not failed:
+            if how != "failed":
                 write_hparams(self.path / "tb", self.path.name, self._config)
         except (OSError, tf.errors.OpError) as error:
             LOG.warning("%s: how it ended cannot be written: %s", self.shown, reason(error))
+        if how != "interrupted":
+            self._tell_saved()
+            self._listeners.tell("end", self._start + self.steps_taken(), how)
 
     @property
     def is_shown(self) -> bool:
@@ -210,10 +235,13 @@ class Run:
                 with written_whole(self.path / COPY) as beside:
                     beside.write_bytes(source)
             self._metrics = _opened(self.metrics_file, step)
-            if new and self.note:
-                training_log.begin(self._log_of_runs, self.shown, self.note, config)
+            if new and self._note:
+                training_log.begin(self._log_of_runs, self.shown, self._note, config)
         except OSError as error:
             raise self._unwritable(error) from error
+        self._start = step
+        if new:
+            self._listeners.start(self.path, config, step)
 
     def _unwritable(self, error: OSError) -> SetupError:
         file = f"{from_here(error.filename)}: " if error.filename else ""
@@ -228,6 +256,11 @@ class Run:
             line = {"step": step, "split": split, **storable(values)}
             self._metrics.write(json.dumps(line) + "\n")
         self.write_scalars(step, split, values)
+        self._listeners.tell("values", step, split, values)
+
+    def _tell_saved(self) -> None:
+        while self.whole:
+            self._listeners.tell("saved", *self.whole.pop(0))
 
     def write_scalars(self, step: int, split: str, values: dict[str, float]) -> None:
         """Writes a scalar summary per value to tb/<split>."""
@@ -264,9 +297,12 @@ class Run:
     def flush(self, pause: float = 0.0) -> None:
         """Puts what was written so far on the disk; done before each checkpoint.
 
+        Listeners hear of the checkpoints that were.
+
         Args:
             pause: not if that was done less than so many seconds ago
         """
+        self._tell_saved()
         now = time.monotonic()
         if now - self._flushed_at < pause:
             return
@@ -327,15 +363,15 @@ def session(run: Run, console: Console) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         LOG.error("interrupted")
-        run.ended("interrupted, not saved")
+        run.ended("interrupted", "interrupted, not saved")
         raise
     except CtlError as error:
         LOG.error(str(error), exc_info=error.__cause__ or error)
-        run.ended(f"failed: {error}", failed=True)
+        run.ended("failed", f"failed: {error}")
         raise
     except BaseException as error:
         LOG.error("failed", exc_info=error)
-        run.ended(f"failed: {brief(error)}", failed=True)
+        run.ended("failed", f"failed: {brief(error)}")
         raise
     finally:
         tf.summary.experimental.set_step(step_of_summaries)

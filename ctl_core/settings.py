@@ -130,6 +130,7 @@ _Source = Annotated[str | None, AfterValidator(_check_source)]
 _Profile = Annotated[str | None, AfterValidator(_check_profile)]
 _KeepBest = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?$")]
 _EarlyStop = Annotated[str | None, Field(pattern=r"^[^:]+(:(max|min))?:[1-9][0-9]{0,8}$")]
+_Listener = Annotated[str | None, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*$")]
 _Hparams = Annotated[dict[str, Any], BeforeValidator(_check_hparams)]
 STRICT = ConfigDict(strict=True, extra="forbid")
 
@@ -312,6 +313,13 @@ class Config:
         "callbacks.py",
         "the Python file with the hooks, such as experiments/gan.py; each run keeps a copy",
         title="the name of a Python file",
+    )
+    listener: _Listener = declare(
+        None,
+        "a class of your own that hears what a run says, a ctl_core.Listener, such as the tracker "
+        "in tracker.py",
+        title="a class, as module.Class",
+        examples=["CLASS"],
     )
     debug: bool = declare(False, "show tracebacks and TensorFlow's own messages on the console")
     hparams: _Hparams = Field(

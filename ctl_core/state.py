@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -89,6 +90,7 @@ class State:
     Attributes:
         config: the settings
         run_dir: the run's folder
+        whole: checkpoints that are on the disk, until its listeners have heard of them
         step: how many steps were taken
         step_variable: the same, as checkpoints hold it; a scalar int64 variable
         train_model, train_loss, optimizer: as the hooks made them
@@ -112,6 +114,7 @@ class State:
 
     config: Config
     run_dir: Any
+    whole: list[tuple[int, Path]]
     step_variable: tf.Variable
     train_model: Any
     train_loss: Any

@@ -28,6 +28,7 @@ from ctl_core.errors import RunError, StopTraining, one_line
 from ctl_core.evaluate import evaluate
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
+from ctl_core.listeners import Listener, Listeners
 from ctl_core.messages import (
     announce,
     attributed,
@@ -59,7 +60,13 @@ from ctl_core.table import OBSERVED
 FLUSH_INTERVAL = 1.0
 
 
-def train(callbacks: Any, config: Config, go_on: bool = False, note: str | None = None) -> State:
+def train(
+    callbacks: Any,
+    config: Config,
+    go_on: bool = False,
+    note: str | None = None,
+    listeners: Sequence[Listener] = (),
+) -> State:
     """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
 
     Args:
@@ -68,6 +75,7 @@ def train(callbacks: Any, config: Config, go_on: bool = False, note: str | None 
         go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
             otherwise takes more steps than it was to take then
         note: what is expected of the run, for its entry in training_log.md
+        listeners: hear what the run says, as does the one that the settings name
 
     Returns:
         The trained state. ``stopped_by`` is set if a signal ended training early, ``ended`` if a
@@ -79,10 +87,9 @@ def train(callbacks: Any, config: Config, go_on: bool = False, note: str | None 
         PeerLost: another process of the cluster is gone.
     """
     task, source = task_of(config), source_of(callbacks)
-    run = Run(config, task)
+    run = Run(config, task, note, listeners=Listeners(config.listener, listeners))
     console = Console(shown=run.is_shown)
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
-    run.note = note
     with (
         session(run, console),
         process_state(config),
@@ -120,11 +127,8 @@ class Trainer:
         self._steps_per_call = ChunkLength(
             1 if state.config.detect_anomaly else state.config.steps_per_call
         )
-        self._profile = Profile(
-            state.config.profile_steps if state.cluster.task.chief else None,
-            run.path / "tb" / "train",
-            console,
-        )
+        profiled = state.config.profile_steps if state.cluster.task.chief else None
+        self._profile = Profile(profiled, run.path / "tb" / "train", console)
         self._resumed = False
         names = state.evaluation.names if state.evaluation else None
         self._deadlines = Deadlines(state.config)
@@ -200,7 +204,7 @@ class Trainer:
         console.stop()
         conclude(state, self.start, time.monotonic() - seconds, going_on, console)
         if going_on:
-            run.ended(ending(state))
+            run.ended(*ending(state))
 
     def _loop(self, schedule: Schedule) -> None:
         state, clock = self.state, self.state.clock

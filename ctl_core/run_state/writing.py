@@ -91,6 +91,7 @@ class CheckpointWriter:
         if best_step(record.best) == record.step:
             keep_best(self._folder, record)
         remove_orphans(self._folder)
+        self._state.whole.append((record.step, Path(saved)))
         return True
 
     def _originals(self) -> list[tf.train.Checkpoint]:

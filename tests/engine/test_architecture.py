@@ -20,7 +20,7 @@ LAYERS = """
     slurm tf_config rendezvous
     place
     layers options provenance rhythm selection tracking learning_rate strategy supervisor
-    fitting training_log hparams_page sources
+    fitting training_log hparams_page sources listeners
     flags folder run_folder rate_schedule sync randomness freezing averaging groups micro_batches
     cli shared_folder
     defaults shares
