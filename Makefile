@@ -17,6 +17,7 @@
 # make test-slurm  launch/slurm.sh on a real Slurm of two nodes here, by Debian's packages, as root
 # make test-ray  launch/ray_job.py on a real Ray of two nodes here, in an environment of its own
 # make test-clouds  launch/skypilot.yaml and vertex.yaml by the clouds' own packages, without a cloud
+# make test-trackers  tracker.py with wandb, MLflow, Comet and Trackio, offline, in an environment of its own
 #
 # Each makes the virtual environment it needs: .venv-demo for the demo, .venv for the others.
 PYTHON ?= python3
@@ -26,9 +27,9 @@ DEMO_VENV ?= .venv-demo
 # A process that crashes ends the tests: with another in its place they would wait for ever.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 \
 	--dist loadfile --no-loadscope-reorder --ignore tests/on_ray --ignore tests/on_slurm \
-	--ignore tests/on_clouds
+	--ignore tests/on_clouds --ignore tests/on_trackers
 
-.PHONY: demo check test golden test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds lint bench bench-engines
+.PHONY: demo check test golden test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds test-trackers lint bench bench-engines
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -98,6 +99,19 @@ $(CLOUDS_VENV)/.made: pyproject.toml | python
 	"$(PYTHON)" -m venv "$(CLOUDS_VENV)"
 	"$(CLOUDS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check \
 		"cookiecutter>=2.6,<3" google-cloud-aiplatform pytest "skypilot>=0.10"
+	touch $@
+
+TRACKERS_VENV ?= .venv-trackers
+
+test-trackers: $(TRACKERS_VENV)/.made
+	"$(TRACKERS_VENV)/bin/python" -m pytest tests/on_trackers
+
+# The packages are those of the template's pyproject.toml.
+$(TRACKERS_VENV)/.made: pyproject.toml | python
+	"$(PYTHON)" -m venv "$(TRACKERS_VENV)"
+	"$(TRACKERS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --editable . \
+		"cookiecutter>=2.6,<3" pytest "wandb>=0.26" "mlflow-skinny>=3.10" "sqlalchemy>=2" \
+		"alembic>=1.13" "comet_ml>=3.50" "trackio>=0.40"
 	touch $@
 
 lint: $(VENV)/.made

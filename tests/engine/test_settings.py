@@ -66,6 +66,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
     "callbacks": [("experiments/gan.py", "experiments/gan.py"), ("b c.py", "b c.py"), ("d", "d")],
+    "listener": [("a.B", "a.B"), ("a.b:C", "a.b:C"), ("c.D", "c.D")],
     "debug": [("yes", True), ("true", True), ("", True)],
 }
 

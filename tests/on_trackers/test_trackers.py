@@ -1,0 +1,150 @@
+"""tracker.py with each service's own package, offline: ``make test-trackers`` installs and runs it.
+
+A run of a rendered project is killed and started again; what the service has of it then is read
+back by its own tool, and compared with metrics.jsonl. docs/tracking.md says what is found here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.project import EVALUATED
+from tests.helpers.rendering import ROOT, Render, environment, render
+
+__all__ = ["environment", "render"]
+HOOKS = """
+import time
+from pathlib import Path
+
+
+def look(step, loss):
+    ctl_core.report(step, loss=loss if step != 7 else float("nan"))
+    while step == 45 and Path("hold").exists():
+        Path("held").touch()
+        time.sleep(0.1)
+
+
+every_steps = {1: look}
+"""
+STEPS, SAVED = 60, 20
+TRAIN = f"train --run-name a --steps {STEPS} --ckpt-every {SAVED} --eval-every {SAVED} "
+TRAIN += "--batch-size 8 --hparams.width 3"
+Rows = Counter[tuple[str, int]]
+
+
+def rows_of(folder: Path) -> Rows:
+    """The names and steps of metrics.jsonl, as trackers have them."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    names = ((line.pop("split"), line.pop("step"), line) for line in lines)
+    return Counter((f"{split}/{name}", step) for split, step, line in names for name in line)
+
+
+def of_wandb(folder: Path, id: str) -> tuple[Rows, bytes]:
+    rows, sent = Rows(), b""
+    for file in folder.glob(f"wandb/offline-run-*/run-{id}.wandb"):
+        tool = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json"]
+        for line in subprocess.check_output([*tool, str(file)], text=True).splitlines():
+            item = json.loads(line).get("history", {}).get("item", {})
+            rows.update((name, int(item["_step"])) for name in item if name[0] != "_")
+        sent += file.read_bytes()
+    return rows, sent
+
+
+def of_mlflow(folder: Path, id: str) -> tuple[Rows, bytes]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder.parent}/mlflow.db")
+    run = client.get_run(id)
+    assert (run.info.run_name, run.info.status) == ("a", "FINISHED")
+    found = [metric for name in run.data.metrics for metric in client.get_metric_history(id, name)]
+    return Rows((one.key, one.step) for one in found), (folder.parent / "mlflow.db").read_bytes()
+
+
+def of_comet(folder: Path, id: str) -> tuple[Rows, bytes]:
+    rows, sent = Rows(), b""
+    for file in folder.glob(f"{id}*.zip"):
+        with zipfile.ZipFile(file) as archive:
+            sent += b"".join(map(archive.read, archive.namelist()))
+            for line in archive.read("messages.json").splitlines():
+                metric = json.loads(line)["payload"].get("metric") or {"metricName": ""}
+                if "/" in metric["metricName"]:  # Comet has one of its own
+                    rows[metric["metricName"], metric["step"]] += 1
+    return rows, sent
+
+
+def of_trackio(folder: Path, id: str) -> tuple[Rows, bytes]:
+    def get(*words: str) -> Any:
+        tool = str(Path(sys.executable).with_name("trackio"))
+        there = ("--project", "fine", "--run", id, "--json")
+        return json.loads(subprocess.check_output([tool, *words, *there], text=True))
+
+    names = get("list", "metrics")["metrics"]
+    values = {name: get("get", "metric", "--metric", name)["values"] for name in names}
+    sent = Path(os.environ["TRACKIO_DIR"], "fine.db").read_bytes()
+    return Rows((name, one["step"]) for name in names for one in values[name]), sent
+
+
+# How each is read back, and whether it has what was logged by a process that was killed.
+SERVICES: dict[str, tuple[Callable[[Path, str], tuple[Rows, bytes]], bool]] = {
+    "wandb": (of_wandb, False),
+    "mlflow": (of_mlflow, True),
+    "comet": (of_comet, False),
+    "trackio": (of_trackio, True),
+}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_run_that_is_killed_goes_on_in_the_same_place(
+    service: str, render: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = render(tmp_path, project_slug="fine", example="blank", tracker=service)
+    (project / "callbacks.py").write_text(EVALUATED.replace("every_steps = {}\n", HOOKS))
+    for name, value in {
+        "COMET_START_ONLINE": "0",
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(project), str(ROOT)]),
+        "SECRET": "a-secret-word",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "WANDB_MODE": "offline",
+    }.items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-m", "ctl_core", *TRAIN.split()]
+    folder = project / "runs" / "a"
+    (project / "hold").touch()
+    process = subprocess.Popen(command, cwd=project)
+    while not (project / "held").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    time.sleep(2)  # for what is logged in the background
+    process.kill()
+    (project / "hold").unlink()
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
+    assert f"resuming at step {2 * SAVED}" in done.stdout and "warning: listener" not in done.stdout
+    read, keeps = SERVICES[service]
+    rows, sent = read(folder, (folder / "tracker_id").read_text())
+    lines = rows_of(folder)
+    assert lines.total() == STEPS + 6
+    before = Rows({(name, step): 1 for name, step in lines if step <= 2 * SAVED})
+    again = Rows({("train/loss", step): 1 for step in range(2 * SAVED + 1, 46)})
+    assert rows == lines + again if keeps else lines - before <= rows <= lines
+    assert b"width" in sent and b"a-secret-word" not in sent and b"--eval-every" not in sent
+
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tracking.md").read_text(), re.S)
+    (replay,) = (code for code in found if "from tracker import Tracker" in code)
+    (project / "replay.py").write_text(replay)
+    subprocess.run([sys.executable, "replay.py", "runs/a"], cwd=project, check=True)
+    assert read(folder, (folder / "tracker_id").read_text())[0] == lines

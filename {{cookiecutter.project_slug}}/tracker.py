@@ -1,0 +1,1 @@
+{% include "trackers/" ~ cookiecutter.tracker ~ ".py" ignore missing %}
