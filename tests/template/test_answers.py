@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -23,44 +20,21 @@ TWO_BRACES = "{{ '{' * 2 }}"
 REFUSED = [
     ("project_slug", "Shouting", NO_NAME, "'shouting'"),
     ("project_slug", "two words", NO_NAME, "'two_words'"),
-    ("project_slug", "dashed-name", NO_NAME, "'dashed_name'"),
     ("project_slug", "3d", NO_NAME, "'project_3d'"),
-    ("project_slug", "_hidden", NO_NAME, "'hidden'"),
-    ("project_slug", "trailing_", NO_NAME, "'trailing'"),
-    ("project_slug", "größe", NO_NAME, "'gr_e'"),
     ("project_slug", "", NO_NAME, "'project'"),
-    ("project_slug", ".", NO_NAME, "'project'"),
-    ("project_slug", "..", NO_NAME, "'project'"),
-    ("project_slug", "a/b", NO_NAME, "'a_b'"),
     ("project_slug", "../a", NO_NAME, "'a'"),
-    ("project_slug", "/absolute/a", NO_NAME, "'absolute_a'"),
-    ("project_slug", "a\\b", NO_NAME, "'a_b'"),
     ("project_slug", "a\nb", NO_NAME, "'a_b'"),
-    ("project_slug", "a\0b", NO_NAME, "'a_b'"),
-    ("project_slug", 'a"b', NO_NAME, "'a_b'"),
     ("project_slug", "x" * 300, NO_NAME, "'xxx"),
-    ("project_slug", "Class", NO_NAME, "'my_class'"),
     ("project_slug", "import", "is a Python keyword", "'my_import'"),
     ("project_slug", "json", IN_USE, "'my_json'"),
-    ("project_slug", "test", IN_USE, "'my_test'"),
-    ("project_slug", "tests", IN_USE, "'my_tests'"),
     ("project_slug", "tensorflow", IN_USE, "'my_tensorflow'"),
-    ("project_slug", "tensorflow_cpu", IN_USE, "'my_tensorflow_cpu'"),
     ("project_slug", "keras", IN_USE, "'my_keras'"),
     ("project_slug", "ctl_core", IN_USE, "'my_ctl_core'"),
-    ("project_slug", "callbacks", IN_USE, "'my_callbacks'"),
-    ("project_slug", "torch", IN_USE, "'my_torch'"),
-    ("project_slug", "pandas", IN_USE, "'my_pandas'"),
     ("project_name", "", "is empty", "a name"),
-    ("project_name", " ", "is empty", "a name"),
     ("project_name", "two\nlines", "contains the character U+000A", "one line"),
     ("project_name", TWO_BRACES, BRACES, "without it"),
     ("description", "line\n", "contains the character U+000A", "one line"),
-    ("description", "a\ttab", "contains the character U+0009", "one line"),
-    ("description", "line\u2028separator", "contains the character U+2028", "one line"),
     ("description", f"a {TWO_BRACES} b", BRACES, "without it"),
-    ("description", "{{ '{%' }}", BRACES, "without it"),
-    ("author", "{{ '{#' }}", BRACES, "without it"),
     ("author", "\x1b[31mred", "contains the character U+001B", "one line"),
     ("author", "no\udcffutf8", "contains the character U+DCFF", "one line"),
 ]
@@ -88,13 +62,6 @@ def test_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_private_answers_switch_no_check_off(render: Render, tmp_path: Path) -> None:
-    for slug in ("Shouting", "keras"):
-        with pytest.raises(FailedHookException, match=slug):
-            render(tmp_path, project_slug=slug, __checked="")
-    assert not list(tmp_path.iterdir())
-
-
 LINE = (
     r"project_slug: '../keras' is no lower-case Python name \(.*\); answer for example 'my_keras'\."
 )
@@ -110,51 +77,11 @@ def test_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_refused_after_the_free_answers(environment: dict[str, str], tmp_path: Path) -> None:
-    """Of a person who answers one question after the other; the choices are not asked."""
-    done = subprocess.run(
-        ["cookiecutter", str(ROOT)],
-        cwd=tmp_path,
-        env=environment,
-        input="My Training\n../keras\n\n\n",
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert re.search(rf"Who writes it\? \(Your Name\): {LINE}\n\Z", done.stdout) and not done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_refused_by_cruft(run: Run, template_repository: Path, tmp_path: Path) -> None:
-    """Its last words, after a traceback that is its own."""
-    answers = json.dumps({"project_slug": "../keras"})
-    done = run(
-        *[sys.executable, "-m", "cruft", "create", template_repository, "--no-input"],
-        *["--extra-context", answers],
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 1
-    words = " ".join(done.stderr.split())
-    assert re.search(rf"{LINE}\Z", words)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("answer", ["example=other", "license=GPL", "description={% broken"])
-def test_refused_by_cookiecutter(answer: str, run: Run, tmp_path: Path) -> None:
-    """What cookiecutter refuses itself leaves nothing behind either."""
-    done = run("cookiecutter", ROOT, "--no-input", answer, cwd=tmp_path, check=False)
-    assert done.returncode != 0
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("name", "slug"),
     [
         ("My Training", "my_training"),
         ("mixed-Case name", "mixed_case_name"),
-        ("  spaced  out  ", "spaced_out"),
-        ("C++ & friends!", "c_friends"),
         ("3D shapes", "project_3d_shapes"),
         ("Größe", "grosse"),
         ("word " * 13, "_".join(["word"] * 11)),
@@ -174,21 +101,10 @@ FINE = [
     "ünïcödé 日本語 🙂",
     "*stars* _under_scores [link](url) <b>tag</b> &amp; # | ~~gone~~ ![x](y)",
     "# heading",
-    "- item",
-    "+ item",
-    "> quote",
-    "1. item",
-    "=====",
-    "---",
     "key: value, [list], {map}, !tag, @at, %percent",
-    "trailing spaces   ",
-    "'''",
-    '"""',
     "</script><!-- comment",
-    "{x}",
     "%s {0}",
     "null",
-    "2024-01-01",
 ]
 
 

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -233,85 +231,6 @@ def test_ruff(projects: Projects, run: Run) -> None:
         run("ruff", *command, "--no-cache", *projects.values(), cwd=folder)
 
 
-# A package without types, one whose types are a package of their own, one of those that mypy once
-# had the types of, a misspelt one (train.sh says so), and two modules of the user's.
-IMPORTS = """import cookiecutter
-import helper
-import pandas as pd
-import requests
-import sklearn
-import sklearn.preprocessing
-from models.small import width_of
-from PIL import Image
-from sklearn.linear_model import LogisticRegression
-"""
-USES = """
-
-def uses(path):
-    frame = pd.read_csv(path)
-    pixels = np.asarray(Image.open(path))
-    scaler = sklearn.preprocessing.StandardScaler().fit(frame, pixels)
-    return helper.scaled(scaler, width_of(frame)), LogisticRegression(), requests, cookiecutter
-"""
-HELPER = """import scipy.special
-import tabulate
-
-
-def scaled(scaler, width):
-    return scipy.special.expit(tabulate.tabulate(scaler)) * width
-"""
-MODULE = """import nowhere_to_be_found
-from tqdm import tqdm
-
-
-def width_of(frame):
-    return nowhere_to_be_found.width(tqdm(frame))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", ["digits", "blank"])
-def test_imports_of_other_packages_keep_the_checks_green(
-    projects: Projects, example: str, run: Run, tmp_path: Path
-) -> None:
-    """What hooks are made with has types or not, and is installed where mypy runs or not."""
-    tools = [
-        tomllib.loads((project / "pyproject.toml").read_text())["tool"]
-        for choices, project in projects.items()
-        if choices[0] == example and choices[2] == "nowhere"
-    ]
-    assert all(each == tools[0] for each in tools)
-    project = tmp_path / "project"
-    shutil.copytree(projects[example, "cpu", "nowhere", "MIT"], project)
-    callbacks = project / "callbacks.py"
-    text = callbacks.read_text()
-    if "import numpy as np\n" not in text:
-        text = text.replace("import keras\n", "import keras\nimport numpy as np\n", 1)
-    callbacks.write_text(text.replace("import keras\n", f"import keras\n{IMPORTS}", 1) + USES)
-    (project / "helper.py").write_text(HELPER)
-    (project / "models").mkdir()
-    (project / "models" / "small.py").write_text(MODULE)
-    run("ruff", "check", "--no-cache", "--fix", "--select", "I", "callbacks.py", cwd=project)
-    run("ruff", "check", "--no-cache", ".", cwd=project)
-    run("ruff", "format", "--check", "--no-cache", ".", cwd=project)
-    run("mypy", "--cache-dir", tmp_path / "cache", cwd=project)
-    # It is imports alone that are let through.
-    callbacks.write_text(callbacks.read_text() + "\nwrong: int = 'text'\n")
-    done = run("mypy", "--cache-dir", tmp_path / "cache", cwd=project, check=False)
-    assert done.returncode == 1 and "Found 1 error in 1 file" in done.stdout
-
-
-def test_the_job_of_ray_says_what_to_install(render: Render, tmp_path: Path) -> None:
-    """Here as if it were not installed."""
-    project = render(tmp_path, launch="ray")
-    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(name='ray')\n")
-    command = [sys.executable, "launch/ray_job.py", "--help"]
-    there = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=project, env=there, capture_output=True, text=True)
-    message = 'error: ray is missing: python -m pip install -e ".[ray]"\n'
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
-
-
 @pytest.mark.slow
 def test_mypy(projects: Projects, run: Run, tmp_path: Path) -> None:
     """mypy finds nothing; what it reads differs only between the examples."""
@@ -367,68 +286,12 @@ def test_examples_are_whole() -> None:
     assert all(path.suffix == ".png" and path.stat().st_size < 60_000 for path in pictures)
 
 
-def test_pictures_are_shown(projects: Projects) -> None:
-    for choices, project in projects.items():
-        shown = re.findall(r"\]\((pictures/[^)]+)\)", (project / "README.md").read_text())
-        there = [path.relative_to(project).as_posix() for path in project.glob("pictures/*/*")]
-        assert sorted(shown) == sorted(there), choices
-
-
 def test_first_commit(digits: Path, run: Run) -> None:
     """Without an identity configured, there is a commit on main of everything, and no more."""
     assert run("git", "branch", "--show-current", cwd=digits).stdout == "main\n"
     assert run("git", "rev-list", "--count", "HEAD", cwd=digits).stdout == "1\n"
     assert run("git", "status", "--porcelain", cwd=digits).stdout == ""
     assert "100755" in run("git", "ls-files", "--stage", "train.sh", cwd=digits).stdout
-
-
-def test_configured_identity_is_used(
-    render: Render, run: Run, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    config = tmp_path / "gitconfig"
-    config.write_text("[user]\n\tname = Ada\n\temail = ada@example.org\n")
-    run(
-        *["cookiecutter", ROOT, "--no-input"],
-        cwd=tmp_path,
-        GIT_CONFIG_GLOBAL=str(config),
-    )
-    log = run("git", "log", "--format=%an %ae", cwd=tmp_path / "my_training")
-    assert log.stdout == "Ada ada@example.org\n"
-
-
-def test_failing_commit_is_no_failure(run: Run, tmp_path: Path) -> None:
-    """A hook of the user's own that rejects the commit, and git inside another hook."""
-    reject = tmp_path / "hooks" / "pre-commit"
-    reject.parent.mkdir()
-    reject.write_text("#!/bin/sh\necho no ticket named >&2\nexit 1\n")
-    reject.chmod(0o755)
-    config = tmp_path / "gitconfig"
-    config.write_text(f"[core]\n\thooksPath = {reject.parent}\n")
-    done = run(
-        *["cookiecutter", ROOT, "--no-input"],
-        cwd=tmp_path,
-        GIT_CONFIG_GLOBAL=str(config),
-        GIT_DIR=str(tmp_path / "elsewhere"),
-    )
-    assert "git: no first commit made (no ticket named); make it yourself." in done.stdout
-    assert (tmp_path / "my_training" / "train.sh").exists()
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_inside_a_repository_and_without_git(run: Run, tmp_path: Path) -> None:
-    """No repository inside another one; without git, no repository and no failure."""
-    run("git", "init", "--quiet", "outer", cwd=tmp_path)
-    outer = tmp_path / "outer"
-    done = run("cookiecutter", ROOT, "--no-input", cwd=outer)
-    assert f"git: part of the repository in {outer}; nothing committed." in done.stdout
-    assert not (outer / "my_training" / ".git").exists()
-
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    cookiecutter = Path(sys.executable).parent / "cookiecutter"
-    done = run(cookiecutter, ROOT, "--no-input", cwd=tmp_path, PATH=str(tools))
-    assert "git: not installed; no repository made." in done.stdout
-    assert (tmp_path / "my_training" / "train.sh").exists()
 
 
 def test_prints_the_next_three_commands(run: Run, tmp_path: Path) -> None:

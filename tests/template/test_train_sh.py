@@ -154,25 +154,6 @@ def test_arguments_folder_and_exit_code(place: Place) -> None:
     assert place.calls() == [place.training()]
 
 
-def test_from_any_folder_and_through_symlinks(place: Place) -> None:
-    env = place.make_environment("env")
-    elsewhere = place.folder / "else where"
-    (elsewhere / "my project").mkdir(parents=True)
-    direct = elsewhere / "direct"
-    direct.symlink_to("../my project/train.sh")
-    twice = place.folder / "twice"
-    twice.symlink_to(direct)
-    for script in (direct, twice, Path("direct"), Path("./direct"), Path("../twice")):
-        command = ["bash", str(script)] if len(script.parts) == 1 else [str(script)]
-        subprocess.run(
-            command,
-            cwd=elsewhere,
-            env={**place.environment, "VENV": str(env), "CDPATH": str(elsewhere)},
-            check=True,
-        )
-        assert place.calls() == [place.training()]
-
-
 def test_python_replaces_the_shell(place: Place) -> None:
     """A signal to train.sh reaches the training, because it is the same process by then."""
     place.set("train", "900")
@@ -293,21 +274,6 @@ def test_failed_installation(place: Place) -> None:
     assert not (place.project / ".venv.lock").exists()
 
 
-def test_interrupted_installation(place: Place) -> None:
-    """It ends without a stamp and without a lock."""
-    place.set("slow", "1")
-    process = place.start()
-    while not any("pip" in call for call in place.calls()):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=600)
-    assert process.returncode == 143
-    assert not (place.project / ".venv.lock").exists()
-    place.set("slow", "0")
-    assert place.train()[0] == 0
-    assert place.calls() == [place.installation(), place.training()]
-
-
 def test_two_at_once_install_once(place: Place) -> None:
     place.set("slow", "0.5")
     processes = [place.start("--run-name", name) for name in "ab"]
@@ -338,77 +304,6 @@ def test_no_usable_python(place: Place) -> None:
     one_line(place, "needs Python >=3.11,<3.14 (pyproject.toml)", "(python3 is absent)")
     assert not (place.project / ".venv").exists()
     assert not (place.project / ".venv.lock").exists()
-
-
-@pytest.mark.parametrize("variable", ["VENV", "VIRTUAL_ENV"])
-@pytest.mark.parametrize("what", ["another Python", "no environment", "nothing"])
-def test_environment_that_will_not_do(place: Place, variable: str, what: str) -> None:
-    """It is not touched: what is in it may be wanted for something else."""
-    env = place.folder / "env"
-    if what == "another Python":
-        place.make_environment("env")
-        place.set("too_old", "1")
-    elif what == "no environment":
-        env.mkdir()
-        (env / "cat.jpg").touch()
-    before = sorted(env.rglob("*"))
-    words = f"{env} has no Python >=3.11,<3.14 (pyproject.toml)"
-    none = "deactivate it, and .venv" if variable == "VIRTUAL_ENV" else "use none, and .venv"
-    one_line(place, words, "VENV=FOLDER", none, **{variable: str(env)})
-    assert sorted(env.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("needed", "chosen"),
-    [
-        (">=3.11,<3.14", "python3.13"),
-        (">=3.11,<3.13", "python3.12"),
-        (">=3.12", "python3.14"),
-        (">= 3.11, <=3.12", "python3.12"),
-    ],
-)
-def test_pyproject_says_which_python(place: Place, needed: str, chosen: str) -> None:
-    """The newest of those; the python3 that is first on the PATH has no version here."""
-    pyproject = place.project / "pyproject.toml"
-    line = 'requires-python = ">=3.11,<3.14"'
-    assert line in pyproject.read_text()
-    pyproject.write_text(pyproject.read_text().replace(line, f'requires-python = "{needed}"'))
-    (place.tools / "python3").unlink()
-    for minor in range(9, 15):
-        python = place.tools / f"python3.{minor}"
-        # Says that it is this version, and for the rest is the stand-in.
-        python.write_text(
-            f"#!{place.tools}/sh\n"
-            f'if [ "$1" = -c ]; then exec "{sys.executable}" -S -c "import sys\n'
-            f"sys.version_info = (3, {minor}, 1)\n"
-            '$2" "$3"; fi\n'
-            f'[ "$2" != venv ] || echo "chosen python3.{minor}" >&2\n'
-            f'exec "{place.stand_in}" "$@"\n'
-        )
-        python.chmod(0o755)
-    code, lines = place.train()
-    assert code == 0
-    assert [line for line in lines if line.startswith("chosen")] == [f"chosen {chosen}"]
-
-
-def test_broken_venv_is_made_again(place: Place) -> None:
-    """A Python that an upgrade of the system took away."""
-    assert place.train()[0] == 0
-    place.calls()
-    python = place.project / ".venv" / "bin" / "python"
-    python.unlink()
-    python.symlink_to("/nowhere/python3.9")
-    assert place.train()[0] == 0
-    assert place.calls() == [place.making(), place.installation(), place.training()]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_project_that_cannot_be_written(place: Place) -> None:
-    place.project.chmod(0o555)
-    try:
-        one_line(place, "cannot write to")
-    finally:
-        place.project.chmod(0o755)
 
 
 def test_an_active_environment_that_is_another_project_s(
