@@ -13,7 +13,6 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.selection import best_step
 from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
 
@@ -178,34 +177,6 @@ def test_the_best_checkpoint_is_kept_apart(train: Train, tmp_path: Path) -> None
     assert record is not None and record.step == best and record.metrics["error"] == values[best]
     for ours, theirs in zip(state.train_model.get_weights(), weights[best], strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_a_best_checkpoint_that_a_kill_prevented_is_kept_at_the_next_start(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {"eval_every": 5, "ckpt_every": 0, "keep_best": "loss:max"}
-    with monkeypatch.context() as patch:
-        patch.setattr("ctl_core.run_state.writing.keep_best", lambda folder, record: None)
-        train(hooks(), steps=20, **settings)
-    best = tmp_path / "runs/run/ckpt/best"
-    assert not best.exists()
-    state = train(hooks(), steps=20, **settings)
-    assert [path.name for path in best.glob("engine/*.json")] == [
-        f"ckpt-{best_step(state.progress.best)}.json"
-    ]
-
-
-def test_the_best_is_kept_of_a_step_that_was_saved_before_it_was_evaluated(
-    train: Train, tmp_path: Path
-) -> None:
-    """As after a signal in the middle of an evaluation."""
-    own = hooks()
-    del own.create_eval_dataset
-    train(own, steps=5)
-    state = train(hooks(), steps=7, eval_every=5, keep_best="error:min")
-    assert best_step(state.progress.best) == 5
-    best = tmp_path / "runs/run/ckpt/best/engine"
-    assert [path.name for path in best.glob("*.json")] == ["ckpt-5.json"]
 
 
 @pytest.mark.parametrize(

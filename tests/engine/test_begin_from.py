@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
-from ctl_core.errors import CtlError, SetupError
-from ctl_core.settings import Config
-from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, sgd, shuffled
+from ctl_core.errors import SetupError
+from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, shuffled
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import values
 
@@ -108,59 +106,6 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
     with pytest.raises(SetupError, match="has checkpoints and began by itself, not from a; choose"):
         train(hooks(), run_name="b", steps=8, **SHORT, fork="a")
     assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
-
-
-def test_a_check_begins_from_what_the_run_would(train: Train, tmp_path: Path) -> None:
-    trained = train(hooks(), run_name="a", steps=4, **SHORT)
-    settings: dict[str, Any] = {
-        "run_name": "b",
-        "runs_dir": str(tmp_path / "runs"),
-        "steps": 8,
-        **SHORT,
-    }
-    config = Config(init_from="a", **{**settings, "learning_rate": 1e-9})
-    state = ctl_core.check(hooks(create_opt=sgd), config)
-    kernel = state.train_model.get_layer("hidden").kernel
-    np.testing.assert_allclose(kernel, trained.train_model.get_layer("hidden").kernel, atol=1e-6)
-    assert not (tmp_path / "runs/b").exists()
-    train(hooks(), **{**settings, "init_from": "a", "steps": 2})
-    shutil.rmtree(tmp_path / "runs/a")  # the run that has begun needs it no more
-    ctl_core.check(hooks(), Config(init_from="a", **settings))
-
-
-def failing() -> Any:
-    raise ValueError("not yet")
-
-
-def reads_nothing(per_replica_batch_size: int) -> Any:
-    def break_(x: Any) -> Any:
-        raise ValueError("a broken file")
-
-    data = shuffled(per_replica_batch_size)
-    return data.map(lambda x, y: (tf.py_function(break_, [x], x.dtype), y))
-
-
-NOT_BEGUN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a hook": ({"create_model": failing}, {"fork": "a"}),
-    "data": ({"create_dataset": reads_nothing}, {"fork": "a"}),
-    "no fork": ({"create_dataset": reads_nothing}, {}),
-}
-
-
-def test_a_run_that_fails_before_its_first_step_leaves_its_log_alone(
-    train: Train, tmp_path: Path
-) -> None:
-    """The same command, put right, begins as if the first had not been given."""
-    whole = train(hooks(), run_name="a", steps=6, **SHORT)
-    for name, (wrong, settings) in NOT_BEGUN.items():
-        with pytest.raises(CtlError):
-            train(hooks(**wrong), run_name="b", steps=8, **SHORT, **settings)
-        assert [path.name for path in (tmp_path / "runs/b").iterdir()] == ["train.log"], name
-    again = train(hooks(), run_name="b", steps=6, **SHORT)
-    assert_equal(values(again), values(whole))
-    with pytest.raises(CtlError):  # a run that has begun keeps what it has
-        train(hooks(create_model=failing), run_name="b", steps=8, **SHORT)
-    assert {"ckpt", "config.yaml"} < {path.name for path in (tmp_path / "runs/b").iterdir()}
 
 
 def test_a_fork_that_was_killed_before_it_began_is_made_anew(

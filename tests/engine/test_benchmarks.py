@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import engines, peers, worker
-from benchmarks.pace import Over, Pace
+from benchmarks import engines, worker
 from benchmarks.report import (
     Memory,
     Results,
     Timing,
     print_report,
-    put_into,
 )
 from benchmarks.workloads import mlp
 
@@ -49,34 +45,6 @@ def test_another_update_is_found() -> None:
     worker.check_equal(weights, weights, "same")
     with pytest.raises(AssertionError, match="other"):
         worker.check_equal(other, weights, "other")
-
-
-def test_a_loop_stops_at_step_50_and_after_each_segment() -> None:
-    steps: list[int] = []
-
-    def loop(pace: Pace) -> None:
-        for step in range(1, 1000):
-            if pace.due(step):
-                steps.append(step)
-                pace.stop()
-
-    pace = Pace(loop, 100)
-    for expected in (50, 100, 200, 300):
-        assert pace.advance() >= 0
-        assert steps[-1] == expected
-    pace.end()
-    assert steps == [50, 100, 200, 300]
-
-
-def test_a_failure_in_a_loop_is_raised_where_it_is_driven() -> None:
-    def loop(pace: Pace) -> None:
-        raise ValueError("no data")
-
-    with pytest.raises(ValueError, match="no data"):
-        Pace(loop, 100).advance()
-    with pytest.raises(ValueError, match="segment"):
-        Pace(loop, 75)
-    assert issubclass(Over, Exception)
 
 
 def made_up() -> Results:
@@ -120,39 +88,6 @@ def test_report_shows_every_row_and_what_failed() -> None:
     assert "floor 1 µs 1 µs – 1 µs 0.00" in lines  # no training, and so not a quicker one
     assert any(line.startswith("mlp: Keras fit / engine ≥ 4.00 4.00") for line in lines)
     assert lines[-1] == "a note."
-
-
-def test_report_takes_the_place_of_the_one_in_a_document(tmp_path: Path) -> None:
-    document = tmp_path / "performance.md"
-    document.write_text("# Speed\n\n```text\nas it was\n```\n\n## Report\n\n```text\nold\n```\n")
-    for _ in range(2):
-        put_into(document, made_up(), ["a note."])
-    before, report = document.read_text().rsplit("```text\n", 1)
-    assert before == "# Speed\n\n```text\nas it was\n```\n\n## Report\n\n"
-    assert report.startswith("Time\n") and report.endswith("a note.\n```\n")
-    assert "old" not in report and "cnn: best peer (Keras fit) / engine" in report
-    document.write_text("no block")
-    with pytest.raises(SystemExit, match="expected a block"):
-        put_into(document, made_up(), [])
-
-
-def test_json_holds_the_ratios_and_goals() -> None:
-    content = json.loads(json.dumps(made_up().as_json()))
-    fit = content["timings"][1]
-    assert (fit["peer"], fit["ratio_to_engine"]) == ("Keras fit", pytest.approx(4.0))
-    assert content["timings"][-1]["ratio_to_engine"] is None
-    assert [goal["reached"] for goal in content["goals"]] == [True, False, False, False]
-
-
-def test_another_peer_than_the_engine_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise worker.tf.errors.InvalidArgumentError(None, None, "no")
-
-    monkeypatch.setitem(peers.PEERS, "Keras fit", broken)
-    work = worker.shortened(mlp())
-    failed, timing = worker.steps(work, 1, 50, 1, ("Keras fit", "input alone"))
-    assert (failed.failure, failed.seconds) == ("InvalidArgumentError", [])
-    assert (timing.failure, len(timing.seconds)) == (None, 1)
 
 
 @pytest.mark.slow

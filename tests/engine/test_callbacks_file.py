@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.layers import load_config
 from tests.helpers.experiments import BASE, FLAGS, by_hand, weights
-from tests.helpers.lean import PYTHONPATH
 
 # Half the loss, by a module beside the file and one of the project's.
 HALF = """
@@ -169,23 +164,6 @@ def test_a_file_that_has_changed_or_gone_is_said_and_its_copy_is_there(
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["my-gan 2.py", "keras.py", "random.py", "numpy.py", "callbacks.py", "ünï.py"]
-)
-def test_a_file_may_have_any_name(project: Path, name: str) -> None:
-    """Also that of a module which it imports; and it may be outside of the project."""
-    folder = project.parent / "else where"
-    shutil.copytree(project / "experiments", folder)
-    (folder / "gan.py").rename(folder / name)
-    (folder / name).write_text(HALF + "import keras, random, numpy\nassert random.random\n")
-    place = folder / name
-    assert ctl("train", "--run-name", "a", "--callbacks", f"../else where/{name}", *FLAGS) == 0
-    same(weights("a"), by_hand(0.5))
-    assert load_config("runs/a/config.yaml").callbacks == str(place)
-    assert ctl("evaluate") == 0
-    assert sys.modules["keras"].__name__ == "keras" and not hasattr(sys.modules["keras"], "HALF")
-
-
 def test_variables_of_the_file_come_back_when_it_is_renamed_or_its_copy_is_used(
     project: Path,
 ) -> None:
@@ -201,38 +179,3 @@ def test_variables_of_the_file_come_back_when_it_is_renamed_or_its_copy_is_used(
         ctl("train", "--run-name", "a", "--steps", "7", "--callbacks", "experiments/gan2.py") == 0
     )
     assert sys.modules["ctl_callbacks"].table == 7
-
-
-def test_from_python_the_copy_is_of_the_modules_file(project: Path) -> None:
-    settings: dict[str, Any] = {"steps": 2, "batch_size": 16, "run_name": "a"}
-    sys.path.insert(0, str(project))
-    import callbacks  # type: ignore[import-not-found]
-
-    hooks = {name: value for name, value in vars(callbacks).items() if name[0] != "_"}
-    ctl_core.train(types.SimpleNamespace(**hooks), ctl_core.Config(**settings))
-    assert not Path("runs/a/callbacks.py").exists()
-    assert ctl("evaluate") == 0
-    ctl_core.train(callbacks, ctl_core.Config(**{**settings, "run_name": "b"}))
-    assert Path("runs/b/callbacks.py").read_text() == BASE
-
-
-def test_a_run_that_is_done_keeps_its_copy(project: Path) -> None:
-    """What was trained is what the copy shows."""
-    assert ctl("train", "--run-name", "a", *FLAGS) == 0
-    (project / "callbacks.py").write_text(BASE + "# another\n")
-    assert ctl("train", "--run-name", "a") == 0
-    assert Path("runs/a/callbacks.py").read_text() == BASE
-    assert ctl("train", "--run-name", "a", "--steps", "5") == 0
-    assert Path("runs/a/callbacks.py").read_text() == BASE + "# another\n"
-
-
-@pytest.mark.cluster
-def test_a_cluster_trains_the_file_that_was_given(project: Path) -> None:
-    command = [sys.executable, "-m", "ctl_core", "train", "--workers", "2", "--run-name", "gan"]
-    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "-1"}
-    for last, named in ("4", ["--callbacks", "experiments/gan.py"]), ("5", []):
-        flags = [*FLAGS[2:], *named, "--steps", last]
-        done = subprocess.run([*command, *flags], env=environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    same(weights("gan", 5), by_hand(0.5, 5))
-    assert Path("runs/gan/callbacks.py").read_text() == HALF

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import signal
 import subprocess
@@ -129,57 +128,6 @@ def test_a_run_that_is_there_is_neither_read_nor_locked(check: Check, tmp_path: 
         assert check(hooks()).step == 2
     files = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file())
     assert [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files] == before
-
-
-def changing_ckpt(ckpt_path: str, train_model: Any) -> Any:
-    class Changing(tf.train.Checkpoint):
-        def read(self, *args: Any, **kwargs: Any) -> Any:
-            status = super().read(*args, **kwargs)
-            train_model.weights[0].assign(train_model.weights[0] * 2.0)
-            return status
-
-        restore = read
-
-    ckpt = Changing(train_model=train_model)
-    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=2)
-
-
-def endless(per_replica_batch_size: int) -> tf.data.Dataset:
-    return sliced(regression_data())(per_replica_batch_size).repeat()
-
-
-@pytest.mark.parametrize(
-    ("more", "settings", "error", "said"),
-    [
-        ({"at_step": {10_000: lambda step: 1 / 0}}, {}, ctl_core.RunError,
-         r"^at_step\[10000\] \(test_check.py:\d+\): ZeroDivisionError: division by zero$"),
-        ({"after_eval": lambda metrics: metrics["no"]}, {}, ctl_core.RunError,
-         r"^after_eval .*'no'"),
-        ({"at_end": lambda reason: 1 / 0}, {}, ctl_core.RunError, "^at_end .*ZeroDivisionError"),
-        ({"metric_pre": lambda output: 1 / 0}, {}, ctl_core.SetupError, "^metric_pre|^eval"),
-        ({"create_ckpt": changing_ckpt}, {}, ctl_core.RunError,
-         r"^create_ckpt \(test_check.py:\d+\): train_model/.* is not what it was when"),
-        ({"create_loss": lambda: lambda pair: pair[0][:, 0] * math.nan}, {}, ctl_core.RunError,
-         "^the loss of step 2 is not finite"),
-        ({"create_dataset": endless}, {"steps": None, "epochs": 3}, ctl_core.SetupError,
-         "^epochs: "),
-        ({"create_dataset": endless}, {"eval_every": "1epoch"}, ctl_core.SetupError,
-         "^eval_every: "),
-        ({}, {"early_stop": "los:3"}, ctl_core.SetupError,
-         "^early_stop: no metric is called 'los'"),
-        ({}, {"steps": None}, ctl_core.SetupError, "^steps: say how long"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_as_in_training(
-    check: Check, more: dict[str, Any], settings: dict[str, Any], error: type, said: str
-) -> None:
-    if "metric_pre" in more:
-        more = {**more, "create_metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()}}
-    ends: list[str] = []
-    own = hooks(**{"at_end": lambda reason: ends.append(reason), **more})
-    with pytest.raises(error, match=said) as raised:
-        check(own, **settings)
-    assert "\n" not in str(raised.value) and ends == []
 
 
 def test_it_is_an_option_of_the_command(

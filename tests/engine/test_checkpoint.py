@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -142,15 +141,6 @@ def test_a_damaged_input_position_is_reached_by_skipping(
     assert_weights(whole, state, rtol=0)
 
 
-@pytest.mark.parametrize("damage", [cut_short, empty, flip, Path.unlink])
-def test_the_managers_own_list_is_not_needed(train: Train, damage: Any) -> None:
-    state = train(make_hooks(), steps=10, ckpt_every=5)
-    damage(state.run_dir / "ckpt" / "checkpoint")
-    seen: list[int] = []
-    train(make_hooks(every_steps={1: lambda step, loss: seen.append(step)}), steps=12)
-    assert seen == [11, 12]
-
-
 def test_a_first_checkpoint_that_was_never_finished_is_none(train: Train) -> None:
     folder = train(make_hooks(), steps=5).run_dir / "ckpt"
     for path in folder.glob("engine/ckpt-5.*"):  # written after the user's part
@@ -178,18 +168,6 @@ def test_no_whole_checkpoint_stops_instead_of_starting_over(train: Train) -> Non
         train(make_hooks(), steps=10)
 
 
-def test_half_written_files_are_cleared_away(train: Train) -> None:
-    state = train(make_hooks(), steps=5)
-    folder = state.run_dir / "ckpt"
-    (folder / "ckpt-9_temp").mkdir()
-    (folder / "engine" / "ckpt-9.tmp").write_text("{")
-    (folder / "engine" / "ckpt-9.index").write_text("")  # of a save that never came to its record
-    train(make_hooks(), steps=7)
-    assert not list(folder.rglob("*_temp")) and not list(folder.rglob("*.tmp"))
-    assert numbers(folder, "engine/ckpt-*") == sorted([5, 7] * 3)
-    assert numbers(folder, "engine/input-*") == sorted([5, 7] * 2)
-
-
 def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Train) -> None:
     train(make_hooks(), steps=2)
 
@@ -215,11 +193,3 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
         train(make_hooks(create_model=deeper), steps=4)
     with pytest.raises(ctl_core.SetupError, match="is gone"):
         train(make_hooks(create_opt=sgd), steps=4)
-
-
-def test_the_record_tells_what_a_resume_needs(train: Train) -> None:
-    hooks = make_hooks(at_step={2: lambda: None, 9: lambda: None})
-    state = train(hooks, steps=4, virtual_devices=2)
-    record = json.loads((state.run_dir / "ckpt" / "engine" / "ckpt-4.json").read_text())
-    assert (record["step"], record["examples"], record["replicas"]) == (4, 64, 2)
-    assert record["done"] == [2] and record["input_saved"]

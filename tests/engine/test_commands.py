@@ -15,7 +15,6 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.__main__ import main
 from tests.helpers.cases import small_model
-from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
 
 
@@ -75,33 +74,6 @@ def test_a_hook_that_changes_the_folder_leaves_the_run_where_it_is(
     assert not list((project / "elsewhere").iterdir()) and (project / "here.npz").exists()
     assert (project / "runs/second/ckpt/ckpt-6.index").exists()
     assert (project / "runs/second/tb").exists()
-
-
-@pytest.mark.slow
-def test_without_docstrings_and_assertions(project: Path) -> None:
-    """Every command does under ``python -OO`` what it does otherwise."""
-    commands = [["train", "--run-name", "again"], ["evaluate"], ["predict"], ["export"], ["hooks"]]
-    program = (
-        "import sys\n"
-        "from ctl_core.__main__ import main\n"
-        "assert False, 'is left out'\n"
-        f"for command in {commands}:\n"
-        "    code = main(command)\n"
-        "    if code:\n"
-        "        sys.exit(f'{command}: {code}')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-OO", "-c", program],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for name in ("ckpt/ckpt-6.index", "predictions.npz", "export/1/saved_model.pb"):
-        assert (project / "runs/again" / name).exists(), name
-    metrics = [project / f"runs/{run}/metrics.jsonl" for run in ("first", "again")]
-    assert metrics[0].read_text() == metrics[1].read_text()
 
 
 def test_a_package_that_is_not_installed_is_one_line(project: Path) -> None:

@@ -211,34 +211,6 @@ def test_the_default_hooks_report_several_losses(train: Train) -> None:
     assert seen == [(5, "train", {"loss/a": 1.0, "loss/b": 2.0})]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"x": np.zeros(2)}, r"x must be a scalar, got shape \[2\]"),
-        ({"x": tf.zeros([2, 1])}, r"x must be a scalar, got shape \[2, 1\]"),
-        ({"x": []}, r"x must be a scalar, got shape \[0\]"),
-        ({"x": "abc"}, "x must be a number, got 'abc'"),
-        ({"x": None}, "x must be a number, got None"),
-        ({"x": 1j}, "x must be a number, got 1j"),
-        ({"x": {"y": [1, 2]}}, r"x/y must be a scalar, got shape \[2\]"),
-        ({"split": 1.0}, "a value cannot be called split"),
-    ],
-)
-def test_only_scalars_can_be_reported(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        report(1, **values)
-    with pytest.raises(TypeError):
-        report(1.5, x=1.0)  # type: ignore[arg-type]
-
-
-def test_outside_of_a_run_reports_are_only_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    report(3, loss=0.5)
-    show_step(4)
-    Console().warn("odd")
-    out, err = capsys.readouterr()
-    assert out == "step 3  loss 0.5\nstep 4\nwarning: odd\n" and err == ""
-
-
 @pytest.mark.parametrize("width", [60, 80, 200])
 @pytest.mark.parametrize("pipe", [True, False])
 def test_the_table_lists_every_hook_at_any_width(width: int, pipe: bool) -> None:
@@ -254,17 +226,3 @@ def test_the_table_lists_every_hook_at_any_width(width: int, pipe: bool) -> None
         words = " ".join(block.split())
         for part in (spec.doc, spec.returns, spec.default, ", ".join(spec.arguments)):
             assert part == "–" or " ".join(part.split()) in words
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_command_prints_the_table(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], width: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["hooks"]) == 0
-    out, err = capfd.readouterr()
-    assert err == "" and "\x1b" not in out and out.isascii()
-    assert max(map(len, out.splitlines())) <= min(width, 100)
-    for spec in TABLE:
-        assert re.search(rf"^{spec.name}( \(required\))?$", out, re.MULTILINE)
-    assert "config" in out.splitlines()[-1] + out.splitlines()[-2]

@@ -47,13 +47,6 @@ def test_the_same_again_says_so_and_trains_nothing(
         assert_weights(state, weights, rtol=0)
 
 
-def test_fewer_steps_are_no_reason_to_go_on(train: Train) -> None:
-    ended = hooks(at_step={7: stop})
-    train(ended, steps=20)
-    assert train(ended, steps=12).step == 7 and train(ended, steps=3).step == 7
-    assert train(ended, steps=20).ended
-
-
 def test_more_steps_go_on_as_if_it_had_not_ended(train: Train) -> None:
     whole = train(hooks(), steps=21, run_name="whole")
     ended = hooks(at_step={7: stop})

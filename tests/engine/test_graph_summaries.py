@@ -12,8 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.tools import commands
-from tests.helpers.cases import eval_hooks, make_hooks, small_model
+from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 
 Seen = list[tuple[int, str, float]]
@@ -137,28 +136,6 @@ def test_a_compiled_step_refuses_it(train: Train, tmp_path: Path) -> None:
         train(hooks, steps=2, jit_compile=True)
     train(hooks, steps=2, jit_compile=True, virtual_devices=2, run_name="update")
     assert [step for step, *_ in seen(tmp_path / "runs/update/tb/train")] == [1, 2]
-
-
-def test_evaluation_writes_its_values_only_and_an_export_needs_no_writer(
-    train: Train, tmp_path: Path
-) -> None:
-    hooks = watched_hooks()
-    hooks.create_eval_dataset = eval_hooks(23).create_eval_dataset
-    state = train(hooks, steps=2)
-    assert {name for _, name, _ in seen(tmp_path / "runs/run/tb/eval")} == {"loss"}
-    options = {"checkpoint": None, "input": None, "output": None}
-    path = commands.export(hooks, state.config, options)
-    served = tf.saved_model.load(str(path)).signatures["serving_default"]
-    inputs = tf.ones([2, 5])
-    found = next(iter(served(inputs).values()))
-    kernel, bias = state.train_model.get_weights()
-    np.testing.assert_allclose(found, inputs @ kernel + bias, rtol=1e-6)
-
-
-def test_without_a_summary_the_graph_holds_no_writer(train: Train) -> None:
-    state = train(make_hooks(create_model=small_model), steps=3)
-    function = state.functions.graph(None)
-    assert "ummary" not in str(function.graph.as_graph_def())
 
 
 @pytest.mark.parametrize("settings", [{}, {"virtual_devices": 2}, {"precision": "float16"}])

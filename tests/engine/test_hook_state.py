@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import ctl_core
-from ctl_core.run_state import writing
 from tests.helpers.cases import make_hooks, sgd
 from tests.helpers.fixtures import Train
 
@@ -105,17 +104,3 @@ def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) 
     assert seen == [(1, True), (2, True), True]
     with pytest.raises(ctl_core.SetupError, match="may name dev, step, chief, config, hparams"):
         train(make_hooks(every_steps={1: ctl_core.deferred(lambda state: None)}))
-
-
-def test_the_record_is_a_copy(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    records: list[Any] = []
-    write = writing.write_record
-
-    def late(folder: Any, made: Any) -> None:
-        records.append(made.state)
-        write(folder, made)
-
-    monkeypatch.setattr(writing, "write_record", late)
-    hooks = make_hooks(every_steps={1: lambda step, state: state.setdefault("a", []).append(step)})
-    train(hooks, steps=4, ckpt_every=2)
-    assert [kept["a"] for kept in records] == [[1, 2], [1, 2, 3, 4]]

@@ -19,7 +19,6 @@ from tests.helpers.cases import (
     make_hooks,
     regression_data,
     sgd,
-    sliced,
     small_model,
     squared_error,
 )
@@ -60,16 +59,6 @@ def step(request: pytest.FixtureRequest, train: Train) -> Any:
     return run
 
 
-def test_defaults(step: Any) -> None:
-    assert_weights(step(), one_step())
-
-
-def test_create_dataset(step: Any) -> None:
-    inputs, target = regression_data()
-    state = step(create_dataset=sliced((inputs[32:], target[32:])))
-    assert_weights(state, one_step(batch=(inputs[32:48], target[32:48])))
-
-
 def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -> None:
     sizes: list[int] = []
     seen: list[np.ndarray] = []
@@ -90,31 +79,6 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
     np.testing.assert_array_equal(np.concatenate(seen), np.concatenate([inputs, inputs])[: 7 * 16])
 
 
-def test_create_model(step: Any) -> None:
-    def create_model() -> keras.Model:
-        model = small_model()
-        model.layers[0].trainable = False
-        return model
-
-    assert_weights(step(create_model=create_model), one_step(variables=slice(2, 4)))
-
-
-def test_an_unbuilt_model_with_training_and_several_calls_is_built_under_the_scope(
-    train: Train,
-) -> None:
-    class Subclassed(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hidden, self.drop = keras.layers.Dense(4), keras.layers.Dropout(0.5)
-            self.out = keras.layers.Dense(1)
-
-        def call(self, inputs: Any, training: bool = False) -> Any:
-            return self.out(self.drop(self.hidden(inputs), training=training))
-
-    state = train(make_hooks(create_model=Subclassed), steps=3, virtual_devices=2)
-    assert [tuple(w.shape) for w in state.train_model.weights] == [(5, 4), (4,), (4, 1), (1,)]
-
-
 def test_create_loss_as_a_sum_and_as_a_keras_loss(step: Any) -> None:
     for reduction in ("sum", "none"):
         loss = keras.losses.MeanSquaredError(reduction=reduction)  # one target each: no mean
@@ -122,11 +86,6 @@ def test_create_loss_as_a_sum_and_as_a_keras_loss(step: Any) -> None:
         assert_weights(state, one_step())
     state = step(create_loss=lambda: lambda pair: tf.reduce_sum(squared_error(pair)))
     assert_weights(state, one_step())
-
-
-def test_create_opt(step: Any) -> None:
-    state = step(create_opt=lambda lr: keras.optimizers.SGD(0.5))
-    assert_weights(state, one_step(rate=0.5))
 
 
 def test_create_opt_default(train: Train) -> None:
@@ -145,30 +104,6 @@ def test_create_ckpt_default_keeps_fifty_and_all_five(train: Train) -> None:
     saved = tf.train.load_checkpoint(state.manager.latest_checkpoint)
     sizes = [sorted(reader.get_variable_to_shape_map().values()) for reader in (saved, shapes)]
     assert sizes[0] == sorted([*sizes[1], []])  # and the manager's save_counter
-
-
-def test_input_pre(step: Any) -> None:
-    x, y = (part[:BATCH] for part in regression_data())
-    state = step(input_pre=lambda batch: 2.0 * batch[0])
-    assert_weights(state, one_step(batch=(2.0 * x, y)))
-
-
-def test_loss_pre(step: Any) -> None:
-    x, y = (part[:BATCH] for part in regression_data())
-    state = step(loss_pre=lambda output, batch: (output, batch[1] + 1.0))
-    assert_weights(state, one_step(batch=(x, y + 1.0)))
-
-
-def test_grad_pre_scales_the_batch_loss_by_the_batch_and_the_extra_loss_not(step: Any) -> None:
-    def grad_pre(loss: Any, train_model: Any) -> Any:
-        kernel = train_model.layers[0].kernel
-        return 3.0 * loss, tf.reduce_sum(kernel**2), train_model.trainable_variables[:2]
-
-    def extra(model: Any) -> Any:
-        return tf.reduce_sum(model.layers[0].kernel ** 2)
-
-    expected = one_step(scale=3.0, extra=extra, variables=slice(0, 2))
-    assert_weights(step(grad_pre=grad_pre), expected)
 
 
 def test_update_pre_sees_the_summed_gradients_and_the_summed_loss(step: Any) -> None:

@@ -179,69 +179,6 @@ def test_global_batches_may_be_smaller_anywhere(train: Train) -> None:
     assert (state.step, state.progress.examples) == (15, 105)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_several_objectives(train: Train, accumulate: int) -> None:
-    def model() -> keras.Model:
-        inputs = keras.Input((FEATURES,))
-        outputs = {name: keras.layers.Dense(1, name=name)(inputs) for name in ("a", "b")}
-        return set_weights(keras.Model(inputs, outputs))
-
-    def by_part(loss: Any, train_model: Any) -> Any:
-        return {
-            name: (loss[name], tf.reduce_sum(train_model.get_layer(name).kernel ** 2), variables)
-            for name, variables in (
-                (name, train_model.get_layer(name).trainable_variables) for name in ("a", "b")
-            )
-        }
-
-    def loss(pair: Any) -> Any:
-        output, target = pair
-        return {name: factor * squared_error((output[name], target)) for name, factor in FACTORS}
-
-    some = hooks(
-        create_dataset=of_replicas(9),
-        create_model=model,
-        create_opt=lambda lr: {"a": sgd(lr), "b": sgd(lr)},
-        create_loss=lambda: loss,
-        grad_pre=by_part,
-    )
-    state = keep(train, some, virtual_devices=2, accumulate_steps=accumulate)
-
-    def total(batch: Any, output: Any) -> Any:
-        parts = loss((output, batch[1]))
-        kernels = [expected.get_layer(name).kernel for name in parts]
-        return tf.add_n([tf.reduce_mean(part) for part in parts.values()]) + tf.add_n(
-            [tf.reduce_sum(kernel**2) for kernel in kernels]
-        )
-
-    expected = model()
-    assert_weights(state, plain(examples(9).batch(8), expected, loss=total))
-
-
-FACTORS = (("a", 1.0), ("b", 0.5))
-
-
-@pytest.mark.parametrize(
-    "settings", [{"jit_compile": True}, {"precision": "float16"}, {"ema": 0.9, "eval_every": 2}]
-)
-def test_with_other_settings(train: Train, settings: dict[str, Any]) -> None:
-    def tenth(pair: Any) -> tf.Tensor:  # float16 has gradients of one example in its range, too
-        return 0.1 * squared_error(pair)
-
-    some = hooks(
-        create_dataset=of_replicas(9),
-        create_loss=lambda: tenth,
-        create_eval_dataset=lambda per_replica_batch_size: examples(20).batch(4),
-    )
-    state = keep(train, some, virtual_devices=2, **settings)
-
-    def mean(batch: Any, output: Any) -> tf.Tensor:
-        return tf.reduce_mean(tenth((output, batch[1])))
-
-    tolerance = 2e-2 if "precision" in settings else 1e-5
-    assert_weights(state, plain(examples(9).batch(8), l2_model(), loss=mean), tolerance)
-
-
 def test_what_replicas_exchange_is_of_true_examples(train: Train) -> None:
     """Sums, means and gathered rows, with a gradient through them."""
 

@@ -18,7 +18,7 @@ import pytest
 
 from ctl_core.cluster import supervisor
 from ctl_core.errors import SetupError
-from tests.helpers.workers import RUN, alive, fake, log, pids, run, start
+from tests.helpers.workers import RUN, alive, log, pids, run, start
 
 
 def test_the_supervisor_does_not_wait_for_tensorflow() -> None:
@@ -120,17 +120,6 @@ def test_the_users_failure_is_told_once(capfd: pytest.CaptureFixture[str]) -> No
     assert len(pids()) == 6
 
 
-def test_without_standard_streams() -> None:
-    arguments = [sys.executable, "-c", "import launch_it"]
-    Path("launch_it.py").write_text(
-        "import sys; from pathlib import Path; from ctl_core.cluster.supervisor import supervise; "
-        f"sys.exit(supervise({fake('print(index)')!r}, Path({str(RUN)!r}), 2))"
-    )
-    shell = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments])
-    assert shell.returncode == 0
-    assert log(1).endswith("\n1\n")
-
-
 def read_terminal(terminal: int, parent: subprocess.Popen[bytes]) -> bytes:
     shown = b""
     while True:
@@ -183,16 +172,3 @@ def test_a_run_that_is_trained_in_one_process_is_left_alone() -> None:
         with pytest.raises(SetupError, match="another process is training this run"):
             run("")
     assert run("") == 0 and len(pids()) == 2
-
-
-def test_a_folder_that_cannot_be_written() -> None:
-    Path("runs").write_text("")
-    with pytest.raises(SetupError, match=r"runs/a: the run folder cannot be written \(runs"):
-        run("")
-    Path("runs").unlink()
-    for index, words in ((1, "cannot be written"), (2, "a worker cannot be started")):
-        (RUN / f"worker-{index}.log").mkdir(parents=True)
-        with pytest.raises(SetupError, match=rf"{words}.*worker-{index}.log"):
-            run("time.sleep(600)", 3)
-        (RUN / f"worker-{index}.log").rmdir()
-    assert not any(map(alive, pids()))

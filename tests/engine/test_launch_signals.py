@@ -122,26 +122,6 @@ print("done")
     assert len(pids()) == 4
 
 
-def test_output_to_a_reader_that_leaves_ends_the_cluster() -> None:
-    body = """
-Path(f"ready-{index}").touch()
-try:
-    while True:
-        print("x" * 1000, flush=True)
-        time.sleep(0.01)
-except BrokenPipeError:
-    os._exit(1)
-"""
-    parent = start(body, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert parent.stdout and parent.stderr
-    until(ready)
-    parent.stdout.read(10)
-    parent.stdout.close()
-    assert parent.wait() == 1
-    assert parent.stderr.read() == b""
-    assert len(pids()) == 2 and not any(map(alive, pids()))
-
-
 def test_a_run_is_supervised_once() -> None:
     first = start("most = 1" + LISTENER)
     until(ready)

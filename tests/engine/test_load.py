@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import shutil
@@ -17,10 +16,9 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.__main__ import main
-from tests.helpers.cases import make_hooks, regression_data, sgd, sliced, small_model
+from tests.helpers.cases import make_hooks, regression_data, sgd, sliced
 from tests.helpers.fixtures import Train
-from tests.helpers.project import EVALUATED, Cli, refused
+from tests.helpers.project import Cli, refused
 
 # Images as whole numbers, which input_pre brings into a range; the label is not needed for that.
 SCALED = """
@@ -374,27 +372,6 @@ def test_create_inference_model(train: Train, capsys: pytest.CaptureFixture[str]
         assert said in str(error.value) and "\n" not in str(error.value), error.value
 
 
-@pytest.mark.parametrize("kind", ["ema", "copy"])
-def test_averaged_weights_are_what_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    (tmp_path / "callbacks.py").write_text(EVALUATED)
-    monkeypatch.chdir(tmp_path)
-    flags = ["--ema", "0.9"] if kind == "ema" else []
-    assert main(["train", "--run-name", "a", "--steps", "6", "--batch-size", "16", *flags]) == 0
-    if kind == "copy":
-        os.unlink("callbacks.py")
-    inputs, target = (part[:37] for part in regression_data())
-    served = ctl_core.load("runs/a")
-    assert float(((served(inputs) - target) ** 2).numpy().mean()) == pytest.approx(
-        served.metrics["loss"], rel=1e-5
-    )
-    model = small_model()
-    tf.train.Checkpoint(train_model=model).read("runs/a/ckpt/ckpt-6").expect_partial()
-    differs = abs(served(inputs).numpy() - model(inputs).numpy()).max()
-    assert (differs > 1e-3) == (kind == "ema")
-
-
 @pytest.mark.slow
 def test_what_the_page_shows_works(cli: Cli) -> None:
     """The hooks of docs/serving.md, for images of 8 by 8 that clients send as files."""
@@ -420,48 +397,3 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     assert cli(None, command=("export",)).code == 0
     exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
     np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], found)
-
-
-@pytest.mark.slow
-def test_a_check_tries_what_comes_after_training(cli: Cli) -> None:
-    own = "\n\ndef create_inference_model(model):\n    return {}\n"
-    outcome = cli(SCALED + own.format("lambda x: {'a': model(x)}"), "--check", command=FLAGS)
-    assert outcome.code == 0 and "predictions: a [16, 1]" in outcome.out, outcome
-    outcome = cli(SCALED + own.format("3"), "--check", command=FLAGS)
-    assert outcome.code == 2 and "create_inference_model (callbacks.py:" in outcome.err
-    without = SCALED.replace("def create_eval_dataset", "def unused")
-    serve = "\n\ndef serve(inputs):\n    return tf.cast(inputs, tf.float32) / 0\n"
-    outcome = cli(without + serve, "--check", command=FLAGS)
-    assert outcome.code == 0 and "predictions: output float32 [None, 1]" in outcome.out, outcome
-    outcome = cli(without + serve.replace("/ 0", "@ 0"), "--check", command=FLAGS)
-    assert outcome.code == 2 and "serve (callbacks.py:" in outcome.err, outcome
-
-
-HEAD = """
-
-
-def create_inference_model(model):
-    return keras.Sequential([keras.Input((4,)), model.layers[1]])
-"""
-
-
-def test_an_inference_model_of_inputs_that_no_batch_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The head of a network: a check passes, predictions are of files, and say so of the data."""
-    (tmp_path / "callbacks.py").write_text(SCALED + HEAD)
-    monkeypatch.chdir(tmp_path)
-    hidden = np.random.default_rng(1).normal(size=(5, 4)).astype("float32")
-    np.save("hidden.npy", hidden)
-    train = ["train", "--run-name", "a", "--steps", "2", "--batch-size", "16"]
-    assert main([*train, "--check"]) == 0
-    assert "predictions: output float32 [None, 1]" in capsys.readouterr().out
-    assert main(train) == 0
-    assert main(["predict", "--run-name", "a"]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert said[-1].startswith("error: input: name a file. create_inference_model (callbacks.py:")
-    assert "takes float32 [None, 4], which input_pre does not return" in said[-1]
-    assert main(["predict", "--run-name", "a", "--input", "hidden.npy"]) == 0
-    with np.load("runs/a/predictions-hidden.npz") as found:
-        expected = ctl_core.load("runs/a")(hidden).numpy()
-        np.testing.assert_array_equal(found["output"], expected)

@@ -29,9 +29,6 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core import compat
-from ctl_core.autograph import file_name
-from tests.helpers.cases import make_hooks
-from tests.helpers.fixtures import Train
 
 HOOKS = """\
 import keras
@@ -276,19 +273,3 @@ def test_a_global_of_the_notebook_is_no_part_of_a_run_whose_hooks_do_not_use_it(
     state = ctl_core.train(hooks, config)
     found = [path for path in state.found.variables if path.startswith("__main__")]
     assert len(found) == 2 and all(path.startswith("__main__/other") for path in found)
-
-
-def test_ipython_knows_the_number_of_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = SimpleNamespace(format_code_name=lambda name: ("Cell", "In[7]"))
-    shell = SimpleNamespace(compile=compiler)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert file_name("/tmp/ipykernel_12/345.py") == "cell 7"
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
-    assert file_name("/tmp/ipykernel_12/345.py") == "cell"
-
-
-def test_what_a_cell_shows_is_short(train: Train) -> None:
-    state = train(make_hooks(), steps=2)
-    assert repr(state).startswith("State(run_dir=") and "step=2" in repr(state)
-    assert len(repr(state)) < 300
-    assert {"train", "check", "Config"} <= set(dir(ctl_core))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import keras
 import pytest
 import tensorflow as tf
-import yaml
 
 import ctl_core
 from tests.helpers.cases import FEATURES, make_hooks, set_weights, squared_error
@@ -119,20 +117,3 @@ def test_hooks_may_be_in_a_dict(train: Train) -> None:
 
     for callbacks in (vars(make_hooks()), Addict(vars(make_hooks()))):
         assert train(callbacks, steps=1, run_name=type(callbacks).__name__).step == 1
-
-
-def test_a_run_knows_the_name_that_was_made_up(train: Train, tmp_path: Path) -> None:
-    names = []
-    hooks = make_hooks(every_steps={1: lambda config: names.append(config.run_name)})
-    state = train(hooks, steps=1, run_name=None)
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert names == [folder.name] and state.config.run_name == folder.name
-    assert yaml.safe_load((folder / "config.yaml").read_text())["run_name"] == folder.name
-
-
-def test_the_learning_rate_is_assigned_and_compared_as_a_variable() -> None:
-    lr = ctl_core.numerics.learning_rate.LearningRate(0.5)
-    lr.assign_add(0.25)
-    lr.assign_sub(0.5)
-    assert float(lr) == float(lr.read_value()) == 0.25
-    assert lr < 0.5 and lr <= 0.25 and lr > 0.1 and lr >= 0.25 and not lr > 0.25

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -97,38 +96,6 @@ def test_one_and_several_replicas_micro_batches_and_per_replica_batches_see_the_
         run_name="several",
     )
     assert_weights(several, one, rtol=2e-4)
-
-
-def test_an_epoch_has_as_many_steps_also_where_the_data_have_no_end_or_unknown_length(
-    train: Train,
-) -> None:
-    def endless(dataset: tf.data.Dataset, global_batch_size: int) -> tf.data.Dataset:
-        return dataset.unbatch().shuffle(50, seed=1).batch(global_batch_size)
-
-    def unknown(global_batch_size: int) -> tf.data.Dataset:
-        return shuffled(global_batch_size).filter(lambda *_: True)
-
-    for number, own in enumerate((hooks(make_batches=endless), hooks(create_dataset=unknown))):
-        settings = {"steps": None, "epochs": 5, "overfit_batches": 2, "eval_every": "1epoch"}
-        state = train(own, run_name=f"run-{number}", **settings)
-        assert state.step == 10 and state.data.steps_per_epoch == 2
-
-
-def test_another_number_of_batches_reads_from_the_start(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[np.ndarray] = []
-    own = hooks(every_steps={1: lambda batch: seen.append(batch[0].numpy())})
-    train(own, steps=4, overfit_batches=2)
-    train(own, steps=8, overfit_batches=3)
-    said = capsys.readouterr().out
-    assert "dropping 64 examples, since it was saved with overfit_batches 2" in said
-    train(own, steps=9)
-    train(own, steps=10, overfit_batches=1)
-    keras.utils.set_random_seed(0)
-    first = [inputs.numpy() for inputs, _ in shuffled(16).take(3)]
-    np.testing.assert_array_equal(seen[4:8], [first[step % 3] for step in (4, 5, 6, 7)])
-    np.testing.assert_array_equal(seen[9], first[0])
 
 
 def test_more_than_there_are_goes_on_into_the_next_pass(train: Train) -> None:

@@ -11,7 +11,6 @@ import pytest
 from ctl_core.__main__ import main
 from ctl_core.cluster.place import find_place
 from ctl_core.cluster.slurm import expand_counts, expand_hosts
-from ctl_core.cluster.task import PIPE
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config
 
@@ -107,26 +106,10 @@ def test_the_place_of_a_process(
     assert not place.evaluates and place.gpus is None and not place.note
 
 
-def test_tf_config_goes_before_what_else_there_is_and_says_so() -> None:
-    told = tf_config("worker", 1, worker=HOSTS)
-    for other in (slurm(0, 0, 0), kubernetes(0), skypilot(0)):
-        place = find_place(Config(), other | told)
-        assert place.task.index == 1 and place.kind == "tf_config"
-        assert place.note.startswith("cluster: TF_CONFIG is taken; ")
-    assert find_place(Config(), slurm(0, 0, 0, SLURM_STEP_NODELIST="[") | told).note == ""
-    assert find_place(Config(cluster="slurm"), slurm(0, 0, 0) | told).kind == "slurm"
-
-
 @pytest.mark.parametrize("kind", ["tf_config", "slurm", "kubernetes", "skypilot"])
 def test_a_place_that_is_asked_for_has_to_be_there(kind: Any) -> None:
     with pytest.raises(SetupError, match=f"^cluster: {kind} needs .*not in the environment"):
         find_place(Config(cluster=kind), {"TPU_NAME": "local"})
-
-
-def test_a_worker_of_this_machine_is_where_its_supervisor_says() -> None:
-    environ = slurm(0, 0, 0) | tf_config("worker", 2, worker=HOSTS) | {PIPE: "5"}
-    place = find_place(Config(cluster="none", workers=3), environ)
-    assert place.task.index == 2 and not place.note
 
 
 @pytest.mark.parametrize(

@@ -211,23 +211,6 @@ def test_an_optimizer_that_scales_by_itself_is_refused(train: Train) -> None:
     assert message.startswith("create_opt (test_precision.py:") and "inner_optimizer" in message
 
 
-def test_structures_are_cast_leaf_by_leaf() -> None:
-    made = precision.to_float32(
-        {
-            "ragged": tf.ragged.constant([[1.0], []], dtype=tf.float16),
-            "sparse": tf.sparse.from_dense(tf.constant([[0, 2]], tf.bfloat16)),
-            "others": (tf.constant(1.0, tf.float64), tf.constant(1), None, "text"),
-        }
-    )
-    assert made["ragged"].dtype == made["sparse"].dtype == tf.float32
-    assert [getattr(part, "dtype", part) for part in made["others"]] == [
-        tf.float64,
-        tf.int32,
-        None,
-        "text",
-    ]
-
-
 def test_a_run_is_used_in_its_own_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,27 +397,3 @@ def test_variables_of_another_type_are_trained_in_it(
             rtol=tolerance,
             atol=tolerance,
         )
-
-
-def test_a_run_with_a_policy_of_its_own_is_used_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = EVALUATED.replace(
-        "create_model = small_model\n",
-        "def create_model():\n"
-        '    keras.mixed_precision.set_global_policy("mixed_float16")\n'
-        "    return small_model()\n",
-    )
-    assert source != EVALUATED
-    (tmp_path / "callbacks.py").write_text(source)
-    (tmp_path / "config.yaml").write_text("steps: 2\nbatch_size: 16\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "--run-name", "first"]) == 0
-    assert "1 replica on CPU, in float16." in capsys.readouterr().out.splitlines()[0]
-    assert main(["train", "--run-name", "first", "--steps", "3"]) == 0
-    assert main(["evaluate"]) == 0 and main(["predict"]) == 0 and main(["export"]) == 0
-    with np.load(tmp_path / "runs/first/predictions.npz") as predictions:
-        output = predictions["output"]
-    inputs = tf.constant(regression_data()[0][:37])
-    loaded = tf.saved_model.load(str(tmp_path / "runs/first/export/1"))
-    np.testing.assert_array_equal(np.float32(loaded.serve(inputs)), np.float32(output))

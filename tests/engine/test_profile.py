@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import pytest
-import tensorflow as tf
 
-from ctl_core.profile import Clock
-from tests.helpers.cases import make_hooks, regression_data
+from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 
 
@@ -33,39 +28,3 @@ def test_a_profile_changes_no_bit_and_ends_with_a_failing_hook(train: Train) -> 
     profiled = train(make_hooks(), steps=8, profile="2:6", run_name="profiled")
     for one, other in zip(plain, profiled.train_model.get_weights(), strict=True):
         assert (one == other).all()
-
-
-def test_the_summary_shares_out_the_time(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train(make_hooks(every_steps={2: lambda loss: None}), steps=8, ckpt_every=4)
-    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("time: "))
-    shares = dict(re.findall(r"(\w+) (\d+)%", line))
-    assert list(shares) == ["input", "steps", "hooks", "evaluation", "checkpoints", "other"]
-    assert 95 <= sum(map(int, shares.values())) <= 105
-    assert int(shares["steps"]) > 0 and int(shares["checkpoints"]) > 0
-    clock = Clock()
-    with pytest.raises(ValueError), clock.time("hooks"):
-        raise ValueError
-    assert clock.seconds["hooks"] > 0 and clock.seconds["steps"] == 0
-
-
-def test_steps_that_wait_for_their_input_show_it(train: Train) -> None:
-    def slow(*example: Any) -> Any:
-        with tf.control_dependencies([tf.py_function(_pause, [], [])]):
-            return tuple(tf.identity(part) for part in example)
-
-    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        dataset = tf.data.Dataset.from_tensor_slices(regression_data())
-        return dataset.batch(per_replica_batch_size, drop_remainder=True).map(slow)
-
-    hooks = make_hooks(create_dataset=create_dataset, every_steps={5: lambda loss: None})
-    state = train(hooks, steps=10)
-    waited = state.clock.waited
-    assert waited is not None and 0.2 < waited < 2 * state.clock.seconds["steps"]
-    unwatched = train(make_hooks(create_dataset=create_dataset), steps=3, run_name="unwatched")
-    assert unwatched.clock.waited is None
-
-
-def _pause() -> None:
-    import time
-
-    time.sleep(0.1)

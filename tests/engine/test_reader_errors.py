@@ -79,37 +79,10 @@ class Choosy(Reader):
 def create_dataset():  # here
     return Choosy()
 -> create_dataset | state cannot be read back: ValueError: the state of another | made anew
-== a state that no file holds
-class Held(Reader):
-    def get_state(self):
-        return {"number": self.number, "parts": [1, {"reader": self}]}
-def create_dataset():  # here
-    return Held()
--> create_dataset | cannot be written to a checkpoint: its state['parts'][1]['reader'] is a
--> callbacks.Held; expected numbers
 == batches of another size
 def create_dataset():  # here
     return Reader(6)
 -> create_dataset | batches of 6 examples, expected batches of 8 | global_batch_size in the reader
-== single examples
-class Singles(Reader):
-    def batch(self, number):
-        return np.float32(number), np.float32(1)
-def create_dataset():  # here
-    return Singles()
--> create_dataset | returned single examples, expected batches of 8 | in the reader
-== nothing to read
-def create_dataset():  # here
-    return (batch for batch in ())
--> create_dataset | returned a reader without any element
-== an object in an element
-def create_dataset():  # here
-    return (object() for _ in range(9))
--> create_dataset | an element holds a object, expected arrays
-== nothing in an element
-def create_dataset():  # here
-    return ((np.ones((8, 5)), None) for _ in range(9))
--> create_dataset | an element holds a NoneType, expected arrays
 == elements of several types
 class Types(Reader):
     def batch(self, number):
@@ -131,17 +104,6 @@ items = Shuffled()
 def create_dataset():  # here
     return items
 -> create_dataset | a PyDataset made outside of it that changes from epoch to epoch
-== a PyDataset without a length
-class Unending(keras.utils.PyDataset):
-    def __getitem__(self, index):
-        return Reader().batch(index)
-def create_dataset():  # here
-    return Unending()
--> create_dataset | returned a PyDataset without __len__ | num_batches
-== reading that fails at once
-def create_dataset():  # here
-    return (1 / 0 for _ in range(9))
--> create_dataset | reading the data failed: ZeroDivisionError: division by zero
 == an evaluation without an end
 class Unending(Items):
     @property

@@ -200,23 +200,6 @@ def test_batches_of_each_replica(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_batches_of_each_replica_on_others_are_reached_by_reading(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def create_dataset(per_replica_batch_size: int) -> Any:
-        return Endless(per_replica_batch_size)
-
-    hooks = hooks_of(Endless, create_dataset=create_dataset)
-    whole = train(hooks, steps=17, run_name="whole")
-    for steps, replicas in ((5, 1), (9, 2), (13, 2), (17, 2)):
-        parts = train(hooks, steps=steps, run_name="parts", virtual_devices=replicas)
-        output = capsys.readouterr().out
-        dropped = "dropping 80 examples, since it was saved with 1 elements of 16 examples a step"
-        assert (dropped in output) == (steps == 9)
-    assert_weights(whole, parts)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a PyDataset", "state_dict", "grain"])
 def test_the_last_batch_is_kept(train: Train, kind: str) -> None:
     settings: dict[str, Any] = {"last_batch": "keep", "steps": None}
@@ -247,20 +230,6 @@ def test_each_replicas_last_batch_is_kept(train: Train) -> None:
     assert_weights(whole, parts, rtol=0)
 
 
-def test_epochs_of_a_pydataset_are_not_read_to_be_counted(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """They are of its length; another reader is read once."""
-    reads: list[Any] = []
-    state = train(hooks_of(lambda n: Batches(n, reads)), steps=None, epochs=2)
-    output = capsys.readouterr().out
-    assert state.step == 12 and "reading the data once" not in output
-    assert reads.count(0) <= 4
-    assert output.count("a pass leaves out 4 examples, which fill no global batch of 16") == 1
-    counted = train(hooks_of(Loader), steps=None, epochs=2, run_name="counted")
-    assert counted.step == 12 and "reading the data once" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_compiled_stretches(train: Train) -> None:
     hooks = hooks_of(Loader)
@@ -269,18 +238,6 @@ def test_compiled_stretches(train: Train) -> None:
         parts = train(hooks, steps=steps, run_name="parts", jit_compile=True)
     assert_weights(whole, parts, rtol=0)
     assert_weights(whole, by_hand(Loader, STEPS), rtol=1e-5)
-
-
-def test_overfitted_batches_and_accumulated_steps(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hooks = hooks_of(Endless)
-    settings: dict[str, Any] = {"overfit_batches": 2, "accumulate_steps": 2}
-    whole = train(hooks, steps=9, run_name="whole", **settings)
-    for steps in (3, 9):
-        parts = train(hooks, steps=steps, run_name="parts", **settings)
-    assert_weights(whole, parts, rtol=0)
-    assert "overfit_batches keeps batches" in capsys.readouterr().out
 
 
 def test_a_generator_is_made_anew_for_each_pass_and_skipped_forward(
@@ -295,25 +252,6 @@ def test_a_generator_is_made_anew_for_each_pass_and_skipped_forward(
     output = capsys.readouterr().out
     assert "a generator has neither get_state and set_state nor state_dict" in output
     assert "dropping 64 examples" in output and "dropping 240 examples" in output
-
-
-def test_make_batches_behind_a_reader(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    """Single examples, batched by tf.data, whose position in them cannot be saved."""
-
-    class Examples:
-        def __iter__(self) -> Iterator[Any]:
-            for x, y in generator(1):
-                yield x[0], y[0]
-
-    def make_batches(dataset: Any, per_replica_batch_size: int) -> Any:
-        return dataset.batch(per_replica_batch_size, drop_remainder=True)
-
-    hooks = hooks_of(lambda _: Examples(), make_batches=make_batches)
-    whole = train(hooks, run_name="whole")
-    for steps in (7, STEPS):
-        parts = train(hooks, steps=steps, run_name="parts")
-    assert_weights(whole, parts, rtol=0)
-    assert "make_batches changes what a reader gives" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -405,46 +343,6 @@ def test_a_resumed_run_evaluates_on_what_the_whole_one_does(train: Train, kind: 
     assert whole.metrics == parts.metrics
     found = [[line for line in run.history if line["split"] == "eval"] for run in (whole, parts)]
     assert found[0] == found[1] and len(found[0]) == 2
-
-
-def test_a_pydataset_that_changes_is_made_inside_of_the_function(train: Train) -> None:
-    shared = Batches(BATCH)
-    hooks = hooks_of(Batches, create_eval_dataset=lambda per_replica_batch_size: shared)
-    with pytest.raises(
-        ctl_core.SetupError, match=r"create_eval_dataset .* make it inside the func"
-    ):
-        train(hooks, steps=2)
-
-
-def test_sizes_that_vary_are_for_element_spec_to_say(train: Train) -> None:
-    class Growing:
-        element_spec = (tf.TensorSpec([BATCH, None], tf.float32), tf.TensorSpec([BATCH, 1]))
-
-        def __iter__(self) -> Iterator[Any]:
-            for width in (3, 3, 3, 3, 3, 5):
-                yield np.ones((BATCH, width), "float32"), np.ones((BATCH, 1), "float32")
-
-    hooks = hooks_of(lambda _: Growing())
-    hooks.create_model = lambda: keras.Sequential(
-        [keras.Input((None, 1)), keras.layers.Dense(1), keras.layers.GlobalAveragePooling1D()]
-    )
-    hooks.input_pre = lambda batch: batch[0][..., None]
-    assert train(hooks, steps=8).step == 8
-    del Growing.element_spec
-    with pytest.raises(ctl_core.RunError, match=r"an element is \(float32\[16, 5\].*element_spec"):
-        train(hooks, steps=8, run_name="undeclared")
-
-
-def test_the_length_that_a_pydataset_says_is_held_against_it(train: Train) -> None:
-    class Uneven(Batches):
-        def __getitem__(self, index: int) -> Any:
-            x, y = super().__getitem__(index)
-            return (x[:7], y[:7]) if index == 3 else (x, y)
-
-    hooks = hooks_of(Uneven)
-    with pytest.raises(ctl_core.RunError, match="a pass has 5 batches of 16 examples, 6 were exp"):
-        train(hooks, steps=None, epochs=2)
-    assert train(hooks, steps=12, run_name="by-steps").step == 12
 
 
 KILLED = """

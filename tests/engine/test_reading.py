@@ -163,23 +163,6 @@ def test_repeat_before_a_filter(train: Train) -> None:
     assert seen == plain_loop(make, 12)
 
 
-def test_a_file_cache_is_not_left_half_written(train: Train, tmp_path: Path) -> None:
-    """What is looked at before is the start of the first pass, and lets go of the cache's lock."""
-
-    def made(folder: str) -> Make:
-        path = tmp_path / folder
-        path.mkdir()
-        return lambda batch_size: (
-            kept(ids().shuffle(50, seed=1)).cache(str(path / "cache")).batch(batch_size)
-        )
-
-    expected = plain_loop(made("plain"), 12)
-    for name, length in (("steps", {"steps": 12}), ("epochs", {"steps": None, "epochs": 2})):
-        seen: list[Any] = []
-        train(trained_on(seen, made(name)), **length, batch_size=BATCH, run_name=name)
-        assert len(seen) >= 10 and seen == expected[: len(seen)]
-
-
 def test_weights_of_a_resumed_run_of_epochs(train: Train, tmp_path: Path) -> None:
     def make(batch_size: int) -> tf.data.Dataset:
         return PIPELINES["a filter after a shuffle"](tmp_path).batch(batch_size)
@@ -199,28 +182,6 @@ def test_weights_of_a_resumed_run_of_epochs(train: Train, tmp_path: Path) -> Non
     ):
         np.testing.assert_array_equal(one, two)
         np.testing.assert_array_equal(one, three)
-
-
-@pytest.mark.parametrize(
-    ("make", "calls"),
-    [
-        (lambda b: ids().batch(b, drop_remainder=True), 1),
-        (lambda b: ids().repeat().batch(b, drop_remainder=True), 1),
-        (lambda b: ids().batch(b), 2),
-        (lambda b: kept(ids()).batch(b, drop_remainder=True), 2),
-    ],
-)
-def test_create_dataset_is_called_again_only_if_something_was_read(
-    train: Train, make: Make, calls: int
-) -> None:
-    called = []
-
-    def counting(batch_size: int) -> tf.data.Dataset:
-        called.append(batch_size)
-        return make(batch_size)
-
-    train(trained_on([], counting), steps=1, batch_size=BATCH)
-    assert len(called) == calls
 
 
 def test_a_shuffle_from_outside_of_the_hook_is_refused(train: Train) -> None:

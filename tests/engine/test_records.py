@@ -10,15 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 
 import ctl_core
 from ctl_core.run_state.record import FORMAT
-from tests.helpers.cases import assert_weights, make_hooks, small_model
+from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.fixtures import Train
-from tests.helpers.resume import Blocks, seeded, values
+from tests.helpers.resume import Blocks, seeded
 
 
 def alter(folder: Path, **values: Any) -> None:
@@ -120,23 +119,6 @@ def test_a_checkpoint_that_is_not_what_it_seems_is_passed_over(
     assert ("resuming at step 6" in output) == (damage != "a pipe for the position")
 
 
-def test_files_that_are_no_checkpoints_are_left_alone(
-    train: Train, tmp_path: Path, finished: tuple[Path, list[np.ndarray]]
-) -> None:
-    run, expected = finished
-    shutil.copytree(run, tmp_path / "runs" / "run")
-    engine = tmp_path / "runs" / "run" / "ckpt" / "engine"
-    strays = [engine / "ckpt-9 (copy).json", engine / "ckpt-old.json", engine / "ckpt-9 (2).index"]
-    for stray in strays:
-        stray.write_text("{}")
-    (engine / "notes.tmp").mkdir()
-    os.mkfifo(engine.parent / "checkpoint.pipe")
-    replace_by_pipe(engine.parent / "checkpoint")
-    state = train(make_hooks(), steps=12, learning_rate=0.001)
-    assert_weights(state, expected, rtol=0)
-    assert all(stray.exists() for stray in strays)
-
-
 # ---- Hooks ------------------------------------------------------------------------------------
 
 
@@ -171,28 +153,6 @@ def test_a_hook_goes_back_to_a_checkpoint_and_training_goes_on(train: Train, rep
     train(undisturbed, run_name="undisturbed", **settings)
     for step, batch in enumerate(batches, start=1):
         np.testing.assert_array_equal(batch, seen[step])
-
-
-def test_a_custom_checkpoint_that_holds_little_loses_nothing(train: Train) -> None:
-    import tensorflow as tf
-
-    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
-        ckpt = tf.train.Checkpoint(model=train_model)
-        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
-
-    def program() -> SimpleNamespace:
-        return make_hooks(
-            create_ckpt=create_ckpt,
-            create_model=small_model,
-            create_opt=lambda lr: keras.optimizers.Adam(lr),
-        )
-
-    whole = values(train(program(), steps=9, run_name="whole"))
-    train(program(), steps=4)
-    parts = values(train(program(), steps=9))
-    for path, value in whole.items():
-        if "save_counter" not in path:
-            np.testing.assert_array_equal(value, parts[path], err_msg=path)
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,6 @@ def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
 
 
-WHOLE = ["config.yaml", "config.yaml.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "callbacks.py",
-         "callbacks.py.tmp"]  # fmt: skip
-
-
 @pytest.fixture
 def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A project with a trained run, below a folder that everybody may enter."""
@@ -61,38 +57,6 @@ def link(path: Path, target: Path) -> None:
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(target)
-
-
-def test_what_is_written_whole_replaces_a_link(project: Path, outside: Path) -> None:
-    run = project / "runs/a"
-    names = [name for name in WHOLE if name != "config.yaml"]
-    for name in names:
-        link(run / name, outside / "file")
-    shutil.move(run / "config.yaml", outside / "config.yaml")
-    before = (outside / "config.yaml").read_bytes()
-    link(run / "config.yaml", outside / "config.yaml")
-    assert main(["train", "--run-name", "a", "--steps", "6"]) == 0
-    assert (outside / "file").read_bytes() == KEPT
-    assert (outside / "config.yaml").read_bytes() == before
-    for name in WHOLE:
-        assert not (run / name).is_symlink()
-        assert (run / name).exists() == (not name.endswith(".tmp"))
-    for name in ("predictions.npz", "predictions.npz.tmp"):
-        link(run / name, outside / "file")
-        assert main(["predict"]) == 0
-    for target in (outside, outside / "file"):
-        link(run / "export", target)
-        assert main(["export"]) == 2
-    (run / "export").unlink()
-    (run / "export").mkdir()
-    link(run / "export/1.tmp", outside)
-    assert main(["export"]) == 2
-    (run / "export/1.tmp").unlink()
-    assert main(["export"]) == 0
-    assert tf.saved_model.load(str(run / "export/1"))
-    assert (outside / "file").read_bytes() == KEPT
-    assert sorted(os.listdir(outside)) == ["config.yaml", "file"]
-    assert not list(run.glob("*.tmp"))
 
 
 LINKS = {

@@ -105,17 +105,6 @@ def flat(values: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(k, leaf) for k in sorted(values) for leaf in tf.nest.flatten(values[k])]
 
 
-def test_the_same_steps_run_across_a_resume(train: Train) -> None:
-    whole, parts = Recorder(), Recorder()
-    train(recording_hooks(whole), steps=20, run_name="whole")
-    train(recording_hooks(parts), steps=4, run_name="parts")
-    train(recording_hooks(parts), steps=13, run_name="parts")
-    train(recording_hooks(parts), steps=20, run_name="parts")
-    assert [call[:2] for call in parts.calls] == [call[:2] for call in whole.calls]
-    for (_, _, values), (_, _, reference) in zip(parts.calls, whole.calls, strict=True):
-        tf.nest.map_structure(np.testing.assert_array_equal, values, reference)
-
-
 def test_each_function_is_traced_once(train: Train) -> None:
     def quiet(step: int) -> None: ...
     def watch(loss: Any) -> None: ...

@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -120,10 +119,6 @@ def test_a_setting_is_taken_back_by_null() -> None:
     assert config.early_stop is config.ema is config.limit_eval is None
 
 
-def test_the_last_of_a_repeated_flag_holds() -> None:
-    assert resolve("--seed", "1", "--seed", "2").seed == 2
-
-
 def test_another_config_file() -> None:
     Path("config.yaml").write_text("seed: 1\n")
     Path("two.yaml").write_text("seed: 2\n")
@@ -161,12 +156,6 @@ def test_hparams_are_merged_name_by_name() -> None:
         "layers": {"first": 5, "second": 3},
         "rates": [3],
     }
-
-
-def test_a_dict_of_hparams_as_a_flag() -> None:
-    flags = ("--hparams", "{a: {b: 1}, c: 2}", "--hparams.a.d", "x", "--steps", "3")
-    assert resolve(*flags) == Config(steps=3, hparams={"a": {"b": 1, "d": "x"}, "c": 2})
-    assert resolve("--hparams.a", "1", "--hparams.a.b", "2").hparams == {"a": {"b": 2}}
 
 
 @pytest.mark.parametrize(
@@ -229,22 +218,6 @@ def test_the_resolved_config_comes_back_equal(folder: Path) -> None:
         assert resolve("--config", "resolved.yaml") == config
         assert list(yaml.safe_load((folder / "resolved.yaml").read_text())) == FIELDS
     assert os.listdir(folder) == ["resolved.yaml"]
-
-
-PLAIN = {int, float, str, bool, dict, list, type(None)}
-
-
-def test_numbers_of_numpy_and_paths_become_plain(folder: Path) -> None:
-    config = Config(
-        steps=np.int64(3),  # type: ignore[arg-type]
-        learning_rate=np.float32(0.5),  # type: ignore[arg-type]
-        runs_dir=folder / "x",  # type: ignore[arg-type]
-        strategy=np.str_("mirrored"),  # type: ignore[arg-type]
-    )
-    assert config == Config(3, learning_rate=0.5, runs_dir=str(folder / "x"), strategy="mirrored")
-    assert {type(value) for value in dataclasses.asdict(config).values()} <= PLAIN
-    write_config(config, folder / "resolved.yaml")
-    assert load_config(folder / "resolved.yaml") == config
 
 
 def test_load_config_takes_settings_on_top(folder: Path) -> None:

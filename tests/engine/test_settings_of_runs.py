@@ -67,29 +67,6 @@ def first_run(text: str, *flags: str) -> Config:
     return config
 
 
-def test_a_run_is_trained_on_with_its_own_settings() -> None:
-    flags = ("--batch-size", "8", "--steps", "300", "--workers", "2", "--hparams.width", "5")
-    first = first_run("steps: 600\nhparams: {width: 3}\n", *flags, "--debug")
-    first = dataclasses.replace(first, debug=False)
-    assert first.hparams == {"width": 5}
-    assert resolve("--run-name", "a") == first
-    assert resolve("--run-name", "a", "--steps", "600") == dataclasses.replace(first, steps=600)
-    assert resolve("--run-name", "a", environ={"CTL_SEED": "4"}).seed == 4
-    assert resolve("--run-name", "a", "--epochs", "2").steps is None
-    assert resolve(environ={"CTL_RUN_NAME": "a"}) == first
-    assert resolve(config="run_name: a\nsteps: 5\n") == first
-    assert resolve("--run-name", "a", "--hparams.width", "6").hparams == {"width": 6}
-    # How it is watched is the project's to say, and the others are new runs.
-    assert resolve("--run-name", "a", config="debug: true\nsteps: 7") == dataclasses.replace(
-        first, debug=True
-    )
-    assert resolve("--run-name", "b") == Config(steps=7, debug=True, run_name="b")
-    assert resolve("--run-name", "a", "--runs-dir", "else").batch_size == 64
-    # A cluster of several machines says by itself how many processes there are.
-    assert resolve("--run-name", "a", environ={"TF_CONFIG": "{}"}).workers == 1
-    assert resolve("--run-name", "a", "--workers", "2", environ={"TF_CONFIG": "{}"}).workers == 2
-
-
 def test_a_config_file_that_is_named_goes_before_the_runs_own() -> None:
     first = first_run("steps: 600\n", "--batch-size", "8", "--seed", "3")
     Path("mine.yaml").write_text("seed: 4\nepochs: 2\n")
@@ -131,25 +108,6 @@ def test_what_an_earlier_engine_did_not_write_is_the_default() -> None:
     Path("config.yaml").write_text(same + "steps_per_call: 5\n")
     (told,) = parse_command(["train", "--run-name", "a"], {}).notes
     assert "own settings: steps_per_call 1000 (config.yaml: 5);" in told
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        ("./gan.py", "gan.py"),
-        ("a/../b/x.py", "b/x.py"),
-        ("..x/y.py", "..x/y.py"),
-        ("{here}/b/x.py", "b/x.py"),
-        ("../x.py", "{above}/x.py"),
-        ("/x.py", "/x.py"),
-    ],
-)
-def test_callbacks_inside_of_the_project_are_kept_relative_to_it(
-    folder: Path, given: str, kept: str
-) -> None:
-    places = {"here": folder, "above": folder.parent}
-    config = resolve("--callbacks", given.format(**places))
-    assert config.callbacks == kept.format(**places)
 
 
 def test_a_setting_that_is_gone_is_left_out_of_a_run_and_refused_elsewhere() -> None:

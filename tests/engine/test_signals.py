@@ -315,26 +315,6 @@ def test_sigint_while_the_command_line_is_imported_is_one_line(tmp_path: Path, m
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "error: interrupted\n")
 
 
-@pytest.mark.slow
-def test_what_has_nothing_to_save_ends_by_the_first_sigint() -> None:
-    program = (
-        "import signal, time; from ctl_core.cluster.signals import interruptible\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "with interruptible():\n"
-        "    try:\n"
-        "        print('ready', flush=True)\n"
-        "        time.sleep(600)\n"
-        "    except KeyboardInterrupt:\n"
-        "        time.sleep(600)\n"
-    )
-    pipe = subprocess.PIPE
-    run = subprocess.Popen([sys.executable, "-c", program], stdout=pipe, stderr=pipe, text=True)
-    line_with("ready", run)
-    run.send_signal(signal.SIGINT)
-    assert run.communicate(timeout=300) == ("", "error: interrupted\n")
-    assert run.returncode == 130
-
-
 @pytest.mark.cluster
 def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_path: Path) -> None:
     from ctl_core.cluster.supervisor import free_ports

@@ -94,26 +94,6 @@ def test_a_late_written_checkpoint_holds_the_values_of_its_step(
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
-def test_the_manager_counts_and_deletes_as_ever(train: Train, late: type[Late]) -> None:
-    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
-        ckpt = tf.train.Checkpoint(train_model=train_model)
-        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=2)
-
-    state = train(make_hooks(create_ckpt=create_ckpt), steps=20, ckpt_every=2)
-    assert late.starts
-    folder = state.run_dir / "ckpt"
-    assert sorted(path.name for path in folder.glob("*.index")) == [
-        "ckpt-18.index",
-        "ckpt-20.index",
-    ]
-    assert state.manager.latest_checkpoint == str(folder / "ckpt-20")
-    assert state.manager.checkpoint is state.ckpt
-    assert tf.train.latest_checkpoint(str(folder)) == str(folder / "ckpt-20")
-    assert int(state.ckpt.save_counter) == 10
-    saved = tf.train.load_checkpoint(str(folder / "ckpt-20"))
-    assert saved.get_tensor("save_counter/.ATTRIBUTES/VARIABLE_VALUE") == 10
-
-
 def test_what_is_no_variable_is_saved_at_once(train: Train, late: type[Late]) -> None:
     data = tf.data.Dataset.range(100)
 

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.cases import FEATURES, make_hooks, regression_data, sgd, small_model
+from tests.helpers.cases import FEATURES, make_hooks, regression_data, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import (
     Blocks,
@@ -90,42 +90,6 @@ def test_a_model_resumes_whatever_it_is_made_of(train: Train, model: str) -> Non
 @pytest.mark.parametrize("model", ["layers in lists and dicts", "a tf.Module with Keras layers"])
 def test_a_model_resumes_on_two_devices(train: Train, model: str) -> None:
     assert_resumes(train, lambda: make_hooks(create_model=seeded(MODELS[model])), replicas=2)
-
-
-def test_a_module_of_keras_layers_trains_as_a_keras_model_does(train: Train) -> None:
-    """The same layers and L2, held by a tf.Module: the defaults find what to train."""
-    regular = keras.regularizers.L2(0.1)
-
-    def layers() -> list[keras.layers.Layer]:
-        keras.utils.set_random_seed(3)
-        made = [keras.layers.Dense(6, "tanh", kernel_regularizer=regular), keras.layers.Dense(1)]
-        made[0].build((None, FEATURES))
-        made[1].build((None, 6))
-        return made
-
-    class Holder(tf.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = {"hidden": layers()[0]}
-            self.out = layers()[1]
-
-        def __call__(self, inputs: Any) -> Any:
-            return self.out(self.parts["hidden"](inputs))
-
-    def freeze(train_model: Any) -> None:
-        hidden = train_model.parts["hidden"] if isinstance(train_model, Holder) else None
-        (hidden or train_model.layers[0]).trainable = False
-
-    trained = {}
-    for name, create in {"module": Holder, "keras": lambda: keras.Sequential(layers())}.items():
-        hooks = make_hooks(create_model=create, at_step={4: freeze},
-                           create_opt=sgd)  # fmt: skip
-        state = train(hooks, steps=8, run_name=name, virtual_devices=2)
-        model = state.train_model
-        pair = [model.parts["hidden"], model.out] if name == "module" else model.layers
-        trained[name] = [w for layer in pair for w in layer.get_weights()]
-    for one, other in zip(trained["module"], trained["keras"], strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 # ---- Losses, optimizers, random generators ----------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from tests.helpers.lean import PYTHONPATH
 
-ROOT = Path(__file__).parents[2]
 CALLBACKS = """
 import keras
 import tensorflow as tf
@@ -34,14 +32,6 @@ def create_loss():
 def create_eval_dataset(per_replica_batch_size):
     return create_dataset(per_replica_batch_size)
 """
-GREETING = """\
-WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
-I0000 00:00:1795398856.817761   30981 port.cc:153] oneDNN custom operations are on.
-I0000 00:00:1795398856.818389   30981 cudart_stub.cc:31] Could not find cuda drivers on your machine
-To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow.
-"""
-# A TensorFlow that greets, and then does what follows.
-FAKE = f"import os\nos.write(2, {GREETING.encode()!r})\n"
 
 
 def ctl(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -83,28 +73,3 @@ def test_a_command_that_goes_well_says_nothing_there(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), arguments
         (tmp_path / "runs/a/ckpt/checkpoint").unlink(missing_ok=True)
     assert "oneDNN" in ctl(tmp_path, "hooks", "--debug", TF_ENABLE_ONEDNN_OPTS="1").stderr
-
-
-def fake(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command with a TensorFlow that does this when it is imported."""
-    (folder / "tensorflow.py").write_text(FAKE + body)
-    (folder / "keras.py").write_text("import tensorflow\n")
-    return ctl(folder, "hooks", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
-
-
-def test_an_import_that_fails_shows_why_in_one_line(tmp_path: Path) -> None:
-    """TensorFlow raises an ImportError of which the message is a traceback."""
-    body = (
-        "import traceback\n"
-        "try:\n"
-        "    raise ImportError('libcudart.so.12: cannot open shared object file')\n"
-        "except ImportError:\n"
-        "    raise ImportError(f'{traceback.format_exc()}\\n\\nFailed to load TensorFlow')\n"
-    )
-    done = fake(tmp_path, body)
-    assert done.returncode == 2
-    assert re.fullmatch(
-        r"error: TensorFlow cannot be imported: ImportError: libcudart\.so\.12: cannot open shared "
-        r"object file; .* -m pip install --force-reinstall --editable \.\n",
-        done.stderr,
-    ), done.stderr

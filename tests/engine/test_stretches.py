@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import config
 
-from ctl_core.compiled import STACK_BYTES, STACK_STEPS, stack_of
 from ctl_core.graph import StepFunctions
 from tests.golden.programs import multi_task, wgan_gp
 from tests.helpers.cases import eval_hooks, set_weights
@@ -127,28 +126,6 @@ def test_where_it_is_cut_changes_no_bit(train: Train, name: str) -> None:
     found, expected = values(cut), values(whole)
     for path, value in expected.items():
         np.testing.assert_array_equal(value, found[path], err_msg=path)
-
-
-def test_a_stack_is_bounded_in_steps_and_bytes() -> None:
-    def spec(*shape: int | None, dtype: Any = tf.float32) -> Any:
-        return (tf.TensorSpec(shape, dtype), tf.TensorSpec([shape[0]], tf.int64))
-
-    small = stack_of(spec(None, 4), 8, 1)
-    assert small is not None and small.steps == STACK_STEPS
-    assert small.spec[0].shape == [8, 4] and small.spec[1].shape == [8]
-    large = stack_of(spec(64, 224, 224, 3), None, 2)
-    assert large is not None and 1 <= large.steps < 2
-    several = stack_of(spec(64, 64, 64, 3), None, 1)
-    assert several is not None and several.steps == STACK_BYTES // (64 * 64 * 64 * 3 * 4 + 64 * 8)
-    for unlike in (
-        spec(None, None),
-        spec(8, 4, dtype=tf.string),
-        (tf.RaggedTensorSpec([8, None]),),
-        (tf.SparseTensorSpec([8, 4]),),
-        (tf.TensorSpec(None, tf.float32),),
-    ):
-        assert stack_of(unlike, 8, 1) is None
-    assert stack_of(spec(None, 4), None, 1) is None
 
 
 def test_what_differs_in_shape_is_compiled_step_by_step(train: Train) -> None:

@@ -186,16 +186,6 @@ def loss_of(weights: Any, examples: int = 96) -> float:
     return float(tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, 1)))
 
 
-def test_ema_begins_where_it_is_asked_for(train: Train) -> None:
-    state = train(hooks(), steps=5, learning_rate=RATE)
-    before = state.train_model.get_weights()
-    state = train(hooks(), steps=6, learning_rate=RATE, ema=0.75)
-    after = state.train_model.get_weights()
-    expected = [0.75 * one + 0.25 * other for one, other in zip(before, after, strict=True)]
-    assert state.context.average is not None
-    assert_equal([part.numpy() for part in state.context.average.averages], expected)
-
-
 CALLBACKS = """
 import keras
 from tests.engine.test_update_post import hooks, regression_data, sliced

@@ -82,13 +82,6 @@ def test_more_data_since_change_no_number_of_a_checkpoint(
     assert "as create_model made it" not in capsys.readouterr().out.splitlines()[-2]
 
 
-def test_a_model_as_large_as_its_vocabulary_says_why_it_does_not_fit(train: Train) -> None:
-    state = train(program(WORDS, NUMBERS, size=5), steps=2, batch_size=8)
-    later = program(np.append(WORDS, "yellow"), NUMBERS, size=6)
-    with pytest.raises(ctl_core.SetupError, match=r"shape \[6, 3\].*5 entries in the ch"):
-        commands.evaluate(later, state.config, OPTIONS)
-
-
 def test_a_vocabulary_that_data_are_read_with_must_be_the_same(train: Train) -> None:
     def hooks(words: Any) -> SimpleNamespace:
         vectorize = keras.layers.TextVectorization(output_mode="tf_idf")

@@ -183,14 +183,6 @@ def test_what_is_deleted_or_damaged_meanwhile(
     assert captured.err == ""
 
 
-def test_a_checkpoint_that_is_written_again_is_evaluated_again(project: Path) -> None:
-    assert main(["evaluate", "--watch"]) == 0
-    shutil.rmtree("runs/a/ckpt")
-    assert main(["train", "--run-name", "a", "--learning-rate", "0.5"]) == 0
-    assert main(["evaluate", "--watch"]) == 0
-    assert close(lines("a"), evaluated_in_training())
-
-
 FROZEN = """
 
 create_model = l2_model
@@ -237,28 +229,6 @@ def test_a_signal_ends_it_at_once(
         main(["evaluate", "--watch", "--run-name", "b"])
     assert ended.value.code == 128 + number and signal.getsignal(signal.SIGTERM) == before
     assert capsys.readouterr().out.endswith(f"stopped by {number.name}.\n")
-
-
-def test_looking_does_not_keep_a_run_from_being_trained(project: Path) -> None:
-    run = Run(ctl_core.Config(run_name="a", runs_dir="runs"), Task(), reading=True)
-    assert run.is_held() is False
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.005):
-            run.is_held()
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        for _ in range(20):
-            one = Run(ctl_core.Config(run_name="a", runs_dir="runs"), Task())
-            one.lock()
-            assert run.is_held() is True
-            one.close()
-    finally:
-        over.set()
-        thread.join()
 
 
 SLOW_STEPS = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.__main__ import main
 from tests.helpers.cases import (
     assert_weights,
     make_hooks,
@@ -251,23 +249,6 @@ def test_sample_weights_are_those_of_keras_fit(train: Train, devices: int, colum
         inputs[:23], target[:23], BATCH, sample_weight=EXAMPLE_WEIGHTS[:23], verbose=0
     )
     np.testing.assert_allclose([state.metrics["loss"], state.metrics["error"]], found, rtol=1e-5)
-
-
-def test_predict_and_export_take_batches_with_sample_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "callbacks.py").write_text(
-        "from tests.engine.test_weights import weighted_hooks\n"
-        "globals().update(vars(weighted_hooks()))\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "--steps=1", "--batch-size=8", "--run-name=a"]) == 0
-    assert main(["predict"]) == main(["export"]) == 0
-    with np.load(tmp_path / "runs/a/predictions.npz") as file:
-        assert file["output"].shape == (23, 1)
-    assert tf.saved_model.load(tmp_path / "runs/a/export/1").serve(
-        regression_data()[0][:3]
-    ).shape == (3, 1)
 
 
 THIRD = "the third element of a batch means sample weights, floating-point numbers of shape"
