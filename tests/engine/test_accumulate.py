@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,84 +22,6 @@ from tests.helpers.cases import (
 from tests.helpers.fixtures import Train
 
 BATCH = 16
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_hooks_see_the_update_and_not_its_micro_batches(train: Train, replicas: int) -> None:
-    inputs, target = regression_data()
-    rows = [list(range(n % 4)) for n in range(len(inputs))]
-    data = {
-        "x": inputs,
-        "y": target,
-        "number": np.arange(len(inputs)),
-        "name": np.array([f"n{n}" for n in range(len(inputs))]),
-        "ragged": tf.ragged.constant(rows, dtype=tf.int64),
-        "sparse": tf.sparse.from_dense(np.arange(len(inputs) * 3).reshape(-1, 3)),
-    }
-    seen: list[dict[str, Any]] = []
-
-    def update_pre(gradients: Any, batch: Any, output: Any, loss: Any) -> Any:
-        numbers = tf.cast(tf.concat([batch["number"], batch["ragged"].values], 0), tf.float32)
-        return gradients, tf.reduce_sum(numbers) + tf.reduce_sum(output["all"]) - loss
-
-    def look(
-        batch: Any, output: Any, loss: Any, gradients: Any, display_gradients: Any, step: int
-    ) -> None:
-        seen.append(
-            {
-                "batch": batch,
-                "output": output,
-                "loss": loss,
-                "gradients": gradients,
-                "display": display_gradients,
-                "step": step,
-            }
-        )
-
-    class Model(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(1, kernel_initializer="ones")
-            self.dense.build((None, FEATURES))
-
-        def call(self, inputs: Any) -> Any:
-            output = self.dense(inputs)
-            return {"all": output, "parts": (output[:, 0], tf.reduce_sum(output))}
-
-    hooks = make_hooks(
-        create_dataset=sliced(data),
-        create_model=Model,
-        create_opt=lambda lr: keras.optimizers.SGD(0.0),
-        input_pre=lambda batch: batch["x"],
-        loss_pre=lambda output, batch: (output["all"], batch["y"]),
-        update_pre=update_pre,
-        every_steps={1: look},
-    )
-    train(hooks, steps=3, batch_size=8, virtual_devices=replicas, accumulate_steps=2)
-    assert [values["step"] for values in seen] == [1, 2, 3]
-    one = seen[2]
-    # Elements of 8 / (N A) examples go to the replicas in turn; each puts its own together.
-    order = list(range(16, 24)) if replicas == 1 else [16, 17, 20, 21, 18, 19, 22, 23]
-    batch, output = one["batch"], one["output"]
-    np.testing.assert_array_equal(batch["number"], order)
-    assert [name.decode() for name in batch["name"].numpy()] == [f"n{n}" for n in order]
-    assert batch["ragged"].to_list() == [rows[n] for n in order]
-    np.testing.assert_array_equal(
-        tf.sparse.to_dense(batch["sparse"]), [[3 * n, 3 * n + 1, 3 * n + 2] for n in order]
-    )
-    x, y = inputs[order], target[order]
-    made = x.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(output["all"], made, rtol=1e-5)
-    np.testing.assert_allclose(output["parts"][0], made[:, 0], rtol=1e-5)
-    by_micro_batch = made[:, 0].reshape(2 * replicas, -1).sum(axis=1)
-    np.testing.assert_allclose(output["parts"][1], by_micro_batch, rtol=1e-5, atol=1e-5)
-    loss = ((made - y) ** 2).sum() / 8
-    np.testing.assert_allclose(one["loss"], loss, rtol=1e-5)
-    np.testing.assert_allclose(one["gradients"][0], x.T @ (2 * (made - y)) / 8, rtol=1e-4)
-    first = order[: 8 // replicas]  # what update_pre sees is the replica's own
-    expected = sum(first) + sum(sum(rows[n]) for n in first)
-    expected += inputs[first].sum() - loss
-    np.testing.assert_allclose(one["display"], expected, rtol=1e-4)
 
 
 class Pair(tf.Module):

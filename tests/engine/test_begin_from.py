@@ -108,22 +108,6 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
     assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
 
 
-def test_a_fork_that_was_killed_before_it_began_is_made_anew(
-    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    whole = train(hooks(), run_name="a", steps=6, **SHORT)
-    left = tmp_path / "runs/b/ckpt"
-    left.parent.mkdir()
-    shutil.copytree(whole.run_dir / "ckpt", left)
-    (left / "forking").touch()
-    forked = train(hooks(), run_name="b", steps=5, fork="a@4", **SHORT)
-    assert forked.step == 5 and not (left / "forking").exists()
-    train(hooks(), run_name="c", steps=4, fork="a@4", **SHORT)
-    assert "at step 4 of 4 already (those of a@4 count), nothing left" in capfd.readouterr().out
-    forked = train(hooks(), run_name="c", steps=6, fork="a@4", **SHORT)
-    assert_equal(values(forked), values(whole))
-
-
 def written(source: str, trained: Any, folder: Path) -> str:
     """Writes a model as people have it, and returns what names it."""
     if source == "a":

@@ -63,7 +63,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "weights_on_two_devices",
         "exchanges_on_two_devices",
         "weights_on_one_device",
-        "varying_lengths",
         "weights_of_micro_batches",
         "weights_compiled",
         "weights_of_whole_batches",
@@ -120,12 +119,6 @@ def test_weights_on_the_devices_of_one_process(
     hooks = cases.exact_hooks(kind)
     state = train(hooks, steps=40, batch_size=24, virtual_devices=devices)
     assert_equal_weights(state.train_model.get_weights(), plain[kind])
-
-
-def test_sequences_of_varying_length_on_two_processes(train: Train, two: Path) -> None:
-    state = train(cases.sequence_hooks(), steps=20, batch_size=4)
-    for process in kept(two, "sequences", 2):
-        assert_equal_weights(list(process.values()), state.train_model.get_weights())
 
 
 def test_readers_in_python_of_two_processes(two: Path) -> None:

@@ -85,21 +85,6 @@ def test_the_rate_reaches_each_group(train: Train) -> None:
     assert_equal(state, by_hand(6))
 
 
-def test_a_group_may_be_frozen_for_a_while(train: Train) -> None:
-    """The norm is that of what is trained, so that nothing is clipped here."""
-
-    def freeze(train_model: Any) -> None:
-        train_model.get_layer("body").trainable = False
-
-    def melt(train_model: Any) -> None:
-        train_model.get_layer("body").trainable = True
-
-    own = hooks(at_step={4: freeze, 8: melt}, update_pre=lambda gradients: (gradients, gradients))
-    state = train(own, steps=STEPS, learning_rate=RATE)
-    iterations = [int(one.iterations.numpy()) for one in state.optimizer]
-    assert iterations == [STEPS, STEPS - 4, STEPS]
-
-
 def test_a_model_that_is_built_late_has_its_variables_there(train: Train) -> None:
     state = train(hooks(create_model=lazy_model), steps=2, virtual_devices=2)
     assert len(state.optimizer) == 3 and len(state.optimizer[0].variables) == 3

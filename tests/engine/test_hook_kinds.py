@@ -6,13 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.cases import make_hooks, sliced, small_model
+from tests.helpers.cases import make_hooks, sliced
 from tests.helpers.fixtures import Train
 
 
@@ -93,38 +92,3 @@ def test_a_graph_hook_of_any_kind(
     weights = train(make_hooks(input_pre=KINDS[kind]), steps=3).train_model.get_weights()
     for one, other in zip(weights, trained_on_doubled_inputs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
-
-
-def test_hooks_may_be_methods_of_one_object(
-    train: Train, trained_on_doubled_inputs: list[np.ndarray]
-) -> None:
-    class Own(Doubler):
-        every_steps: dict[int, Any] = {}  # noqa: RUF012
-        input_pre = Doubler.method
-
-        def __init__(self) -> None:
-            self.losses: list[float] = []
-            self.at_step = {3: self.note}
-
-        def create_dataset(self, per_replica_batch_size: int) -> tf.data.Dataset:
-            return make_hooks().create_dataset(per_replica_batch_size)
-
-        def create_model(self) -> keras.Model:
-            return small_model()
-
-        def create_loss(self) -> Any:
-            return make_hooks().create_loss()
-
-        def note(self, loss: Any) -> None:
-            self.losses.append(float(loss))
-
-    hooks = Own()
-    weights = train(hooks, steps=3).train_model.get_weights()
-    for one, other in zip(weights, trained_on_doubled_inputs, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
-    assert len(hooks.losses) == 1
-    Own.factor = property(lambda self: self.nothing)  # type: ignore[assignment]
-    with pytest.raises(
-        ctl_core.SetupError, match=r"input_pre \(test_hook_kinds.py:\d+\): Attribute"
-    ):
-        train(hooks, run_name="other")

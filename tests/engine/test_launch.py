@@ -5,20 +5,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pty
 import re
-import select
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
 
 from ctl_core.cluster import supervisor
 from ctl_core.errors import SetupError
-from tests.helpers.workers import RUN, alive, log, pids, run, start
+from tests.helpers.workers import RUN, alive, log, pids, run
 
 
 def test_the_supervisor_does_not_wait_for_tensorflow() -> None:
@@ -118,51 +114,6 @@ def test_the_users_failure_is_told_once(capfd: pytest.CaptureFixture[str]) -> No
         "error: worker 1 ended with exit code 1 (runs/a/worker-1.log)\n"
     )
     assert len(pids()) == 6
-
-
-def read_terminal(terminal: int, parent: subprocess.Popen[bytes]) -> bytes:
-    shown = b""
-    while True:
-        try:
-            if select.select([terminal], [], [], 60)[0] and (data := os.read(terminal, 1024)):
-                shown += data
-                continue
-        except OSError:
-            pass
-        assert parent.wait() is not None
-        return shown
-
-
-def test_the_chief_has_a_terminal_where_the_supervisor_has_one() -> None:
-    body = r"""
-from rich.progress import Progress
-
-assert sys.stdout.isatty() == sys.stderr.isatty() == (index == 0)
-if index:
-    sys.exit()
-print("width", os.get_terminal_size(1).columns)
-with Progress() as progress:
-    task = progress.add_task("steps", total=50)
-    for step in range(50):
-        progress.update(task, completed=step + 1, refresh=True)
-        if step == 20:
-            progress.console.print("a [bold]message[/bold]")
-sys.stdout.write("\x1b[?25lcut off")
-sys.stdout.flush()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 91, 0, 0))
-    environ = {**os.environ, "TERM": "xterm"}
-    parent = start(body, 2, "max_restarts=0", stdout=theirs, stderr=theirs, env=environ)
-    os.close(theirs)
-    shown = read_terminal(ours, parent)
-    os.close(ours)
-    assert parent.returncode == 1
-    assert shown.startswith(b"width 91\r\n")
-    assert shown.count(b"steps") > 20, "the line is alive"
-    # What the killed chief left is put right before the supervisor's own line.
-    assert b"cut off\x1b[?25h\r\nerror: worker" in shown
 
 
 def test_a_run_that_is_trained_in_one_process_is_left_alone() -> None:

@@ -228,15 +228,6 @@ def test_what_cannot_be_one_is_refused_before_there_is_a_run(
         assert not Path("runs").exists()
 
 
-def test_a_check_is_not_heard_and_a_broken_one_is_a_warning(own: Cli) -> None:
-    assert own(EVALUATED, "--listener", "own.Notes", "--check").code == 0
-    assert not list(Path().rglob("notes"))
-    outcome = own(REPORTED, "--listener", "own.Broken")
-    line = next(n for n, text in enumerate(OWN.splitlines(), 1) if "# here" in text)
-    said = f"warning: listener: own.Broken (own.py:{line}): ConnectionError: nobody answers; "
-    assert outcome.code == 0 and outcome.out.count(said) == 1
-
-
 @pytest.mark.cluster
 def test_in_a_cluster_the_chief_alone_is_heard(tmp_path: Path) -> None:
     (tmp_path / "callbacks.py").write_text(EVALUATED)

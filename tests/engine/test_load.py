@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,78 +101,6 @@ def test_load_predict_and_export_are_the_same_from_raw_inputs_on(cli: Cli) -> No
     earlier = ctl_core.load("runs/a", checkpoint=3)
     assert earlier.step == 3 and abs(earlier(x).numpy() - found).max() > 1e-4
     assert repr(served) == "LoadedModel(a, step=6, inputs=(inputs uint8 [None, 5]))"
-
-
-def test_the_process_is_as_it_was_and_threads_may_call_at_once(cli: Cli) -> None:
-    assert cli(SCALED, "--precision", "bfloat16", "--deterministic", command=FLAGS).code == 0
-    sys.modules["callbacks"] = mine = object()  # type: ignore[assignment]
-    path = list(sys.path)
-
-    def numbers() -> list[float]:
-        return [
-            random.random(),
-            np.random.random(),
-            float(tf.random.uniform([])),
-            float(keras.random.uniform([])),
-        ]
-
-    keras.utils.set_random_seed(3)
-    numbers()
-    expected = numbers()
-    keras.utils.set_random_seed(3)
-    numbers()
-    served = ctl_core.load("runs/a")
-    assert numbers() == expected
-    assert sys.modules.pop("callbacks") is mine and sys.path == path
-    assert keras.config.dtype_policy().name == "float32"
-    x = np.random.default_rng(1).integers(0, 256, (8, 16, 5)).astype("uint8")
-    alone = [served(part).numpy() for part in x]
-    assert alone[0].dtype == np.float32
-    found: list[Any] = [None] * 8
-
-    def call(index: int) -> None:
-        for _ in range(20):
-            found[index] = served(x[index]).numpy()
-
-    threads = [threading.Thread(target=call, args=[index]) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    np.testing.assert_array_equal(alone, found)
-
-
-def test_hooks_are_found_from_anywhere_and_their_changes_said(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A variable of the project's file is found, too, whatever the module is called."""
-    table = "scale = tf.Variable(1.0)\n\n\ndef update_post():\n    scale.assign_add(1.0)\n"
-    served = (
-        "\n\ndef create_eval_model(train_model):\n    return lambda x: scale * train_model(x)\n"
-    )
-    assert cli(SCALED + table + served, command=FLAGS).code == 0
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "callbacks.py").write_text("raise ValueError('of another project')")
-    monkeypatch.chdir(elsewhere)
-    sys.modules.pop("callbacks")
-    sys.path[:] = [part for part in sys.path if part != str(tmp_path)]
-    x = np.full([1, 5], 7, "uint8")
-    first = ctl_core.load(tmp_path / "runs/a")(x).numpy()
-    weights = ctl_core.load("../runs/a").model.__closure__[0].cell_contents.get_weights()
-    np.testing.assert_allclose(first, 7 * by_hand(x, weights), rtol=1e-5)
-    assert "callbacks" not in sys.modules
-    capfd.readouterr()
-    changed = (SCALED + table + served).replace("255.0 - 0.5", "255.0 - 0.4")
-    (tmp_path / "callbacks.py").write_text(changed)
-    assert abs(ctl_core.load("../runs/a")(x).numpy() - first).max() > 1e-3
-    assert "callbacks.py is not as it was when the run was trained" in capfd.readouterr().out
-    (tmp_path / "callbacks.py").unlink()
-    np.testing.assert_array_equal(ctl_core.load("../runs/a")(x), first)
-    assert "is not there; the run's copy of it is used" in capfd.readouterr().out
-    shutil.copytree(tmp_path / "runs/a", elsewhere / "copied" / "a")
-    with pytest.raises(ctl_core.SetupError, match="of another project"):
-        ctl_core.load("copied/a")
 
 
 # A model of a dict within a dict, and one of a tuple.

@@ -90,25 +90,6 @@ def test_the_first_is_known_after_a_resume(
     assert record["noted"] == {"first": 3, "latest": 3, "steps": 1, "zeroed": 1}
 
 
-def test_an_objective_among_several(train: Train) -> None:
-    def grad_pre(loss: Any, batch: Any, train_model: Any) -> Any:
-        first, second = train_model.layers
-        good = tf.reduce_sum(train_model(batch[0]), axis=1)
-        return {
-            "good": (good, 0.0, first.trainable_variables),
-            "bad": (loss, 0.0, second.trainable_variables),
-        }
-
-    hooks = bad_hooks(
-        2,
-        grad_pre=grad_pre,
-        create_opt=lambda lr: {n: keras.optimizers.SGD(lr) for n in ("good", "bad")},
-    )
-    state = train(hooks, steps=4)
-    noted = state.progress.noted
-    assert (noted.first, noted.latest, noted.steps) == (2, 2, 1)
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_stop_ends_there_and_saves_nothing_after_it(
     train: Train, tmp_path: Path, replicas: int

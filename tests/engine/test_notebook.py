@@ -256,20 +256,3 @@ def test_a_module_that_was_edited_and_reloaded(
     state = ctl_core.train(module, config)
     assert state.train_model.layers[0].units == 9
     assert (tmp_path / "runs/b/callbacks.py").read_text() == file.read_text()
-
-
-def test_a_global_of_the_notebook_is_no_part_of_a_run_whose_hooks_do_not_use_it(
-    folder: Path,
-) -> None:
-    """Such as the model of an earlier run, though a hook has an attribute of that name."""
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    space: dict[str, Any] = {"__name__": "__main__", "model": model, "other": model.layers[0]}
-    space["box"] = SimpleNamespace()
-    source = "def hook(step):\n    box.model = step\n    return box.model, other\n"
-    exec(compile(source, "/tmp/ipykernel_77/91.py", "exec"), space)
-    hooks = hooks_of(92, 8)
-    hooks.at_step = {1: space["hook"]}
-    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(folder), run_name="globals")
-    state = ctl_core.train(hooks, config)
-    found = [path for path in state.found.variables if path.startswith("__main__")]
-    assert len(found) == 2 and all(path.startswith("__main__/other") for path in found)

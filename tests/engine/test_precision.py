@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.errors import SetupError
 from ctl_core.numerics import precision
@@ -269,52 +268,6 @@ def policy_hooks(set_policy: Any = None, dtype: str | None = None, **more: Any) 
         create_opt=lambda lr: keras.optimizers.SGD(lr * 1e-3),
         **more,
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "replicas", "by_layer"),
-    [("float16", 1, False), ("float16", 2, True), ("bfloat16", 2, False)],
-)
-def test_a_policy_of_the_users_own_is_the_same_run(
-    train: Train,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    replicas: int,
-    by_layer: bool,
-) -> None:
-    seen: list[Any] = []
-
-    def look(step: int, loss: Any, display_gradients: Any) -> None:
-        seen.append(loss)
-        ctl_core.report(step, loss=loss)
-
-    def set_policy() -> None:
-        keras.mixed_precision.set_global_policy(f"mixed_{kind}")
-
-    more: dict[str, Any] = {"every_steps": {5: look}}
-    own = (
-        policy_hooks(dtype=f"mixed_{kind}", **more)
-        if by_layer
-        else policy_hooks(set_policy, **more)
-    )
-    settings = {"steps": 20, "virtual_devices": replicas}
-    expected = train(policy_hooks(**more), run_name="setting", precision=kind, **settings)
-    capsys.readouterr()
-    train(own, **{**settings, "steps": 10})
-    state = train(own, **settings)
-    assert f"on CPU, in {kind}." in capsys.readouterr().out
-    for loss, other in zip(seen[4:], seen[:4], strict=True):
-        assert loss.dtype == tf.float32 and np.isfinite(loss)
-        np.testing.assert_array_equal(loss, other)
-    assert (state.context.loss_scale is None) == (kind != "float16")
-    if state.context.loss_scale is not None:
-        assert scale_of(state) == scale_of(expected)
-    for weight, other in zip(
-        state.train_model.get_weights(), expected.train_model.get_weights(), strict=True
-    ):
-        assert weight.dtype == np.float32
-        np.testing.assert_array_equal(weight, other)
-    assert state.metrics == expected.metrics and np.isfinite(state.metrics["loss"])
 
 
 def test_layers_that_only_the_loss_has_are_scaled_for(train: Train) -> None:

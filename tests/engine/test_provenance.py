@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.provenance import provenance
 from tests.helpers.cases import make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
 
@@ -25,27 +22,6 @@ def test_versions_devices_and_command(train: Train) -> None:
     assert told["versions"]["keras"] == keras.__version__
     assert told["versions"]["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
     assert len(told["devices"]) == 2 and told["command"] == sys.argv
-
-
-def test_commit_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-
-    def git(*words: str) -> None:
-        own = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", *own, *words], check=True, capture_output=True)
-
-    assert (provenance([])["commit"], provenance([])["dirty"]) == (None, None)
-    (tmp_path / "callbacks.py").write_text("1\n")
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "first")
-    (tmp_path / "notes").touch()  # Git does not know it
-    assert len(provenance([])["commit"]) == 40 and provenance([])["dirty"] is False
-    (tmp_path / "callbacks.py").write_text("2\n")
-    assert provenance([])["dirty"] is True
-    monkeypatch.setenv("PATH", "")
-    assert provenance([])["commit"] is None
 
 
 def test_history_is_what_metrics_jsonl_has(train: Train) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +28,6 @@ from tests.helpers.cases import (
     unclipped,
 )
 from tests.helpers.fixtures import Train
-from tests.helpers.lean import PYTHONPATH
-from tests.helpers.project import FLAGS, REGRESSION, Cli
 from tests.helpers.readers import Batches, Endless, Loader, generator, grain_loader, passes
 from tests.helpers.rendering import ROOT, TEMPLATE
 
@@ -216,21 +210,6 @@ def test_the_last_batch_is_kept(train: Train, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_each_replicas_last_batch_is_kept(train: Train) -> None:
-    """13 elements of 8 a pass, 2 a step: the last step has one of 4 examples and a stand-in."""
-
-    def create_dataset(per_replica_batch_size: int) -> Any:
-        return Batches(per_replica_batch_size)
-
-    hooks = hooks_of(Batches, create_dataset=create_dataset)
-    settings = {"last_batch": "keep", "virtual_devices": 2}
-    whole = train(hooks, steps=16, run_name="whole", **settings)
-    for steps in (3, 7, 8, 16):
-        parts = train(hooks, steps=steps, run_name="parts", **settings)
-    assert_weights(whole, parts, rtol=0)
-
-
-@pytest.mark.slow
 def test_compiled_stretches(train: Train) -> None:
     hooks = hooks_of(Loader)
     whole = train(hooks, run_name="whole", jit_compile=True)
@@ -343,47 +322,3 @@ def test_a_resumed_run_evaluates_on_what_the_whole_one_does(train: Train, kind: 
     assert whole.metrics == parts.metrics
     found = [[line for line in run.history if line["split"] == "eval"] for run in (whole, parts)]
     assert found[0] == found[1] and len(found[0]) == 2
-
-
-KILLED = """
-import time
-
-from tests.helpers.readers import Loader
-
-
-def create_dataset(global_batch_size):
-    return Loader(global_batch_size)
-
-
-def rest(step, hparams):
-    time.sleep(hparams["pause"])
-
-
-every_steps = {1: rest}
-"""
-
-
-@pytest.mark.slow
-def test_killed_while_reading_ahead(cli: Cli, tmp_path: Path) -> None:
-    """Wherever it is killed, the run goes on from its last checkpoint to the same bits."""
-    flags = ("--batch-size", "16", "--steps", "400", "--ckpt-every", "7")
-    assert cli(REGRESSION + KILLED, *flags, "--hparams.pause=0", "--run-name", "b").code == 0
-    command = [sys.executable, "-m", "ctl_core", "train", *FLAGS, *flags, "--hparams.pause=0.01"]
-    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
-    limit = time.monotonic() + 600
-    while not (tmp_path / "runs/a/ckpt/engine/ckpt-49.json").exists():
-        assert time.monotonic() < limit and process.poll() is None
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    outcome = cli(None, *flags, "--hparams.pause=0")
-    assert outcome.code == 0 and "resuming at step" in outcome.out
-    assert "dropping" not in outcome.out
-    one, other = (
-        tf.train.load_checkpoint(str(tmp_path / f"runs/{name}/ckpt/ckpt-400")) for name in "ab"
-    )
-    names = [name for name in one.get_variable_to_shape_map() if name.startswith("optimizer/")]
-    assert len(names) > 12  # the weights among them
-    for name in names:
-        np.testing.assert_array_equal(one.get_tensor(name), other.get_tensor(name))

@@ -223,22 +223,6 @@ def test_what_keras_optimizers_do_on_one_replica_only_is_refused_on_two(
             train(hooks, steps=1, virtual_devices=2)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_what_is_said_instead_does_the_same(train: Train, replicas: int) -> None:
-    settings = {"learning_rate": RATE, "virtual_devices": replicas}
-    state = train(with_options(), steps=STEPS // 3, batch_size=3 * BATCH, accumulate_steps=3,
-                  run_name="accumulated", **settings)  # fmt: skip
-    assert_trained(state, by_keras(**ON_ONE_REPLICA[0]), 0)
-    hooks = with_options(use_ema=True, ema_momentum=0.8)
-    hooks.every_steps = {
-        4: lambda optimizer, train_model: optimizer.finalize_variable_values(
-            train_model.trainable_variables
-        )
-    }
-    state = train(hooks, steps=STEPS, run_name="averaged", **settings)
-    assert_trained(state, by_keras(**ON_ONE_REPLICA[1]), len(state.optimizer.variables))
-
-
 def test_keras_sums_in_the_method_that_is_replaced() -> None:
     """Fails if Keras renames it."""
     strategy = tf.distribute.MirroredStrategy(

@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.cluster.sync import Cluster, LoopStatus
 from tests.helpers.cases import (
     assert_weights,
     make_hooks,
@@ -211,21 +210,3 @@ def test_scalars_in_outputs_become_one_entry_per_replica(train: Train) -> None:
             run_name=f"of-{replicas}",
         )
     assert shapes == [[1], [2]]
-
-
-def test_processes_tell_each_other_once_for_each_stop(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[int] = []
-    sync = Cluster.sync
-
-    def counting(self: Cluster, status: LoopStatus) -> LoopStatus:
-        steps.append(status.step)
-        return sync(self, status)
-
-    monkeypatch.setattr(Cluster, "sync", counting)
-    seen: list[int] = []
-    hooks = make_hooks(every_steps={5: lambda step, loss: seen.append(step)})
-    train(hooks, steps=15, ckpt_every=0)
-    assert seen == [5, 10, 15]
-    assert steps == [0, *seen]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,6 @@ import tensorflow as tf
 from ctl_core import evaluate as evaluating
 from ctl_core import trainer
 from ctl_core.cluster import signals
-from ctl_core.console import Console
 from ctl_core.run_state import writing
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
 from tests.helpers.fixtures import Train
@@ -162,30 +160,6 @@ def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
     assert steps == sorted(steps)
 
 
-def test_who_listened_to_signals_before_goes_on_and_a_forked_process_has_its_own() -> None:
-    mine, theirs = socket.socketpair()
-    mine.settimeout(60)
-    theirs.setblocking(False)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    before = signal.set_wakeup_fd(theirs.fileno())
-    try:
-        with signals.Signals(Console()) as noted:
-            assert signal.getsignal(signal.SIGTERM) != handlers[1]
-            child = os.fork()
-            if child == 0:
-                now = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-                os._exit(int(now != handlers or signal.set_wakeup_fd(-1) != -1))
-            assert os.waitpid(child, 0)[1] == 0
-            signal.raise_signal(signal.SIGTERM)
-            assert noted.received == signal.SIGTERM
-            assert mine.recv(1) == bytes([signal.SIGTERM])
-    finally:
-        assert signal.set_wakeup_fd(before) == theirs.fileno()
-        mine.close()
-        theirs.close()
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-
 # A step blocks as soon as it is told to: a graph call that does not end.
 BLOCKED = """
 import sys, time
@@ -290,29 +264,6 @@ def test_a_cluster_of_which_one_process_is_blocked_ends_by_a_second_sigint(tmp_p
     one = '\'"index": 1\' in __import__("os").environ["TF_CONFIG"]'
     end_blocked(start_blocked(tmp_path, one, "--workers=2"))
     assert (tmp_path / "runs/a/ckpt/engine/ckpt-6.json").exists()
-
-
-@pytest.mark.parametrize("module", ["yaml", "pydantic"])
-def test_sigint_while_the_command_line_is_imported_is_one_line(tmp_path: Path, module: str) -> None:
-    """Before there is anything that could be saved."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, sys\n"
-        "class Interrupts:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == {module!r}:\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "sys.meta_path.insert(0, Interrupts())\n"
-    )
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    run = subprocess.run(
-        [sys.executable, "-m", "ctl_core", "--help"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert (run.returncode, run.stdout, run.stderr) == (130, "", "error: interrupted\n")
 
 
 @pytest.mark.cluster

@@ -94,33 +94,6 @@ def test_a_late_written_checkpoint_holds_the_values_of_its_step(
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
-def test_what_is_no_variable_is_saved_at_once(train: Train, late: type[Late]) -> None:
-    data = tf.data.Dataset.range(100)
-
-    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
-        ckpt = tf.train.Checkpoint(train_model=train_model, own=iter(data))
-        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=None)
-
-    hooks = make_hooks(create_ckpt=create_ckpt, every_steps={1: lambda ckpt: next(ckpt.own)})
-    state = train(hooks, steps=8, ckpt_every=2)
-    assert late.starts == []
-    for step in (2, 4, 6, 8):
-        state.ckpt.restore(str(state.run_dir / "ckpt" / f"ckpt-{step}")).assert_consumed()
-        assert int(next(state.ckpt.own)) == step
-
-
-def test_a_variable_that_comes_later_is_saved_too(train: Train, late: type[Late]) -> None:
-    def add(ckpt: Any) -> None:
-        ckpt.extra = tf.Variable(7.0)
-
-    hooks = make_hooks(at_step={9: add})
-    state = train(hooks, steps=20, ckpt_every=2)
-    assert len(late.starts) == 2 + 4  # of steps 6 and 8; 14 and later, after two at once
-    for step in (10, 12, 14):
-        saved = tf.train.load_checkpoint(str(state.run_dir / "ckpt" / f"ckpt-{step}"))
-        assert saved.get_tensor("extra/.ATTRIBUTES/VARIABLE_VALUE") == 7.0
-
-
 @pytest.mark.parametrize("last", [8, 12])
 def test_a_failure_in_the_background_is_told_by_its_step(
     train: Train, monkeypatch: pytest.MonkeyPatch, last: int

@@ -118,20 +118,3 @@ def test_gpu_memory_is_asked_of_tensorflow(
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", configure)
     prepare(Config(steps=1, gpu_memory_limit=limit))
     assert asked == [(gpu, True if limit is None else [512]) for gpu in gpus]
-
-
-def test_gpu_memory_cannot_be_limited_once_tensorflow_has_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def started(*_: Any) -> None:
-        raise RuntimeError
-
-    there = {"gpu 0": [tf.config.LogicalDeviceConfiguration(memory_limit=512)]}
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: list(there))
-    monkeypatch.setattr(tf.config, "set_logical_device_configuration", started)
-    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", started)
-    monkeypatch.setattr(tf.config, "get_logical_device_configuration", there.get)
-    prepare(Config(steps=1))
-    prepare(Config(steps=1, gpu_memory_limit=512))  # as it is
-    with pytest.raises(SetupError, match=r"^gpu_memory_limit: 256 MB asked for, but Tensor"):
-        prepare(Config(steps=1, gpu_memory_limit=256))

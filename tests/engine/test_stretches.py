@@ -14,7 +14,7 @@ from tensorflow.python.framework import config
 
 from ctl_core.graph import StepFunctions
 from tests.golden.programs import multi_task, wgan_gp
-from tests.helpers.cases import eval_hooks, set_weights
+from tests.helpers.cases import set_weights
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import values
 from tests.helpers.stretched import RANDOM, TARGET, image_hooks, words_hooks
@@ -156,23 +156,3 @@ def test_what_differs_in_shape_is_compiled_step_by_step(train: Train) -> None:
     assert compiled.context.stack is None and compiled.context.jit_compile
     for ours, other in zip(compiled.train_model.weights, plain.train_model.weights, strict=True):
         np.testing.assert_allclose(ours.numpy(), other.numpy(), 1e-4, 1e-5)
-
-
-def test_evaluation_and_host_hooks_are_as_without(train: Train) -> None:
-    """Those at odd steps, too; rates that a hook assigns, and metrics."""
-    seen: dict[bool, list[float]] = {False: [], True: []}
-
-    def halve(lr: Any) -> None:
-        lr.assign(lr * 0.5)
-
-    for jit, losses in seen.items():
-        hooks = eval_hooks(30)
-        hooks.every_steps = {5: lambda loss, into=losses: into.append(float(loss)), 4: halve}
-        hooks.create_train_metrics = lambda: {"mean": keras.metrics.Mean()}
-        hooks.train_metric_pre = lambda loss: loss
-        settings = {"steps": 17, "eval_every": 6, "log_every": 3, "jit_compile": jit}
-        state = train(hooks, run_name=str(jit), **settings)
-        for line in state.history:
-            losses += [line[name] for name in ("loss", "mean") if name in line]
-    np.testing.assert_allclose(seen[True], seen[False], 1e-4)
-    assert len(seen[True]) > 10

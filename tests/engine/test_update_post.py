@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.__main__ import main
-from tests.helpers.cases import make_hooks, regression_data, sgd_steps, sliced, small_model
+from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.steered import Followed
 
@@ -165,56 +163,6 @@ def test_training_may_be_named(train: Train, replicas: int) -> None:
     inputs, target = (part[:96] for part in regression_data())
     error = float(tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, 1)))
     assert state.metrics["loss"] == pytest.approx(error, rel=1e-5)
-
-
-def averaged(steps: int, decay: float) -> tuple[list[Any], list[Any]]:
-    """Weights and their average, of a plain loop."""
-    model = small_model()
-    averages = [variable.numpy() for variable in model.trainable_variables]
-    for _ in sgd_steps(model, steps, RATE):
-        averages = [
-            decay * average + (1 - decay) * variable.numpy()
-            for average, variable in zip(averages, model.trainable_variables, strict=True)
-        ]
-    return model.get_weights(), averages
-
-
-def loss_of(weights: Any, examples: int = 96) -> float:
-    model = small_model()
-    model.set_weights(weights)
-    inputs, target = (part[:examples] for part in regression_data())
-    return float(tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, 1)))
-
-
-CALLBACKS = """
-import keras
-from tests.engine.test_update_post import hooks, regression_data, sliced
-vars().update(vars(hooks(create_eval_dataset=sliced(regression_data()))))
-"""
-
-
-def test_commands_use_the_average(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "callbacks.py").write_text(CALLBACKS)
-    monkeypatch.chdir(tmp_path)
-    arguments = ["--run-name", "a", "--steps", str(STEPS), "--batch-size", str(BATCH)]
-    arguments += ["--learning-rate", str(RATE), "--ema", "0.9"]
-    assert main(["train", *arguments]) == 0
-    _, averages = averaged(STEPS, 0.9)
-    capsys.readouterr()
-    assert main(["evaluate", "--run-name", "a"]) == 0
-    assert f"loss {loss_of(averages):.4g}" in capsys.readouterr().out
-    np.save("inputs.npy", regression_data()[0])
-    assert main(["predict", "--run-name", "a", "--input", "inputs.npy", "--output", "o.npz"]) == 0
-    assert main(["export", "--run-name", "a"]) == 0
-    model = small_model()
-    model.set_weights(averages)
-    expected = model(regression_data()[0]).numpy()
-    np.testing.assert_allclose(np.load("o.npz")["output"], expected, rtol=1e-4, atol=1e-5)
-    served = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
-    (found,) = served(tf.constant(regression_data()[0])).values()
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_create_model_may_name_the_size_of_a_replicas_batch(train: Train) -> None:

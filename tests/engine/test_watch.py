@@ -157,61 +157,6 @@ def test_checkpoints_are_evaluated_as_they_come_and_a_restart_is_waited_for(
     assert out.count("waiting") == 1  # at its last step, a run has ended
 
 
-def test_what_is_deleted_or_damaged_meanwhile(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_checkpoints()
-    for step in (2, 4, 6, 8):
-        bring(step)
-    Path("runs/b/ckpt/engine/ckpt-4.index").write_bytes(b"cut short")
-    read = ctl_core.run_state.reading.CheckpointReader.read
-
-    def deleted(self: Any, folder: Path, step: int) -> Any:
-        if step == 6:  # the user's part goes first, then the record
-            for path in (*folder.glob("ckpt-6.*"), *folder.glob("engine/ckpt-6.*")):
-                path.unlink()
-        return read(self, folder, step)
-
-    monkeypatch.setattr(ctl_core.run_state.reading.CheckpointReader, "read", deleted)
-    capsys.readouterr()
-    assert main(["evaluate", "--watch", "--run-name", "b"]) == 0
-    captured = capsys.readouterr()
-    assert [line["step"] for line in lines("b")] == [2, 8]
-    warnings = [line for line in captured.out.splitlines() if line.startswith("warning: ")]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("warning: the checkpoint of step 4 is damaged (")
-    assert captured.err == ""
-
-
-FROZEN = """
-
-create_model = l2_model
-
-
-def freeze(train_model):
-    train_model.layers[0].trainable = False
-
-
-at_step = {5: freeze}
-"""
-
-
-def test_the_values_are_those_of_evaluate(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of the average of the weights, and of layers that were frozen in between."""
-    source = EVALUATED.replace("import regression_data", "import l2_model, regression_data")
-    Path("callbacks.py").write_text(source + FROZEN)
-    assert main(["train", "--run-name", "c", "--ema", "0.9", "--learning-rate", "0.1"]) == 0
-    capsys.readouterr()
-    assert main(["evaluate", "--watch"]) == 0
-    watched = [line for line in capsys.readouterr().out.splitlines() if "  eval: " in line]
-    for step in (2, 4, 6, 8):
-        assert main(["evaluate", "--checkpoint", str(step)]) == 0
-    one_by_one = [line for line in capsys.readouterr().out.splitlines() if "  eval: " in line]
-    assert len(set(watched)) == 4 and watched == one_by_one
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_at_once(
     project: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals

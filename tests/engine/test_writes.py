@@ -150,28 +150,6 @@ def test_what_replicas_would_write_differently_is_refused_before_training(
     assert train(hooks, steps=2).step == 2
 
 
-def test_a_refusal_names_the_layer_and_a_cure_that_is_exact(train: Train) -> None:
-    hooks = make_hooks(
-        create_model=lambda: running_model(),
-        create_opt=sgd,
-        update_pre=lambda gradients: (gradients, gradients),
-    )
-    settings: dict[str, Any] = {"steps": STEPS, "learning_rate": RATE}
-    expected = train(hooks, **settings, run_name="one").train_model.get_weights()
-    with pytest.raises(ctl_core.SetupError) as error:
-        train(hooks, **settings, virtual_devices=2)
-    assert "/mean (of the layer 'running', Running) what one replica's" in str(error.value)
-    assert "value = ctl_core.all_reduce(value, 'mean') before" in str(error.value)
-    assert "stateless_call" not in str(error.value)
-    cures = (lambda value: ctl_core.all_reduce(value, "mean"), over_replicas)
-    for number, cure in enumerate(cures):
-        hooks.create_model = lambda cure=cure: running_model(cure)
-        for devices in (1, 2):
-            run = f"exchanged{number}{devices}"
-            state = train(hooks, **settings, virtual_devices=devices, run_name=run)
-            assert_weights(state, expected, rtol=1e-5)
-
-
 class Adapting(keras.Model):  # type: ignore[misc]
     """Takes a step towards small outputs before each of its answers, as meta-learning does."""
 

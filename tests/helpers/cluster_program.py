@@ -59,12 +59,6 @@ def weights_on_one_device(folder: Path) -> None:
     weights(folder, 1)
 
 
-def varying_lengths(folder: Path) -> None:
-    """Sparse gradients of another number of rows at each step."""
-    state = run(folder, "sequences", cases.sequence_hooks(), steps=20, batch_size=4)
-    keep_weights(folder, "sequences", state)
-
-
 def weights_of_micro_batches(folder: Path) -> None:
     """The same, each update made of two micro-batches."""
     state = run(folder, "accumulated", cases.exact_hooks("sgd"), accumulate_steps=2)
