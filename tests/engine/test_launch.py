@@ -14,7 +14,9 @@ import pytest
 
 from ctl_core.cluster import supervisor
 from ctl_core.errors import SetupError
-from tests.helpers.workers import RUN, alive, log, pids, run
+from tests.helpers.workers import RUN, alive, folder, log, pids, run
+
+__all__ = ["folder"]
 
 
 def test_the_supervisor_does_not_wait_for_tensorflow() -> None:

@@ -18,7 +18,9 @@ from ctl_core.cluster.supervisor import supervise
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config
 from ctl_core.tools import commands
-from tests.helpers.workers import RUN, fake
+from tests.helpers.workers import RUN, fake, folder
+
+__all__ = ["folder"]
 
 
 def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from ctl_core.cluster.signals import SAME_SIGNAL
 from ctl_core.errors import SetupError
-from tests.helpers.workers import alive, log, pids, run, start, until
+from tests.helpers.workers import alive, folder, log, pids, run, start, until
+
+__all__ = ["folder"]
 
 # Notes each signal; ends after `most` of them, as the engine does after saving.
 LISTENER = """
