@@ -1,6 +1,6 @@
 # make demo   generate a project with defaults and train it on the CPU
 # make check  lint and the quick tests: two minutes on two cores
-# make test   lint and all tests but the slow ones: ten minutes
+# make test   lint and all tests but the slow ones: seven minutes
 # make golden what must not change, of the engine that ENGINE names: make golden ENGINE=new; MARK="not slow"
 #             leaves out what takes long
 # make test-slow      the slow ones: kills, whole environments
