@@ -251,8 +251,9 @@ def test_trainings_killed_ten_times(render: Render, tmp_path: Path) -> None:
     """With the engine: checkpoints and evaluations are those of a run that nobody killed."""
     project = render(tmp_path, sweep="optuna")
     config = project / "config.yaml"
-    text = re.sub(r"(?m)^(ckpt_every|eval_every): .*", r"\1: 10", config.read_text())
-    config.write_text(re.sub(r"(?m)^steps: .*", "steps: 40", text).replace("width: 32", "width: 4"))
+    text = re.sub(r"(?m)^(ckpt_every|eval_every): .*", r"\1: 250", config.read_text())
+    text = re.sub(r"(?m)^steps: .*", "steps: 1000", text)
+    config.write_text(text.replace("width: 32", "width: 4"))
 
     def begun() -> subprocess.Popen[str]:
         return begin(project, "--trials", "5", "--parallel", "2")
@@ -266,7 +267,7 @@ def test_trainings_killed_ten_times(render: Render, tmp_path: Path) -> None:
         folder = project / "runs" / f"sweep-{trial.number:03d}"
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses = {row["step"]: row["loss"] for row in rows if row["split"] == "eval"}
-        assert losses == trial.intermediate_values and list(losses) == [10, 20, 30, 40]
+        assert losses == trial.intermediate_values and list(losses) == [250, 500, 750, 1000]
         settings = yaml.safe_load((folder / "config.yaml").read_text())
         assert settings["learning_rate"] == trial.params["learning_rate"]
         assert settings["batch_size"] == trial.params["batch_size"]
