@@ -125,9 +125,7 @@ def read_record(folder: Path, step: int) -> Record:
         raise Damaged("its record is no file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content.pop(
-            "records", None
-        )  # of engines before 0.4, which read TFRecord files by a manifest
+        content.pop("records", None)  # engines before 0.4 kept the files of a manifest there
         _refuse_newer(path, content)
         record = Record(**content)
     except (OSError, ValueError, TypeError) as error:

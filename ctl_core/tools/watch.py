@@ -17,11 +17,6 @@ from typing import Any
 
 import tensorflow as tf
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.console import Console
 from ctl_core.errors import CtlError, SetupError, reason
@@ -33,7 +28,6 @@ from ctl_core.run_folder import Run
 from ctl_core.run_state.record import Damaged, read_record, saved_steps
 from ctl_core.state import State
 
-# Held by who evaluates a run's checkpoints as they come.
 FILE = "watch.jsonl"
 # How often the run is looked at (seconds).
 POLL = 1.0
@@ -83,7 +77,7 @@ class _Watch:
         console.say(f"{run.shown}: watching; the values go to {from_here(run.path / FILE)}.")
         values: dict[str, float] = {}
         number, left_at, was_held = 0, None, False
-        with _ended_by_signals(console), self._values.held():
+        with _ended_by_signals(console):
             while True:
                 held = run.is_held()  # before looking: what is there when nobody trains is all
                 was_held = was_held or held is not False
@@ -179,28 +173,6 @@ class _Values:
         self._folder, self._file, self._console = folder, folder / FILE, console
         refuse_links(folder, [self._file, folder / "tb"])
         self._writer: Any = None
-        self._held: Any = None
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Holds the file, by which ``runs`` sees that the run is watched, where that can be."""
-        self._hold()
-        try:
-            yield
-        finally:
-            self._let_go()
-
-    def _hold(self) -> None:
-        self._let_go()
-        with contextlib.suppress(OSError):  # no locks, or somebody else watches, too
-            if fcntl is not None:
-                self._held = self._file.open("ab")
-                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _let_go(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
 
     def evaluated(self, stamps: dict[int, int]) -> dict[int, int]:
         """Returns those checkpoints that the file has values of, written after they were."""
@@ -218,7 +190,6 @@ class _Values:
         try:
             with written_whole(self._file) as beside:
                 beside.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            self._hold()  # the file is another one now
             self._writer = self._writer or tf.summary.create_file_writer(
                 str(self._folder / "tb" / "watch")
             )
