@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -72,6 +73,28 @@ def assert_close(
         if position not in ignored:
             name = getattr(found[position], "path", f"variable {position}")
             np.testing.assert_allclose(value, other, tolerance, absolute, err_msg=name)
+
+
+def train_by_sgd(
+    model: keras.Model,
+    batches: tf.data.Dataset,
+    loss: Callable[[Any], Any],
+    variables: list[Any] | None = None,
+) -> keras.Model:
+    """Trains as a plain loop on one device, by plain SGD; returns the model.
+
+    Args:
+        batches: one pass of (inputs, target), whole batches only
+        loss: of (output, target), one number for each example
+        variables: that are trained; default: all that can be
+    """
+    optimizer = keras.optimizers.SGD(RATE)
+    variables = variables or model.trainable_variables
+    for inputs, target in batches.repeat().take(STEPS):
+        with tf.GradientTape() as tape:
+            mean = tf.reduce_mean(loss((model(inputs, training=True), target)))
+        optimizer.apply_gradients(zip(tape.gradient(mean, variables), variables, strict=True))
+    return model
 
 
 def find_rounding(gradients: Iterable[list[Any]]) -> frozenset[int]:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden.compare import BATCH, Program, train_by_sgd
 
 RANDOM = np.random.default_rng(0)
 INPUTS = RANDOM.normal(1.0, 2.0, size=(44, 5)).astype("float32")
@@ -57,13 +57,9 @@ def hooks() -> SimpleNamespace:
 
 @functools.cache
 def train_plainly() -> keras.Model:
-    model, optimizer = create_model(synchronized=False), keras.optimizers.SGD(RATE)
-    for inputs, target in create_dataset(BATCH).take(5).repeat().take(STEPS):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(squared_error((model(inputs, training=True), target)))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    return model
+    return train_by_sgd(
+        create_model(synchronized=False), create_dataset(BATCH).take(5), squared_error
+    )
 
 
 def evaluate_plainly() -> dict[str, float]:

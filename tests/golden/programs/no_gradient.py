@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden.compare import BATCH, Program, train_by_sgd
 
 RANDOM = np.random.default_rng(0)
 INPUTS = RANDOM.normal(size=(44, 5)).astype("float32")
@@ -58,13 +58,9 @@ def hooks() -> SimpleNamespace:
 
 @functools.cache
 def train_plainly() -> keras.Model:
-    model, optimizer = Unused(), keras.optimizers.SGD(RATE)
-    for inputs, target in create_dataset(BATCH).take(5).repeat().take(STEPS):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(squared_error((model(inputs), target)))
-        variables = model.used.trainable_variables
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-    return model
+    model = Unused()
+    variables = model.used.trainable_variables
+    return train_by_sgd(model, create_dataset(BATCH).take(5), squared_error, variables)
 
 
 PROGRAM = Program(hooks, lambda: train_plainly().weights, frozen=lambda: frozenset({2, 3}))

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden.compare import BATCH, Program, train_by_sgd
 
 RANDOM = np.random.default_rng(0)
 INPUTS = {name: RANDOM.normal(size=(44, 5)).astype("float32") for name in ("left", "right")}
@@ -56,13 +56,7 @@ def hooks() -> SimpleNamespace:
 
 @functools.cache
 def train_plainly() -> keras.Model:
-    model, optimizer = create_model(), keras.optimizers.SGD(RATE)
-    for inputs, target in create_dataset(BATCH).take(5).repeat().take(STEPS):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(squared_error((model(inputs), target)))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    return model
+    return train_by_sgd(create_model(), create_dataset(BATCH).take(5), squared_error)
 
 
 PROGRAM = Program(hooks, lambda: train_plainly().weights)
