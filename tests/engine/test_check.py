@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
-from tests.helpers.cases import dropout_model, make_hooks, regression_data, sliced
+from tests.helpers.cases import assert_weights, dropout_model, make_hooks, regression_data, sliced
 from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
 
@@ -192,10 +191,7 @@ def test_weights_are_what_two_steps_make_of_them(check: Check, tmp_path: Path) -
     )
     two = ctl_core.train(hooks(), config)
     state = check(hooks(every_steps={7: lambda loss: None}))
-    for ours, theirs in zip(
-        state.train_model.get_weights(), two.train_model.get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_weights(state, two, rtol=1e-5)
 
 
 class Spread(keras.layers.Layer):

@@ -73,15 +73,6 @@ def test_messages_appear_above_the_progress_line_as_they_are() -> None:
     assert lines[-1] == "done" and lines[-2].startswith("step 10/10")
 
 
-@pytest.mark.parametrize(("environ", "colours"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_no_color_leaves_out_the_colours(environ: dict[str, str], colours: bool) -> None:
-    pretended, written = terminal(80, **environ)
-    a_run(Console(pretended))
-    codes = set(re.findall(r"\x1b\[([0-9;]*)m", written.getvalue()))
-    # What is left may make text bold or faint, or reset it.
-    assert any(int(n) >= 30 for code in codes for n in code.split(";") if n) == colours
-
-
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     pretended, written = terminal(80, TERM="dumb")
     a_run(Console(pretended))

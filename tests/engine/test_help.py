@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
-import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.options import COMMANDS, OPTIONS
 from ctl_core.settings import SETTINGS, Config
@@ -41,19 +36,6 @@ def test_help_shows_every_setting_with_its_default(
     for option in OPTIONS[command]:
         assert f"--{option}" in by_flag
     assert "CTL_BATCH_SIZE" in text
-
-
-def test_help_needs_no_docstrings(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``python -OO`` has none, and Python 3.13 changes their indentation."""
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["predict", "--help"]) == 0
-    shown = capsys.readouterr().out
-    environ = {**os.environ, "PYTHONPATH": str(Path(ctl_core.__file__).parents[1])}
-    process = [sys.executable, "-OO", "-m", "ctl_core", "predict", "--help"]
-    done = subprocess.run(process, env=environ, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
 
 
 def test_help_and_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:

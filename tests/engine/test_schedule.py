@@ -158,17 +158,6 @@ def test_steps_per_call_limits_a_graph_call_and_changes_nothing(
     assert_weights(short, long, rtol=0)
 
 
-def test_lr_assigned_in_a_hook_counts_from_the_next_step(train: Train) -> None:
-    hooks = make_hooks(
-        create_opt=sgd,
-        at_step={5: lambda lr: lr.assign(lr * 0.0)},
-    )
-    five = train(hooks, steps=5, run_name="five")
-    ten = train(hooks, steps=10, run_name="ten")
-    assert float(ten.lr) == 0.0
-    assert_weights(five, ten, rtol=0)
-
-
 def test_hooks_may_name_everything(train: Train) -> None:
     seen: dict[str, Any] = {}
 

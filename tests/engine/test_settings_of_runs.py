@@ -49,12 +49,8 @@ def test_a_trained_run_is_used_with_its_own_config(command: str) -> None:
     assert used("--config", "mine.yaml").config == other
     Path("config.yaml").write_text("run_name: old\n")
     assert used().config == expected
-    with pytest.raises(SetupError, match="no run 'none' in runs"):
-        used("--run-name", "none")
     with pytest.raises(SetupError, match="elsewhere: no run there yet"):
         used("--runs-dir", "elsewhere")
-    with pytest.raises(SetupError, match=r"unknown setting --chekpoint; did you mean '--checkpo"):
-        used("--chekpoint", "3")
     with pytest.raises(SetupError, match=r"checkpoint: expected a step, a whole.* got 'last'"):
         used("--checkpoint", "last")
 
