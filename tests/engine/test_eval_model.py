@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
+from tests.golden import small
 from tests.helpers.cases import (
     FEATURES,
     assert_weights,
@@ -20,7 +21,6 @@ from tests.helpers.cases import (
     norm_model,
     regression_data,
     sgd,
-    sgd_steps,
     sliced,
     small_model,
 )
@@ -49,8 +49,9 @@ def hooks(**more: Any) -> Any:
 
 def averaged(steps: int) -> tuple[keras.Model, keras.Model]:
     """Weights and their average, of a plain loop."""
-    model, average = small_model(), small_model()
-    for _ in sgd_steps(model, steps, RATE):
+    average = small_model()
+    for step in range(1, steps + 1):
+        model = small.plain(step, lambda _: RATE)
         follow(model, average)
     return model, average
 

@@ -5,7 +5,7 @@ Nothing here starts TensorFlow: devices and cluster are still to be chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
+from tests.golden import small
 
-EXAMPLES, FEATURES = 100, 5
-
-
-def regression_data() -> tuple[np.ndarray, np.ndarray]:
-    """Returns 100 examples of 5 features and a target each; batches of 16 leave a remainder."""
-    random = np.random.default_rng(0)
-    inputs = random.normal(size=(EXAMPLES, FEATURES)).astype("float32")
-    target = (inputs @ random.normal(size=(FEATURES, 1)) + 0.5).astype("float32")
-    return inputs, target
+EXAMPLES, FEATURES = small.EXAMPLES, small.FEATURES
+regression_data, small_model, squared_error = small.data, small.create_model, small.squared_error
+sgd, unclipped = small.create_opt, small.update_pre
 
 
 def set_weights(model: keras.Model, seed: int = 1) -> keras.Model:
@@ -33,63 +28,22 @@ def set_weights(model: keras.Model, seed: int = 1) -> keras.Model:
     return model
 
 
-def small_model() -> keras.Model:
-    """A dense model of two layers."""
-    return set_weights(
-        keras.Sequential(
-            [
-                keras.Input((FEATURES,)),
-                keras.layers.Dense(8, activation="tanh", name="hidden"),
-                keras.layers.Dense(1, name="out"),
-            ]
-        )
-    )
-
-
 def l2_model() -> keras.Model:
-    """The same with regularisation."""
-    regular = keras.regularizers.L2(0.01)
-    return set_weights(
-        keras.Sequential(
-            [
-                keras.Input((FEATURES,)),
-                keras.layers.Dense(8, activation="tanh", kernel_regularizer=regular),
-                keras.layers.Dense(1, kernel_regularizer=regular),
-            ]
-        )
-    )
+    """The small model with regularisation."""
+    model = small_model()
+    for layer in model.layers:
+        layer.kernel.regularizer = keras.regularizers.L2(0.01)
+    return model
 
 
 def norm_model() -> keras.Model:
     """A model with batch normalisation."""
-    model = keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            keras.layers.Dense(8),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(1),
-        ]
-    )
-    random = np.random.default_rng(1)
-    for layer in (model.layers[0], model.layers[2]):
-        layer.set_weights([random.normal(scale=0.3, size=w.shape) for w in layer.get_weights()])
-    return model
+    return small.model_with(keras.layers.BatchNormalization())
 
 
 def dropout_model() -> keras.Model:
     """A model with batch normalisation and Dropout."""
-    model = keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            keras.layers.Dense(8),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5, seed=1),
-            keras.layers.Dense(1),
-        ]
-    )
-    set_weights(model.layers[0], 1)
-    set_weights(model.layers[3], 2)
-    return model
+    return small.model_with(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1))
 
 
 def assert_weights(state: Any, expected: Any, rtol: float = 1e-6) -> None:
@@ -104,12 +58,6 @@ def assert_weights(state: Any, expected: Any, rtol: float = 1e-6) -> None:
         expected = getattr(expected, "train_model", expected).get_weights()
     for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
         np.testing.assert_allclose(weight, other, rtol=rtol, atol=1e-6 if rtol else 0.0)
-
-
-def squared_error(loss_input: Any) -> tf.Tensor:
-    """One number per example."""
-    output, target = loss_input
-    return tf.reduce_sum((output - target) ** 2, axis=1)
 
 
 def sliced(data: Any) -> Callable[[int], tf.data.Dataset]:
@@ -128,7 +76,7 @@ def make_hooks(**hooks: Any) -> SimpleNamespace:
     base: dict[str, Any] = {
         "create_dataset": sliced(regression_data()),
         "create_model": small_model,
-        "create_loss": lambda: squared_error,
+        "create_loss": small.create_loss,
         "every_steps": {},
     }
     return SimpleNamespace(**{**base, **hooks})
@@ -145,34 +93,12 @@ def shuffled(batch_size: int) -> tf.data.Dataset:
     return examples.shuffle(40, seed=3).batch(batch_size, drop_remainder=True)
 
 
-def sgd(lr: Any) -> keras.optimizers.Optimizer:
-    """Plain SGD shows a wrong scale that an adaptive optimizer hides."""
-    return keras.optimizers.SGD(lr)
-
-
 def nadam(lr: Any) -> keras.optimizers.Optimizer:
     """The default of create_opt."""
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
 
 
 OPTIMIZERS = {"sgd": sgd, "nadam": nadam}
-
-
-def sgd_steps(model: keras.Model, steps: int, rate: float) -> Iterator[None]:
-    """Trains on batches of 16 of the data without an optimizer; yields after each step."""
-    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(16, drop_remainder=True)
-    for inputs, target in data.repeat().take(steps):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((model(inputs) - target) ** 2) / 16
-        gradients = tape.gradient(loss, model.trainable_variables)
-        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-            variable.assign_sub(rate * gradient)
-        yield
-
-
-def unclipped(gradients: Any) -> Any:
-    """An update_pre that changes nothing."""
-    return gradients, gradients
 
 
 def clipped(gradients: Any) -> Any:
@@ -244,34 +170,6 @@ def synchronized_model(synchronized: bool) -> keras.Model:
     for layer, seed in ((model.layers[0], 1), (model.layers[2], 2)):
         set_weights(layer, seed)
     return model
-
-
-# ---- Sequences of varying length --------------------------------------------------------------
-
-WORDS = [[1 + (i * j) % 9 for j in range(1 + i % 7)] for i in range(48)]
-
-
-def sequence_hooks() -> SimpleNamespace:
-    """An embedding of global batches that are padded to their longest: each step has its width."""
-    target = np.array([[sum(words) / 9.0] for words in WORDS], "float32")
-
-    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
-        rows = tf.ragged.constant(WORDS)
-        words = tf.data.Dataset.range(len(WORDS)).map(lambda index: rows[index])
-        data = tf.data.Dataset.zip((words, tf.data.Dataset.from_tensor_slices(target)))
-        return data.padded_batch(global_batch_size, drop_remainder=True)
-
-    def create_model() -> keras.Model:
-        inputs = keras.Input((None,), dtype="int32")
-        hidden = keras.layers.Embedding(10, 3)(inputs)
-        pooled = keras.layers.GlobalAveragePooling1D()(hidden)
-        return set_weights(keras.Model(inputs, keras.layers.Dense(1)(pooled)))
-
-    return make_hooks(
-        create_dataset=create_dataset,
-        create_model=create_model,
-        create_opt=sgd,
-    )
 
 
 # ---- Evaluation of every remainder ------------------------------------------------------------
@@ -454,11 +352,9 @@ def dropout_hooks(seen: list[Any]) -> SimpleNamespace:
     """Writes down what Dropout makes of ones."""
 
     def create_model() -> keras.Model:
-        model = keras.Sequential(
-            [keras.Input((FEATURES,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
-        )
-        masks = keras.Model(model.inputs, [model.layers[0].output, model.layers[1].output])
-        return set_weights_of_dense(masks)
+        inputs = keras.Input((FEATURES,))
+        dropped = keras.layers.Dropout(0.5)(inputs)
+        return keras.Model(inputs, [dropped, keras.layers.Dense(1)(dropped)])
 
     return make_hooks(
         create_model=create_model,
@@ -466,14 +362,6 @@ def dropout_hooks(seen: list[Any]) -> SimpleNamespace:
         loss_pre=lambda output, batch: (output[1], batch[1]),
         every_steps={1: lambda output: seen.append(output[0].numpy())},
     )
-
-
-def set_weights_of_dense(model: keras.Model) -> keras.Model:
-    """The same for a model with other layers that have a state."""
-    for layer in model.layers:
-        if isinstance(layer, keras.layers.Dense):
-            layer.set_weights([np.full(w.shape, 0.1, "float32") for w in layer.get_weights()])
-    return model
 
 
 class Noisy(keras.Model):

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
+from tests.golden import small
 
 # A project that trains: 40 examples of 2 features, global batches of 8.
 PIECES = {
@@ -126,47 +127,27 @@ def files(folder: Path) -> set[str]:
 
 def refused(outcome: Outcome, *words: str) -> None:
     """Checks that a command was refused in one line with these words, and only logged."""
-    lines = outcome.err.splitlines()
-    assert (outcome.code, len(lines)) == (2, 1), outcome
-    assert lines[0].startswith("error: ") and "Traceback" not in outcome.out
-    for word in words:
-        assert word in lines[0]
+    failed(outcome, *words, code=2)
     assert outcome.written <= {"runs/a/train.log"}
 
 
-def failed(outcome: Outcome, *words: str) -> None:
+def failed(outcome: Outcome, *words: str, code: int = 1) -> None:
     """Checks that a run failed, with one line that has these words."""
     lines = outcome.err.splitlines()
-    assert (outcome.code, len(lines)) == (1, 1), outcome
+    assert (outcome.code, len(lines)) == (code, 1), outcome
     assert lines[0].startswith("error: ") and "Traceback" not in outcome.out
     for word in words:
         assert word in lines[0]
 
 
-# A callbacks.py that trains ``small_model`` on ``regression_data``; what a test adds goes below it.
-REGRESSION = """
-import keras
-import tensorflow as tf
-
-import ctl_core
-from tests.helpers.cases import regression_data, sliced, small_model, squared_error
-
-create_model = small_model
-create_dataset = sliced(regression_data())
-every_steps = {}
-
-
-def create_loss():
-    return squared_error
-
-
-"""
-# The same with an evaluation of 37 examples.
+# What a test adds to a callbacks.py goes below it. This one evaluates 37 examples.
+REGRESSION = small.CALLBACKS
 EVALUATED = (
     REGRESSION
     + """
+
 def create_eval_dataset(per_replica_batch_size):
-    inputs, target = regression_data()
+    inputs, target = small.data()
     return tf.data.Dataset.from_tensor_slices((inputs[:37], target[:37])).batch(
         per_replica_batch_size)
 

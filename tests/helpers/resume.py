@@ -12,7 +12,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.run_state.tracking import find, plain_variable
-from tests.helpers.cases import FEATURES, small_model
+from tests.golden import small
+from tests.helpers.cases import FEATURES
 from tests.helpers.fixtures import Train
 
 
@@ -85,8 +86,7 @@ class Counting(keras.layers.Layer):
 
 
 def counting_model() -> keras.Model:
-    model = small_model()
-    return keras.Sequential([keras.Input((FEATURES,)), Counting(), *model.layers])
+    return small.model_with(Counting())
 
 
 def seeded(create: Callable[[], Any]) -> Callable[[], Any]:

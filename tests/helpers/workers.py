@@ -16,7 +16,6 @@ from ctl_core.cluster import supervisor
 from ctl_core.cluster.supervisor import supervise
 from tests.helpers import lean
 
-ROOT = Path(__file__).parents[2]
 RUN = Path("runs/a")
 
 # What every fake worker begins with. `start` counts from 1; `pids/` has a file per process.
