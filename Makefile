@@ -87,7 +87,7 @@ test-ray: $(RAY_VENV)/.made
 $(RAY_VENV)/.made: pyproject.toml | python
 	"$(PYTHON)" -m venv "$(RAY_VENV)"
 	"$(RAY_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --editable . \
-		"cookiecutter>=2.6,<3" psutil pytest "ray[default,train,tune]>=2.60"
+		"cookiecutter>=2.6,<3" pytest "ray[default,train,tune]>=2.60"
 	touch $@
 
 CLOUDS_VENV ?= .venv-clouds

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.ckpt_files import weights
+from tests.golden.compare import read_checkpoint
 from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import source_of
 
@@ -52,7 +52,7 @@ def test_two_workers_then_three_then_one(tmp_path: Path) -> None:
     said = train("parts", 12, 3)
     assert "resuming at step 6" in said and "3 replicas" in said
     assert "resuming at step 12" in train("parts", 18, 1)
-    whole, parts = (weights(tmp_path / "runs" / name, 18) for name in ("whole", "parts"))
+    whole, parts = (read_checkpoint(tmp_path / "runs" / name, 18) for name in ("whole", "parts"))
     assert whole.keys() == parts.keys() and len(whole) > 3
     for name, value in whole.items():
         np.testing.assert_allclose(parts[name], value, 1e-5, 1e-6, err_msg=name)

@@ -8,20 +8,28 @@ import time
 from pathlib import Path
 
 import numpy as np
-import tensorflow as tf
+
+from tests.golden.compare import read_checkpoint
+
+FAILING = """
+
+def fail(step):
+    raise ValueError("a hook that fails")
+
+
+at_step = {20: fail}
+"""
+
+
+def write_hooks(project: Path, name: str, more: str) -> None:
+    """Writes a file of the project's hooks with more below them."""
+    (project / name).write_text((project / "callbacks.py").read_text() + more)
 
 
 def train_here(project: Path, *settings: str) -> None:
     """Trains in a process of its own, by no launcher."""
     command = [sys.executable, "-m", "ctl_core", "train", *settings]
     subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=600)
-
-
-def weights(run: Path, step: int) -> dict[str, np.ndarray]:
-    """Returns what a checkpoint of create_ckpt has, by name."""
-    reader = tf.train.load_checkpoint(str(run / "ckpt" / f"ckpt-{step}"))
-    names = [n for n in reader.get_variable_to_shape_map() if "OBJECT_GRAPH" not in n]
-    return {n: reader.get_tensor(n) for n in names if not n.startswith("save_counter")}
 
 
 def trained_to(run: Path, step: int, seconds: float = 600) -> None:
@@ -35,14 +43,8 @@ def trained_to(run: Path, step: int, seconds: float = 600) -> None:
     raise AssertionError(f"{run} has no checkpoint of step {step}")
 
 
-def assert_rounded_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Compares two results of ``weights`` whose sums were taken in another order."""
-    for name, value in expected.items():
+def assert_rounded_alike(run: Path, other: Path, step: int) -> None:
+    """Compares the checkpoints of two runs whose sums were taken in another order."""
+    found = read_checkpoint(run, step)
+    for name, value in read_checkpoint(other, step).items():
         np.testing.assert_allclose(found[name], value, 1e-5, 2e-6, err_msg=name)
-
-
-def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Compares two results of ``weights``, bit for bit."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)

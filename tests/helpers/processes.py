@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 
-def trainings() -> Iterator[tuple[int, list[str], list[str]]]:
-    """Yields the number, the command line and the environment (``NAME=value``) of each."""
+def find_training(*marks: str) -> int:
+    """Returns the number of a process that trains.
+
+    Args:
+        marks: words of its command line, and ``NAME=value`` of its environment
+    """
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words, environ = (
@@ -16,5 +19,6 @@ def trainings() -> Iterator[tuple[int, list[str], list[str]]]:
             )
         except OSError:  # it has ended meanwhile
             continue
-        if "ctl_core" in words:
-            yield int(folder.name), words, environ
+        if "ctl_core" in words and {*marks} <= {*words, *environ}:
+            return int(folder.name)
+    raise AssertionError(f"no training of {marks}")

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from tests.helpers.processes import trainings
+from tests.helpers.processes import find_training
 
 BRIDGE = "ctl-pods"
 _QUIETLY: dict[str, Any] = {"check": False, "stderr": subprocess.DEVNULL}
@@ -120,13 +120,6 @@ class Job:
                 start_new_session=True,
             )
 
-    def process(self, index: int) -> int:
-        """Returns the number of the process that trains in a pod."""
-        own = f"JOB_COMPLETION_INDEX={index}"
-        found = [pid for pid, _, environ in trainings() if own in environ]
-        assert found, f"no training in pod {index}"
-        return found[0]
-
     def run(self, *args: str, kill_when: Any = None, seconds: float = 900) -> str:
         """Runs all pods to their end, each started again as the manifest's rules have it.
 
@@ -144,7 +137,8 @@ class Job:
         while left:
             assert time.monotonic() < end, self.said()
             if kill_when is not None and kill_when():
-                os.kill(self.process(self.size - 1), signal.SIGKILL)
+                last = find_training(f"JOB_COMPLETION_INDEX={self.size - 1}")
+                os.kill(last, signal.SIGKILL)
                 kill_when = None
             for index in sorted(left):
                 code = self._running[index].poll()

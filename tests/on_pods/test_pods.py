@@ -10,27 +10,20 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from tests.helpers.ckpt_files import assert_same_bits, weights
+from tests.golden.compare import assert_same_checkpoint
+from tests.helpers.ckpt_files import FAILING, write_hooks
 from tests.helpers.rendering import environment, render
 from tests.on_pods.pods import Job, missing
 
 __all__ = ["environment", "render"]
 STEPS = ("--steps", "600", "--ckpt-every", "100", "--eval-every", "0")
-FAILING = """
-
-def fail(step):
-    raise ValueError("a hook that fails")
-
-
-at_step = {5: fail}
-"""
 
 
 @pytest.fixture(scope="module")
 def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated project with launch/kubernetes.yaml."""
     made = render(tmp_path_factory.mktemp("pods"), launch="kubernetes")
-    (made / "failing.py").write_text((made / "callbacks.py").read_text() + FAILING)
+    write_hooks(made, "failing.py", FAILING)
     return made  # type: ignore[no-any-return]
 
 
@@ -69,7 +62,7 @@ def test_a_pod_that_is_killed_changes_no_bit(project: Path, job: Job) -> None:
     seen = disturbed / "ckpt" / "engine" / "ckpt-200.json"
     assert job.run("--run-name", "disturbed", *STEPS, kill_when=seen.exists) == "Complete"
     assert job.restarts == [1, 1], job.said()
-    assert_same_bits(weights(disturbed, 600), weights(undisturbed, 600))
+    assert_same_checkpoint(disturbed, undisturbed, 600)
 
 
 @pytest.mark.slow
@@ -77,4 +70,4 @@ def test_a_pod_that_is_killed_changes_no_bit(project: Path, job: Job) -> None:
 def test_a_hook_that_fails_ends_the_job(job: Job) -> None:
     arguments = ("--run-name", "fails", "--callbacks", "failing.py", *STEPS)
     assert job.run(*arguments) == "Failed"
-    assert "error: at_step[5] (failing.py:" in job.said()
+    assert "error: at_step[20] (failing.py:" in job.said()

@@ -11,54 +11,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ctl_core.run_state.record import saved_steps
+from tests.golden.compare import assert_same_checkpoint
 from tests.helpers.ckpt_files import (
+    FAILING,
     assert_rounded_alike,
-    assert_same_bits,
     train_here,
     trained_to,
-    weights,
+    write_hooks,
 )
-from tests.helpers.rendering import environment, render
+from tests.helpers.processes import find_training
+from tests.helpers.rendering import ROOT, environment, render
 
-psutil = pytest.importorskip("psutil")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 __all__ = ["environment", "render"]
 
 Job = Callable[..., "subprocess.Popen[str]"]
-FAILING = """
-
-def fail(step):
-    raise ValueError("a hook that fails")
-
-
-at_step = {20: fail}
-"""
-SEARCH = """
-from ray import tune
-from ray.tune.integration.ray_train import TuneReportCallback
-
-from launch.ray_job import train
-
-
-def trial(config):
-    rate = config["learning_rate"]
-    settings = ["--run-name", f"rate-{rate}", "--steps", "20", "--learning-rate", str(rate)]
-    train(settings, cpus_per_worker=0.5, callbacks=[TuneReportCallback()])
-
-
-results = tune.Tuner(
-    tune.with_resources(trial, {"CPU": 0.1}),
-    param_space={"learning_rate": tune.grid_search([1e-6, 1e-4, 1e-3, 1e-2])},
-    tune_config=tune.TuneConfig(max_concurrent_trials=2),
-).fit()
-best = results.get_best_result("eval_loss", "min")
-print("best:", best.config["learning_rate"], len(results))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -104,24 +75,14 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> str:
     return said
 
 
-def workers_of(name: str) -> list[Any]:
-    """The processes that train a run, by their rank."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "ctl_core" in words and name in words:
-            found.append(process)
-    return sorted(found, key=lambda one: one.environ()["TF_CONFIG"].split("index")[-1])
-
-
 STEPS = ("--steps", "1500", "--ckpt-every", "100", "--eval-every", "0")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(project: Path) -> dict[str, np.ndarray]:
-    """What a cluster of two processes trains without Ray, and without a loss."""
+def undisturbed(project: Path) -> Path:
+    """The run of a cluster of two processes without Ray, and without a loss."""
     train_here(project, "--run-name", "undisturbed", "--workers", "2", *STEPS)
-    return weights(project / "runs" / "undisturbed", 1500)
+    return project / "runs" / "undisturbed"
 
 
 def test_two_workers_train_what_one_process_does(project: Path, job: Job) -> None:
@@ -129,31 +90,26 @@ def test_two_workers_train_what_one_process_does(project: Path, job: Job) -> Non
     assert "2 replicas" in said and "  eval_accuracy 0." in said
     assert said.count("step 60/60  loss") == 1  # of one worker, once
     train_here(project, "--run-name", "one", "--steps", "60")
-    found, expected = (weights(project / "runs" / name, 60) for name in ("two", "one"))
-    assert_rounded_alike(found, expected)
+    assert_rounded_alike(project / "runs" / "two", project / "runs" / "one", 60)
 
 
-def test_a_worker_that_is_killed_changes_no_bit(
-    project: Path, job: Job, undisturbed: dict[str, np.ndarray]
-) -> None:
+def test_a_worker_that_is_killed_changes_no_bit(project: Path, job: Job, undisturbed: Path) -> None:
     process = job("--run-name", "killed", *STEPS)
     trained_to(project / "runs" / "killed", 300)
-    workers_of("killed")[1].kill()
+    os.kill(find_training("killed"), signal.SIGKILL)
     ended(process)
-    found = weights(project / "runs" / "killed", 1500)
-    assert_same_bits(found, undisturbed)
+    assert_same_checkpoint(project / "runs" / "killed", undisturbed, 1500)
 
 
 def test_a_node_that_is_lost_changes_no_bit(
-    project: Path, job: Job, cluster: Any, undisturbed: dict[str, np.ndarray]
+    project: Path, job: Job, cluster: Any, undisturbed: Path
 ) -> None:
     process = job("--run-name", "node", *STEPS)
     trained_to(project / "runs" / "node", 300)
     cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
     cluster.add_node(num_cpus=1)
     ended(process)
-    found = weights(project / "runs" / "node", 1500)
-    assert_same_bits(found, undisturbed)
+    assert_same_checkpoint(project / "runs" / "node", undisturbed, 1500)
 
 
 def test_ctrl_c_lets_the_workers_save(project: Path, job: Job) -> None:
@@ -167,7 +123,7 @@ def test_ctrl_c_lets_the_workers_save(project: Path, job: Job) -> None:
 
 
 def test_a_hook_that_fails_ends_the_job_and_is_not_tried_again(project: Path, job: Job) -> None:
-    (project / "failing.py").write_text((project / "callbacks.py").read_text() + FAILING)
+    write_hooks(project, "failing.py", FAILING)
     said = ended(job("--run-name", "fails", "--callbacks", "failing.py", "--steps", "60"), code=1)
     assert "error: at_step[20] (failing.py:" in said
     assert said.count("training, to step 60") == 1
@@ -180,7 +136,11 @@ def test_a_wrong_setting_is_one_line_before_anything_starts(job: Job) -> None:
 
 
 def test_ray_tune_searches(project: Path, cluster: Any) -> None:
-    (project / "search.py").write_text(SEARCH)
+    """By the file that docs/clusters.md shows, with fewer steps and cores."""
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.S)
+    (search,) = (code for code in found if "tune.Tuner" in code)
+    search = search.replace('"300"', '"20"').replace("num_workers=1", "cpus_per_worker=0.5")
+    (project / "search.py").write_text(search)
     variables = {**os.environ, "RAY_ADDRESS": cluster.address}
     done = subprocess.run(
         [sys.executable, "search.py"],
@@ -191,4 +151,4 @@ def test_ray_tune_searches(project: Path, cluster: Any) -> None:
         timeout=500,
         check=False,
     )
-    assert "best: 0.01 4" in done.stdout, done.stdout + done.stderr
+    assert "{'learning_rate': 0.01}" in done.stdout, done.stdout + done.stderr

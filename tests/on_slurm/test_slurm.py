@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.golden.compare import assert_same_checkpoint, read_checkpoint
 from tests.helpers.ckpt_files import (
+    FAILING,
     assert_rounded_alike,
-    assert_same_bits,
     train_here,
     trained_to,
-    weights,
+    write_hooks,
 )
-from tests.helpers.processes import trainings
+from tests.helpers.processes import find_training
 from tests.helpers.rendering import environment, render
 from tests.on_slurm.slurm import Slurm, missing
 
@@ -34,14 +34,6 @@ SLOW = """
 import time
 
 every_steps = {10: lambda: time.sleep(0.1)}
-"""
-FAILING = """
-
-def fail(step):
-    raise ValueError("a hook that fails")
-
-
-at_step = {20: fail}
 """
 RESUMED = r"resuming at step (\d+)"
 STEPS = ("--callbacks", "slow.py", "--steps", "1200", "--ckpt-every", "100", "--eval-every", "0")
@@ -64,31 +56,20 @@ def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated project with launch/slurm.sh."""
     made = render(tmp_path_factory.mktemp("project"), launch="slurm")
     for name, more in (("slow.py", SLOW), ("failing.py", FAILING)):
-        (made / name).write_text((made / "callbacks.py").read_text() + more)
+        write_hooks(made, name, more)
     return made  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(project: Path) -> dict[str, np.ndarray]:
-    """What a cluster of two processes trains without Slurm, and without a loss."""
+def undisturbed(project: Path) -> Path:
+    """The run of a cluster of two processes without Slurm, and without a loss."""
     train_here(project, "--run-name", "undisturbed", "--workers", "2", *STEPS)
-    return weights(project / "runs" / "undisturbed", 1200)
+    return project / "runs" / "undisturbed"
 
 
 def printed(project: Path, number: str) -> str:
     """Returns what the job's script has printed."""
     return (project / f"slurm-{number}.out").read_text()
-
-
-def rank_of(name: str, rank: int) -> int:
-    """Returns the number of the process that is this rank of a run."""
-    found = [
-        pid
-        for pid, words, environ in trainings()
-        if name in words and f"SLURM_PROCID={rank}" in environ
-    ]
-    assert found, f"no process {rank} of {name}"
-    return found[0]
 
 
 def test_two_nodes_train_what_one_process_does(project: Path, slurm: Slurm) -> None:
@@ -99,17 +80,16 @@ def test_two_nodes_train_what_one_process_does(project: Path, slurm: Slurm) -> N
     assert log.count("step 60/60  loss") == 1  # of one process, once
     assert f"job {job} is done" in printed(project, job)
     train_here(project, "--run-name", "one", "--steps", "60")
-    found, expected = (weights(project / "runs" / name, 60) for name in ("two", "one"))
-    assert_rounded_alike(found, expected)
+    assert_rounded_alike(project / "runs" / "two", project / "runs" / "one", 60)
 
 
 def test_preempted_and_killed_changes_no_bit(
-    project: Path, slurm: Slurm, undisturbed: dict[str, np.ndarray]
+    project: Path, slurm: Slurm, undisturbed: Path
 ) -> None:
     run = project / "runs" / "a"
     job = slurm.submit(project, *SMALL, "launch/slurm.sh", "--run-name", "a", *STEPS)
     trained_to(run, 200)
-    os.kill(rank_of("a", 1), signal.SIGKILL)
+    os.kill(find_training("a", "SLURM_PROCID=1"), signal.SIGKILL)
     trained_to(run, 500)
     assert slurm.job(job)["Restarts"] == "1"
     for step in (700, 900):  # preempted twice
@@ -119,7 +99,7 @@ def test_preempted_and_killed_changes_no_bit(
         slurm.wait(urgent)
         trained_to(run, step)
     assert slurm.wait(job)["Restarts"] == "3"
-    assert_same_bits(weights(run, 1200), undisturbed)
+    assert_same_checkpoint(run, undisturbed, 1200)
     resumed = [int(step) for step in re.findall(RESUMED, log_of(run))]
     assert len(resumed) == 3
     assert resumed[0] % 100 == 0  # the last one of a run that was killed
@@ -159,13 +139,13 @@ def test_an_array_of_two(project: Path, slurm: Slurm) -> None:
     options = ("-N1", "--array=3-4", *SMALL, "launch/slurm.sh", "--run-name", "array")
     job = slurm.submit(project, *options, *STEPS, "--steps", "400")
     trained_to(project / "runs" / "array-4", 100)
-    os.kill(rank_of("array-4", 0), signal.SIGKILL)
+    os.kill(find_training("array-4"), signal.SIGKILL)
     for task, restarts in ((3, "0"), (4, "1")):
         assert slurm.wait(f"{job}_{task}")["Restarts"] == restarts
         run = project / "runs" / f"array-{task}"
         assert f"\nseed: {task}\n" in (run / "config.yaml").read_text()
         assert f"job {job}_{task} is done" in printed(project, f"{job}_{task}")
-        assert weights(run, 400)
+        assert read_checkpoint(run, 400)
 
 
 def log_of(run: Path) -> str:
