@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.example import Example, assert_devices_agree, assert_is_short, assert_lives
+from tests.helpers.example import Example, assert_devices_agree, assert_lives
 from tests.helpers.project import Cli, cli
 from tests.helpers.published import cifar10, download_from
 
@@ -30,7 +30,6 @@ def example(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exampl
 
 @pytest.mark.slow
 def test_weights_do_not_depend_on_devices(example: Example) -> None:
-    assert_is_short("cifar10_vgg")
     # Rounding turns a ReLU now and then, which batch normalisation of 8 pictures makes much of.
     found = assert_devices_agree(example, atol=1e-4, steps=2)
     group = "optimizer/optimizers/1/_trainable_variables"

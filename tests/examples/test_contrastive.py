@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.example import Example, assert_devices_agree, assert_is_short, assert_lives
+from tests.helpers.example import Example, assert_devices_agree, assert_lives
 from tests.helpers.project import Cli, cli
 
 __all__ = ["cli"]
@@ -18,7 +18,6 @@ SMALL = ("--hparams.width", "4", "--batch-size", "8", "--eval-batch-size", "64")
 
 
 def test_the_loss_is_that_of_all_pairs_of_views(cli: Cli, tmp_path: Path) -> None:
-    assert_is_short("contrastive")
     Example("contrastive", cli, tmp_path)
     hooks = SimpleNamespace(**runpy.run_path(str(tmp_path / "callbacks.py")))
     hparams = {"width": 4, "labels": 100, "temperature": 0.2, "contrast": 1.0}

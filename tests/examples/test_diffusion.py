@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.example import Example, assert_devices_agree, assert_is_short, assert_lives
+from tests.helpers.example import Example, assert_devices_agree, assert_lives
 from tests.helpers.project import Cli, cli
 
 __all__ = ["cli"]
@@ -19,7 +19,6 @@ BATCHES = ("--batch-size", "8", "--eval-batch-size", "64")
 
 @pytest.mark.slow
 def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
-    assert_is_short("diffusion")
     assert_devices_agree(Example("diffusion", cli, tmp_path, *SMALL, *BATCHES))
 
 

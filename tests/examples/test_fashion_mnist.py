@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.example import Example, assert_is_short, assert_lives
+from tests.helpers.example import Example, assert_lives
 from tests.helpers.fixtures import Train, train
 from tests.helpers.project import Cli, cli, refused
 from tests.helpers.published import download_from, fashion_mnist
@@ -77,7 +77,6 @@ def tutorials_loop(hooks: dict[str, Any], devices: int, steps: int, rate: float)
 @pytest.mark.slow
 def test_weights_are_those_of_the_tutorials_loop(train: Train, example: Example, case: str) -> None:
     """With more L2 than there, so that one that is counted twice shows."""
-    assert_is_short("fashion_mnist")
     hooks = runpy.run_path(str(example.folder / "callbacks.py"))
     if case.startswith("sgd"):
         hooks["create_opt"] = lambda lr: keras.optimizers.SGD(lr)

@@ -17,7 +17,6 @@ from tests.helpers.example import (
     EXAMPLES,
     Example,
     assert_devices_agree,
-    assert_is_short,
     assert_lives,
 )
 from tests.helpers.project import Cli, cli
@@ -84,7 +83,6 @@ def pictures(run: Path) -> dict[tuple[str, int], np.ndarray]:
 
 @pytest.mark.slow
 def test_weights_do_not_depend_on_devices(example: Example) -> None:
-    assert_is_short("tfrecords")
     assert_devices_agree(example)
 
 
@@ -122,18 +120,6 @@ def test_splits_and_pictures(example: Example) -> None:
         shown["confusion, labels downwards", 30][8::16, 8::16, 0], matrix, atol=1
     )
     assert any(tag.startswith("mistaken") for tag, _ in shown)
-
-
-def test_stopped_before_and_after_the_end_of_a_pass(example: Example) -> None:
-    """A pass has 23 batches of 64, of which the last is shared with the next pass."""
-    flags = ("--deterministic", "--batch-size", "64", "--eval-every", "0", "--ckpt-every", "100")
-    example.train("whole", *flags, "--steps", "48")
-    for steps in ("9", "21", "25", "48"):
-        example.train("parts", *flags, "--steps", steps)
-    whole, parts = example.numbers("whole", 48), example.numbers("parts", 48)
-    assert whole.keys() == parts.keys()
-    for name in whole.keys() - {"save_counter/.ATTRIBUTES/VARIABLE_VALUE"}:
-        np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
 
 
 @pytest.mark.slow

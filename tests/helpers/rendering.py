@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cookiecutter.main import cookiecutter
 
 from tests.helpers import lean
-from tests.helpers.renderer import Renderer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
@@ -63,16 +65,27 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     }
 
 
+def set_environment(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 @pytest.fixture(scope="session")
 def render(environment: dict[str, str]) -> Iterator[Render]:
-    """Renders a project into a folder; ``template`` may be another place than this one."""
-    renderer = Renderer(environment)
+    """Renders a project into a folder; ``template`` may be another place than this one.
 
-    def function(folder: Path, template: str | Path = ROOT, **answers: Any) -> Path:
-        return renderer.render(folder, template, answers)
+    Not in the process that tests: rendering takes a clean environment, and a process whose
+    environment changes while a thread of TensorFlow reads it may crash.
+    """
+    start = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, start, set_environment, (environment,)) as renderer:
+        renderer.submit(os.getpid).result()  # started here, or its output were one test's
 
-    yield function
-    renderer.close()
+        def function(folder: Path, template: str | Path = ROOT, **answers: Any) -> Path:
+            how = {"no_input": True, "extra_context": answers, "output_dir": str(folder)}
+            return Path(renderer.submit(cookiecutter, str(template), **how).result())
+
+        yield function
 
 
 @pytest.fixture(scope="session")

@@ -19,23 +19,16 @@ BRACES = "which cookiecutter takes for template code"
 TWO_BRACES = "{{ '{' * 2 }}"
 REFUSED = [
     ("project_slug", "Shouting", NO_NAME, "'shouting'"),
-    ("project_slug", "two words", NO_NAME, "'two_words'"),
     ("project_slug", "3d", NO_NAME, "'project_3d'"),
     ("project_slug", "", NO_NAME, "'project'"),
-    ("project_slug", "../a", NO_NAME, "'a'"),
     ("project_slug", "a\nb", NO_NAME, "'a_b'"),
     ("project_slug", "x" * 300, NO_NAME, "'xxx"),
     ("project_slug", "import", "is a Python keyword", "'my_import'"),
     ("project_slug", "json", IN_USE, "'my_json'"),
-    ("project_slug", "tensorflow", IN_USE, "'my_tensorflow'"),
-    ("project_slug", "keras", IN_USE, "'my_keras'"),
     ("project_slug", "ctl_core", IN_USE, "'my_ctl_core'"),
     ("project_name", "", "is empty", "a name"),
     ("project_name", "two\nlines", "contains the character U+000A", "one line"),
-    ("project_name", TWO_BRACES, BRACES, "without it"),
-    ("description", "line\n", "contains the character U+000A", "one line"),
     ("description", f"a {TWO_BRACES} b", BRACES, "without it"),
-    ("author", "\x1b[31mred", "contains the character U+001B", "one line"),
     ("author", "no\udcffutf8", "contains the character U+DCFF", "one line"),
 ]
 
@@ -93,17 +86,12 @@ def test_derived_slug(name: str, slug: str, render: Render, tmp_path: Path) -> N
 
 
 FINE = [
-    "plain",
-    'double " quotes " and """three"""',
-    "single ' quotes ' and '''three'''",
+    """double " and ' quotes, and '''three'''""" + ' """three"""',
     "back\\slash \\n \\u0041 \\",
-    "braces { } }} %} #} ${HOME} $(id) `id`",
+    "braces { } }} %} #} %s {0} ${HOME} $(id) `id`",
     "ünïcödé 日本語 🙂",
-    "*stars* _under_scores [link](url) <b>tag</b> &amp; # | ~~gone~~ ![x](y)",
-    "# heading",
+    "# *stars* _under_scores [link](url) <b>tag</b> <!-- &amp; | ~~gone~~ ![x](y)",
     "key: value, [list], {map}, !tag, @at, %percent",
-    "</script><!-- comment",
-    "%s {0}",
     "null",
 ]
 

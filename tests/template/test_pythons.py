@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import tomllib
@@ -57,18 +56,3 @@ def test_a_python_that_is_not_installed_is_said(
     lines = capsys.readouterr().out.splitlines()
     assert lines.count("  FAILED: not tested, for it is not installed") == 2
     assert lines[-1].startswith("Pythons 3.98, 3.99: FAILED: 3.98, 3.99 (")
-
-
-def test_a_command_that_fails_is_said(script: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(script["FailedError"], match=r"exit code 1, expected 0\nwhy\n"):
-        script["run"](["sh", "-c", "echo why >&2; exit 1"], tmp_path, dict(os.environ))
-
-
-def test_no_other_python_is_in_reach(script: dict[str, Any], tmp_path: Path) -> None:
-    """train.sh would take it, and the test would be one of another Python than it says."""
-    python = tmp_path / "somewhere" / "python3.12"
-    environ = script["machine_with"](python, tmp_path / "bin")
-    assert environ["PATH"] == str(tmp_path / "bin")
-    found = [path.name for path in (tmp_path / "bin").glob("python*")]
-    assert found == ["python3"]
-    assert (tmp_path / "bin" / "python3").read_text().endswith(f'exec "{python}" "$@"\n')

@@ -59,27 +59,6 @@ def test_zip_archive(
     assert "ctl_core/" in run("git", "ls-files", "ctl_core", cwd=project).stdout
 
 
-def test_lost_symlink_under_cruft_is_refused(
-    run: Run, template_repository: Path, tmp_path: Path
-) -> None:
-    """Without symlinks and without the template's folder there is no engine: say so, once."""
-    template = tmp_path / "template"
-    shutil.copytree(template_repository, template, symlinks=True)
-    link = template / "{{cookiecutter.project_slug}}" / "ctl_core"
-    link.unlink()
-    link.write_text("../ctl_core")
-    commit(run, template, "Without symlinks")
-    folder = tmp_path / "out"
-    folder.mkdir()
-    done = run(
-        sys.executable, "-m", "cruft", "create", template, "--no-input", cwd=folder, check=False
-    )
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("ctl_core: ")]
-    assert len(lines) == 1 and "core.symlinks" in lines[0]
-    assert not list(folder.iterdir())
-
-
 def test_cruft_create_and_update(
     run: Run, template_repository: Path, from_folder: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -94,6 +94,15 @@ def trials(folder: Path) -> list[Any]:
     return list(optuna.load_study(study_name="sweep", storage=storage).trials)
 
 
+def assert_complete(folder: Path, number: int) -> list[Any]:
+    """Checks that so many trials have come to their end, and no other is there; returns them."""
+    found = trials(folder)
+    assert [(trial.number, trial.state.name) for trial in found] == [
+        (each, "COMPLETE") for each in range(number)
+    ]
+    return found
+
+
 def starts(folder: Path, number: int) -> list[Any]:
     """The flags, number and environment of each process of a trial."""
     file = folder / "runs" / f"sweep-{number:03d}" / "starts"
@@ -110,10 +119,7 @@ def test_the_file_is_short_and_stands_alone() -> None:
 def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
     """Each once, with its own values, which the journal has; more of them go on in numbers."""
     out = sweep(folder, "--trials", "4", "--parallel", "2", PACE="0.3")
-    found = trials(folder)
-    assert [(trial.number, trial.state.name) for trial in found] == [
-        (number, "COMPLETE") for number in range(4)
-    ]
+    found = assert_complete(folder, 4)
     for trial in found:
         ((flags, *_),) = starts(folder, trial.number)
         assert float(flags["learning-rate"]) == trial.params["learning_rate"]
@@ -169,7 +175,15 @@ def test_told_to_stop_it_stops_its_trials_and_goes_on(folder: Path, number: int)
     time.sleep(0.3)
     assert steps(folder) == before, "none trains on"
     sweep(folder, "--trials", "3", "--parallel", "2", STEPS="60")
-    came_through(folder, 3, 60)
+    found = assert_complete(folder, 3)
+    names = [f"sweep-{trial.number:03d}" for trial in found]
+    assert sorted(path.name for path in (folder / "runs").iterdir() if path.is_dir()) == names
+    for trial, name in zip(found, names, strict=True):
+        assert [step for run, step in steps(folder) if run == name] == [*range(1, 61)]
+        assert list(trial.intermediate_values) == [*range(1, 61)]
+        for flags, *_ in starts(folder, trial.number):
+            assert float(flags["learning-rate"]) == trial.params["learning_rate"]
+            assert int(flags["batch-size"]) == trial.params["batch_size"]
 
 
 def steps(folder: Path) -> list[tuple[str, int]]:
@@ -189,22 +203,6 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.02)
 
 
-def came_through(folder: Path, most: int, last: int) -> None:
-    """Each number once, all steps once, every start with the same values."""
-    found = trials(folder)
-    assert [(trial.number, trial.state.name) for trial in found] == [
-        (number, "COMPLETE") for number in range(most)
-    ]
-    names = [f"sweep-{number:03d}" for number in range(most)]
-    assert sorted(path.name for path in (folder / "runs").iterdir() if path.is_dir()) == names
-    for trial, name in zip(found, names, strict=True):
-        assert [step for run, step in steps(folder) if run == name] == [*range(1, last + 1)]
-        assert list(trial.intermediate_values) == [*range(1, last + 1)]
-        for flags, *_ in starts(folder, trial.number):
-            assert float(flags["learning-rate"]) == trial.params["learning_rate"]
-            assert int(flags["batch-size"]) == trial.params["batch_size"]
-
-
 def children(pid: int) -> list[int]:
     """The processes that one has started."""
     listed = subprocess.run(
@@ -221,31 +219,6 @@ def kill(process: subprocess.Popen[str], what: str) -> None:
             os.kill(victim, signal.SIGKILL)
 
 
-def killed_until_done(begun: Any, seed: int, longest: float) -> None:
-    """Kills ten times, at random moments and in all ways; then lets it come to its end."""
-    chance, process = random.Random(seed), begun()
-    kinds = ["all", "trials", "sweep", "all", "trials"] * 2
-    for kind in kinds:
-        time.sleep(chance.uniform(0.1, longest))
-        assert process.poll() is None, "ended before it was killed ten times"
-        kill(process, kind)
-        if kind != "trials":
-            process.wait()
-            process = begun()
-    out = process.communicate(timeout=500)[0]
-    assert process.returncode == 0, out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_killed_ten_times_no_trial_is_lost_or_twice(folder: Path, seed: int) -> None:
-    def begun() -> subprocess.Popen[str]:
-        return begin(folder, "--trials", "5", "--parallel", "2", STEPS="90", PACE="0.1")
-
-    killed_until_done(begun, seed, 3.0)
-    came_through(folder, 5, 90)
-
-
 @pytest.mark.slow
 def test_trainings_killed_ten_times(render: Render, tmp_path: Path) -> None:
     """With the engine: checkpoints and evaluations are those of a run that nobody killed."""
@@ -258,11 +231,17 @@ def test_trainings_killed_ten_times(render: Render, tmp_path: Path) -> None:
     def begun() -> subprocess.Popen[str]:
         return begin(project, "--trials", "5", "--parallel", "2")
 
-    killed_until_done(begun, 2, 4.0)
-    found = trials(project)
-    assert [(trial.number, trial.state.name) for trial in found] == [
-        (number, "COMPLETE") for number in range(5)
-    ]
+    chance, process = random.Random(2), begun()
+    for kind in ["all", "trials", "sweep", "all", "trials"] * 2:
+        time.sleep(chance.uniform(0.1, 4.0))
+        assert process.poll() is None, "ended before it was killed ten times"
+        kill(process, kind)
+        if kind != "trials":
+            process.wait()
+            process = begun()
+    out = process.communicate(timeout=500)[0]
+    assert process.returncode == 0, out
+    found = assert_complete(project, 5)
     for trial in found:
         folder = project / "runs" / f"sweep-{trial.number:03d}"
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
