@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import pytest
 import tensorflow as tf
 
-from ctl_core.ahead import without_tuner
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, sgd
 from tests.helpers.fixtures import Train
 
@@ -63,32 +61,3 @@ def test_parallel_stages_are_tuned_in_training_and_train_the_same(
     hooks.create_eval_dataset = parallel
     assert_weights(train(hooks, steps=4, eval_every=2), expected, rtol=0)
     assert made.count(None) == 1 and made.count(False) > 2
-
-
-NUMBERS = tf.data.Dataset.range(10)
-
-
-def asked(enabled: bool) -> tf.data.Dataset:
-    options = tf.data.Options()
-    options.autotune.enabled = enabled
-    return NUMBERS.with_options(options)
-
-
-@pytest.mark.parametrize(
-    ("make", "for_long", "expected"),
-    [
-        (lambda: NUMBERS.batch(2), True, False),
-        (lambda: NUMBERS.prefetch(tf.data.AUTOTUNE), True, False),
-        (lambda: NUMBERS.map(lambda x: x, tf.data.AUTOTUNE), True, None),
-        (lambda: NUMBERS.map(lambda x: x, tf.data.AUTOTUNE), False, False),
-        (lambda: NUMBERS.interleave(tf.data.Dataset.range), False, None),
-        (lambda: asked(True), True, True),
-        (lambda: asked(False), True, False),
-    ],
-)
-def test_what_is_tuned_and_what_its_options_say_is_left_alone(
-    make: Callable[[], tf.data.Dataset], for_long: bool, expected: bool | None
-) -> None:
-    before, after = make(), without_tuner(make(), for_long)
-    assert after.options().autotune.enabled is expected
-    assert list(map(str, after.as_numpy_iterator())) == list(map(str, before.as_numpy_iterator()))

@@ -109,36 +109,32 @@ def test_epochs_of_buckets(train: Train) -> None:
     assert state.step == 18
 
 
-def test_buckets_of_the_repeated_data_leave_nothing_out(
-    train: Train, capsys: pytest.CaptureFixture[str]
+def of_repeated(dataset: tf.data.Dataset, global_batch_size: int) -> tf.data.Dataset:
+    return bucket_by_length(dataset, length_of, BOUNDARIES, global_batch_size)
+
+
+def ragged(global_batch_size: int) -> tf.data.Dataset:
+    return words().ragged_batch(global_batch_size)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        hooks([], words, make_batches=of_repeated),
+        hooks([], ragged, input_pre=lambda batch: batch[0].to_tensor(shape=[None, 9, 1])),
+    ],
+    ids=["buckets of the repeated data", "ragged batches"],
+)
+def test_global_batches_that_are_cut_up_train_alike(
+    train: Train, capsys: pytest.CaptureFixture[str], own: SimpleNamespace
 ) -> None:
-    def make_batches(dataset: tf.data.Dataset, global_batch_size: int) -> tf.data.Dataset:
-        return bucket_by_length(dataset, length_of, BOUNDARIES, global_batch_size)
-
-    own = hooks([], words, make_batches=make_batches)
-    weights = [
+    """Nothing is left out of the repeated data."""
+    one, two = (
         train(own, steps=30, batch_size=BATCH, virtual_devices=n, run_name=f"on-{n}")
-        .train_model.get_weights()
         for n in (1, 2)
-    ]  # fmt: skip
-    for one, two in zip(*weights, strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
-    assert "leaves out" not in capsys.readouterr().out
-
-
-def test_batches_padded_as_a_whole(train: Train) -> None:
-    """Without buckets: global batches are padded alike on any devices."""
-
-    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
-        return words().padded_batch(global_batch_size, drop_remainder=True)
-
-    weights = [
-        train(hooks([], create_dataset), steps=12, batch_size=BATCH, virtual_devices=n,
-              run_name=f"on-{n}").train_model.get_weights()
-        for n in (1, 4)
-    ]  # fmt: skip
-    for one, two in zip(*weights, strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    )
+    assert_weights(two, one, rtol=1e-5)
+    assert own.create_dataset is ragged or "leaves out" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -157,19 +153,3 @@ def test_grouping_per_replica_is_warned_of(
     if replicas > 1:
         assert "warning: create_dataset (test_buckets.py:" in output
         assert "global_batch_size" in output and "ctl_core.data.bucket_by_length" in output
-
-
-def test_ragged_batches_are_cut_up_alike(train: Train) -> None:
-    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
-        return words().ragged_batch(global_batch_size)
-
-    def input_pre(batch: Any) -> Any:
-        return batch[0].to_tensor(shape=[None, 9, 1])
-
-    weights = [
-        train(hooks([], create_dataset, input_pre=input_pre), steps=12, batch_size=BATCH,
-              virtual_devices=n, run_name=f"on-{n}").train_model.get_weights()
-        for n in (1, 2)
-    ]  # fmt: skip
-    for one, two in zip(*weights, strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)

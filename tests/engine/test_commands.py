@@ -8,13 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
-from tests.helpers.cases import small_model
 from tests.helpers.project import EVALUATED
 
 
@@ -25,34 +22,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--run-name", "first"]) == 0
     return tmp_path
-
-
-def weights_at(project: Path, step: int, run: str = "first") -> list[np.ndarray]:
-    model = small_model()
-    ckpt = tf.train.Checkpoint(train_model=model)
-    ckpt.read(str(project / f"runs/{run}/ckpt/ckpt-{step}")).expect_partial()
-    return model.get_weights()  # type: ignore[no-any-return]
-
-
-def test_a_run_is_resumed_with_the_flags_that_it_was_started_with(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--batch-size", "8", "--learning-rate", "0.02"]
-    assert main(["train", "--run-name", "whole", "--steps", "9", *flags]) == 0
-    assert main(["train", "--run-name", "parts", "--steps", "4", *flags]) == 0
-    capsys.readouterr()
-    assert main(["train", "--run-name", "parts"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "config.yaml" in line] == [
-        "runs/parts: has its own settings: steps 4 (config.yaml: 6), batch_size 8 (config.yaml: "
-        "16); --config config.yaml takes those of the file."
-    ]
-    assert any("at step 4 of 4 already" in line for line in lines)
-    assert main(["train", "--run-name", "parts", "--steps", "9"]) == 0
-    for whole, parts in zip(
-        weights_at(project, 9, "whole"), weights_at(project, 9, "parts"), strict=True
-    ):
-        np.testing.assert_array_equal(whole, parts)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,18 @@
-"""What mistakes in hooks get: one line that says what, where and what to do, before training.
+"""What mistakes in hooks get: one line that says what, where and what to do.
 
 Each case is what a user adds to callbacks.py of a project that trains, the line to be named marked
-by ``# here``, and after the arrow words of the message. The real command line runs in this process.
+by ``# here``, and after the arrow words of the message. The real command line runs in this process;
+the commonest mistakes are in tests/golden/test_mistakes.py.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.helpers.project import (
-    PIECES,
-    Cli,
-    mistakes,
-    refused,
-    source_of,
-    where,
-)
+import ctl_core
+from tests.helpers.cases import make_hooks
+from tests.helpers.fixtures import Train
+from tests.helpers.project import Cli, failed, line_of, mistakes, refused, source_of, where
 
 
 def test_the_project_trains(cli: Cli) -> None:
@@ -27,10 +24,6 @@ def test_the_project_trains(cli: Cli) -> None:
 
 HOOKS = mistakes(
     """
-== no list of variables from grad_pre
-def grad_pre(loss):  # here
-    return loss, 0.0, None
--> grad_pre | trainable_vars
 == a vector as extra_loss
 def grad_pre(loss):  # here
     return loss, [1.0, 2.0], []
@@ -58,32 +51,10 @@ count = tf.Variable(0, name='count')
 def grad_pre(loss, train_model):  # here
     return loss, 0.0, [*train_model.trainable_variables, count]
 -> grad_pre | trainable_vars has count of type int32 | leave it out
-== integer gradients from update_pre
-def update_pre(gradients):  # here
-    return [tf.cast(one, tf.int32) for one in gradients], gradients
--> update_pre | the gradient of | dense/kernel has type int32, expected
 == an integer loss
 def create_loss():  # here
     return lambda pair: tf.cast(pair[0][:, 0], tf.int64)
 -> create_loss | type int64 | expected floating-point numbers
-== ckpt and manager swapped
-def create_ckpt(step, ckpt_path):  # here
-    ckpt = tf.train.Checkpoint(step=step)
-    return tf.train.CheckpointManager(ckpt, ckpt_path, 3), ckpt
--> create_ckpt | returned a CheckpointManager and a Checkpoint, expected
-== batches of another fixed size
-def create_dataset():  # here
-    return data.batch(4, True)
--> create_dataset | batches of 4 | expected batches of 8
-== a batch of all there is, which is too little
-def create_dataset():  # here
-    return data.take(7).batch(8)
--> create_dataset | the dataset has 7 examples, fewer than the 8 of a global batch; take a smaller
--> --batch-size, keep them with --last-batch keep, add data, or call repeat() before batch()
-== make_batches with another size
-def make_batches(dataset):  # here
-    return dataset.unbatch().batch(3)
--> make_batches | batches of 3 | expected batches of 8
 == make_batches that ends
 def make_batches(dataset):  # here
     return dataset.take(4)
@@ -101,38 +72,16 @@ def create_loss():  # here
 def create_loss():  # here
     return lambda p: (p[0] - p[1]) ** 2
 -> create_loss | shape (8, 1) | one per example (shape [8]) | sum (shape [])
-== a loss of another length
-def create_loss():  # here
-    return lambda p: p[0][:5, 0]
--> create_loss | shape (5,) | one per example (shape [8])
-== a loss of whole numbers
-def create_loss():  # here
-    return lambda p: 3
--> create_loss | type int32 | floating-point
 == objectives of other names
 def create_opt():
     return {"a": keras.optimizers.SGD()}
 -> grad_pre | create_opt | 'a' | the names must be the same
-== every_steps with True as key
-every_steps = {True: lambda: None}
--> every_steps has the key True | whole number from 1 up
 == a deferred function that needs a value
 @ctl_core.deferred  # here
 def show(loss):
     pass
 every_steps = {7: show}
 -> every_steps[7] | @deferred and asks for 'loss'
-== a loss of two arguments that is an object
-class Loss:
-    def __call__(self, y_true, y_pred):
-        return tf.reduce_sum((y_true - y_pred) ** 2)
-def create_loss():  # here
-    return Loss()
--> create_loss | a function of y_true and y_pred, but train_loss is called with one argument
-== Python's if in a loss
-def create_loss():
-    return lambda pair: sum(pair[0]) if tf.reduce_sum(pair[0]) > 0 else sum(pair[1])  # here
--> create_loss | OperatorNotAllowedInGraphError: Using a symbolic | Python `bool` | not allowed
 """
 )
 
@@ -144,12 +93,6 @@ def test_hooks(cli: Cli, case: str) -> None:
     outcome = cli(source)
     refused(outcome, where(source), *words)
     assert "\x1b" not in outcome.err
-
-
-def test_too_few_examples_for_the_replicas(cli: Cli) -> None:
-    pieces = {"create_dataset": PIECES["create_dataset"].replace("data.", "data.take(6).")}
-    outcome = cli(source_of(**pieces), "--batch-size", "16", "--virtual-devices", "4")
-    refused(outcome, "create_dataset", "fewer than one global batch of 16", "batch_size")
 
 
 @pytest.mark.parametrize("by", ["global", "per_replica"])
@@ -166,3 +109,40 @@ def test_too_few_examples_in_batches_that_may_be_smaller(
     outcome = cli(source, command=("train", *flags))
     there = f"the dataset has {examples} examples, fewer than the 64 of a global batch; take"
     refused(outcome, "create_dataset", where(source), there, "--batch-size")
+
+
+# ---- What fails while it runs ------------------------------------------------------------------
+
+
+def test_a_failing_op_of_the_evaluation(cli: Cli) -> None:
+    own = (
+        "def check(a, b):\n"
+        '    tf.debugging.assert_less(a, 0.5, message="too bright")\n'
+        "    return a, b\n\n"
+        "def create_eval_dataset():\n"
+        "    return data.batch(8).map(check)\n"
+    )
+    source = source_of(own=own)
+    where = f"create_eval_dataset (callbacks.py:{line_of(source, 'def create_eval_dataset')})"
+    failed(cli(source), where, "too bright")
+
+
+def test_a_metric_that_is_no_number(cli: Cli) -> None:
+    own = (
+        "create_eval_dataset = create_dataset\n"
+        "def create_metrics():\n    return {'f1': keras.metrics.F1Score()}\n\n"
+        "def metric_pre(batch):\n    return tf.one_hot([0, 1], 3), tf.one_hot([0, 1], 3)\n"
+    )
+    failed(cli(source_of(own=own)), "create_metrics", "'f1'", "shape [3]")
+
+
+def test_from_python_the_same_errors_are_exceptions(train: Train) -> None:
+    with pytest.raises(ctl_core.SetupError, match=r"grad_pre \(test_errors.py:\d+\): returned 2"):
+        train(make_hooks(grad_pre=lambda loss: (loss, 0.0)))
+
+    def fail(step: int) -> None:
+        raise LookupError(step)
+
+    with pytest.raises(ctl_core.RunError, match=r"at_step\[2\] .*: LookupError: 2") as caught:
+        train(make_hooks(at_step={2: fail}), run_name="other")
+    assert isinstance(caught.value.__cause__, LookupError)

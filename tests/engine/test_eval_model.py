@@ -15,7 +15,6 @@ from ctl_core.__main__ import main
 from tests.golden import small
 from tests.helpers.cases import (
     FEATURES,
-    assert_weights,
     eval_hooks,
     make_hooks,
     norm_model,
@@ -23,6 +22,7 @@ from tests.helpers.cases import (
     sgd,
     sliced,
     small_model,
+    unclipped,
 )
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED
@@ -43,8 +43,7 @@ def follow(train_model: Any, eval_model: Any) -> None:
 
 
 def hooks(**more: Any) -> Any:
-    own = {"create_opt": sgd, "update_pre": lambda gradients: (gradients, gradients)}
-    return eval_hooks(50, **{**own, **more})
+    return eval_hooks(50, create_opt=sgd, update_pre=unclipped, **more)
 
 
 def averaged(steps: int) -> tuple[keras.Model, keras.Model]:
@@ -56,41 +55,9 @@ def averaged(steps: int) -> tuple[keras.Model, keras.Model]:
     return model, average
 
 
-def own_weights(state: ctl_core.State) -> list[np.ndarray]:
-    return state.eval_model.get_weights()  # type: ignore[no-any-return]
-
-
 def error_of(model: Any, size: int = 50) -> float:
     inputs, target = (part[:size] for part in regression_data())
     return float(((model(inputs).numpy() - target) ** 2).mean())
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"virtual_devices": 2}, {"virtual_devices": 2, "accumulate_steps": 2}]
-)
-@pytest.mark.slow
-def test_averaged_weights_as_in_a_plain_loop_also_killed_and_resumed(
-    train: Train, settings: Any
-) -> None:
-    seen: list[Any] = []
-    own = hooks(create_eval_model=copied, update_post=follow)
-    own.after_eval = lambda eval_model: seen.append(eval_model)
-    more = {"learning_rate": RATE, "ckpt_every": 2, "eval_every": 3, **settings}
-    for steps in (5, STEPS):
-        state = train(own, steps=steps, **more)
-    model, average = averaged(STEPS)
-    assert_weights(state, model, rtol=2e-5)
-    assert seen[-1] is state.eval_model is not state.train_model
-    for ours, theirs in zip(own_weights(state), average.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
-    assert state.metrics["loss"] == pytest.approx(error_of(average), rel=1e-4)
-    whole = train(own, steps=STEPS, run_name="whole", **more)
-    assert_weights(whole, state, rtol=0)
-    for ours, theirs in zip(own_weights(state), own_weights(whole), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert whole.metrics == state.metrics
-    plain = train(hooks(), steps=STEPS, run_name="plain", **more)
-    assert_weights(whole, plain, rtol=0)  # training does not notice
 
 
 def test_without_an_average_in_the_checkpoint_a_run_does_not_go_on(train: Train) -> None:
@@ -230,18 +197,3 @@ def test_the_data_of_a_training_batch_if_there_is_no_evaluation(train: Train) ->
     assert state.evaluation is None
     served = ctl_core.load(state.run_dir, callbacks=own)
     assert served.input_spec.shape.as_list() == [None, FEATURES]
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.slow
-def test_averaged_statistics_of_batch_normalisation_are_resumed(
-    train: Train, replicas: int
-) -> None:
-    own = hooks(create_model=norm_model, create_eval_model=copied, update_post=follow)
-    settings = {"virtual_devices": replicas, "ckpt_every": 2, "eval_every": 3}
-    whole = train(own, steps=8, run_name="whole", **settings)
-    for steps in (5, 8):
-        state = train(own, steps=steps, **settings)
-    for ours, theirs in zip(own_weights(state), own_weights(whole), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert state.metrics == whole.metrics

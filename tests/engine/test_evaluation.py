@@ -6,34 +6,15 @@ import dataclasses
 
 import keras
 import numpy as np
-import pytest
 
 from ctl_core.evaluate import evaluate
 from tests.helpers.cases import (
     FEATURES,
-    SIZES,
     eval_hooks,
-    evaluated_by_hand,
     regression_data,
     set_weights,
 )
 from tests.helpers.fixtures import Train
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("size", SIZES)
-def test_equals_numpy(train: Train, size: int, replicas: int) -> None:
-    state = train(eval_hooks(size), steps=0, batch_size=24, virtual_devices=replicas)
-    expected = evaluated_by_hand(size)
-    assert state.metrics.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(state.metrics[name], value, rtol=1e-5, err_msg=name)
-
-
-def test_the_graph_is_traced_once_over_many_evaluations(train: Train) -> None:
-    state = train(eval_hooks(23), steps=6, eval_every=1)
-    assert state.evaluation is not None
-    assert state.evaluation.sets[""].run_steps.experimental_get_tracing_count() == 1  # type: ignore[attr-defined]
 
 
 def test_eval_pre_and_regularisation(train: Train) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tensorflow as tf
 
 from ctl_core.errors import RunError, SetupError
 from tests.helpers.cases import make_hooks
@@ -40,18 +36,3 @@ def test_a_file_that_cannot_be_written_is_one_line(
     with pytest.raises(SetupError, match=f"the run folder cannot be written .*{name}"):
         train(make_hooks(), steps=4)
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_metrics_that_cannot_be_written_any_more_end_the_run(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ctl_core import report
-
-    def no_space(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("ctl_core.run_folder.storable", no_space)
-    hooks = make_hooks(every_steps={3: lambda step, loss: report(step, loss=loss)})
-    with pytest.raises(RunError, match="No space left on device; the checkpoints so far are kept"):
-        train(hooks, steps=6, ckpt_every=2)
-    assert tf.train.latest_checkpoint(str(tmp_path / "runs/run/ckpt")).endswith("ckpt-2")

@@ -75,18 +75,6 @@ def test_freezing_takes_effect_on_the_very_next_step_and_until_unfrozen(train: T
     assert state.functions.trace_counts() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("cut", [4, 6, 9])
-def test_resuming_in_between_changes_nothing(train: Train, cut: int) -> None:
-    whole: dict[int, list[np.ndarray]] = {}
-    parts: dict[int, list[np.ndarray]] = {}
-    train(freezing_hooks(whole), steps=12, run_name="whole")
-    train(freezing_hooks(parts), steps=cut, run_name="parts")
-    train(freezing_hooks(parts), steps=12, run_name="parts")
-    for step in range(1, 13):
-        for one, other in zip(whole[step], parts[step], strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
 # ---- A dict of optimizers ---------------------------------------------------------------------
 
 STEPS, BATCH, RATE = 14, 16, 0.05

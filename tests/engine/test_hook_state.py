@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +10,12 @@ import numpy as np
 import pytest
 
 import ctl_core
-from tests.helpers.cases import make_hooks, sgd
+from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
-
-
-def reduce_on_plateau(loss: Any, lr: Any, state: dict[str, Any]) -> None:
-    """As Keras' ReduceLROnPlateau: halves after three steps without a better loss."""
-    if float(loss) < state.setdefault("best", math.inf):
-        state.update(best=float(loss), wait=0)
-        return
-    state["wait"] += 1
-    if state["wait"] == 3:
-        lr.assign(lr * 0.5)
-        state["wait"] = 0
-
-
-def plateau_hooks() -> Any:
-    return make_hooks(create_opt=sgd, every_steps={1: reduce_on_plateau})
-
-
-def weights(state: ctl_core.State) -> list[np.ndarray]:
-    return state.train_model.get_weights()  # type: ignore[no-any-return]
 
 
 def record(run: Path, step: int) -> Path:
     return run / "ckpt" / "engine" / f"ckpt-{step}.json"
-
-
-def test_a_resumed_plateau_counter_gives_the_same_weights(train: Train) -> None:
-    whole = train(plateau_hooks(), run_name="whole")
-    rate = float(whole.lr.value)
-    assert 0.01 / 2**5 < rate < 0.01, "it has to be halved a few times"
-    for steps in (5, 9, 13, 20):
-        parts = train(plateau_hooks(), steps=steps, run_name="parts")
-    assert parts.hook_state == whole.hook_state and float(parts.lr.value) == rate
-    for one, other in zip(weights(parts), weights(whole), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_a_run_that_falls_back_to_an_earlier_checkpoint_has_what_that_one_holds(

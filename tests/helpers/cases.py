@@ -318,33 +318,6 @@ def exchange_evaluated_by_hand(model: keras.Model, size: int, batch_size: int) -
     return {"loss": found[0], "above": found[1], "seen": size}
 
 
-# ---- Each example once ------------------------------------------------------------------------
-
-IDS = 60  # five steps of 12
-
-
-def id_hooks(kind: str, seen: list[Any]) -> SimpleNamespace:
-    """Writes down the ids trained on; sharded by the engine, or by the hook itself."""
-    inputs, target = (part[:IDS] for part in regression_data())
-
-    def ids() -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices((inputs, target, np.arange(IDS)))
-
-    def whole(per_replica_batch_size: int) -> tf.data.Dataset:
-        return ids().shuffle(IDS, seed=1).batch(per_replica_batch_size)
-
-    def sharded(per_replica_batch_size: int, input_context: Any) -> tf.data.Dataset:
-        own = ids().shard(input_context.num_input_pipelines, input_context.input_pipeline_id)
-        return own.shuffle(IDS, seed=1).batch(per_replica_batch_size)
-
-    return make_hooks(
-        create_dataset=whole if kind == "engine" else sharded,
-        loss_pre=lambda output, batch: (output, batch[1]),
-        input_pre=lambda batch: batch[0],
-        every_steps={1: lambda batch: seen.append(batch[2].numpy())},
-    )
-
-
 # ---- Random numbers ---------------------------------------------------------------------------
 
 

@@ -44,32 +44,40 @@ def keep_weights(folder: Path, name: str, state: ctl_core.State, **more: Any) ->
     keep(folder, name, **{str(number): weight for number, weight in weights}, **more)
 
 
-def weights(folder: Path, devices: int) -> None:
-    """40 steps of SGD and Nadam, clipped, with L2 and shuffled data."""
-    for kind in ("sgd", "nadam"):
-        state = run(folder, f"{kind}-{devices}", cases.exact_hooks(kind), virtual_devices=devices)
-        keep_weights(folder, f"{kind}-{devices}", state)
+def keep_message(folder: Path, name: str, hooks: Any, **settings: Any) -> None:
+    """Writes what a run is refused or ends with."""
+    message = "nothing found"
+    try:
+        run(folder, name, hooks, **settings)
+    except (ctl_core.SetupError, ctl_core.RunError) as error:
+        message = str(error)
+    keep(folder, name, message=message)
+
+
+def exact(folder: Path, name: str, kind: str = "sgd", **settings: Any) -> None:
+    """40 steps, clipped, with L2 and shuffled data."""
+    keep_weights(folder, name, run(folder, name, cases.exact_hooks(kind), **settings))
 
 
 def weights_on_two_devices(folder: Path) -> None:
-    weights(folder, 2)
+    exact(folder, "sgd-on-two", virtual_devices=2)
+    exact(folder, "nadam-on-two", "nadam", virtual_devices=2)
 
 
-def weights_on_one_device(folder: Path) -> None:
-    weights(folder, 1)
+def weights(folder: Path) -> None:
+    exact(folder, "sgd")
+    exact(folder, "nadam", "nadam")
 
 
 def weights_of_micro_batches(folder: Path) -> None:
     """The same, each update made of two micro-batches."""
-    state = run(folder, "accumulated", cases.exact_hooks("sgd"), accumulate_steps=2)
-    keep_weights(folder, "accumulated", state)
+    exact(folder, "sgd-accumulated", accumulate_steps=2)
 
 
 def weights_compiled(folder: Path) -> None:
     """The same, each replica's part of a step compiled by XLA."""
-    for kind in ("sgd", "nadam"):
-        name = f"compiled-{kind}"
-        keep_weights(folder, name, run(folder, name, cases.exact_hooks(kind), jit_compile=True))
+    exact(folder, "sgd-compiled", jit_compile=True)
+    exact(folder, "nadam-compiled", "nadam", jit_compile=True)
 
 
 def weights_of_whole_batches(folder: Path) -> None:
@@ -80,44 +88,19 @@ def weights_of_whole_batches(folder: Path) -> None:
 
     hooks = cases.exact_hooks("sgd")
     hooks.create_dataset = create_dataset
-    keep_weights(folder, "cut", run(folder, "cut", hooks))
+    keep_weights(folder, "sgd-cut", run(folder, "sgd-cut", hooks))
 
 
-def remainders(folder: Path) -> None:
-    """Evaluations of datasets that batches of 24 / replicas do not divide."""
-    for size in cases.SIZES:
-        state = run(folder, f"eval-{size}", cases.eval_hooks(size), steps=0)
-        keep(folder, f"eval-{size}", **state.metrics)
-
-
-def exchanges(folder: Path, devices: int) -> None:
+def exchanges(folder: Path) -> None:
     """Hooks that exchange values; evaluations in which replicas have no examples left."""
-    for kind in ("gather", "merge") if devices == 2 else ("sum",):
-        name = f"exchange-{kind}-{devices}"
-        settings = {"steps": 6, "learning_rate": 0.02, "virtual_devices": devices}
-        state = run(folder, name, cases.exchange_hooks(kind), **settings)
-        keep_weights(folder, name, state)
-    for size in (1, 25) if devices == 2 else (25,):
-        name = f"exchange-{size}-{devices}"
+    for kind in ("gather", "merge"):
+        settings = {"steps": 6, "learning_rate": 0.02, "virtual_devices": 2}
+        state = run(folder, f"exchange-{kind}", cases.exchange_hooks(kind), **settings)
+        keep_weights(folder, f"exchange-{kind}", state)
+    for size in (1, 25):
         hooks = cases.exchange_hooks("gather", size)
-        keep(folder, name, **run(folder, name, hooks, steps=0, virtual_devices=devices).metrics)
-
-
-def exchanges_on_two_devices(folder: Path) -> None:
-    exchanges(folder, 2)
-
-
-def exchanges_on_one_device(folder: Path) -> None:
-    exchanges(folder, 1)
-
-
-def examples_of_an_epoch(folder: Path) -> None:
-    """The ids that this process trains on in one epoch, sharded by the engine and by the hook."""
-    for kind in ("engine", "hook"):
-        seen: list[Any] = []
-        hooks = cases.id_hooks(kind, seen)
-        run(folder, f"ids-{kind}", hooks, steps=None, epochs=1, batch_size=12)
-        keep(folder, f"ids-{kind}", ids=np.concatenate(seen))
+        state = run(folder, f"exchange-{size}", hooks, steps=0, virtual_devices=2)
+        keep(folder, f"exchange-{size}", **state.metrics)
 
 
 def kept_batches(folder: Path) -> None:
@@ -129,12 +112,7 @@ def kept_batches(folder: Path) -> None:
     hooks = cases.kept_hooks("hook")
     state = run(folder, "kept-hook", hooks, steps=None, epochs=3, **more)
     keep_weights(folder, "kept-hook", state, examples=state.progress.examples)
-    message = "nothing found"
-    try:
-        run(folder, "kept-gather", cases.kept_hooks("gather"), steps=4, **more)
-    except ctl_core.SetupError as error:
-        message = str(error)
-    keep(folder, "kept-gather", message=message)
+    keep_message(folder, "kept-gather", cases.kept_hooks("gather"), steps=4, **more)
 
 
 def readers(folder: Path) -> None:
@@ -152,13 +130,14 @@ def readers(folder: Path) -> None:
             keep_weights(folder, f"readers-{kind}-{name}", state)
 
 
-def dropout(folder: Path) -> None:
-    """What three steps of Dropout on ones give, and two of them after a resume at step 1."""
-    for name, cuts in (("whole", [3]), ("parts", [1, 3])):
-        seen: list[Any] = []
-        for steps in cuts:
-            run(folder, f"dropout-{name}", cases.dropout_hooks(seen), steps=steps)
-        keep(folder, f"dropout-{name}", masks=np.stack(seen))
+def random_numbers(folder: Path) -> None:
+    """What three steps of Dropout on ones, and of a tf.random.Generator, give; also resumed."""
+    for kind, create in (("dropout", cases.dropout_hooks), ("generator", cases.generator_hooks)):
+        for name, cuts in (("whole", [3]), ("parts", [1, 3])):
+            seen: list[Any] = []
+            for steps in cuts:
+                run(folder, f"{kind}-{name}", create(seen), steps=steps)
+            keep(folder, f"{kind}-{name}", seen=np.stack(seen))
 
 
 def batch_norm(folder: Path) -> None:
@@ -174,13 +153,7 @@ def drift(folder: Path) -> None:
         layer = train_model.get_layer("out")
         layer.bias.assign_add([float(tf.reduce_mean(batch[0]))])
 
-    message = "nothing found"
-    try:
-        hooks = make_hooks(every_steps={2: own_opinion})
-        run(folder, "drift", hooks, steps=6, ckpt_every=3)
-    except ctl_core.RunError as error:
-        message = str(error)
-    keep(folder, "drift", message=message)
+    keep_message(folder, "drift", make_hooks(every_steps={2: own_opinion}), steps=6, ckpt_every=3)
 
 
 def decisions(folder: Path) -> None:
@@ -204,18 +177,9 @@ def not_finite(folder: Path) -> None:
     target[[3 * 24 - 1, 4 * 24 - 1]] = np.nan
     hooks = make_hooks(create_dataset=cases.sliced((inputs, target)))
     state = run(folder, "warned", hooks, steps=4)
-    message = ""
-    try:
-        run(folder, "stopped", hooks, steps=8, on_nan="stop", ckpt_every=2)
-    except ctl_core.RunError as error:
-        message = str(error)
-    noted = [
-        state.progress.noted.first,
-        state.progress.noted.latest,
-        state.progress.noted.steps,
-        int(state.diverged),
-    ]
-    keep(folder, "not_finite", noted=noted, message=message)
+    noted = state.progress.noted
+    keep(folder, "warned", noted=[noted.first, noted.latest, noted.steps, int(state.diverged)])
+    keep_message(folder, "stopped", hooks, steps=8, on_nan="stop", ckpt_every=2)
 
 
 def steered(folder: Path) -> None:
@@ -228,23 +192,13 @@ def steered(folder: Path) -> None:
 
 def settings_differ(folder: Path) -> None:
     """One process has another learning rate."""
-    message = "nothing found"
-    try:
-        run(folder, "differ", make_hooks(), steps=1, learning_rate=0.1 * (1 + TASK))
-    except ctl_core.SetupError as error:
-        message = str(error)
-    keep(folder, "differ", message=message)
+    keep_message(folder, "settings", make_hooks(), steps=1, learning_rate=0.1 * (1 + TASK))
 
 
 def data_differs(folder: Path) -> None:
     """Each process has the examples in an order of its own."""
-    message = "nothing found"
-    try:
-        own = tuple(part[TASK:] for part in cases.regression_data())
-        run(folder, "data", make_hooks(create_dataset=cases.sliced(own)), steps=1)
-    except ctl_core.SetupError as error:
-        message = str(error)
-    keep(folder, "data", message=message)
+    own = tuple(part[TASK:] for part in cases.regression_data())
+    keep_message(folder, "data", make_hooks(create_dataset=cases.sliced(own)), steps=1)
 
 
 def layers_frozen_unalike(folder: Path) -> None:
@@ -254,21 +208,7 @@ def layers_frozen_unalike(folder: Path) -> None:
         if TASK == 1:
             train_model.get_layer("hidden").trainable = False
 
-    message = "nothing found"
-    try:
-        run(folder, "frozen", make_hooks(at_step={2: freeze}), steps=4)
-    except ctl_core.RunError as error:
-        message = str(error)
-    keep(folder, "frozen", message=message)
-
-
-def generators(folder: Path) -> None:
-    """A tf.random.Generator of the model: what two steps draw, at once and across a resume."""
-    for name, cuts in (("whole", [2]), ("parts", [1, 2])):
-        seen: list[Any] = []
-        for steps in cuts:
-            run(folder, f"generator-{name}", cases.generator_hooks(seen), steps=steps)
-        keep(folder, f"generator-{name}", noise=np.stack(seen))
+    keep_message(folder, "frozen", make_hooks(at_step={2: freeze}), steps=4)
 
 
 def inner_optimizer(folder: Path) -> None:
