@@ -169,10 +169,6 @@ def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
         assert set(file) == set(by_name) == {"near", "all/far"}
         for found in (file["all/far"], by_name["all/far"]):
             np.testing.assert_array_equal(found, output["all"]["far"])
-    del arrays["others/negative"]
-    np.savez("x.npz", **arrays)
-    words = "must be a .npz file with the arrays anchor, others/negative, others/positive"
-    refused(cli(None, "--input", "x.npz", command=("predict",)), words, "it holds anchor, others")
     arrays["others/negative"] = x[2, :3]
     np.savez("x.npz", **arrays)
     refused(cli(None, "--input", "x.npz", command=("predict",)), "holds 3 and 16 examples")
@@ -286,12 +282,8 @@ def test_create_inference_model(train: Train, capsys: pytest.CaptureFixture[str]
     np.testing.assert_allclose(head(hidden), state.train_model(inputs[:7]), rtol=1e-5, atol=1e-6)
     for hook, said in (
         (lambda model: 3, "returned an int, expected inference model, a callable"),
-        (lambda model: None, "returned nothing"),
         (lambda model: 1 / 0, "create_inference_model (test_load.py"),
-        (lambda model: lambda x: model(x[:, :2]), "the hook serve says what it gets"),
         (lambda model: keras.Sequential([keras.layers.Dense(2)]), "no checkpoint holds it"),
-        (lambda model: lambda x: None, "returns None as output, expected tensors"),
-        (lambda optimizer: None, "asks for 'optimizer'"),
     ):
         with pytest.raises(ctl_core.SetupError) as error:
             loaded(hook)

@@ -163,27 +163,6 @@ def test_repeat_before_a_filter(train: Train) -> None:
     assert seen == plain_loop(make, 12)
 
 
-def test_weights_of_a_resumed_run_of_epochs(train: Train, tmp_path: Path) -> None:
-    def make(batch_size: int) -> tf.data.Dataset:
-        return PIPELINES["a filter after a shuffle"](tmp_path).batch(batch_size)
-
-    hooks = trained_on([], make)
-    settings = {"steps": None, "batch_size": BATCH, "virtual_devices": 2}
-    whole = train(hooks, epochs=4, run_name="whole", **settings).train_model.get_weights()
-    for epochs in (1, 3, 4):
-        state = train(hooks, epochs=epochs, run_name="parts", **settings)
-    assert state.step == 20
-    by_steps = train(hooks, run_name="steps", **{**settings, "steps": 20})
-    for one, two, three in zip(
-        whole,
-        state.train_model.get_weights(),
-        by_steps.train_model.get_weights(),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(one, two)
-        np.testing.assert_array_equal(one, three)
-
-
 def test_a_shuffle_from_outside_of_the_hook_is_refused(train: Train) -> None:
     """It would go on from where looking at the data has left it."""
     outside = kept(ids()).shuffle(30)
@@ -232,14 +211,6 @@ def test_elements_of_another_size_in_the_middle_of_a_pass_are_counted(
     output = capsys.readouterr().out
     assert output.count("leaves out 10 examples in 5 elements that do not hold 8 each") == 1
     assert "warning: create_dataset (test_reading.py:" in output
-
-
-def test_a_pass_without_a_global_batch_ends(train: Train) -> None:
-    with pytest.raises(SetupError, match="fewer than the 8 of a global batch"):
-        train(
-            trained_on([], lambda b: kept(ids()).take(6).batch(b)),
-            steps=2, batch_size=BATCH, virtual_devices=4,
-        )  # fmt: skip
 
 
 # ---- What counts as examples ------------------------------------------------------------------

@@ -104,36 +104,16 @@ def in_a_branch(model: Any, inputs: Any) -> None:
     )
 
 
-def in_one_of_many(model: Any, inputs: Any) -> None:
-    def branch(value: float) -> Any:
-        model.value.assign(tf.fill([FEATURES], value))
-        return value
-
-    kind = tf.cast(inputs[0, 0] > 0, tf.int32) + tf.cast(inputs[0, 1] > 0, tf.int32)
-    tf.switch_case(kind, [lambda n=n: branch(n) for n in (1.0, 2.0, 3.0)])
-
-
-def after_a_loop(model: Any, inputs: Any) -> None:
-    total = tf.while_loop(
-        lambda n, _: n < 3, lambda n, sums: (n + 1, sums + inputs[n]), (0, tf.zeros(FEATURES))
-    )
-    model.value.assign(total[1])
-
-
 def of_a_sum(model: Any, inputs: Any) -> None:
     model.summed.assign_add(inputs[0])
     model.value.assign(model.summed)
-
-
-def one_row(model: Any, inputs: Any) -> None:
-    model.value.scatter_update(tf.IndexedSlices(inputs[0, :1], [0]))
 
 
 def noise(model: Any, inputs: Any) -> None:
     model.value.assign(model.generator.normal([FEATURES]))
 
 
-UNLIKE = (in_a_function, in_a_branch, in_one_of_many, after_a_loop, of_a_sum, one_row, noise)
+UNLIKE = (in_a_function, in_a_branch, of_a_sum, noise)
 
 
 @pytest.mark.parametrize("write", UNLIKE)
@@ -148,35 +128,6 @@ def test_what_replicas_would_write_differently_is_refused_before_training(
              range(first, first + 9)]  # fmt: skip
     assert any(str(error.value).startswith(line) for line in lines), error.value
     assert train(hooks, steps=2).step == 2
-
-
-class Adapting(keras.Model):  # type: ignore[misc]
-    """Takes a step towards small outputs before each of its answers, as meta-learning does."""
-
-    def __init__(self, on_copies: bool) -> None:
-        super().__init__()
-        self.inner, self.on_copies = dense(1), on_copies
-
-    def call(self, inputs: Any) -> Any:
-        self.inner(inputs)  # makes the weights
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(self.inner(inputs) ** 2)
-        weights = self.inner.trainable_variables
-        gradients = tape.gradient(loss, [weight.value for weight in weights])
-        fast = [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
-        if self.on_copies:
-            return self.inner.stateless_call(fast, [], inputs)[0]
-        for weight, value in zip(weights, fast, strict=True):
-            weight.assign(value)
-        return self.inner(inputs)
-
-
-def test_steps_within_a_forward_pass_are_sent_to_copies_of_weights(train: Train) -> None:
-    hooks = make_hooks(create_model=lambda: Adapting(False), create_opt=sgd)
-    with pytest.raises(ctl_core.SetupError, match=r"copies, given to model\.stateless_call\.$"):
-        train(hooks, steps=1, virtual_devices=2)
-    hooks.create_model = lambda: Adapting(True)
-    assert train(hooks, steps=2, virtual_devices=2).step == 2
 
 
 def other_layers() -> keras.Model:
