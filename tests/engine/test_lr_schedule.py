@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
-import tensorflow as tf
 
 import ctl_core
-from tests.helpers.cases import make_hooks, regression_data, small_model
+from tests.golden import small
+from tests.helpers.cases import assert_weights
 from tests.helpers.fixtures import Train
 
 STEPS, BATCH, RATE, WARMUP = 12, 16, 0.2, 4
@@ -34,42 +33,23 @@ def by_keras(kind: str, warmup: int) -> Any:
     return lambda step: RATE * (step + 1) / warmup if step < warmup else float(after(step - warmup))
 
 
-def by_hand(kind: str, warmup: int, steps: int = STEPS) -> tuple[keras.Model, list[float]]:
-    model, rates, rate = small_model(), [], by_keras(kind, warmup)
-    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
-    for step, (inputs, target) in enumerate(data.repeat().take(steps)):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
-        gradients = tape.gradient(loss, model.trainable_variables)
-        rates.append(rate(step))
-        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-            variable.assign_sub(rates[-1] * gradient)
-    return model, rates
-
-
-def hooks(**more: Any) -> Any:
-    own = {
-        "create_opt": lambda lr: keras.optimizers.SGD(lr),
-        "update_pre": lambda gradients: (gradients, gradients),
-    }
-    return make_hooks(**{**own, **more})
-
-
-def assert_equal(state: ctl_core.State, model: keras.Model) -> None:
-    for ours, theirs in zip(state.train_model.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+def by_hand(kind: str, warmup: int) -> tuple[keras.Model, list[float]]:
+    """The model that a plain loop trains, and the rates of its steps."""
+    rate = by_keras(kind, warmup)
+    rates = [rate(step) for step in range(STEPS)]
+    return small.plain(STEPS, lambda step: rates[step - 1]), rates
 
 
 @pytest.mark.parametrize("warmup", [0, WARMUP])
 @pytest.mark.parametrize("kind", ["constant", "cosine", "linear", "exponential", "step"])
 def test_the_rates_are_those_of_keras(train: Train, kind: str, warmup: int) -> None:
     seen: list[float] = []
-    own = hooks(every_steps={1: lambda lr: seen.append(float(lr))})
+    own = small.hooks(every_steps={1: lambda lr: seen.append(float(lr))})
     more: dict[str, Any] = {"lr_schedule": kind, "warmup": warmup, "learning_rate": RATE}
     state = train(own, steps=STEPS, virtual_devices=2, **more)
     model, rates = by_hand(kind, warmup)
     assert seen == pytest.approx(rates, rel=1e-5)
-    assert_equal(state, model)
+    assert_weights(state, model, rtol=2e-5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"jit_compile": True}, {"accumulate_steps": 4}])
@@ -82,24 +62,20 @@ def test_many_steps_in_one_graph_call_and_a_resume(train: Train, settings: dict[
             raise ctl_core.StopTraining
 
     stopped: list[int] = []
-    own = hooks(at_step={5: stop})
+    own = small.hooks(at_step={5: stop})
     more = {"lr_schedule": "cosine", "warmup": WARMUP, "learning_rate": RATE, **settings}
-    assert train(own, steps=STEPS, **more).step == 5
-    state = ctl_core.train(own, ctl_core.Config(**{**vars(last(train, own, more))}), go_on=True)
+    ended = train(own, steps=STEPS, **more)
+    assert ended.step == 5
+    state = ctl_core.train(own, ended.config, go_on=True)
     assert state.step == STEPS and state.functions.trace_counts() == [1]
-    assert_equal(state, by_hand("cosine", WARMUP)[0])
-
-
-def last(train: Train, own: Any, more: dict[str, Any]) -> ctl_core.Config:
-    """The settings of the run, which is ended."""
-    return train(own, steps=STEPS, **more).config
+    assert_weights(state, by_hand("cosine", WARMUP)[0], rtol=2e-5)
 
 
 def test_a_hook_that_assigns_lr_ends_the_schedule(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[float] = []
-    own = hooks(
+    own = small.hooks(
         at_step={6: lambda lr: lr.assign(0.05)},
         every_steps={1: lambda lr: seen.append(round(float(lr), 6))},
     )
@@ -115,18 +91,18 @@ def test_a_hook_that_assigns_lr_ends_the_schedule(
 def test_a_schedule_of_create_opt_goes_before(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = hooks(
+    own = small.hooks(
         create_opt=lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(RATE, STEPS))
     )
     state = train(own, steps=STEPS, lr_schedule="linear", warmup=3, learning_rate=0.5)
     assert "lr_schedule and warmup change nothing: create_opt gives" in capsys.readouterr().out
-    assert_equal(state, by_hand("cosine", 0)[0])
+    assert_weights(state, by_hand("cosine", 0)[0], rtol=2e-5)
 
 
 def test_a_changed_learning_rate_scales_the_rest(train: Train) -> None:
     more: dict[str, Any] = {"lr_schedule": "linear", "ckpt_every": 2}
     seen: list[float] = []
-    own = hooks(every_steps={1: lambda lr: seen.append(float(lr))})
+    own = small.hooks(every_steps={1: lambda lr: seen.append(float(lr))})
     train(own, steps=4, learning_rate=RATE, **more)
     train(own, steps=8, learning_rate=2 * RATE, **more)
     assert seen[4:] == pytest.approx([2 * RATE * (1 - step / 8) for step in range(4, 8)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,33 +11,11 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.errors import HookFailed
-from ctl_core.numerics.learning_rate import LearningRate
-from tests.helpers.cases import (
-    assert_weights,
-    make_hooks,
-    regression_data,
-    sgd,
-    sliced,
-    small_model,
-    squared_error,
-)
+from tests.golden import small
+from tests.helpers.cases import assert_weights, make_hooks, sgd
 from tests.helpers.fixtures import Train
 
 BATCH, RATE, STEPS, CHANGE = 16, 0.05, 12, 5
-
-
-def plain(rate_at: Callable[[int], float]) -> list[np.ndarray]:
-    """The weights of a plain loop with SGD, whose rate at step n is ``rate_at(n)``."""
-    model = small_model()
-    data = iter(sliced(regression_data())(BATCH).repeat())
-    for step in range(1, STEPS + 1):
-        inputs, target = next(data)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(squared_error((model(inputs), target)))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        for gradient, variable in zip(gradients, model.trainable_variables, strict=True):
-            variable.assign_sub(rate_at(step) * gradient)
-    return model.get_weights()  # type: ignore[no-any-return]
 
 
 def assign(lr: Any) -> None:
@@ -75,7 +51,9 @@ def test_graphs_follow_what_is_assigned(
     train(hooks, steps=CHANGE + 2, **settings)
     state = train(hooks, steps=STEPS, **settings)
     assert_weights(
-        state, plain(lambda step: RATE * factor * (0.5 if step > CHANGE else 1.0)), rtol=1e-5
+        state,
+        small.plain(STEPS, lambda step: RATE * factor * (0.5 if step > CHANGE else 1.0)),
+        rtol=1e-5,
     )
 
 
@@ -103,7 +81,7 @@ def test_lr_is_what_a_schedule_gives_the_optimizer(
     for step, rate, used, in_graph in seen:
         assert rate == used == pytest.approx(initial * 0.9**step)  # of the next update
         assert in_graph == pytest.approx(initial * 0.9 ** (step - 1))  # of this one
-    assert_weights(state, plain(lambda step: initial * 0.9 ** (step - 1)), rtol=1e-5)
+    assert_weights(state, small.plain(STEPS, lambda step: initial * 0.9 ** (step - 1)), rtol=1e-5)
 
 
 def test_a_schedule_is_not_assigned(train: Train) -> None:
@@ -160,10 +138,3 @@ def test_arithmetic_while_training_gives_values(train: Train) -> None:
 
     state = train(make_hooks(every_steps={1: ramp}), steps=STEPS, learning_rate=RATE)
     assert float(state.lr) == pytest.approx(RATE * 10)
-
-
-def test_its_name_in_checkpoints_stays(tmp_path: Path) -> None:
-    lr = LearningRate(0.25)
-    path = tf.train.Checkpoint(lr=lr).write(str(tmp_path / "lr"))
-    assert "lr/value/.ATTRIBUTES/VARIABLE_VALUE" in dict(tf.train.list_variables(path))
-    assert [v.name for v in lr.variables] == [lr.variable.name]

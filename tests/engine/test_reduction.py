@@ -13,7 +13,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core import compat
-from tests.helpers.cases import make_hooks, regression_data, small_model, squared_error
+from tests.golden import small
+from tests.helpers.cases import assert_weights, make_hooks, regression_data
 from tests.helpers.fixtures import Train
 
 STEPS, BATCH, RATE = 12, 16, 0.02
@@ -50,38 +51,8 @@ class Subclassed(keras.optimizers.SGD):
         self.inner.apply_gradients(pairs)
 
 
-class TfModule(tf.Module):
-    """Another object around an object around an optimizer."""
-
-    def __init__(self, lr: Any) -> None:
-        super().__init__()
-        self.around = SimpleNamespace(optimizer=keras.optimizers.SGD(lr))
-
-    def build(self, variables: Any) -> None:
-        self.around.optimizer.build(variables)
-
-    def apply_gradients(self, pairs: Any) -> None:
-        self.around.optimizer.apply(*map(list, zip(*pairs, strict=True)))
-
-
-def by_hand() -> list[np.ndarray]:
-    """Plain SGD on one device."""
-    model = small_model()
-    inputs, target = regression_data()
-    passes = len(inputs) // BATCH
-    for step in range(STEPS):
-        part = slice((step % passes) * BATCH, (step % passes + 1) * BATCH)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(squared_error((model(inputs[part]), target[part]))) / BATCH
-        for variable, gradient in zip(
-            model.trainable_variables, tape.gradient(loss, model.trainable_variables), strict=True
-        ):
-            variable.assign_sub(RATE * gradient)
-    return model.get_weights()  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("create", [TwoOptimizers, Subclassed, TfModule])
+@pytest.mark.parametrize("create", [TwoOptimizers, Subclassed])
 def test_an_optimizer_in_any_object_steps_as_on_one_device(
     train: Train, create: Callable[[Any], Any], replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,11 +64,26 @@ def test_an_optimizer_in_any_object_steps_as_on_one_device(
         return reduce(self, *args, **options)
 
     monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", count)
-    hooks = make_hooks(create_opt=create, update_pre=lambda gradients: (gradients, gradients))
+    hooks = small.hooks(create_opt=create)
     state = train(hooks, steps=STEPS, learning_rate=RATE, virtual_devices=replicas)
     assert len(sums) == (2 if replicas == 2 else 0), "one for all gradients, on each replica"
-    for weight, expected in zip(state.train_model.get_weights(), by_hand(), strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
+    assert_weights(state, small.plain(STEPS, lambda step: RATE), rtol=1e-5)
+
+
+def applying(made: SimpleNamespace) -> SimpleNamespace:
+    """Hooks of which ``grad_pre`` applies an optimizer of its own to ``made.scale``."""
+
+    def create_model() -> keras.Model:
+        made.scale, made.optimizer = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
+        made.optimizer.build([made.scale])
+        return small.create_model()
+
+    def grad_pre(loss: Any, batch: Any, train_model: Any) -> Any:
+        gradient = tf.reduce_sum(batch[1])[None] / BATCH
+        made.optimizer.apply_gradients([(gradient, made.scale)])
+        return loss, 0.0, train_model.trainable_variables
+
+    return make_hooks(create_model=create_model, grad_pre=grad_pre)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -106,38 +92,15 @@ def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(
 ) -> None:
     """In ``grad_pre`` nothing is summed yet: Keras' own sum is what a critic needs there."""
     made = SimpleNamespace()
-
-    def create_model() -> keras.Model:
-        made.scale, made.optimizer = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
-        made.optimizer.build([made.scale])
-        return small_model()
-
-    def grad_pre(loss: Any, batch: Any, train_model: Any) -> Any:
-        gradient = tf.reduce_sum(batch[1])[None] / BATCH
-        made.optimizer.apply_gradients([(gradient, made.scale)])
-        return loss, 0.0, train_model.trainable_variables
-
-    hooks = make_hooks(create_model=create_model, grad_pre=grad_pre)
-    train(hooks, steps=1, virtual_devices=replicas)
+    train(applying(made), steps=1, virtual_devices=replicas)
     expected = 1.0 - 0.1 * regression_data()[1][:BATCH].mean()
     np.testing.assert_allclose(made.scale.numpy(), [expected], rtol=1e-5)
 
 
 def test_an_optimizer_that_a_hook_applies_to_each_micro_batch_is_refused(train: Train) -> None:
     made = SimpleNamespace()
-
-    def create_model() -> keras.Model:
-        made.scale, made.optimizer = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
-        made.optimizer.build([made.scale])
-        return small_model()
-
-    def grad_pre(loss: Any, train_model: Any) -> Any:
-        made.optimizer.apply_gradients([(tf.ones([1]), made.scale)])
-        return loss, 0.0, train_model.trainable_variables
-
-    hooks = make_hooks(create_model=create_model, grad_pre=grad_pre)
     with pytest.raises(ctl_core.SetupError, match="grad_pre: applies an optimizer by itself"):
-        train(hooks, steps=1, accumulate_steps=2)
+        train(applying(made), steps=1, accumulate_steps=2)
     assert made.scale.numpy() == [1.0]
 
 
@@ -158,30 +121,17 @@ ON_ONE_REPLICA: list[dict[str, Any]] = [
 
 def by_keras(**options: Any) -> list[np.ndarray]:
     """The weights of a plain loop with an SGD of Keras', and its variables but the rate."""
-    model, optimizer = small_model(), keras.optimizers.SGD(RATE, momentum=0.5, **options)
-    inputs, target = regression_data()
-    for step in range(STEPS):
-        part = slice(step % 6 * BATCH, (step % 6 + 1) * BATCH)
+    model, optimizer = small.create_model(), with_options(**options).create_opt(RATE)
+    for inputs, target in small.create_dataset(BATCH).repeat().take(STEPS):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(squared_error((model(inputs[part]), target[part])))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            loss = tf.reduce_mean(small.squared_error((model(inputs), target)))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
     others = (v.numpy() for v in optimizer.variables if not v.path.endswith("learning_rate"))
     return [*model.get_weights(), *others]
 
 
 def with_options(**options: Any) -> SimpleNamespace:
-    return make_hooks(
-        create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.5, **options),
-        update_pre=lambda gradients: (gradients, gradients),
-    )
-
-
-def assert_trained(state: ctl_core.State, expected: list[np.ndarray], of_optimizer: int) -> None:
-    optimizer = [variable.numpy() for variable in state.optimizer.variables][:of_optimizer]
-    found = [*state.train_model.get_weights(), *optimizer]
-    for value, other in zip(found, expected[: len(found)], strict=True):
-        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+    return small.hooks(create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.5, **options))
 
 
 @pytest.mark.parametrize(
@@ -196,18 +146,12 @@ def test_an_option_of_a_keras_optimizer_does_what_it_does_in_a_plain_loop(
     assert np.abs(expected[0] - by_keras()[0]).max() > 1e-3 or "use_ema" in options
     settings = {"steps": STEPS, "learning_rate": RATE, "virtual_devices": replicas}
     state = train(with_options(**options), **settings)
-    assert_trained(state, expected, len(state.optimizer.variables))
+    found = [*state.train_model.get_weights(), *(v.numpy() for v in state.optimizer.variables)]
+    for value, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
 
 
-class Around(TfModule):
-    """An object around an optimizer with an option."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(0.1)
-        self.around = SimpleNamespace(optimizer=optimizer)
-
-
-@pytest.mark.parametrize("around", [lambda one: one, lambda one: {"": one}, Around])
+@pytest.mark.parametrize("around", [lambda one: one, lambda one: {"": one}])
 def test_what_keras_optimizers_do_on_one_replica_only_is_refused_on_two(
     train: Train, around: Callable[[Any], Any]
 ) -> None:
