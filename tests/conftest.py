@@ -45,7 +45,6 @@ QUICK = (
     "test_golden.py",
     "test_hook_state.py",
     "test_jit.py",
-    "test_numbers.py",
     "test_pairs.py",
     "test_place.py",
     "test_profile.py",

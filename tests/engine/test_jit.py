@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from ctl_core.errors import SetupError, not_compiled
-from tests.helpers.cases import exact_hooks, make_hooks, set_weights, sliced
+from tests.helpers.cases import exact_hooks, make_hooks
 from tests.helpers.fixtures import Train
 
 
@@ -30,19 +29,6 @@ def assert_same(train: Train, hooks: Any, **settings: Any) -> None:
 def test_weights_are_the_same(train: Train, replicas: int, accumulate: int) -> None:
     settings = {"virtual_devices": replicas, "accumulate_steps": accumulate}
     assert_same(train, exact_hooks("sgd"), steps=12, **settings)
-
-
-def test_sparse_gradients(train: Train) -> None:
-    def create_model() -> keras.Model:
-        layers = [keras.Input((3,), dtype="int32"), keras.layers.Embedding(9, 4)]
-        return set_weights(
-            keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(1)])
-        )
-
-    random = np.random.default_rng(0)
-    data = (random.integers(0, 9, (64, 3)), random.normal(size=(64, 1)).astype("float32"))
-    hooks = make_hooks(create_dataset=sliced(data), create_model=create_model)
-    assert_same(train, hooks, steps=8)
 
 
 def test_what_xla_cannot_compile_is_named(train: Train) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import keras
 import pytest
 import tensorflow as tf
 
-import ctl_core
-from tests.helpers.cases import FEATURES, make_hooks, set_weights, squared_error
+from tests.helpers.cases import make_hooks, squared_error
 from tests.helpers.fixtures import Train
 
 Output = pytest.CaptureFixture[str]
@@ -35,25 +32,6 @@ def test_a_rate_that_reaches_nobody(train: Train, capsys: Output, replicas: int)
     assert not warnings(capsys)
 
 
-class Codebook(keras.layers.Layer):
-    """A tf.Variable in a Keras layer, which Keras does not train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = tf.Variable(tf.ones([FEATURES]))
-        self.seen = tf.Variable(0.0)  # trainable by TensorFlow's default, but written by the step
-
-    def call(self, inputs: Any) -> Any:
-        self.seen.assign_add(1.0)
-        return inputs * self.codes + 0.0 * self.seen
-
-
-def codebook_model() -> keras.Model:
-    model = keras.Sequential([keras.Input((FEATURES,)), Codebook(), keras.layers.Dense(1)])
-    set_weights(model.layers[1])
-    return model
-
-
 class WeightedLoss:
     """Learns the weight of a task."""
 
@@ -64,21 +42,10 @@ class WeightedLoss:
         return squared_error(loss_input) * tf.exp(-self.log_variance) + self.log_variance
 
 
-UNTRAINED: dict[str, tuple[Callable[[], SimpleNamespace], str]] = {
-    "a codebook": (lambda: make_hooks(create_model=codebook_model), "codes"),
-    "a weight of the loss": (
-        lambda: make_hooks(create_loss=WeightedLoss),
-        "train_loss/log_variance",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNTRAINED)
-def test_variables_that_nobody_trains(train: Train, capsys: Output, name: str) -> None:
-    program, variable = UNTRAINED[name]
-    train(program(), steps=1, virtual_devices=2)
+def test_variables_that_nobody_trains(train: Train, capsys: Output) -> None:
+    train(make_hooks(create_loss=WeightedLoss), steps=1, virtual_devices=2)
     (warning,) = warnings(capsys)
-    assert f"{variable}, trainable but trained by no objective" in warning
+    assert "train_loss/log_variance, trainable but trained by no objective" in warning
 
 
 def test_a_weight_of_the_loss_is_trained_if_grad_pre_names_it(train: Train, capsys: Output) -> None:
@@ -93,19 +60,6 @@ def test_a_weight_of_the_loss_is_trained_if_grad_pre_names_it(train: Train, caps
     state = train(hooks, steps=5)
     assert float(state.train_loss.log_variance) != pytest.approx(0.1)
     assert not warnings(capsys)
-
-
-@pytest.mark.parametrize("kind", ["generator", "coroutine"])
-def test_hooks_whose_body_would_not_run_are_refused(train: Train, kind: str) -> None:
-    def generator(step: int) -> Any:
-        yield step
-
-    async def coroutine(step: int) -> None:
-        pass
-
-    hook = generator if kind == "generator" else coroutine
-    with pytest.raises(ctl_core.SetupError, match=r"every_steps\[1\] is a generator or a corout"):
-        train(make_hooks(every_steps={1: hook}), steps=1)
 
 
 def test_hooks_may_be_in_a_dict(train: Train) -> None:

@@ -10,10 +10,10 @@ import keras
 import pytest
 import tensorflow as tf
 
+from tests.golden import small
 from tests.helpers.cases import (
     FEATURES,
     assert_weights,
-    make_hooks,
     regression_data,
     sliced,
     small_model,
@@ -21,16 +21,18 @@ from tests.helpers.cases import (
 from tests.helpers.fixtures import Train
 
 
-def shuffled(global_batch_size: int) -> tf.data.Dataset:
+def examples() -> tf.data.Dataset:
     """Shuffled anew in each pass."""
-    data = tf.data.Dataset.from_tensor_slices(regression_data()).shuffle(100, seed=3)
-    return data.batch(global_batch_size, drop_remainder=True)
+    return tf.data.Dataset.from_tensor_slices(regression_data()).shuffle(100, seed=3)
+
+
+def shuffled(global_batch_size: int) -> tf.data.Dataset:
+    return examples().batch(global_batch_size, drop_remainder=True)
 
 
 def noisy(global_batch_size: int) -> tf.data.Dataset:
     """The same with other noise in each pass; its position cannot be saved exactly."""
-    data = tf.data.Dataset.from_tensor_slices(regression_data()).shuffle(100, seed=3)
-    data = tf.data.Dataset.zip(data, tf.data.Dataset.random(seed=4).batch(2))
+    data = tf.data.Dataset.zip(examples(), tf.data.Dataset.random(seed=4).batch(2))
 
     def change(pair: Any, seed: Any) -> Any:
         noise = tf.random.stateless_normal([FEATURES], tf.cast(seed, tf.int64))
@@ -50,13 +52,9 @@ def plain_loop(batches: list[Any], steps: int) -> keras.Model:
     return model
 
 
-def hooks(**more: Any) -> Any:
-    own = {
-        "create_dataset": shuffled,
-        "create_opt": lambda lr: keras.optimizers.Adam(lr),
-        "update_pre": lambda gradients: (gradients, gradients),
-    }
-    return make_hooks(**{**own, **more})
+def adam_hooks(**more: Any) -> Any:
+    own = {"create_dataset": shuffled, "create_opt": lambda lr: keras.optimizers.Adam(lr)}
+    return small.hooks(**{**own, **more})
 
 
 @pytest.mark.parametrize(("replicas", "data"), [(1, shuffled), (2, shuffled), (2, noisy)])
@@ -65,7 +63,7 @@ def test_the_same_batches_come_again_in_each_pass(
     train: Train, replicas: int, data: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keras.utils.set_random_seed(0)
-    first, own = list(data(16).take(3)), hooks(create_dataset=data)
+    first, own = list(data(16).take(3)), adam_hooks(create_dataset=data)
     whole = train(own, steps=20, overfit_batches=3, virtual_devices=replicas)
     assert (
         "only the first 3 global batches are trained on, over and over." in capsys.readouterr().out
@@ -85,20 +83,14 @@ def test_the_same_batches_come_again_in_each_pass(
 def test_one_and_several_replicas_micro_batches_and_per_replica_batches_see_the_same(
     train: Train,
 ) -> None:
-    batches = sliced(regression_data())
-    one = train(hooks(create_dataset=batches), steps=9, overfit_batches=2, run_name="one")
-    several = train(
-        hooks(create_dataset=batches),
-        steps=9,
-        overfit_batches=2,
-        virtual_devices=2,
-        accumulate_steps=2,
-        run_name="several",
-    )
+    own = adam_hooks(create_dataset=sliced(regression_data()))
+    shared = {"virtual_devices": 2, "accumulate_steps": 2}
+    one = train(own, steps=9, overfit_batches=2, run_name="one")
+    several = train(own, steps=9, overfit_batches=2, run_name="several", **shared)
     assert_weights(several, one, rtol=2e-4)
 
 
 def test_more_than_there_are_goes_on_into_the_next_pass(train: Train) -> None:
-    state = train(hooks(create_dataset=sliced(regression_data())), steps=14, overfit_batches=7)
+    state = train(adam_hooks(create_dataset=sliced(regression_data())), steps=14, overfit_batches=7)
     pass_of = list(sliced(regression_data())(16).take(6))
     assert_weights(state, plain_loop([*pass_of, pass_of[0]], 14), rtol=2e-4)

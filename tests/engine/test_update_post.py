@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
+from tests.golden import small
+from tests.helpers.cases import assert_weights, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.steered import Followed
 
@@ -26,30 +27,19 @@ def follow(train_model: Any, step: Any) -> None:
         online.assign(tf.clip_by_value(online, -0.4, 0.4))
 
 
-def loop(steps: int = STEPS) -> Followed:
+def batches() -> tf.data.Dataset:
+    return small.create_dataset(BATCH).repeat().take(STEPS)
+
+
+def loop() -> Followed:
     """The same as a plain loop."""
-    model = Followed()
-    optimizer = keras.optimizers.SGD(RATE)
-    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
-    for step, (inputs, target) in enumerate(data.repeat().take(steps), 1):
+    model, optimizer = Followed(), keras.optimizers.SGD(RATE)
+    for step, (inputs, target) in enumerate(batches(), 1):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         follow(model, tf.constant(step))
     return model
-
-
-def hooks(**more: Any) -> Any:
-    own = {
-        "create_opt": lambda lr: keras.optimizers.SGD(lr),
-        "update_pre": lambda gradients: (gradients, gradients),
-    }
-    return make_hooks(**{**own, **more})
-
-
-def assert_equal(weights: Any, others: Any) -> None:
-    for ours, theirs in zip(weights, others, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +53,17 @@ def assert_equal(weights: Any, others: Any) -> None:
     ],
 )
 def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any) -> None:
-    own = hooks(create_model=Followed, update_post=follow, every_steps={4: lambda loss: None})
+    own = small.hooks(create_model=Followed, update_post=follow, every_steps={4: lambda loss: None})
     state = train(own, steps=STEPS, learning_rate=RATE, **settings)
-    assert_equal(state.train_model.get_weights(), loop().get_weights())
+    assert_weights(state, loop(), rtol=2e-5)
     assert state.functions.trace_counts() == [1, 1]
 
 
 def test_a_resumed_run_follows_as_a_whole_one_does(train: Train) -> None:
-    own = hooks(create_model=Followed, update_post=follow)
+    own = small.hooks(create_model=Followed, update_post=follow)
     for steps in (3, 8, STEPS):
         state = train(own, steps=steps, learning_rate=RATE, ckpt_every=2)
-    assert_equal(state.train_model.get_weights(), loop().get_weights())
+    assert_weights(state, loop(), rtol=2e-5)
 
 
 def test_an_update_that_is_skipped_has_nothing_after_it(train: Train) -> None:
@@ -90,7 +80,7 @@ def test_an_update_that_is_skipped_has_nothing_after_it(train: Train) -> None:
     def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
         return tf.where(step == 3, np.inf, 1.0) * loss, 0.0, train_model.trainable_variables
 
-    own = hooks(create_model=model, update_post=count, grad_pre=grad_pre)
+    own = small.hooks(create_model=model, update_post=count, grad_pre=grad_pre)
     state = train(own, steps=6, precision="float16", on_nan="ignore")
     assert float(state.train_model.count) == int(state.optimizer.iterations) < 6
 
@@ -109,7 +99,7 @@ def test_the_number_of_the_step_in_the_graph(train: Train, replicas: int) -> Non
         return [gradient * share for gradient in gradients], gradients
 
     seen: list[int] = []
-    own = hooks(
+    own = small.hooks(
         grad_pre=grad_pre,
         update_pre=update_pre,
         every_steps={3: lambda loss: None, 5: lambda step: seen.append(step)},
@@ -117,8 +107,7 @@ def test_the_number_of_the_step_in_the_graph(train: Train, replicas: int) -> Non
     state = train(own, steps=STEPS, learning_rate=RATE, virtual_devices=replicas)
     assert seen == [5, 10] and all(type(step) is int for step in seen)
     model = small_model()
-    data = tf.data.Dataset.from_tensor_slices(regression_data()).batch(BATCH, drop_remainder=True)
-    for step, (inputs, target) in enumerate(data.repeat().take(STEPS), 1):
+    for step, (inputs, target) in enumerate(batches(), 1):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
             loss += 0.1 / step * tf.reduce_sum(model.layers[0].kernel ** 2)
@@ -128,7 +117,7 @@ def test_the_number_of_the_step_in_the_graph(train: Train, replicas: int) -> Non
             strict=True,
         ):
             variable.assign_sub(RATE * min(step / 6, 1) * gradient)
-    assert_equal(state.train_model.get_weights(), model.get_weights())
+    assert_weights(state, model, rtol=2e-5)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -144,7 +133,7 @@ def test_training_may_be_named(train: Train, replicas: int) -> None:
     def loss(pair: Any, training: bool) -> Any:
         return tf.reduce_sum((pair[0] - pair[1]) ** 2, 1) * (0.5 if training else 1.0)
 
-    own = hooks(
+    own = small.hooks(
         input_pre=input_pre,
         loss_pre=loss_pre,
         create_loss=lambda: loss,
@@ -159,7 +148,7 @@ def test_training_may_be_named(train: Train, replicas: int) -> None:
         model.trainable_variables, tape.gradient(value, model.trainable_variables), strict=True
     ):
         variable.assign_sub(RATE * gradient)
-    assert_equal(state.train_model.get_weights(), model.get_weights())
+    assert_weights(state, model, rtol=2e-5)
     inputs, target = (part[:96] for part in regression_data())
     error = float(tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, 1)))
     assert state.metrics["loss"] == pytest.approx(error, rel=1e-5)
@@ -171,5 +160,5 @@ def test_create_model_may_name_the_size_of_a_replicas_batch(train: Train) -> Non
         return small_model()
 
     sizes: list[int] = []
-    train(hooks(create_model=create_model), steps=1, virtual_devices=2, accumulate_steps=2)
+    train(small.hooks(create_model=create_model), steps=1, virtual_devices=2, accumulate_steps=2)
     assert sizes == [4]
