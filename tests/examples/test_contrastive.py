@@ -47,9 +47,6 @@ def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
 def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
     images = np.random.default_rng(0).uniform(size=(5, 8, 8, 1)).astype("float32")
     assert_lives(Example("contrastive", cli, tmp_path, *SMALL), images)
-    sheets = [
-        (tmp_path / "runs" / name / "neighbours" / "000006.png").read_bytes()
-        for name in ("whole", "parts")
-    ]
-    assert sheets[0] == sheets[1]
-    assert tf.io.decode_png(sheets[0]).shape == (300, 300, 1)
+    whole, parts = (tmp_path / f"runs/{name}/neighbours/000006.png" for name in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
+    assert tf.io.decode_png(whole.read_bytes()).shape == (300, 300, 1)

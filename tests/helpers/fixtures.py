@@ -5,12 +5,11 @@ The devices are fixed before TensorFlow starts, so that one process can test 1, 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import ctl_core
 from tests.golden import engine
 from tests.helpers import lean
 
@@ -22,8 +21,4 @@ Train = engine.Train
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
     """Returns ``train(hooks, **settings)``, with small settings and a run folder of the test's."""
-
-    def run(hooks: Any, **settings: Any) -> ctl_core.State:
-        return engine.train(hooks, tmp_path / "runs", **{"steps": 20, **settings})
-
-    return run
+    return functools.partial(engine.train, runs=tmp_path / "runs", steps=20)

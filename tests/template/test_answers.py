@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 
@@ -55,18 +54,15 @@ def test_refused(
     assert not list(tmp_path.iterdir())
 
 
-LINE = (
-    r"project_slug: '../keras' is no lower-case Python name \(.*\); answer for example 'my_keras'\."
-)
-
-
 def test_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
     """The line is all there is."""
     done = run(
         *["cookiecutter", ROOT, "--no-input", "project_slug=../keras"], cwd=tmp_path, check=False
     )
     assert done.returncode == 1
-    assert re.fullmatch(rf"{LINE}\n", done.stdout) and done.stderr == ""
+    assert done.stdout.startswith("project_slug: '../keras' is no lower-case Python name (")
+    assert done.stdout.endswith("); answer for example 'my_keras'.\n")
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
     assert not list(tmp_path.iterdir())
 
 
