@@ -20,6 +20,7 @@ from tests.helpers.cases import (
     set_weights,
     small_model,
     squared_error,
+    synchronized_model,
 )
 from tests.helpers.fixtures import Train
 from tests.helpers.kept import examples, hooks, keep, of_replicas, of_steps, plain, shuffled
@@ -94,23 +95,13 @@ def test_batch_weight_of_nobody_counts_for_nothing(
     assert_weights(state, plain(examples(9).batch(8), l2_model(), loss=of_weights))
 
 
-def norm_model(synchronized: bool) -> keras.Model:
-    norm = keras.layers.BatchNormalization(momentum=0.9, synchronized=synchronized)
-    model = keras.Sequential(
-        [keras.Input((FEATURES,)), keras.layers.Dense(8), norm, keras.layers.Dense(1)]
-    )
-    for layer, seed in ((model.layers[0], 1), (model.layers[2], 2)):
-        set_weights(layer, seed)
-    return model
-
-
 @pytest.mark.parametrize(("number", "replicas"), [(9, 2), (13, 2), (10, 4)])
 @pytest.mark.slow
 def test_synchronized_batch_normalization(train: Train, number: int, replicas: int) -> None:
     """Of the examples there are; moving statistics are those of one device, too."""
-    some = hooks(create_dataset=of_replicas(number), create_model=lambda: norm_model(True))
+    some = hooks(create_dataset=of_replicas(number), create_model=lambda: synchronized_model(True))
     state = keep(train, some, virtual_devices=replicas)
-    expected = plain(examples(number).batch(8), norm_model(False))
+    expected = plain(examples(number).batch(8), synchronized_model(False))
     # Divided by the spread of two examples, rounding shows, and how depends on the processor.
     for weight, other in zip(state.train_model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(weight, other, rtol=1e-4, atol=1e-5)
@@ -125,7 +116,7 @@ def test_moving_statistics_count_each_example_once(train: Train, number: int) ->
 
     some = hooks(
         create_dataset=of_replicas(number),
-        create_model=lambda: norm_model(False),
+        create_model=lambda: synchronized_model(False),
         update_pre=still,
     )
     state = keep(train, some, virtual_devices=2)

@@ -27,9 +27,7 @@ def compiled(output: Any, labels: Any) -> Any:
 WRONG: dict[str, tuple[Loss, str]] = {
     "a mean over the last axis": (lambda p: tf.reduce_mean(tf.square(p[0] - p[1]), -1), "Sub"),
     "the sum of all": (lambda p: tf.reduce_sum(tf.square(p[0] - p[1])), "Sub"),
-    "all of it": (lambda p: tf.math.squared_difference(p[1], p[0]), "SquaredDifference"),
     "in a tf.function": (lambda p: compiled(p[0], p[1]), "Sub"),
-    "a product": (lambda p: tf.reduce_sum(-p[1] * tf.math.log_sigmoid(p[0]), 1), "Mul"),
 }
 
 
@@ -78,11 +76,6 @@ def quantile(pair: Any) -> Any:
     return tf.reduce_sum(tf.maximum(0.125 * tf.range(8.0) * error, -error), 1)
 
 
-def expected_value(pair: Any) -> Any:
-    """Each example's number less each of as many places as a batch has examples."""
-    return tf.reduce_sum(tf.abs(pair[1][:, None] - tf.linspace(-1.0, 1.0, 8)) * pair[0], 1)
-
-
 def ranking(pair: Any) -> Any:
     scores = tf.squeeze(pair[0], -1)
     margin = tf.nn.relu(1.0 - (scores[:, None] - scores))
@@ -99,7 +92,6 @@ RIGHT: dict[str, tuple[int, Loss]] = {
     "a loss of Keras'": (1, lambda p: keras.losses.MeanSquaredError(reduction="none")(p[1], p[0])),
     "meant pairs": (1, lambda p: tf.reduce_mean(tf.square(p[0] - p[1][None, :]), -1)),
     "quantiles": (8, quantile),
-    "places": (8, expected_value),
     "a ranking": (1, ranking),
     "contrastive": (3, contrastive),
 }

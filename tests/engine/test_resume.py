@@ -90,13 +90,6 @@ def unbatched_shuffle(per_replica_batch_size: int) -> tf.data.Dataset:
     return dataset.shuffle(40, seed=3).batch(per_replica_batch_size)
 
 
-def test_resuming_on_two_replicas_is_exact(train: Train) -> None:
-    whole = weights(train, "whole", [17], [2])
-    parts = weights(train, "parts", [5, 11, 17], [2, 2, 2])
-    for one, other in zip(whole, parts, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_resuming_on_another_number_of_replicas_goes_on_with_the_next_example(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,30 +98,6 @@ def test_resuming_on_another_number_of_replicas_goes_on_with_the_next_example(
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert "saved with 1 replica, batch_size 16" in capsys.readouterr().out
-
-
-def test_a_generator_is_reached_by_skipping(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    inputs, target = regression_data()
-
-    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        def examples():  # type: ignore[no-untyped-def]
-            yield from zip(inputs, target, strict=True)
-
-        signature = (tf.TensorSpec([5], tf.float32), tf.TensorSpec([1], tf.float32))
-        return tf.data.Dataset.from_generator(examples, output_signature=signature).batch(
-            per_replica_batch_size
-        )
-
-    hooks = make_hooks(create_dataset=create_dataset)
-    whole = train(hooks, steps=15, run_name="whole").train_model.get_weights()
-    train(hooks, steps=9, run_name="parts")
-    assert "cannot be saved" in capsys.readouterr().out
-    parts = train(hooks, steps=15, run_name="parts").train_model.get_weights()
-    assert "reading and dropping 144 examples" in capsys.readouterr().out
-    for one, other in zip(whole, parts, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_a_changed_learning_rate_replaces_the_one_in_the_checkpoint(train: Train) -> None:

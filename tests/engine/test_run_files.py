@@ -63,11 +63,8 @@ LINKS = {
     "train.log": "file",
     "ckpt": "",
     "ckpt/engine": "",
-    "ckpt/ckpt-6_temp": "",
     "ckpt/ckpt-6.index": "file",
-    "ckpt/engine/ckpt-6.tmp": "file",
     "tb": "nowhere",
-    "tb/train": "",
 }
 
 

@@ -28,14 +28,6 @@ def test_without_tf_config_a_process_is_alone() -> None:
     assert read_task(Config(), {"TF_CONFIG": " "}) == Task(1, 0)
 
 
-def test_the_first_worker_is_the_chief_unless_there_is_one() -> None:
-    assert task_of({"worker": HOSTS}, "worker", 0) == Task(3, 0, ("a:1", "b:2", "c:3"))
-    assert task_of({"worker": HOSTS}, "worker", 2) == Task(3, 2, ("a:1", "b:2", "c:3"))
-    with_chief = {"worker": HOSTS, "chief": ["d:4"]}
-    assert task_of(with_chief, "chief", 0) == Task(4, 0, ("d:4", "a:1", "b:2", "c:3"))
-    assert task_of(with_chief, "worker", 0) == Task(4, 1, ("d:4", "a:1", "b:2", "c:3"))
-
-
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 def test_other_strategies_leave_tf_config_alone(strategy: str) -> None:
     assert task_of({"worker": HOSTS}, "worker", 1, strategy=strategy) == Task()
@@ -48,11 +40,7 @@ def test_other_strategies_leave_tf_config_alone(strategy: str) -> None:
         ({"master": ["m:1"], "worker": HOSTS}, "worker", 0, "has the job 'master', .*'chief'"),
         ({"worker": HOSTS, "ps": ["e:5"]}, "worker", 1, "has the job 'ps', expected 'worker'"),
         ({"worker": HOSTS}, "evaluator", 0, "has the type 'evaluator', which trains nothing"),
-        ({"worker": HOSTS}, "ps", 0, "this process has the type 'ps', expected 'worker'"),
-        ({"worker": HOSTS}, ["worker"], 0, "this process has the type .'worker'., expected"),
         ({"worker": HOSTS}, "worker", 3, "is worker 3, but the cluster has 3 of that type"),
-        ({"worker": HOSTS}, "worker", -1, "is worker -1, but the cluster has 3 of that type"),
-        ({}, "worker", 0, "the cluster has 0 of that type, .* none;"),
         ({"chief": ["d:4", "e:5"]}, "chief", 1, "2 addresses of a chief, d:4, e:5; expected one"),
         ({"chief": ["b:2"], "worker": HOSTS}, "chief", 0, "'b:2' is the address of 2 processes"),
         ({"worker": ["a:1", "b"]}, "worker", 0, "expected addresses as host:port, got 'b'"),

@@ -10,18 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
-import ctl_core
 from ctl_core.__main__ import main
-from ctl_core.cluster.strategy import Task
-from ctl_core.run_folder import Run
 from ctl_core.tools import watch as watching
 from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
@@ -80,100 +75,33 @@ def test_an_ended_run_is_evaluated_from_its_first_checkpoint_on(
     assert capsys.readouterr().out.endswith("has ended; evaluated 0 checkpoints.\n")
 
 
-@contextmanager
-def trained(actions: Any) -> Iterator[None]:
-    """A stand-in for the process that trains: does ``actions(lock, release)`` in a thread."""
-    config = ctl_core.Config(run_name="b", runs_dir="runs")
-    held: list[Any] = []
-
-    def lock() -> None:
-        run = Run(config, Task())
-        run.lock()
-        held.append(run)
-
-    def release() -> None:
-        held.pop().close()
-
-    lock()
-    thread = threading.Thread(target=lambda: actions(lock, release))
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-        for run in held:
-            run.close()
-
-
-def without_checkpoints() -> None:
-    shutil.copytree("runs/a", "runs/b", ignore=shutil.ignore_patterns("ckpt"))
-
-
-def bring(step: int, record: bool = True) -> None:
-    """Puts a checkpoint in its place, as training does: the record comes last."""
-    for folder in ("ckpt", "ckpt/engine"):
-        Path("runs/b", folder).mkdir(exist_ok=True)
-        for path in Path("runs/a", folder).glob(f"*-{step}*.[id]*"):
-            shutil.copy(path, Path("runs/b", folder))
-    if record:
-        shutil.copy(f"runs/a/ckpt/engine/ckpt-{step}.json", "runs/b/ckpt/engine")
-
-
-def until(step: int) -> None:
-    """Waits until a step was evaluated."""
-    for _ in range(600):
-        there = lines("b") if Path("runs/b/watch.jsonl").exists() else []
-        if there and there[-1]["step"] >= step:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not evaluated")
-
-
-def test_checkpoints_are_evaluated_as_they_come_and_a_restart_is_waited_for(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without_checkpoints()
-
-    def actions(lock: Any, release: Any) -> None:
-        time.sleep(0.5)  # no checkpoint yet
-        bring(2, record=False)  # being written
-        time.sleep(0.2)
-        bring(2)
-        until(2)
-        release()  # killed, and started again
-        time.sleep(0.2)
-        lock()
-        bring(4)
-        until(4)
-        bring(8)
-        release()
-
-    capsys.readouterr()
-    with trained(actions):
-        assert main(["evaluate", "--watch", "--run-name", "b"]) == 0
-    assert close(lines("b"), [line for line in evaluated_in_training() if line["step"] != 6])
-    out = capsys.readouterr().out
-    assert "runs/b: not trained now; waiting 0.5 s for more.\n" in out
-    assert out.count("waiting") == 1  # at its last step, a run has ended
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_at_once(
-    project: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
 ) -> None:
-    without_checkpoints()
+    """A run that has not reached its last step is waited for."""
+    monkeypatch.setattr(watching, "GRACE", 600.0)
+    shutil.copytree("runs/a", "runs/b", ignore=shutil.ignore_patterns("ckpt-8.*"))
 
-    def actions(lock: Any, release: Any) -> None:
-        bring(2)
-        until(2)
+    def kill() -> None:
+        while not Path("runs/b/watch.jsonl").exists() or lines("b")[-1]["step"] < 6:
+            time.sleep(0.05)
         time.sleep(0.2)
         os.kill(os.getpid(), number)
 
+    thread = threading.Thread(target=kill)
     before = signal.getsignal(signal.SIGTERM)
-    with trained(actions), pytest.raises(SystemExit) as ended:
+    thread.start()
+    with pytest.raises(SystemExit) as ended:
         main(["evaluate", "--watch", "--run-name", "b"])
+    thread.join()
     assert ended.value.code == 128 + number and signal.getsignal(signal.SIGTERM) == before
-    assert capsys.readouterr().out.endswith(f"stopped by {number.name}.\n")
+    said = capsys.readouterr().out
+    assert "runs/b: not trained now; waiting 600 s for more.\n" in said
+    assert said.endswith(f"stopped by {number.name}.\n")
 
 
 SLOW_STEPS = """

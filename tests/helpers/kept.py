@@ -56,9 +56,10 @@ def plain(
     model: Any,
     epochs: int = 3,
     loss: Callable[[Any, Any], tf.Tensor] | None = None,
+    rate: float = RATE,
 ) -> Any:
     """Trains without the engine, on each batch of a dataset as it is; returns the model."""
-    optimizer = sgd(RATE)
+    optimizer = sgd(rate)
 
     def mean(batch: Any, output: Any) -> tf.Tensor:
         return tf.reduce_mean(squared_error((output, batch[1])))
