@@ -29,7 +29,7 @@ PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 
 	--dist loadfile --no-loadscope-reorder --ignore tests/on_ray --ignore tests/on_slurm \
 	--ignore tests/on_clouds --ignore tests/on_trackers
 
-.PHONY: demo check test golden test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds test-trackers lint bench bench-engines
+.PHONY: demo check test golden golden-new test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds test-trackers lint bench bench-engines
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -48,6 +48,10 @@ MARK ?= slow or not slow
 
 golden: $(VENV)/.made
 	$(PYTEST) -m "$(MARK)" tests/golden
+
+# The same tests of the engine that grows in new/.
+golden-new: $(VENV)/.made
+	ENGINE=new $(PYTEST) -m "(slow or not slow) and not cluster" tests/golden
 
 test-slow: $(VENV)/.made
 	$(PYTEST) -m "slow and not cluster"

@@ -197,13 +197,14 @@ def _run_here(command: Command, source: Source, place: Place) -> int:
     if Path.cwd() != here:  # callbacks.py has gone elsewhere; the run stays where it was to be
         config = dataclasses.replace(config, runs_dir=here / config.runs_dir)  # type: ignore[arg-type]
     if command.name == "train":
-        from ctl_core.rehearsal import check
-        from ctl_core.trainer import train
-
         options = command.options
         if options["check"]:
+            from ctl_core.rehearsal import check
+
             state = check(callbacks, config)
         else:
+            from ctl_core.trainer import train
+
             state = train(callbacks, config, bool(options["continue"]), options["note"])
         return int(state.diverged) if state.stopped_by is None else 128 + state.stopped_by
     with interruptible():

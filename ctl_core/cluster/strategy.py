@@ -61,11 +61,15 @@ def prepare(config: Config) -> Task:
     return task
 
 
-def create_strategy(config: Config) -> tf.distribute.Strategy:
+def create_strategy(config: Config, evenly: bool = True) -> tf.distribute.Strategy:
     """Creates the strategy that the settings ask for.
 
     ``auto`` joins the cluster that place.py finds; without one, it takes all GPUs, or the virtual
     devices, or the one device there is.
+
+    Args:
+        config: the settings
+        evenly: whether all replicas have to have as many examples of a batch
 
     Raises:
         SetupError: the devices asked for are not there, or the batch cannot be shared out evenly.
@@ -73,10 +77,12 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     task = prepare(config)
     if task.processes > 1:
         strategy = _join_cluster(config, task)
-        _check_batch_size(config, strategy.num_replicas_in_sync)
+        if evenly:
+            _check_batch_size(config, strategy.num_replicas_in_sync)
         return strategy
     devices = _devices(config)
-    _check_batch_size(config, len(devices))
+    if evenly:
+        _check_batch_size(config, len(devices))
     if len(devices) == 1 and config.strategy != "mirrored":
         return tf.distribute.OneDeviceStrategy(devices[0])
     # On CPU devices, adding up on one of them is several times faster than TensorFlow's own

@@ -21,6 +21,32 @@ def pytest_report_header() -> str:
     return f"engine: {NAME}, in {FOLDER.relative_to(ROOT)}/ctl_core"
 
 
+# What the new engine has not reached yet, by the beginnings of the tests' names, and when it will.
+UNREACHED = {
+    "test_files.py::test_predictions_and_exports": "serving",
+    "test_files.py::test_evaluate_leaves": "evaluate",
+    "test_program_extras.py::test_an_export_knows": "serving",
+    "test_program_extras.py::test_codes_that": "comparisons before training",
+    "test_behaviours.py::test_variables_made_at_the_first_call": "load",
+    "test_runs.py::test_a_run_goes_on_by_its_name": "evaluate",
+    "test_runs.py::test_a_signal_saves": "load",
+}
+# What is no mistake there: any batch is shared out over any number of devices.
+NO_MISTAKES = ("batches of another size", "devices that do not divide")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Expects the new engine to fail where it has not got yet, strictly: the list stays true."""
+    for item in items if NAME == "new" else ():
+        for start, what in UNREACHED.items():
+            if f"golden/{start}" in item.nodeid:
+                item.add_marker(pytest.mark.xfail(reason=f"not reached: {what}", strict=True))
+        if item.nodeid.startswith("tests/golden/") and item.nodeid.endswith(
+            tuple(f"{words}]" for words in NO_MISTAKES)
+        ):
+            item.add_marker(pytest.mark.skip(reason="no mistake for this engine"))
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """The folder of the runs of a test."""

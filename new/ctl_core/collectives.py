@@ -1,0 +1,132 @@
+"""What replicas exchange in a hook of the graph, or in a layer; alone, everything stays as it is.
+
+Between processes as between devices; gradients go through both exchanges. A replica that has no
+rows of a batch computes on a stand-in, which counts in no exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.compat import in_layer_call
+
+
+def num_replicas() -> int:
+    """Returns how many replicas there are, over all processes."""
+    context = _context() or tf.distribute.get_strategy()
+    return context.num_replicas_in_sync  # type: ignore[no-any-return]
+
+
+def replica_id() -> Any:
+    """Returns this replica's number, from 0: a number where it is fixed, otherwise a tensor."""
+    context = _context()
+    return 0 if context is None else context.replica_id_in_sync_group
+
+
+def all_gather(value: Any, axis: int = 0) -> Any:
+    """Returns what all replicas have, one behind the other in their order.
+
+    Args:
+        value: a tensor, or a structure of tensors, of one shape but for ``axis``
+        axis: along which they are joined
+
+    Returns:
+        The same on every replica. Its gradient is the sum of all replicas': of a loss that each of
+        N replicas works out of the whole gathered batch, return the N-th part from ``grad_pre``, or
+        the loss of the replica's own examples.
+    """
+    context = _context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return value
+    return tf.nest.map_structure(lambda part: context.all_gather(part, axis), value)
+
+
+def all_reduce(value: Any, op: str = "sum") -> Any:
+    """Returns the sum, or the mean, over all replicas.
+
+    Args:
+        value: a tensor of floating-point numbers, or a structure of such
+        op: "sum" or "mean"; a mean weighs each replica by the rows that it has of the batch
+
+    Raises:
+        ValueError: ``op`` is neither.
+    """
+    if op not in ("sum", "mean"):
+        raise ValueError(f"expected the op 'sum' or 'mean', got {op!r}")
+    context = _context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return value
+    rows = getattr(context, "ctl_rows", None)
+    if op == "sum" or rows is None:
+        return context.all_reduce(tf.distribute.ReduceOp[op.upper()], value)
+
+    def mean(part: Any) -> Any:
+        weight = tf.cast(rows, part.dtype)
+        total, weights = context.all_reduce(tf.distribute.ReduceOp.SUM, [part * weight, weight])
+        return total / weights
+
+    return tf.nest.map_structure(mean, value)
+
+
+@contextlib.contextmanager
+def counting_rows(rows: Any, present: tf.Tensor | None) -> Iterator[None]:
+    """Within, on one replica: what is exchanged counts by the rows that the replica has.
+
+    Args:
+        rows: how many that are, where replicas differ; None: all have as many
+        present: whether there are any; None: that is sure
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1 or rows is None:
+        yield
+        return
+    reduce, gather = context.all_reduce, context.all_gather
+
+    def masked_reduce(op: Any, value: Any, options: Any = None) -> Any:
+        if present is None:
+            return reduce(op, value, options)
+        counted = tf.nest.map_structure(lambda part: part * tf.cast(present, part.dtype), value)
+        total = reduce(tf.distribute.ReduceOp.SUM, counted, options)
+        if op in (tf.distribute.ReduceOp.SUM, "SUM"):
+            return total
+        number = reduce(tf.distribute.ReduceOp.SUM, tf.cast(present, tf.float32), options)
+        return tf.nest.map_structure(lambda part: part / tf.cast(number, part.dtype), total)
+
+    def masked_gather(value: Any, axis: int, options: Any = None) -> Any:
+        if present is None:
+            return gather(value, axis, options)
+
+        def cut(part: Any) -> Any:
+            sizes = tf.shape(part)
+            kept = tf.one_hot(axis, part.shape.rank, on_value=False, off_value=True, dtype=tf.bool)
+            return tf.slice(part, tf.zeros_like(sizes), tf.where(present | kept, sizes, 0))
+
+        return gather(tf.nest.map_structure(cut, value), axis, options)
+
+    context.all_reduce, context.all_gather, context.ctl_rows = masked_reduce, masked_gather, rows
+    try:
+        yield
+    finally:
+        del context.all_reduce, context.all_gather, context.ctl_rows
+
+
+def _context() -> tf.distribute.ReplicaContext | None:
+    """Returns the context of the replica that is being traced.
+
+    None, in which nothing is exchanged, where create_model calls a layer: for its shapes, as
+    Keras' functional models are made, or on a sample, which makes its variables.
+
+    Raises:
+        ValueError: there is none.
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None and not in_layer_call():
+        raise ValueError(
+            "replicas exchange values in hooks of the graph, in a layer's call and in the loss "
+            "only, not where all of them are handled at once"
+        )
+    return context

@@ -1,0 +1,1 @@
+"""Evaluation: each example once, and no trace of it in training."""

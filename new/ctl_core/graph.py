@@ -1,0 +1,169 @@
+"""The inner loop: graph functions that take steps, traced once for each state of frozen layers.
+
+``train_steps`` takes many steps in one call; ``train_step`` takes one and returns the values that
+due hooks name. What a step does is step.py's part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.anomaly import numerics_checked
+from ctl_core.compat import with_called
+from ctl_core.console import Console
+from ctl_core.hooks import Hook
+from ctl_core.model.freezing import read_flags
+from ctl_core.numerics.joining import all_for_host, differing
+from ctl_core.numerics.not_finite import Noted, Notes, of_step
+from ctl_core.state import State
+from ctl_core.step import train_step
+
+
+class StepFunctions:
+    """The graph functions of the inner loop.
+
+    Attributes:
+        devices: this process's replica devices
+        noted: which steps of the last calls had losses that are not finite; None: nobody looks
+    """
+
+    def __init__(self, state: State, console: Console, summaries: tf.summary.SummaryWriter) -> None:
+        """``summaries`` writes those of the hooks in the graph."""
+        self.devices = tuple(state.strategy.extended.worker_devices)
+        self.noted: Noted | None = None
+        self._state = state
+        self._console = console
+        self._summaries = summaries
+        self._told: set[str] = set()
+        self._traced: list[Any] = []
+        self._graphs: dict[tuple[tuple[bool, ...], frozenset[str] | None], Any] = {}
+        self._frozen: tuple[bool, ...] = ()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
+        self._frozen = tuple(read_flags(self._state.recording))
+
+    @property
+    def frozen(self) -> int:
+        """The state of frozen layers as a number."""
+        return hash(self._frozen)
+
+    def train_steps(self, steps: int) -> None:
+        """Takes ``steps`` steps in one graph call."""
+        self._note(self.trace(None)(tf.constant(steps, tf.int64)))
+
+    def train_step(self, fetches: frozenset[str], due: Sequence[Hook] = ()) -> dict[str, Any]:
+        """Takes one step; returns what it has for the due hooks."""
+        pieces, found, _, noted = self.trace(fetches)()
+        self._note(noted)
+        for name, why in differing(pieces).items():
+            if name not in self._told:
+                hooks = ", ".join(str(hook) for hook in due if name in hook.arguments)
+                self._console.say(f"{hooks}: {name} {why}")
+            self._told.add(name)
+        return {**found, **all_for_host(pieces)}
+
+    def operations(self) -> Iterator[Any]:
+        """Yields the ops of all that was traced, each before those of the functions it calls."""
+        graphs = [function.graph for function in self._graphs.values()]
+        return with_called(itertools.chain(*(graph.get_operations() for graph in graphs)))
+
+    def trace_counts(self) -> list[int]:
+        """Returns how often each graph function was traced."""
+        return [function.experimental_get_tracing_count() for function in self._traced]
+
+    def trace(self, fetches: frozenset[str] | None) -> Any:
+        """Returns the concrete function for what is frozen now, traced if it is the first time.
+
+        It spares each call the search for the right trace.
+
+        Args:
+            fetches: what a step returns; None for the function that takes many
+        """
+        key = (self._frozen, fetches)
+        if key not in self._graphs:
+            if fetches is None:
+                function = self._define_train_steps()
+            else:
+                function = self._define_train_step(fetches)
+            self._state.clock.traced += 1
+            self._traced.append(function)
+            with numerics_checked(self._state.config.detect_anomaly):
+                self._graphs[key] = function.get_concrete_function()
+        return self._graphs[key]
+
+    def forget(self) -> None:
+        """Forgets what was traced: the training data are read by another iterator."""
+        self._graphs.clear()
+
+    def _define_train_steps(self) -> Any:
+        state, parts = self._state, self._state.parts
+
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+        def train_steps(steps: tf.Tensor) -> tf.Tensor:
+            before = parts.step_variable.read_value()
+            notes = Notes(steps)
+
+            def take_one(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
+                step = before + done + 1
+                with self._summaries.as_default(step):
+                    result = train_step(parts, state.data, frozenset(), step)
+                if result.noted:
+                    arrays = notes.write(arrays, done, self._by_replica(result.noted))
+                return done + 1, arrays
+
+            start = (tf.constant(0, tf.int64), notes.arrays)
+            done, arrays = tf.while_loop(lambda done, _: done < steps, take_one, start)
+            parts.step_variable.assign_add(done)  # not of steps that have failed
+            return notes.summary(arrays, before)
+
+        return train_steps
+
+    def _define_train_step(self, fetches: frozenset[str]) -> Any:
+        state, parts = self._state, self._state.parts
+        results = state.strategy.experimental_local_results
+
+        # An argument that is not needed would take each call some ten microseconds.
+        @tf.function(autograph=False, input_signature=[])
+        def take_one() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
+            step = parts.step_variable.read_value() + 1
+            with self._summaries.as_default(step):
+                result = train_step(parts, state.data, fetches, step)
+            noted = of_step(list(itertools.chain(*self._by_replica(result.noted))), step)
+            values = result.fetch(fetches)
+            taken = [noted, *tf.nest.flatten(values, expand_composites=True)]
+            with tf.control_dependencies([part for one in taken for part in results(one)]):
+                parts.step_variable.assign_add(1)
+            whole: dict[str, Any] = {}
+            for name in fetches & {
+                "output",
+                "batch",
+            }:  # one replica's micro-batches after another's
+                of_replicas = zip(*map(self._by_replica, values.pop(name)), strict=True)
+                whole[name] = list(itertools.chain.from_iterable(of_replicas))
+            reduced = tf.nest.map_structure(lambda v: results(v)[0], values)
+            # What is the same on all replicas is returned of all, though one is used: TensorFlow
+            # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
+            # the replicas' variables would no longer be equal.
+            rest = [results(v)[1:] for v in tf.nest.flatten(values)]
+            return whole, reduced, rest, noted
+
+        return take_one
+
+    def _note(self, summary: tf.Tensor) -> None:
+        """Keeps what a graph call has noted."""
+        if self._state.parts.notes_losses:
+            self.noted = (self.noted or Noted()).then(Noted(*summary.numpy().tolist()))
+
+    def _by_replica(self, values: Any) -> list[Any]:
+        """Returns the structure that each of this process's replicas has."""
+        results = self._state.strategy.experimental_local_results
+        return [
+            tf.nest.map_structure(lambda v, i=i: results(v)[i], values)
+            for i in range(len(self.devices))
+        ]

@@ -1,0 +1,108 @@
+"""What a step is made of: what the hooks returned, and what the settings add to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.hooks import Hook, Hooks
+from ctl_core.input import BatchShape
+from ctl_core.numerics.averaging import WeightAverage
+from ctl_core.numerics.precision import LossScale
+from ctl_core.numerics.rate_schedule import RateSchedule
+from ctl_core.types import Loss, Model, Optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """The step that is traced, and whose turn it is.
+
+    Attributes:
+        step: its number, an int64 scalar; None where nobody takes it
+        turn: the index in ``turns``, or None
+    """
+
+    step: tf.Tensor | None = None
+    turn: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a step is made of.
+
+    Attributes:
+        hooks: the hooks
+        strategy: whose replicas take it
+        shape: of a global batch
+        train_model, train_loss, eval_model, optimizer: as the create hooks returned them
+        lr: the learning rate that the optimizer uses
+        step_variable: how many steps were taken
+        optimizers: the optimizer by objective; a single one under ""
+        jit_compile: whether forward and backward pass are compiled with XLA
+        notes_losses: whether losses that are not finite are noted
+        loss_scale: what objectives are multiplied by; only in float16
+        rate_schedule: what assigns ``lr`` at each step, or None
+        train_metrics, loss_parts: Keras metrics by name
+        average: the moving average of the weights, or None
+        written: the variables that the forward pass writes
+    """
+
+    hooks: Hooks
+    strategy: tf.distribute.Strategy
+    shape: BatchShape
+    train_model: Model
+    train_loss: Loss
+    lr: Any
+    step_variable: tf.Variable
+    optimizer: Any = None
+    optimizers: Mapping[str, Optimizer] = dataclasses.field(default_factory=dict)
+    eval_model: Model | None = None
+    jit_compile: bool = False
+    notes_losses: bool = False
+    loss_scale: LossScale | None = None
+    rate_schedule: RateSchedule | None = None
+    train_metrics: Mapping[str, keras.Metric] = dataclasses.field(default_factory=dict)
+    loss_parts: Mapping[str, keras.Metric] = dataclasses.field(default_factory=dict)
+    average: WeightAverage | None = None
+    written: tuple[tf.Variable, ...] = ()
+
+    def model_for(self, training: bool) -> tuple[Hook, str, Model]:
+        """Returns the model that is run, and, for messages, the hook that made it and its name."""
+        hook = self.hooks.create_eval_model
+        if training or hook is None or self.eval_model is None:
+            return self.hooks.create_model, "train_model", self.train_model
+        return hook, "eval_model", self.eval_model
+
+    def objective(self, moment: Moment) -> str | None:
+        """Returns whose turn it is, or None."""
+        return None if moment.turn is None else self.hooks.turns[moment.turn]
+
+    def moments(self, step: tf.Tensor | None = None) -> Iterator[Moment]:
+        """Yields the turns of a step; without turns, one moment."""
+        for turn in range(len(self.hooks.turns)) if self.hooks.turns else [None]:
+            yield Moment(step, turn)
+
+    def ends_step(self, moment: Moment) -> bool:
+        """Whether the update of a moment is the last one of its step."""
+        return moment.turn in (None, len(self.hooks.turns) - 1)
+
+    def logged(self) -> dict[str, keras.Metric]:
+        """Returns the train metrics, and those of the loss's parts, by name."""
+        return {**self.train_metrics, **self.loss_parts}
+
+    def values(self, moment: Moment) -> dict[str, Any]:
+        """Returns what every hook of the step may name: the objects, and the number of the step.
+
+        That is the step that is being taken; outside of one, how many were taken.
+        """
+        values = {"objective": self.objective(moment), "turn": moment.turn, "lr": self.lr}
+        values |= {"train_model": self.train_model, "train_loss": self.train_loss}
+        values["eval_model"] = self.model_for(training=False)[-1]
+        if self.hooks.graph_names("step"):  # reading it is an op, which others need not pay for
+            step = moment.step
+            values["step"] = self.step_variable.read_value() if step is None else step
+        return values

@@ -1,0 +1,168 @@
+"""What the hooks of a run create: every variable and Keras layer, as it is made.
+
+A variable belongs to the run because it was created while one of its hooks ran, wherever it hides:
+in a list, a closure, a plain object, an optimizer, a metric or a random generator. References are
+weak, so that what a hook has thrown away is not there any more.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.compat import flatten_layers
+from ctl_core.model.variables import plain_variable
+
+
+class Recording:
+    """The variables, layers and random generators that were created, in their order."""
+
+    def __init__(self) -> None:
+        self._variables: list[tuple[str, weakref.ref[Any]]] = []
+        self._layers: list[weakref.ref[Any]] = []
+        self._generators: list[weakref.ref[Any]] = []
+        self._known: set[int] = set()
+        self._hook = ""
+        self._open = False
+        self._held: list[Any] = []
+
+    @contextlib.contextmanager
+    def during(self, hook: str) -> Iterator[None]:
+        """Records what is created within as that of a hook."""
+        before, self._hook = self._hook, hook
+        try:
+            if self._open:
+                yield
+            else:
+                with self._listen():
+                    yield
+        finally:
+            self._hook = before
+
+    def fix(self) -> None:
+        """Drops what is dead, once a run is built, and holds the rest from here on."""
+        gc.collect()
+        alive = [self._variables, self._layers, self._generators]
+        self._held = [reference() for several in alive for reference in map(_reference_of, several)]
+
+    @contextlib.contextmanager
+    def _listen(self) -> Iterator[None]:
+        def create(make: Callable[..., Any], **values: Any) -> Any:
+            variable = make(**values)
+            self.add(variable)
+            return variable
+
+        self._open = True
+        try:
+            with (
+                tf.variable_creator_scope(create),
+                _when_made(
+                    keras.Layer, "__new__", lambda one: self._layers.append(weakref.ref(one))
+                ),
+                _when_made(
+                    keras.random.SeedGenerator,
+                    "__init__",
+                    lambda one: self._generators.append(weakref.ref(one)),
+                ),
+            ):
+                yield
+        finally:
+            self._open = False
+
+    def add(self, variable: Any, name: str | None = None) -> None:
+        """Records a tf.Variable, if it is not known, as that of the hook that runs.
+
+        Args:
+            variable: what is recorded
+            name: where its own says nothing that another process would say, too
+        """
+        if id(variable) in self._known:
+            return
+        identity = id(variable)
+        name = name or f"{self._hook}/{variable.name.split(':')[0]}"
+        self._known.add(identity)
+        self._variables.append((name, weakref.ref(variable, lambda _: self._drop(identity))))
+
+    def _drop(self, identity: int) -> None:
+        self._known.discard(identity)  # another object may get the same number
+
+    def add_model(self, hook: str, model: Any) -> None:
+        """Records the layers and variables of a Keras model, wherever it was made."""
+        known = {id(layer) for layer in self.layers}
+        new = [layer for layer in flatten_layers(model) if id(layer) not in known]
+        self._layers += map(weakref.ref, new)
+        with self.during(hook):
+            for layer in new:
+                for variable in map(plain_variable, layer.variables):
+                    self.add(variable)
+
+    @property
+    def variables(self) -> dict[str, tf.Variable]:
+        """The variables that are still there, in their order.
+
+        Each has the name of its hook and its own, as in ``create_model/dense/kernel``; of several
+        of one name the later ones have a number, as in ``create_model/dense/kernel#2``.
+        """
+        found: dict[str, tf.Variable] = {}
+        numbers: collections.Counter[str] = collections.Counter()
+        for name, reference in self._variables:
+            if (variable := reference()) is not None:
+                numbers[name] += 1
+                found[name if numbers[name] == 1 else f"{name}#{numbers[name]}"] = variable
+        return found
+
+    @property
+    def layers(self) -> list[keras.Layer]:
+        """The Keras layers that are still there, each once, in the order in which they were made.
+
+        Also the model that ``keras.Sequential`` keeps inside.
+        """
+        found = {id(layer): layer for one in self._layers if (layer := one()) is not None}
+        return list(found.values())
+
+    @property
+    def generators(self) -> list[tf.Variable]:
+        """The states of Keras' seed generators, int64 vectors [seed, counter]."""
+        found = [one() for one in self._generators]
+        states = {id(g.state): plain_variable(g.state) for g in found if hasattr(g, "state")}
+        return list(states.values())
+
+    def keras_variables(self) -> list[keras.Variable]:
+        """The variables of the layers, each once; unlike tf.Variables they can be frozen."""
+        return list({id(v): v for layer in self.layers for v in layer.variables}.values())
+
+
+def _reference_of(entry: Any) -> Any:
+    return entry[1] if isinstance(entry, tuple) else entry
+
+
+@contextlib.contextmanager
+def _when_made(kind: Any, method: str, note: Callable[[Any], None]) -> Iterator[None]:
+    """Calls ``note`` with each object of a class that is made within.
+
+    Args:
+        kind: the class
+        method: of its own that makes them: ``__new__`` of layers, of which Keras looks at the
+            arguments of ``__init__``; otherwise ``__init__``
+        note: is called with each
+    """
+    original = vars(kind)[method]
+    function = getattr(kind, method)
+
+    def make(first: Any, *args: Any, **options: Any) -> Any:
+        made = function(first, *args, **options)
+        note(first if made is None else made)
+        return made
+
+    setattr(kind, method, make)
+    try:
+        yield
+    finally:
+        setattr(kind, method, original)

@@ -1,0 +1,81 @@
+"""Variables of models, whatever a model is made of: Keras layers, modules, functions."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.numerics.precision import to_float32
+from ctl_core.types import Model
+
+
+def plain_variable(variable: Any) -> Any:
+    """Returns the tf.Variable of a Keras variable; anything else as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def variable_name(variable: Any) -> str:
+    """Returns ``dense/kernel`` for a Keras variable, the plain name for a tf.Variable."""
+    return getattr(variable, "path", None) or variable.name.split(":")[0]
+
+
+@tf.autograph.experimental.do_not_convert  # which would take a third of a second
+def trainable_variables(model: Model) -> list[Any]:
+    """Returns the variables of a model that are trained: those of frozen layers are left out.
+
+    Of a Keras model these are its ``trainable_variables``; of a ``tf.Module``, of any other object
+    or a function, those of the Keras layers that it holds, and its own tf.Variables.
+    """
+    found: dict[int, Any] = {}
+    for item in walk(model):
+        if isinstance(item, keras.Layer):
+            found |= {id(plain_variable(v)): v for v in item.trainable_variables}
+        elif item.trainable and item.dtype.is_floating:
+            found.setdefault(id(item), item)
+    return list(found.values())
+
+
+@tf.autograph.experimental.do_not_convert
+def regularization(model: Model) -> Any:
+    """Returns the sum of a model's regularisation and ``add_loss`` terms, a scalar."""
+    layers = [item for item in walk(model) if isinstance(item, keras.Layer)]
+    losses = [loss for layer in layers for loss in layer.losses]
+    if not isinstance(model, keras.Layer):
+        losses += getattr(model, "losses", [])
+    return sum(map(to_float32, losses))
+
+
+def walk(model: Any) -> Iterator[Any]:
+    """Yields the outermost Keras layers and the tf.Variables that a model holds, each once.
+
+    It follows attributes, containers and what functions enclose.
+    """
+    seen: dict[int, Any] = {}
+    waiting = [model]
+    while waiting:
+        item = waiting.pop(0)
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, keras.Layer | tf.Variable):
+            yield item
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
+        elif isinstance(item, types.FunctionType):
+            waiting += [cell.cell_contents for cell in item.__closure__ or ()]
+        elif isinstance(item, types.MethodType):
+            waiting += [item.__self__, item.__func__]
+        elif isinstance(item, tf.Module) or not _is_of_library(item):
+            waiting += vars(item).values() if hasattr(item, "__dict__") else ()
+
+
+def _is_of_library(item: Any) -> bool:
+    if isinstance(item, type | types.ModuleType):
+        return True
+    return type(item).__module__.split(".")[0] in {"builtins", "keras", "numpy", "tensorflow"}

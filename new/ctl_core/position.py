@@ -1,0 +1,127 @@
+"""The position in the training data: saved if it is whole, otherwise reached by reading."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.checks.position import data_files, why_not_checkpointable
+from ctl_core.compat import GraphCheckpoint, inputs_of
+from ctl_core.console import Console
+from ctl_core.errors import op_message
+from ctl_core.run_state.fitting import UNREADABLE
+from ctl_core.run_state.record import Damaged, Record, regular
+from ctl_core.state import State
+
+_LARGE = 64 * 2**20
+
+
+class InputPosition:
+    """This process's position in the training data."""
+
+    def __init__(self, state: State, console: Console) -> None:
+        self._state = state
+        self._console = console
+        self._made: Any = None
+        self._why_not = why_not_checkpointable(state.data.dataset)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what a position belongs to; a number of devices is not part of it."""
+        config, data = self._state.config, self._state.data
+        return {
+            "batch_size": config.batch_size,
+            "per_replica_batch_size": data.per_replica_batch_size,
+            "last_batch": config.last_batch,
+            "overfit_batches": config.overfit_batches,
+            "whole": data.shape.shares if data.whole else 0,
+            "folder": os.getcwd(),
+        }
+
+    def _part(self) -> GraphCheckpoint:
+        iterator = self._state.data.iterator
+        if self._made is None or self._made.input is not iterator:
+            self._made = GraphCheckpoint(input=iterator)
+        return self._made  # type: ignore[no-any-return]
+
+    def save(self, prefix: Path) -> bool:
+        """Writes the position; returns whether it is there, and whole."""
+        why = self._why_not
+        try:
+            if why is None:
+                self._part().write(str(prefix))
+        except tf.errors.FailedPreconditionError as error:
+            why = op_message(error, 120)
+        if why is not None:
+            self._console.warn_once(
+                f"the position in the training data cannot be saved exactly ({why}); a resumed "
+                "run will read and drop what was used. For random changes to examples, see "
+                "ctl_core.data.with_seeds."
+            )
+            return False
+        size = sum(file.stat().st_size for file in data_files(prefix))
+        if size > _LARGE:
+            self._console.warn_once(
+                f"the position in the training data takes {size / 2**20:.0f} MB in every "
+                "checkpoint, most of it a shuffle buffer; for data in memory, "
+                "ctl_core.data.index_shuffle shuffles as well and takes next to nothing."
+            )
+        return holds_shuffles(prefix, self._state.data.dataset)
+
+    def restore(self, record: Record, prefix: Path) -> None:
+        """Goes to the position of a record, by reading and dropping if need be."""
+        state, why = self._state, self._find_obstacle(record, prefix)
+        if why is None:
+            try:
+                self._part().read(regular(str(prefix)))
+            except (*UNREADABLE, Damaged):
+                why = "the saved position does not fit the data any more, or its file is damaged"
+        if state.cluster.all(why is None):
+            return
+        self._console.warn(
+            "the position in the training data is reached by reading and dropping "
+            f"{state.progress.examples} examples, since "
+            f"{why or 'another process cannot read the position that it saved'}."
+        )
+        state.data.begin_anew()
+        state.data.skip(state.progress.examples)
+
+    def _find_obstacle(self, record: Record, prefix: Path) -> str | None:
+        """Returns why the saved position is not that of this run, if it is not."""
+        if not record.input_saved:
+            return "no whole position could be saved"
+        here = self.describe()
+        for name, there in record.input.items():
+            if name == "folder" or here.get(name) == there:
+                continue
+            return f"it was saved with {name} {there}"
+        folder = str(record.input["folder"])
+        if folder != here["folder"] and any(
+            os.fsencode(folder) + b"/" in file.read_bytes() for file in data_files(prefix)
+        ):
+            return f"it names files of {folder}, where the run was before"
+        return None
+
+
+def holds_shuffles(prefix: Path, dataset: tf.data.Dataset) -> bool:
+    """Returns whether a saved position holds the state of each shuffle of a dataset.
+
+    TensorFlow leaves out a shuffle that has been read to its end while a stage behind it, such as
+    rebatch or prefetch, still holds elements; restored, the next pass would have the order of the
+    first one again. So it is with a cache in memory, which then fills itself anew. What is in a
+    cache is not shuffled again.
+
+    The names of stages and of their states are TensorFlow's own.
+    """
+
+    def count(stage: Any) -> int:
+        shuffles = sum(map(count, inputs_of(stage)))
+        if type(stage).__name__ == "CacheDataset":
+            return min(shuffles, 1) if stage._filename == "" else 0
+        return shuffles + (type(stage).__name__ == "_ShuffleDataset")
+
+    wanted = count(dataset)
+    content = b"".join(file.read_bytes() for file in data_files(prefix)) if wanted else b""
+    return sum(map(content.count, (b"epoch_num_random_samples", b"cache_completed"))) >= wanted

@@ -1,0 +1,395 @@
+"""The outer loop: many steps inside one graph call, then what is due.
+
+The inner loop is in the graph, see graph.py. Everything else happens here, between two calls:
+hooks, evaluation, checkpoints, signals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from ctl_core.build import create_state
+from ctl_core.callbacks_file import source_of
+from ctl_core.checkpoint import Checkpoints
+from ctl_core.chunks import ChunkLength
+from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
+from ctl_core.cluster.strategy import task_of
+from ctl_core.cluster.supervisor import TICK, supervised
+from ctl_core.cluster.sync import LoopStatus, peers
+from ctl_core.console import Console
+from ctl_core.errors import HookFailed, RunError, SetupError, StopTraining, one_line
+from ctl_core.graph import StepFunctions
+from ctl_core.hooks import Hook
+from ctl_core.initial_weights import load_initial_weights
+from ctl_core.listeners import Listener, Listeners
+from ctl_core.messages import (
+    announce,
+    attributed,
+    conclude,
+    ending,
+    last_step,
+    look_at_rate,
+    note_losses,
+)
+from ctl_core.metrics import log
+from ctl_core.model.parts import Moment
+from ctl_core.numerics.learning_rate import why_ignored
+from ctl_core.numerics.not_finite import Noted
+from ctl_core.numerics.randomness import fold_in_replica_id
+from ctl_core.pace import Pace
+from ctl_core.process_state import process_state
+from ctl_core.profile import Clock, Profile
+from ctl_core.rhythm import Deadlines
+from ctl_core.run_folder import Run, session
+from ctl_core.run_state.forking import begun
+from ctl_core.schedule import Schedule
+from ctl_core.selection import Selection, best_step
+from ctl_core.settings import Config
+from ctl_core.state import State
+from ctl_core.table import OBSERVED
+
+# Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
+FLUSH_INTERVAL = 1.0
+
+
+def train(
+    callbacks: Any,
+    config: Config,
+    go_on: bool = False,
+    note: str | None = None,
+    listeners: Sequence[Listener] = (),
+) -> State:
+    """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
+
+    Args:
+        callbacks: a module, or any object, with the hooks as attributes
+        config: the settings
+        go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
+            otherwise takes more steps than it was to take then
+        note: what is expected of the run, for its entry in training_log.md
+        listeners: hear what the run says, as does the one that the settings name
+
+    Returns:
+        The trained state. ``stopped_by`` is set if a signal ended training early, ``ended`` if a
+        hook did, ``diverged`` if the loss of the last step is not finite.
+
+    Raises:
+        SetupError: a setting or a hook cannot work; nothing was trained.
+        RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
+        PeerLost: another process of the cluster is gone.
+    """
+    task, source = task_of(config), source_of(callbacks)
+    run = Run(config, task, note, listeners=Listeners(config.listener, listeners))
+    console = Console(shown=run.is_shown)
+    config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
+    with (
+        session(run, console),
+        process_state(config),
+        peers(task),
+        Signals(console, SAME_SIGNAL - 2 * TICK * supervised()) as signals,
+        begun(config, run, console),
+    ):
+        state = create_state(callbacks, config, run, console)
+        trainer = Trainer(state, run, console, signals)
+        trainer.restore(go_on)
+        trainer.train(source)
+    return state
+
+
+class Trainer:
+    """Trains one run in this process; with other processes, if it is one of a cluster.
+
+    Attributes:
+        state: what the run is made of, and its progress
+        start, last: the steps where this process begins and where training ends
+        checkpoints: of the run
+        functions: the graph functions that take steps
+    """
+
+    def __init__(self, state: State, run: Run, console: Console, signals: Signals) -> None:
+        """``run`` is opened, and ``console`` started, when training begins."""
+        self.state = state
+        self.start = self.last = 0
+        self.checkpoints = Checkpoints(state, console)
+        self.functions = StepFunctions(state, console, run.graph_writer("train"))
+        self._run = run
+        self._console = console
+        self._sync = SyncedSignal(state.cluster, signals)
+        self._steps_per_call = ChunkLength(
+            1 if state.config.detect_anomaly else state.config.steps_per_call
+        )
+        profiled = state.config.profile_steps if state.cluster.task.chief else None
+        self._profile = Profile(profiled, run.path / "tb" / "train", console)
+        self._resumed = False
+        names = state.evaluation.names if state.evaluation else None
+        self._deadlines = Deadlines(state.config)
+        self._selection = Selection(state.config, names)
+        signals.settle = self.checkpoints.settle
+        state.functions = self.functions
+
+    def restore(self, go_on: bool = False) -> None:
+        """Restores the newest checkpoint, if there is one, and works out how far to train.
+
+        Raises:
+            SetupError: what is there does not fit, or the number of steps is not known.
+        """
+        state, config, parts = self.state, self.state.config, self.state.parts
+        record = self.checkpoints.restore()
+        if record is None:
+            load_initial_weights(state, self._console)
+        progress, self._resumed = state.progress, record is not None
+        statistics, generators = self.checkpoints.statistics, state.recording.generators
+        fold_in_replica_id(statistics.not_back(generators), state.strategy, state.cluster.task)
+        self.start, self.last = state.step, last_step(state, self._console)
+        if progress.ended is not None:
+            go_on = bool(state.cluster.gather([go_on]).any())
+            state.ended = self.start < self.last <= progress.ended and not go_on
+            if not state.ended and self.start < self.last:
+                progress.ended = None
+                self._selection.go_on(progress.best)
+        if parts.average and record and not any("/ema" in name for name in record.created):
+            parts.average.begin()
+        if record and record.learning_rate != config.learning_rate:
+            self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
+            state.learning_rate.variable.assign(config.learning_rate)
+        if parts.rate_schedule is not None:
+            parts.rate_schedule.end_at(self.last)
+        self.functions.refresh()
+
+    def train(self, source: bytes | None = None) -> None:
+        """Trains from ``start`` to ``last``, and says how it went.
+
+        Args:
+            source: the file of the hooks, of which the run keeps a copy
+        """
+        state, run, console = self.state, self._run, self._console
+        target = self.last
+        if state.ended:
+            self.last = self.start
+        going_on = self.start < self.last
+        extras = bool(state.parts.logged()), state.data.steps_per_epoch
+        schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, *extras)
+        if going_on:
+            self._check_step(schedule)
+        if state.cluster.task.chief:
+            run.open(state.config, self.start, going_on, source, self.functions.devices)
+            console.listeners += [Pace(state, run).look, run.write]
+        announce(state, console, self.start, target, self._resumed)
+        run.steps_taken = lambda: state.step - self.start
+        state.clock = Clock()
+        console.start(self.start, self.last, state.clock.training)
+        seconds = time.monotonic()
+        try:
+            self._loop(schedule)
+        except Exception:
+            self.at_end("failed")
+            raise
+        else:
+            if going_on:
+                self.at_end("stopped" if state.stopped_by else "ended" if state.ended else "done")
+        finally:
+            self.checkpoints.close()
+            self._profile.end()
+        run.flush()
+        console.stop()
+        conclude(state, self.start, time.monotonic() - seconds, going_on, console)
+        if going_on:
+            run.ended(*ending(state))
+
+    def _loop(self, schedule: Schedule) -> None:
+        state, clock = self.state, self.state.clock
+        step, ended = state.step, False
+        look_at_rate(state, step, self._console)
+        self._sync_status(step, ended)
+        self._evaluate(step, schedule)
+        self._save(step, schedule)
+        self._profile.at(step)
+        while step < self.last and not self._sync.signal:
+            before, stop = step, schedule.next_stop(step)
+            with attributed(state, step), clock.time("steps"):
+                step, values = self._advance(step, stop, schedule)
+            state.progress.examples += state.data.count_examples(step - before)
+            with clock.time("hooks"):
+                chief = state.cluster.task.chief
+                for passed, hook in schedule.deferred(range(before + 1, step + (step != stop))):
+                    hook(step=passed, dev=self.functions.devices, chief=chief)
+                if step == stop:
+                    ended = self._run_hooks(step, schedule.due(step), values)
+                    state.progress.done.update(n for n in state.hooks.at_step if n == step)
+            self.checkpoints.raise_if_failed()
+            if self._sync_status(step, ended).end:
+                self._end(step, schedule)
+            if step == stop:
+                self._profile.at(step)
+                log(state.parts, self._console, step, *schedule.log_due(step))
+                self._evaluate(step, schedule)
+            if step == stop or self.checkpoints.save_requested:
+                self._save(step, schedule)
+        self._run.flush()
+        with clock.time("checkpoints"):
+            self.checkpoints.save_if_due(True)
+            self.checkpoints.wait()
+        with state.cluster.peers():
+            self.checkpoints.statistics.average()
+        state.stopped_by = self._sync.signal if step < self.last else None
+
+    def _end(self, step: int, schedule: Schedule) -> None:
+        """Makes this step the last one."""
+        if step < self.last:
+            self.state.ended, self.state.progress.ended = True, self.last
+        schedule.end_at(step)
+        self.last = step
+
+    def _advance(self, step: int, stop: int, schedule: Schedule) -> tuple[int, dict[str, Any]]:
+        """Makes a graph call, up to ``stop`` at most; the step that hooks look at is another one.
+
+        Nothing comes between: in a cluster, telling the others takes longer than a step.
+
+        Returns:
+            The step it has come to; and, if that is ``stop``, the values that due hooks name.
+        """
+        due = schedule.due(stop)
+        fetches = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
+        alone = bool(fetches or (schedule.every_step and stop == step + 1))
+        if steps := min(stop - step - alone, self._steps_per_call.limit):
+            with self._steps_per_call.timed(steps):
+                self.functions.train_steps(steps)
+        if alone and step + steps + 1 == stop and steps < self._steps_per_call.limit:
+            return stop, self.functions.train_step(fetches, due)
+        return step + steps, {}
+
+    def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
+        """Runs host hooks after a step; returns whether one ends training."""
+        state, ended = self.state, False
+        with self._run.writer("train").as_default(step=step):
+            try:
+                for hook in due:
+                    hook(**self._host_values(step), **values)
+                    if why := why_ignored(state.parts.optimizers):
+                        raise RunError(f"{hook}: {why}.")
+            except StopTraining as asked:
+                self._console.say(f"step {step}: a hook ends training. {asked}".rstrip())
+                ended = True
+        look_at_rate(state, step, self._console)
+        self.functions.refresh()
+        return ended
+
+    def _host_values(self, step: int) -> dict[str, Any]:
+        """What a host hook may name besides the fetched values."""
+        state = self.state
+        return {
+            "dev": self.functions.devices,
+            "optimizer": state.optimizer,
+            "ckpt": state.ckpt,
+            "manager": state.manager,
+            "chief": state.cluster.task.chief,
+            "state": state.hook_state,
+            **state.parts.values(Moment()),
+            "step": step,
+        }
+
+    def _sync_status(self, step: int, ended: bool) -> LoopStatus:
+        """Tells the other processes what this one knows after a graph call; all decide alike.
+
+        Raises:
+            RunError: the loss is not finite, and training is to stop there; or the processes
+                differ in what must be the same.
+        """
+        noted, self.functions.noted = self.functions.noted, None  # once, however often they sync
+        status = LoopStatus(
+            steps_per_call=self._steps_per_call.limit,
+            save=self.checkpoints.save_requested or self._deadlines.save_due(),
+            end=ended,
+            step=step,
+            frozen=self.functions.frozen,
+        )
+        if noted:
+            status = dataclasses.replace(
+                status, first=noted.first, latest=noted.latest, bad=noted.steps
+            )
+        if self.state.cluster.task.chief and self._deadlines.over():
+            self._sync.signal = signal.SIGTERM
+            self.state.timed_out = True
+        status = self._sync(status)
+        self._steps_per_call.limit = status.steps_per_call
+        self.checkpoints.save_requested = status.save
+        if noted:
+            found = Noted(status.first, status.latest, status.bad, noted.zeroed)
+            note_losses(self.state, found, self.checkpoints.saved_step, self._console)
+        return status
+
+    def _evaluate(self, step: int, schedule: Schedule) -> None:
+        """Evaluates, if that is due and not done; what its values decide is decided here."""
+        state, progress, average = self.state, self.state.progress, self.state.parts.average
+        due = schedule.evaluation_due(step) and progress.evaluated != step
+        if state.evaluation is None or not due:
+            return
+        with (
+            attributed(state, step),
+            state.clock.time("evaluation"),
+            self.checkpoints.statistics.averaged(),
+            average.in_place_of_weights() if average else nullcontext(),
+        ):
+            values = state.evaluation.evaluate(self._sync)
+        if values is None:
+            return
+        progress.metrics, progress.evaluated = values, step
+        self._console.values(step, "eval", values)
+        why = self._selection.judge(step, values, progress.best)
+        self.checkpoints.save_requested |= best_step(progress.best) == step
+        if why and step < self.last:
+            self._console.say(f"step {step}: training ends. {why}")
+        ended = why is not None
+        if state.hooks.after_eval:
+            with state.clock.time("hooks"):
+                said = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
+            ended = self._sync_status(step, ended or said).end
+        if ended:
+            self._end(step, schedule)
+
+    def _save(self, step: int, schedule: Schedule) -> None:
+        """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
+        due = schedule.save_due(step)
+        saving = due or self.checkpoints.save_requested
+        self._run.flush(0.0 if saving else FLUSH_INTERVAL)
+        if saving:
+            with self.state.clock.time("checkpoints"):
+                self.checkpoints.save_if_due(due)
+            self._deadlines.saved()
+
+    def _check_step(self, schedule: Schedule) -> None:
+        """Traces the graphs that training begins with, so that their hooks are checked before.
+
+        Raises:
+            SetupError: a hook cannot work, or the step writes what no checkpoint would hold.
+        """
+        state, step = self.state, self.start
+        try:
+            if schedule.every_step:
+                due = schedule.due(step + 1)
+                named = {name for hook in due for name in hook.arguments}
+                graph = self.functions.trace(frozenset(named & set(OBSERVED))).graph
+            else:
+                graph = self.functions.trace(None).graph
+            if state.evaluation is not None:
+                state.evaluation.trace(state.recording)
+        except HookFailed as error:
+            raise SetupError(str(error)) from error.__cause__
+        self.checkpoints.check_written(graph)
+
+    def at_end(self, reason: str) -> None:
+        """Runs the hooks ``at_end``; where training has failed, what they raise is a warning."""
+        state, values = self.state, {"reason": reason, "metrics": dict(self.state.metrics)}
+        if not state.hooks.at_end:
+            return
+        try:
+            self._run_hooks(state.step, state.hooks.at_end, values)
+        except Exception as error:
+            if reason != "failed":
+                raise
+            self._console.warn(f"after a failure: {one_line(error, 300)}")
