@@ -51,7 +51,7 @@ golden: $(VENV)/.made
 
 # The same tests of the engine that grows in new/.
 golden-new: $(VENV)/.made
-	ENGINE=new $(PYTEST) -m "(slow or not slow) and not cluster" tests/golden
+	ENGINE=new $(PYTEST) -m "slow or not slow" tests/golden
 
 test-slow: $(VENV)/.made
 	$(PYTEST) -m "slow and not cluster"

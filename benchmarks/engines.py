@@ -4,7 +4,8 @@ Two engines cannot be in one process, so each has its own for each row; they tra
 is checked, and are timed in turn, a segment at a time. A row fails where the lower quartile of its
 ratios, this engine's time by the other's, is above 1.03: where it is slower by more than noise.
 
-The engine of a commit: ``git worktree add ../before COMMIT``, and FOLDER is ``../before``.
+The engine of a commit: ``git worktree add ../before COMMIT``, and FOLDER is ``../before``. The core
+that grows in ``new/`` beside this engine: ``python -m benchmarks.engines . --engine new``.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def serve(folder: Path, row: int) -> None:
         print("engine", json.dumps(pace.advance() / segment), flush=True)
 
 
-def compare(other: Path, row: int, rounds: int) -> list[float]:
+def compare(this: Path, other: Path, row: int, rounds: int) -> list[float]:
     """Returns the ratios of a row, one for each round: this engine's time by the other's."""
-    engines = [Engine(folder, row) for folder in (ROOT, other)]
+    engines = [Engine(folder, row) for folder in (this, other)]
     try:
         pairs = zip(engines[0].weights, engines[1].weights, strict=True)
         if not all(abs(one - two) <= 1e-4 * abs(two) for one, two in pairs):
@@ -111,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compares and prints; returns 1 if a row fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
     parser.add_argument("folder", type=Path, help="holds the other engine's ctl_core")
+    parser.add_argument("--engine", type=Path, default=ROOT, help="holds this engine's ctl_core")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", help="rows whose name begins so")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
@@ -122,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'':36}median  quartiles")
     for row, (name, *_) in enumerate(ROWS):
         if name.startswith(arguments.only or ""):
-            ratios = compare(arguments.folder.resolve(), row, arguments.rounds)
+            folders = arguments.engine.resolve(), arguments.folder.resolve()
+            ratios = compare(*folders, row, arguments.rounds)
             low, median, high = statistics.quantiles(ratios, n=4)
             failed |= low > MOST
             text = f"{name:36}{median:6.2f}  {low:.2f} to {high:.2f}{'  slower' * (low > MOST)}"

@@ -115,6 +115,7 @@ class _Builder:
             with self.recording.during("create_metrics"):
                 evaluation = create_evaluation(parts, self.config)
             ckpt, manager = self._create_ckpt(parts)
+        _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
         self.recording.fix()
         computed = {*lower_dtypes(self.recording.layers), self.config.precision} - {"float32"}
         return State(
@@ -325,7 +326,6 @@ class _Builder:
             )
             ckpt, manager = expect(returned, ("ckpt", "manager"), str(hook))
             check_manager(hook, ckpt, manager)
-            _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for
         return CheckpointFacade(ckpt), ManagerFacade(manager)
 
 

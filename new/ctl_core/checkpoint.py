@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,7 +149,11 @@ class Checkpoints:
         self._held = [part for part in held if isinstance(part, tf.Variable)]
         named = set(map(id, self._held))
         self._created = {n: v for n, v in variables.items() if id(v) not in named}
-        self._engine_part = tf.train.Checkpoint(created=self._created)
+        if state.evaluation is not None:  # begins anew each time
+            passing = set(map(id, state.evaluation.passing_variables()))
+            self._created = {n: v for n, v in self._created.items() if id(v) not in passing}
+        self._sums = ReplicaSums(state, self._created)
+        self._engine_part = tf.train.Checkpoint(created={**self._created, **self._sums.totals})
         self._position = InputPosition(state, console)
         self._writer = _Writer(state, self._engine_part)
         self._starting: int | None = None
@@ -200,6 +205,7 @@ class Checkpoints:
             part = folder / "engine" / f"ckpt-{match[1]}"
             if part.with_name(f"{part.name}.index").exists():
                 self._engine_part.read(str(part)).expect_partial()
+                self._sums.put_back()
         self._state.parts.step_variable.assign(step)
         for one, values in zip(generators, drawn, strict=True):
             for replica, value in zip(local(one), values, strict=True):
@@ -226,6 +232,7 @@ class Checkpoints:
         self.wait()
         with self._cluster.peers(), self.statistics.averaged():
             self._divergence.check(step)
+            self._sums.take()
             self._save(step)
         self.saved_step, self._starting = step, step
 
@@ -244,6 +251,8 @@ class Checkpoints:
             if chief:
                 record.vocabularies = self._vocabularies.save(self._engine)
                 self._writer.write(record)
+            else:
+                self._writer.take_part()
 
     def _own_part(self, name: str, step: int) -> Path:
         """Returns the prefix of a part that each process writes for itself."""
@@ -397,6 +406,7 @@ class Checkpoints:
                 raise unfitting(engine_part, [*differences, *changed], fork)
             self._restore_user_part(user_part, changed, fork)
             self._engine_part.read(engine_part).expect_partial()
+            self._sums.put_back()
         except UNREADABLE as error:
             raise Damaged(op_message(error, 160)) from error
         if state.step != step:
@@ -450,6 +460,56 @@ class Checkpoints:
                 self.statistics.put_back()
 
 
+class ReplicaSums:
+    """Variables that each replica keeps for itself and that are summed up when they are read.
+
+    Reading one takes all processes, so their sums are taken by all, and written by one.
+
+    Attributes:
+        totals: a variable for the sum of each, by name
+    """
+
+    def __init__(self, state: State, variables: dict[str, tf.Variable]) -> None:
+        self._state = state
+        self._variables = {name: v for name, v in variables.items() if is_summed(v)}
+        self.totals = {
+            name: tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
+            for name, v in self._variables.items()
+        }
+        self._take: Any = None
+
+    def take(self) -> None:
+        """Sums up; every process of a cluster must call it."""
+        if not self.totals:
+            return
+        if self._take is None:
+
+            @tf.function(autograph=False)
+            def take() -> None:
+                for name, total in self.totals.items():
+                    total.assign(self._variables[name].read_value())
+
+            self._take = take
+        self._take()
+
+    def put_back(self) -> None:
+        """Gives the first of all replicas what was summed up, and the others zero."""
+        for name, variable in self._variables.items():
+            total, of_sum = self.totals[name], variable.aggregation == tf.VariableAggregation.SUM
+            parts = self._state.strategy.experimental_local_results(variable)
+            for index, part in enumerate(parts):
+                first = index == 0 and self._state.cluster.task.chief
+                part.assign(total if first or not of_sum else tf.zeros_like(total))
+
+
+def is_summed(variable: Any) -> bool:
+    """Returns whether each replica keeps a variable for itself, as metrics do."""
+    return (
+        isinstance(variable, tf.distribute.DistributedValues)
+        and getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
+    )
+
+
 def _is_table(handle: Any) -> bool:
     """Returns whether a handle is that of a lookup table, by the op that made it."""
     return "table" in str(getattr(handle, "name", "")).lower()
@@ -470,6 +530,9 @@ class _Writer:
         self._folder = Path(self._manager.directory)
         usual = (tf.train.Checkpoint, tf.train.CheckpointManager)
         self._copying = (type(self._parts[0]), type(self._manager)) == usual
+        if state.cluster.task.processes > 1:
+            found = map(plain_variable, tf.train.TrackableView(self._parts[0]).descendants())
+            self._copying &= not any(map(is_summed, found))
         self._copies: list[StagingCopy] = []
         self._entries: list[Any] | None = None  # what copies must hold, until they have shown it
 
@@ -496,6 +559,18 @@ class _Writer:
         elif not self._write(record, copies, expected):
             self._write(record, self._parts)
             self._copies, self._copying = [], False
+
+    def take_part(self) -> None:
+        """Writes the user's part where nobody looks, if reading its variables takes all processes.
+
+        Those that each replica keeps for itself are summed up over the cluster to be saved.
+        """
+        if self._state.cluster.task.processes == 1:
+            return
+        found = map(plain_variable, tf.train.TrackableView(self._parts[0]).descendants())
+        if any(map(is_summed, found)):
+            with tempfile.TemporaryDirectory() as folder:
+                self._parts[0].write(str(Path(folder) / "part"))
 
     def _write(
         self, record: Record, parts: list[tf.train.Checkpoint], expected: list[Any] | None = None

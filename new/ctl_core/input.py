@@ -132,7 +132,7 @@ class Input:
             a number or an int32 tensor.
         """
         local, replicas = local_replicas(self.strategy), self.shape.replicas
-        first = self._first_replica
+        first = first_replica(self.strategy)
 
         if self.whole:
 
@@ -162,11 +162,6 @@ class Input:
         return tuple(
             None if one[0] is None else distribute(self.strategy, [*one]) for one in fields
         )
-
-    @property
-    def _first_replica(self) -> int:
-        """The number of the first of this process's replicas, among those of all processes."""
-        return _process_index(self.strategy) * local_replicas(self.strategy)
 
     def count_examples(self, steps: int) -> int:
         """Returns how many examples so many steps had, since it was last asked."""
@@ -457,12 +452,13 @@ def _create_counter() -> tf.Variable:
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="examples")
 
 
-def _process_index(strategy: tf.distribute.Strategy) -> int:
+def first_replica(strategy: tf.distribute.Strategy) -> int:
+    """Returns the number of the first of this process's replicas, among those of all processes."""
     resolver = strategy.cluster_resolver
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or resolver is None:
         return 0
     before = "chief" in resolver.cluster_spec().jobs and resolver.task_type == "worker"
-    return int(resolver.task_id) + int(before)
+    return (int(resolver.task_id) + int(before)) * local_replicas(strategy)
 
 
 @tf.function(autograph=False)

@@ -24,10 +24,17 @@ from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.collectives import counting_rows
-from ctl_core.compat import stages, written_resources
+from ctl_core.compat import stages, with_called, written_resources
 from ctl_core.errors import RunError
 from ctl_core.hooks import Hook
-from ctl_core.input import Share, check_dataset, count_rows, take_share, widths_vary
+from ctl_core.input import (
+    Share,
+    check_dataset,
+    count_rows,
+    first_replica,
+    take_share,
+    widths_vary,
+)
 from ctl_core.metrics import create_metrics, results, update_if, update_metrics
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.recording import Recording
@@ -50,6 +57,8 @@ class EvaluationSet:
         make: returns the dataset, always the same one
         metrics: the user's metrics by name
         sums: by the names of ``SUMS``, float64 scalars, added up over the replicas
+        run_steps: the graph function, once defined
+        exchanges: whether processes exchange something in it
         kept: copies of what the evaluation writes and training goes on with, once traced
     """
 
@@ -58,6 +67,7 @@ class EvaluationSet:
     metrics: dict[str, keras.Metric]
     sums: dict[str, tf.Variable]
     run_steps: Any = None
+    exchanges: bool = False
     kept: ReplicaCopies | None = None
 
 
@@ -81,6 +91,16 @@ class Evaluation:
             for value in ("loss", *one.metrics)
         ]
 
+    def passing_variables(self) -> list[tf.Variable]:
+        """Returns the variables that each evaluation begins anew: no checkpoint need hold them.
+
+        Metrics with a ``reset_state`` of their own may keep something.
+        """
+        metrics = [metric for one in self.sets.values() for metric in one.metrics.values()]
+        reset = [m for m in metrics if type(m).reset_state.__module__.startswith("keras.")]
+        sums = [total for one in self.sets.values() for total in one.sums.values()]
+        return [*map(plain_variable, (v for m in reset for v in m.variables)), *sums]
+
     def trace(self, recording: Recording) -> None:
         """Traces the graphs without running them: their hooks are checked before training."""
         for one in self.sets.values():
@@ -97,6 +117,8 @@ class Evaluation:
                 for v in recording.variables.values()
                 if id(v) not in mine and handles & {id(part.handle) for part in local(v)}
             ]
+            ops = with_called(graph.get_operations())
+            one.exchanges = any(op.type.startswith("Collective") for op in ops)
             one.kept = ReplicaCopies(self._parts.strategy, touched)
 
     def evaluate(
@@ -135,7 +157,8 @@ class Evaluation:
         iterator = iter(one.make())
         if one.run_steps is None:
             one.run_steps = define_run_steps(self._parts, one)
-        chunk = ChunkLength(most=100_000)
+        # Between processes, a collective takes no other shape in one call than in its first step.
+        chunk = ChunkLength(most=1 if one.exchanges else 100_000)
         while True:
             with chunk.timed(chunk.limit) as steps:
                 more = bool(one.run_steps(iterator, tf.constant(steps, tf.int64)))
@@ -269,7 +292,8 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
 
     def take_step(optional: Any) -> tf.Tensor:
         batch = optional.get_value()
-        shares = [share_of(batch, replica) for replica in range(local_replicas(strategy))]
+        first = first_replica(strategy)
+        shares = [share_of(batch, first + i) for i in range(local_replicas(strategy))]
         fields = zip(*((s.batch, s.rows, s.present) for s in shares), strict=True)
         args = tuple(None if f[0] is None else distribute(strategy, [*f]) for f in fields)
         strategy.run(on_replica, args=args)
