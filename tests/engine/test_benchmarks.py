@@ -77,7 +77,7 @@ def test_goals_are_compared_with_the_median_of_each_rounds_ratio() -> None:
 @pytest.mark.slow
 def test_an_engine_is_timed_beside_another() -> None:
     """Each in a process of its own, which finds its ctl_core in the folder that is named."""
-    (ratio,) = engines.compare(engines.ROOT, row=0, rounds=1)
+    (ratio,) = engines.compare(engines.ROOT, engines.ROOT, row=0, rounds=1)
     assert ratio > 0
     with pytest.raises(SystemExit, match="ended early"):
-        engines.compare(engines.ROOT / "docs", row=0, rounds=1)
+        engines.compare(engines.ROOT, engines.ROOT / "docs", row=0, rounds=1)
