@@ -50,7 +50,9 @@ from ctl_core.run_state.folder import repair_list
 from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.step import compute_objectives, run_model
+from ctl_core.stretches import count_stacked_steps
 from ctl_core.training_mode import inference
+from ctl_core.units import count_batches
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -117,6 +119,8 @@ class _Builder:
             ckpt, manager = self._create_ckpt(parts)
         _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
         self.recording.fix()
+        stacked = count_stacked_steps(parts, self.data)
+        self.data.begin(count_batches(self.data.dataset, stacked) if stacked else 0)
         computed = {*lower_dtypes(self.recording.layers), self.config.precision} - {"float32"}
         return State(
             config=self.config,

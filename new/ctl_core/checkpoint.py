@@ -167,9 +167,10 @@ class Checkpoints:
             SetupError: it writes a variable that was created elsewhere, or a table.
         """
         local = self._state.strategy.experimental_local_results
-        known = [*self._state.recording.variables.values(), *self._held]
-        handles = {id(part.handle) for v in known for part in local(v) if hasattr(part, "handle")}
         iterator = self._state.data.iterator
+        known = [*self._state.recording.variables.values(), *self._held]
+        known += getattr(iterator, "variables", ())  # of units
+        handles = {id(part.handle) for v in known for part in local(v) if hasattr(part, "handle")}
         names = {
             id(v.handle): v.name.split(":")[0] for v in graph.variables if hasattr(v, "handle")
         }

@@ -13,14 +13,16 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.anomaly import numerics_checked
-from ctl_core.compat import with_called
+from ctl_core.checks.returned import assert_weights
+from ctl_core.compat import scratch_graph, with_called
 from ctl_core.console import Console
 from ctl_core.hooks import Hook
 from ctl_core.model.freezing import read_flags
 from ctl_core.numerics.joining import all_for_host, differing
 from ctl_core.numerics.not_finite import Noted, Notes, of_step
 from ctl_core.state import State
-from ctl_core.step import train_step
+from ctl_core.step import StepResult, train_step
+from ctl_core.stretches import LOSS, count_stacked_steps, train_one, train_stretches
 
 
 class StepFunctions:
@@ -42,6 +44,8 @@ class StepFunctions:
         self._traced: list[Any] = []
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str] | None], Any] = {}
         self._frozen: tuple[bool, ...] = ()
+        self._stacks = count_stacked_steps(state.parts, state.data) > 0
+        self._loss_spec: Any = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -57,9 +61,16 @@ class StepFunctions:
         """Takes ``steps`` steps in one graph call."""
         self._note(self.trace(None)(tf.constant(steps, tf.int64)))
 
-    def train_step(self, fetches: frozenset[str], due: Sequence[Hook] = ()) -> dict[str, Any]:
-        """Takes one step; returns what it has for the due hooks."""
-        pieces, found, _, noted = self.trace(fetches)()
+    def can_loop(self, fetches: frozenset[str]) -> bool:
+        """Returns whether a step that returns these may be the last of a loop."""
+        return fetches == LOSS and self._stacks
+
+    def train_step(
+        self, fetches: frozenset[str], due: Sequence[Hook] = (), steps: int = 1
+    ) -> dict[str, Any]:
+        """Takes one step, or some if they can loop; returns what the last has for the due hooks."""
+        how_many = [tf.constant(steps, tf.int64)] if self.can_loop(fetches) else []
+        pieces, found, _, noted = self.trace(fetches)(*how_many)
         self._note(noted)
         for name, why in differing(pieces).items():
             if name not in self._told:
@@ -107,12 +118,18 @@ class StepFunctions:
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
         def train_steps(steps: tf.Tensor) -> tf.Tensor:
             before = parts.step_variable.read_value()
+            if self._stacks:
+                _, noted = train_stretches(parts, state.data, before, steps)
+                with tf.control_dependencies([noted]):
+                    parts.step_variable.assign_add(steps)
+                return noted
             notes = Notes(steps)
 
             def take_one(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
                 step = before + done + 1
                 with self._summaries.as_default(step):
                     result = train_step(parts, state.data, frozenset(), step)
+                self._assert_weights(step, result)
                 if result.noted:
                     arrays = notes.write(arrays, done, self._by_replica(result.noted))
                 return done + 1, arrays
@@ -125,15 +142,24 @@ class StepFunctions:
         return train_steps
 
     def _define_train_step(self, fetches: frozenset[str]) -> Any:
-        state, parts = self._state, self._state.parts
+        state, parts, loops = self._state, self._state.parts, self.can_loop(fetches)
         results = state.strategy.experimental_local_results
 
         # An argument that is not needed would take each call some ten microseconds.
-        @tf.function(autograph=False, input_signature=[])
-        def take_one() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
-            step = parts.step_variable.read_value() + 1
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)] * loops)
+        def take_one(steps: Any = 1) -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
+            before = parts.step_variable.read_value()
+            step = before + 1
+            if loops:
+                self._loss_spec = self._loss_spec or self._find_loss_spec()
+                loss, noted = train_stretches(parts, state.data, before, steps, self._loss_spec)
+                with tf.control_dependencies([noted]):
+                    parts.step_variable.assign_add(steps)
+                return {}, {"loss": loss.get("", loss)}, [], noted
             with self._summaries.as_default(step):
-                result = train_step(parts, state.data, fetches, step)
+                take = train_one if self._stacks else train_step
+                result = take(parts, state.data, fetches, step)
+                self._assert_weights(step, result)
             noted = of_step(list(itertools.chain(*self._by_replica(result.noted))), step)
             values = result.fetch(fetches)
             taken = [noted, *tf.nest.flatten(values, expand_composites=True)]
@@ -154,6 +180,20 @@ class StepFunctions:
             return whole, reduced, rest, noted
 
         return take_one
+
+    def _find_loss_spec(self) -> Any:
+        """Returns the loss that a step returns, by objective, of a step that nobody runs."""
+        parts, data = self._state.parts, self._state.data
+        with scratch_graph("loss").as_default():
+            result = train_one(parts, data, LOSS, tf.constant(1, tf.int64))
+            return tf.nest.map_structure(tf.type_spec_from_value, result.loss)
+
+    def _assert_weights(self, step: tf.Tensor, result: StepResult) -> None:
+        """Ends training where ``batch_weight`` has given no number above 0."""
+        if self._state.hooks.batch_weight is not None and not self._stacks:
+            for weights in self._by_replica(result.weights):
+                for one in weights:
+                    assert_weights(step, one)
 
     def _note(self, summary: tf.Tensor) -> None:
         """Keeps what a graph call has noted."""

@@ -27,6 +27,7 @@ from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.compat import global_seed_generator_kept, scratch_graph
 from ctl_core.hooks import Hook, Hooks, describe
 from ctl_core.settings import Config
+from ctl_core.units import Units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Input:
         steps_per_epoch: global batches in a pass; None where there is no end, or nobody counted
         whole: whether each element is a share by itself
         per_replica_batch_size: what hooks of the data were given
+        unit: how many batches are read at once, see units.py; 0: one by one
     """
 
     def __init__(
@@ -105,7 +107,8 @@ class Input:
         self.strategy, self.shape, self.dataset, self.whole = strategy, shape, dataset, whole
         self.steps_per_epoch, self._make, self._make_pass = steps_per_epoch, make, make_pass
         self.per_replica_batch_size = per_replica_batch_size
-        self.iterator = iter(read_ahead(dataset, for_long=True))
+        self.iterator: Any = None
+        self.unit = 0
         element = dataset.element_spec
         self.share_spec = element if whole else tf.nest.map_structure(self._spec_of_share, element)
         self._varies = not whole and _static_rows(element) is None
@@ -176,11 +179,19 @@ class Input:
         with global_seed_generator_kept():
             return _count_all(self._make_pass())
 
+    def begin(self, unit: int = 0) -> None:
+        """Begins to read; ``unit`` batches at once where that is not 0."""
+        self.unit = unit
+        if unit:
+            self.iterator = Units(self.dataset, unit)
+        else:
+            self.iterator = iter(read_ahead(self.dataset, for_long=True))
+
     def begin_anew(self) -> None:
         """Reads the data from their start, by another iterator."""
         with global_seed_generator_kept():
             self.dataset = self._make()
-        self.iterator = iter(read_ahead(self.dataset, for_long=True))
+        self.begin(self.unit)
 
     def skip(self, examples: int) -> None:
         """Reads and drops so many examples: the way to a position that could not be saved."""

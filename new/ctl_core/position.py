@@ -36,6 +36,7 @@ class InputPosition:
             "per_replica_batch_size": data.per_replica_batch_size,
             "last_batch": config.last_batch,
             "overfit_batches": config.overfit_batches,
+            "unit": data.unit,
             "whole": data.shape.shares if data.whole else 0,
             "folder": os.getcwd(),
         }

@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import (
-    assert_weights,
     check_update,
     checked_extra,
     checked_loss,
@@ -72,6 +71,7 @@ class StepResult:
         gradients, update_gradients, display_gradients: by objective
         output, batch: of the last turn, one for each micro-batch; empty where nobody asks for them
         noted: what ``not_finite.seen`` returned, by turn
+        weights: what a replica's batch and all batches weigh, by turn; only with ``batch_weight``
     """
 
     loss: dict[str, Any]
@@ -81,6 +81,7 @@ class StepResult:
     output: list[Any]
     batch: list[Any]
     noted: list[Any]
+    weights: list[Any]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Any]:
         """Returns the values of these names; of a single objective, without its name."""
@@ -295,13 +296,11 @@ def apply_update(
 
     Returns:
         ``loss``, if anybody asks for it, ``gradients``, ``update_gradients`` and
-        ``display_gradients``, each by objective; with a loss scale also ``finite``, a scalar bool
-        that is the same on every replica.
+        ``display_gradients``, each by objective; ``weights``; with a loss scale also ``finite``, a
+        scalar bool that is the same on every replica.
     """
     hook = parts.hooks.update_pre
-    summed = sum_contributions(
-        parts, moment, contributed, asks_for_loss or "loss" in hook.arguments
-    )
+    summed = sum_contributions(parts, contributed, asks_for_loss or "loss" in hook.arguments)
     updates: dict[str, list[Any]] = {}
     displays: dict[str, Any] = {}
     for name, gradients in summed["gradients"].items():
@@ -323,9 +322,7 @@ def apply_update(
     return found
 
 
-def sum_contributions(
-    parts: Parts, moment: Moment, contributed: dict[str, Any], with_loss: bool
-) -> dict[str, Any]:
+def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool) -> dict[str, Any]:
     """Sums gradients, and objectives if they are asked for, over the replicas, in one all-reduce.
 
     The sums are those of the objectives, without their scale, divided by what the batch weighs.
@@ -336,20 +333,17 @@ def sum_contributions(
     own = contributed.get("weight")
     if own is not None:
         values["weight"] = not_negative(own)
-    values = sum_over_replicas(values, parts.shape.replicas)
-    weight = values.pop("weight", None)
+    values = sum_over_replicas(values, parts.shape.replicas, parts.in_executable)
+    weight, weights = values.pop("weight", None), []
     if scale := parts.loss_scale:
         values["gradients"] = {
             name: [scale.divide(gradient) for gradient in several]
             for name, several in values["gradients"].items()
         }
     if weight is not None:
-        if parts.hooks.batch_weight is not None and moment.step is not None:
-            weights = tf.stack([own, weight]) * tf.cast(parts.shape.batch, weight.dtype)
-            with tf.control_dependencies([assert_weights(moment.step, weights)]):
-                weight = tf.identity(weight)
+        weights = [tf.stack([own, weight]) * tf.cast(parts.shape.batch, weight.dtype)]
         values = tf.nest.map_structure(lambda value: divide(value, weight), values)
-    return {"loss": {}, **values}
+    return {"loss": {}, **values, "weights": weights}
 
 
 def apply_gradients(
@@ -392,8 +386,11 @@ def train_step(parts: Parts, data: Input, fetches: frozenset[str], step: tf.Tens
         field: {name: value for one in results for name, value in getattr(one, field).items()}
         for field in ("loss", "gradients", "update_gradients", "display_gradients")
     }
-    noted = [value for one in results for value in one.noted]
-    return dataclasses.replace(results[-1], **by_objective, noted=noted)
+    of_turns = {
+        field: [value for one in results for value in getattr(one, field)]
+        for field in ("noted", "weights")
+    }
+    return dataclasses.replace(results[-1], **by_objective, **of_turns)
 
 
 def make_update(

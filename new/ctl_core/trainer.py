@@ -256,8 +256,11 @@ class Trainer:
         due = schedule.due(stop)
         fetches = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
         alone = bool(fetches or (schedule.every_step and stop == step + 1))
-        if steps := min(stop - step - alone, self._steps_per_call.limit):
+        loops = self.functions.can_loop(fetches) and stop > step + 1
+        if steps := min(stop - step - (alone and not loops), self._steps_per_call.limit):
             with self._steps_per_call.timed(steps):
+                if loops and step + steps == stop:
+                    return stop, self.functions.train_step(fetches, due, steps)
                 self.functions.train_steps(steps)
         if alone and step + steps + 1 == stop and steps < self._steps_per_call.limit:
             return stop, self.functions.train_step(fetches, due)

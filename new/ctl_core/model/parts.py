@@ -43,6 +43,7 @@ class Parts:
         step_variable: how many steps were taken
         optimizers: the optimizer by objective; a single one under ""
         jit_compile: whether forward and backward pass are compiled with XLA
+        in_executable: whether the whole step is part of one, see stretches.py
         notes_losses: whether losses that are not finite are noted
         loss_scale: what objectives are multiplied by; only in float16
         rate_schedule: what assigns ``lr`` at each step, or None
@@ -62,6 +63,7 @@ class Parts:
     optimizers: Mapping[str, Optimizer] = dataclasses.field(default_factory=dict)
     eval_model: Model | None = None
     jit_compile: bool = False
+    in_executable: bool = False
     notes_losses: bool = False
     loss_scale: LossScale | None = None
     rate_schedule: RateSchedule | None = None
