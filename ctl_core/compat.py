@@ -66,10 +66,8 @@ def _optimizers(summed: bool = False, refusal: str = "") -> Iterator[None]:
     ``_all_reduce_sum_gradients``. It is replaced on the class, since an optimizer may be inside any
     object, by one that looks what its thread is in: each replica is traced in a thread of its own.
     """
-    kind = keras.optimizers.Optimizer
-    if not hasattr(kind._all_reduce_sum_gradients, "of_keras"):
-        of_keras = kind._all_reduce_sum_gradients
 
+    def look(of_keras: Any) -> Any:
         @functools.wraps(of_keras)
         def sum_if_needed(self: Any, grads_and_vars: Any) -> Any:
             summed, refusal = getattr(_applied, "mode", (False, ""))
@@ -77,14 +75,45 @@ def _optimizers(summed: bool = False, refusal: str = "") -> Iterator[None]:
                 raise SetupError(refusal)
             return grads_and_vars if summed else of_keras(self, grads_and_vars)
 
-        sum_if_needed.of_keras = of_keras  # type: ignore[attr-defined]
-        kind._all_reduce_sum_gradients = sum_if_needed
+        return sum_if_needed
+
     before = getattr(_applied, "mode", (False, ""))
     _applied.mode = (summed, refusal)
     try:
-        yield
+        with _replaced(keras.optimizers.Optimizer, "_all_reduce_sum_gradients", look):
+            yield
     finally:
         _applied.mode = before
+
+
+_replacing = threading.RLock()
+_users: collections.Counter[tuple[Any, str]] = collections.Counter()
+_originals: dict[tuple[Any, str], Any] = {}
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces an attribute of a class or a module while anybody is within, in whatever thread.
+
+    Args:
+        owner: the class or module
+        name: of the attribute, which a class need not have
+        replace: returns what stands in its place, of what it was or None
+    """
+    key = owner, name
+    with _replacing:
+        if not _users[key]:
+            _originals[key] = vars(owner).get(name)
+            setattr(owner, name, replace(_originals[key]))
+        _users[key] += 1
+    try:
+        yield
+    finally:
+        with _replacing:
+            _users[key] -= 1
+            if not _users[key]:
+                original = _originals.pop(key)
+                delattr(owner, name) if original is None else setattr(owner, name, original)
 
 
 # The ``training`` of layers that are called in this thread from outside of any other.
@@ -101,22 +130,21 @@ def layers_run(training: bool) -> Iterator[None]:
     ``make_function_context``, looks here what its thread is in: each replica is traced in a thread
     of its own.
     """
-    _look_how_layers_run()
-    _keep_losses_apart()
+    from tensorflow.python.eager.polymorphic_function import function_context
+
     before = getattr(_running, "training", None)
     _running.training = training
     try:
-        yield
+        with (
+            _replaced(keras.Layer, "_get_call_context", _look_in_layers),
+            _replaced(function_context, "make_function_context", _look_in_functions),
+        ):
+            yield
     finally:
         _running.training = before
 
 
-@functools.cache
-def _look_how_layers_run() -> None:
-    from tensorflow.python.eager.polymorphic_function import function_context
-
-    of_keras, of_tensorflow = keras.Layer._get_call_context, function_context.make_function_context
-
+def _look_in_layers(of_keras: Any) -> Any:
     @functools.wraps(of_keras)
     def call_context(self: Any) -> Any:
         found, training = of_keras(self), getattr(_running, "training", None)
@@ -124,18 +152,20 @@ def _look_how_layers_run() -> None:
             found.set_value("training", training)
         return found
 
+    return call_context
+
+
+def _look_in_functions(of_tensorflow: Any) -> Any:
     @functools.wraps(of_tensorflow)
     def make_function_context(scope_type: Any = None) -> Any:
         training = getattr(_running, "training", None)
         return of_tensorflow(scope_type if training is None else (scope_type, training))
 
-    keras.Layer._get_call_context = call_context
-    function_context.make_function_context = make_function_context
+    return make_function_context
 
 
-@functools.cache
-def _keep_losses_apart() -> None:
-    """Lets each replica have the losses of its own ``add_loss``, where there are several.
+def losses_apart() -> contextlib.AbstractContextManager[None]:
+    """Within, each replica has the losses of its own ``add_loss``, where there are several.
 
     Keras keeps them in the list ``_losses`` of the layer, which replicas share: where they take
     turns at being traced, as at a synchronized batch normalisation, the next one clears the list,
@@ -153,7 +183,7 @@ def _keep_losses_apart() -> None:
     def of_all(layer: Any, losses: Any) -> None:
         vars(layer)["_losses"] = losses
 
-    keras.Layer._losses = property(of_replica, of_all)
+    return _replaced(keras.Layer, "_losses", lambda _: property(of_replica, of_all))
 
 
 def in_layer_call() -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from ctl_core.compat import (
     global_seed_generator_kept,
     large_sums_whole,
+    losses_apart,
     names_anew,
     op_determinism,
     seed_of_ops_kept,
@@ -27,7 +28,7 @@ from ctl_core.settings import Config
 def process_state(config: Config) -> Iterator[None]:
     """Within, Keras' dtype policy, its names and op determinism are as the run needs them."""
     deterministic = op_determinism(config.deterministic)
-    with policy(config.precision), names_anew(), large_sums_whole(), deterministic:
+    with policy(config.precision), names_anew(), losses_apart(), large_sums_whole(), deterministic:
         yield
 
 
