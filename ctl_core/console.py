@@ -262,9 +262,10 @@ def report(step: int, **values: Any) -> None:
     (_active or Console()).values(step, "train", values)
 
 
-def warn(text: str) -> None:
+def warn(text: str, once: bool = False) -> None:
     """Prints a line about something that goes on, but not as the user may expect."""
-    (_active or Console()).warn(text)
+    console = _active or Console()
+    (console.warn_once if once else console.warn)(text)
 
 
 def show_step(step: int) -> None:

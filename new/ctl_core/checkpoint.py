@@ -419,7 +419,8 @@ class Checkpoints:
 
     def _compare(self, record: Record) -> list[str]:
         """Returns what of the engine's part does not fit; warns of what hooks have changed."""
-        differences, changes = [], []
+        differences: list[str] = []
+        changes: list[str] = []
         for name in sorted({*record.created, *self._created}):
             needed = name.startswith(("create_model/", "create_loss/", "create_opt/"))
             where = differences if needed else changes

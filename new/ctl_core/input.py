@@ -159,7 +159,7 @@ class Input:
 
         return deal_rows, examples
 
-    def _distribute(self, shares: list[Share]) -> tuple[Any, Any, Any]:
+    def _distribute(self, shares: list[Share]) -> tuple[Any, ...]:
         """Returns the fields of a ``Share``, each with a value for each replica of this process."""
         fields = zip(*((share.batch, share.rows, share.present) for share in shares), strict=True)
         return tuple(

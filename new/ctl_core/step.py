@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -32,7 +32,6 @@ from ctl_core.compiled import compiled
 from ctl_core.console import warn
 from ctl_core.errors import CtlError, HookFailed
 from ctl_core.hooks import Hook
-from ctl_core.input import Input
 from ctl_core.metrics import update_loss_parts, update_train_metrics
 from ctl_core.model.pairs import refuse_pairs
 from ctl_core.model.parts import Moment, Parts
@@ -42,6 +41,13 @@ from ctl_core.numerics.not_finite import found_nans, seen
 from ctl_core.numerics.precision import all_finite, to_float32
 from ctl_core.numerics.reduction import divide, for_optimizer, sum_over_replicas
 from ctl_core.training_mode import call, call_model
+
+
+class Batches(Protocol):
+    """What a step draws its global batch from: the input, or a stack of batches drawn before."""
+
+    def draw(self) -> tuple[Callable[[Any], Any], Any]:
+        """Returns what deals out micro-batches, and the number of examples: see ``Input.draw``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +271,7 @@ def _existing(
     idle = [variable_name(v) for g, v in zip(gradients, variables, strict=True) if g is None]
     if idle:
         more = " and others" if len(idle) > 5 else ""
-        warn(f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated.")
+        warn(f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated.", once=True)
     if variables and not pairs:
         raise parts.hooks.grad_pre.reject(
             "the loss depends on none of the trainable_vars "
@@ -361,7 +367,7 @@ def apply_gradients(
 # ---- Over all replicas ---------------------------------------------------------------------------
 
 
-def train_step(parts: Parts, data: Input, fetches: frozenset[str], step: tf.Tensor) -> StepResult:
+def train_step(parts: Parts, data: Batches, fetches: frozenset[str], step: tf.Tensor) -> StepResult:
     """Takes a step: one update on a batch of its own, or one on the same batch for each turn.
 
     Args:
@@ -382,11 +388,11 @@ def train_step(parts: Parts, data: Input, fetches: frozenset[str], step: tf.Tens
     ]
     if len(results) == 1:
         return results[0]
-    by_objective = {
+    by_objective: dict[str, Any] = {
         field: {name: value for one in results for name, value in getattr(one, field).items()}
         for field in ("loss", "gradients", "update_gradients", "display_gradients")
     }
-    of_turns = {
+    of_turns: dict[str, Any] = {
         field: [value for one in results for value in getattr(one, field)]
         for field in ("noted", "weights")
     }

@@ -7,6 +7,7 @@ hooks, evaluation, checkpoints, signals.
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ from ctl_core.metrics import log
 from ctl_core.model.parts import Moment
 from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import Noted
-from ctl_core.numerics.randomness import fold_in_replica_id
+from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
 from ctl_core.pace import Pace
 from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
@@ -383,6 +384,20 @@ class Trainer:
                 state.evaluation.trace(state.recording)
         except HookFailed as error:
             raise SetupError(str(error)) from error.__cause__
+        except Exception as error:
+            if made := re.search(r"Unable to lift tensor <tf.Tensor '([^']*)/Init", str(error)):
+                name = made.group(1).split(":")[0].split("/replica_")[0]
+                raise SetupError(
+                    f"a hook makes the variable {name} inside the step; make it in create_model. "
+                    "keras.random functions take one of the model's as seed."
+                ) from error
+            raise
+        if found := random_ops(graph):
+            self._console.warn(
+                f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
+                "checkpoint can hold: a resumed run will draw others. Use a "
+                "keras.random.SeedGenerator of the model, or tf.random.stateless_*."
+            )
         self.checkpoints.check_written(graph)
 
     def at_end(self, reason: str) -> None:

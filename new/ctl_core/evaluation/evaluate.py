@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -233,9 +234,13 @@ def create_evaluation(parts: Parts, config: Config) -> Evaluation | None:
         own = create_metrics(hooks.create_metrics)
         sums = {key: _create_sum(key) for key in SUMS}
         sets[name] = EvaluationSet(
-            named, make if shuffles else lambda dataset=dataset: dataset, own, sums
+            named, make if shuffles else functools.partial(_return, dataset), own, sums
         )
     return Evaluation(parts, sets)
+
+
+def _return(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return dataset
 
 
 def prepare(parts: Parts, hook: Hook, made: Any, batch: int, limit: int | None) -> tf.data.Dataset:

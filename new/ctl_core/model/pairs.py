@@ -25,7 +25,7 @@ def refuse_pairs(hooks: Hooks, loss: Any) -> None:
     """
     if not tf.is_tensor(loss) or loss.shape.rank != 2 or tf.executing_eagerly():
         return
-    waiting, seen = [loss.op], set()
+    waiting, seen = [loss.op], set[Any]()
     while waiting and len(seen) < _REACH:
         op = waiting.pop(0)
         if op in seen:

@@ -49,8 +49,8 @@ class Recording:
     def fix(self) -> None:
         """Drops what is dead, once a run is built, and holds the rest from here on."""
         gc.collect()
-        alive = [self._variables, self._layers, self._generators]
-        self._held = [reference() for several in alive for reference in map(_reference_of, several)]
+        references = [reference for _, reference in self._variables]
+        self._held = [one() for one in (*references, *self._layers, *self._generators)]
 
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:
@@ -131,16 +131,12 @@ class Recording:
     def generators(self) -> list[tf.Variable]:
         """The states of Keras' seed generators, int64 vectors [seed, counter]."""
         found = [one() for one in self._generators]
-        states = {id(g.state): plain_variable(g.state) for g in found if hasattr(g, "state")}
-        return list(states.values())
+        states = [plain_variable(one.state) for one in found if one is not None]
+        return list({id(state): state for state in states}.values())
 
     def keras_variables(self) -> list[keras.Variable]:
         """The variables of the layers, each once; unlike tf.Variables they can be frozen."""
         return list({id(v): v for layer in self.layers for v in layer.variables}.values())
-
-
-def _reference_of(entry: Any) -> Any:
-    return entry[1] if isinstance(entry, tuple) else entry
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ def read_record(folder: Path, step: int) -> Record:
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Damaged("its record cannot be read") from error
     for field in dataclasses.fields(Record):
-        kind = {"int": int, "str": str, "bool": bool, "float": (int, float)}.get(
+        kind: Any = {"int": int, "str": str, "bool": bool, "float": (int, float)}.get(
             str(field.type), (dict, list, str, type(None))
         )
         if not isinstance(getattr(record, field.name), kind):
