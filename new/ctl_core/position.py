@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,10 @@ from ctl_core.run_state.fitting import UNREADABLE
 from ctl_core.run_state.record import Damaged, Record, regular
 from ctl_core.state import State
 
+# What begins the state of a stage; how long its metadata are, which is one byte or two; and these.
+_STAGE = re.compile(rb"tensorflow::Iterator\x12([\x00-\x7f]|[\x80-\xff][\x00-\x7f])(Iterator::)")
+# Keys of a shuffle, and of a cache that is full: what is in it is not shuffled again.
+_SHUFFLED = {b"epoch_num_random_samples", b"cache_completed"}
 _LARGE = 64 * 2**20
 
 
@@ -124,5 +132,22 @@ def holds_shuffles(prefix: Path, dataset: tf.data.Dataset) -> bool:
         return shuffles + (type(stage).__name__ == "_ShuffleDataset")
 
     wanted = count(dataset)
-    content = b"".join(file.read_bytes() for file in data_files(prefix)) if wanted else b""
-    return sum(map(content.count, (b"epoch_num_random_samples", b"cache_completed"))) >= wanted
+    if not wanted:
+        return True
+    keys = itertools.chain(*map(read_keys, data_files(prefix)))
+    return sum(key in _SHUFFLED for key in keys) >= wanted
+
+
+def read_keys(file: Path) -> Iterator[bytes]:
+    """Yields the keys of the state of each stage in the file of a saved position.
+
+    A stage's state is a variant, whose metadata are its name and keys: what is in a buffer, as the
+    texts of a user's, is no key.
+    """
+    if not file.stat().st_size:
+        return
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for stage in _STAGE.finditer(data):
+            low, *high = stage[1]
+            length = low & 127 | (high[0] << 7 if high else 0)
+            yield from data[stage.start(2) : stage.start(2) + length].split(b"@@")[1:]
