@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.batches import BatchShape, BatchSource, make_placeholders
 from ctl_core.checkpoint import CheckpointFacade, ManagerFacade, read_first_batch_size
 from ctl_core.checks.created import (
     check_groups,
@@ -34,7 +35,7 @@ from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
 from ctl_core.evaluation.evaluate import create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
-from ctl_core.input import BatchShape, Input, create_input, make_placeholders
+from ctl_core.input import Input
 from ctl_core.metrics import create_loss_parts, create_metrics, update_train_metrics
 from ctl_core.model.freezing import unfrozen
 from ctl_core.model.parts import Moment, Parts
@@ -99,6 +100,8 @@ class _Builder:
     ) -> None:
         self.hooks, self.config, self.run, self.console = hooks, config, run, console
         self.strategy, self.cluster = strategy, cluster
+        replicas = strategy.num_replicas_in_sync
+        self.shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
         self.recording = Recording()
         self.data: Input = None  # type: ignore[assignment]
 
@@ -106,7 +109,8 @@ class _Builder:
         """Returns the state of a run that has not begun."""
         with self.recording.during("create_dataset"):
             first = read_first_batch_size(self.run.ckpt)
-            self.data = create_input(self.hooks, self.strategy, self.config, first)
+            source = BatchSource(self.hooks, self.config, self.shape, first)
+            self.data = Input(self.strategy, source)
         with self.strategy.scope(), self.recording.during("engine"):
             parts = self._create_models()
             parts = self._create_optimizers(parts)
@@ -140,15 +144,12 @@ class _Builder:
     def _create_models(self) -> Parts:
         """Calls ``create_model`` and ``create_loss``."""
         hooks, config = self.hooks, self.config
-        shape = BatchShape(
-            config.batch_size, self.strategy.num_replicas_in_sync, config.accumulate_steps
-        )
         with tf.device("CPU:0"):  # one for all replicas, so that ``int(ckpt.step)`` works
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         tf.summary.experimental.set_step(step)  # for hooks that ask; steps taken set theirs
         with self.recording.during("create_model"):
             train_model = create_callable(
-                hooks.create_model, "train_model", per_replica_batch_size=shape.per_replica
+                hooks.create_model, "train_model", per_replica_batch_size=self.shape.per_replica
             )
         self.recording.add_model("create_model", train_model)
         with self.recording.during("create_loss"):
@@ -158,7 +159,7 @@ class _Builder:
         return Parts(
             hooks=hooks,
             strategy=self.strategy,
-            shape=shape,
+            shape=self.shape,
             train_model=train_model,
             train_loss=train_loss,
             lr=LearningRate(config.learning_rate),

@@ -10,11 +10,11 @@ from pathlib import Path
 import tensorflow as tf
 
 from ctl_core.anomaly import describe_anomaly
+from ctl_core.batches import describe_shortage
 from ctl_core.checks.returned import bad_weight
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
-from ctl_core.input import describe_shortage
 from ctl_core.metric_values import evaluation
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.state import State
@@ -27,7 +27,7 @@ def last_step(state: State, console: Console) -> int:
     Raises:
         SetupError: epochs are asked for, but the data has no end.
     """
-    config, steps = state.config, state.data.steps_per_epoch
+    config, steps = state.config, state.data.source.steps_per_epoch
     if config.epochs is None:
         assert config.steps is not None
         return config.steps
@@ -181,7 +181,7 @@ def attributed(state: State, step: int) -> Iterator[None]:
         yield
     except tf.errors.OutOfRangeError as error:
         if step == 0:
-            said = describe_shortage(state.data.count_pass(), state.data.shape.batch)
+            said = describe_shortage(state.data.source.count_pass(), state.data.shape.batch)
             raise hooks.create_dataset.reject(said) from error
         raise RunError(
             f"{hooks.create_dataset}: the training data ended after step {step}."

@@ -41,11 +41,11 @@ class InputPosition:
         config, data = self._state.config, self._state.data
         return {
             "batch_size": config.batch_size,
-            "per_replica_batch_size": data.per_replica_batch_size,
+            "per_replica_batch_size": data.source.per_replica_batch_size,
             "last_batch": config.last_batch,
             "overfit_batches": config.overfit_batches,
             "unit": data.unit,
-            "whole": data.shape.shares if data.whole else 0,
+            "whole": data.shape.shares if data.source.whole else 0,
             "folder": os.getcwd(),
         }
 

@@ -61,7 +61,7 @@ def count_stacked_steps(parts: Parts, data: Input) -> int:
 
     That is where gradients are summed over replicas, or batches are not of one dense shape.
     """
-    if not parts.jit_compile or parts.shape.replicas > 1 or data.whole:
+    if not parts.jit_compile or parts.shape.replicas > 1 or data.source.whole:
         return 0
     if parts.shape.batch % parts.shape.accumulate_steps:
         return 0

@@ -173,7 +173,7 @@ class Trainer:
         if state.ended:
             self.last = self.start
         going_on = self.start < self.last
-        extras = bool(state.parts.logged()), state.data.steps_per_epoch
+        extras = bool(state.parts.logged()), state.data.source.steps_per_epoch
         schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, *extras)
         if going_on:
             self._check_step(schedule)

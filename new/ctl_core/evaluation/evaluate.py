@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from ctl_core.ahead import read_ahead
 from ctl_core.autograph import is_default
+from ctl_core.batches import check_dataset, count_rows, widths_vary
 from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import checked_extra, expect
 from ctl_core.chunks import ChunkLength
@@ -28,14 +29,7 @@ from ctl_core.collectives import counting_rows
 from ctl_core.compat import stages, with_called, written_resources
 from ctl_core.errors import RunError
 from ctl_core.hooks import Hook
-from ctl_core.input import (
-    Share,
-    check_dataset,
-    count_rows,
-    first_replica,
-    take_share,
-    widths_vary,
-)
+from ctl_core.input import Share, first_replica, take_share
 from ctl_core.metrics import create_metrics, results, update_if, update_metrics
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.recording import Recording
