@@ -331,7 +331,8 @@ class _Builder:
             )
             ckpt, manager = expect(returned, ("ckpt", "manager"), str(hook))
             check_manager(hook, ckpt, manager)
-        return CheckpointFacade(ckpt), ManagerFacade(manager)
+        facade = CheckpointFacade(ckpt)
+        return facade, ManagerFacade(manager, facade)
 
 
 class TrackableLoss(tf.Module):

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from ctl_core.cluster.divergence import Divergence
-from ctl_core.compat import holding, written_resources
+from ctl_core.compat import holding, max_to_keep, written_resources
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, op_message, reason
 from ctl_core.files import from_here
@@ -93,12 +93,34 @@ class ManagerFacade:
         request: returns the path that the checkpoint will have; set by ``Checkpoints``
     """
 
-    def __init__(self, original: tf.train.CheckpointManager) -> None:
+    def __init__(self, original: tf.train.CheckpointManager, ckpt: CheckpointFacade) -> None:
         self.original = original
         self.request: Callable[[], str] | None = None
+        self._ckpt = ckpt
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)
+    @property
+    def directory(self) -> str:
+        """The folder of the checkpoints."""
+        return self.original.directory  # type: ignore[no-any-return]
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of those that are kept, oldest first."""
+        return self.original.checkpoints  # type: ignore[no-any-return]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest; None if there is none."""
+        return self.original.latest_checkpoint  # type: ignore[no-any-return]
+
+    @property
+    def max_to_keep(self) -> int | None:
+        """How many are kept; None: all."""
+        return max_to_keep(self.original)
+
+    def restore(self, path: str | None = None) -> Any:
+        """Restores a checkpoint, by default the newest, as ``ckpt.restore`` does."""
+        return self._ckpt.restore(path or self.latest_checkpoint or "")
 
     def save(self, *_: Any, **__: Any) -> str:
         """Asks for a checkpoint of this step; returns its path."""
