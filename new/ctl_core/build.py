@@ -33,7 +33,7 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import scratch_graph, written_resources
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
-from ctl_core.evaluation.evaluate import create_evaluation
+from ctl_core.evaluation.evaluate import add_batch, create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.input import Input
 from ctl_core.metrics import create_loss_parts, create_metrics, update_train_metrics
@@ -120,6 +120,10 @@ class _Builder:
             parts = self._add_eval_model(parts)
             with self.recording.during("create_metrics"):
                 evaluation = create_evaluation(parts, self.config)
+                for one in evaluation.sets.values() if evaluation else ():
+                    # Some metrics make their variables when they are first updated.
+                    with self._scratch(one.make().element_spec) as (_, batch), inference():
+                        add_batch(parts, one, batch, None)
             ckpt, manager = self._create_ckpt(parts)
         _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
         self.recording.fix()
@@ -169,14 +173,14 @@ class _Builder:
         )
 
     @contextlib.contextmanager
-    def _scratch(self) -> Iterator[Any]:
+    def _scratch(self, spec: Any = None) -> Iterator[Any]:
         """A graph in which hooks are called without running anything, and a batch for them.
 
         Variables made in it exist outside of it. In a tf.function, random generators could not be
         made on several replicas.
         """
         with scratch_graph("build").as_default() as graph, Alone(self.strategy, 0):
-            yield graph, make_placeholders(self.data.share_spec)
+            yield graph, make_placeholders(self.data.share_spec if spec is None else spec)
 
     def _create_optimizers(self, parts: Parts) -> Parts:
         """Calls ``create_opt``; where that names the model, its variables are there."""
