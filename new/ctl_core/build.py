@@ -114,8 +114,8 @@ class _Builder:
         with self.strategy.scope(), self.recording.during("engine"):
             parts = self._create_models()
             parts = self._create_optimizers(parts)
-            parts, variables, names = self._create_variables(parts)
-            parts = self._add_numerics(parts, variables)
+            parts, names = self._create_variables(parts)
+            parts = self._add_numerics(parts)
             parts = self._add_metrics(parts, names)
             parts = self._add_eval_model(parts)
             with self.recording.during("create_metrics"):
@@ -202,14 +202,15 @@ class _Builder:
         self._own_rate = lr
         return dataclasses.replace(parts, optimizer=optimizer, optimizers=optimizers, lr=rate)
 
-    def _create_variables(self, parts: Parts) -> tuple[Parts, dict[str, list[Any]], list[str]]:
+    def _create_variables(self, parts: Parts) -> tuple[Parts, list[str]]:
         """Runs the forward hooks once on placeholders, so that every variable exists.
 
+        An optimizer has to know the trainable_vars of its objective, also what is frozen now: those
+        that ``grad_pre`` returns once more with no layer frozen.
+
         Returns:
-            The parts with the variables that the forward pass writes; the variables that each
-            objective's optimizer has to know; and the names of the parts of the loss. An optimizer
-            has to know the trainable_vars of its objective, also what is frozen now: those that
-            ``grad_pre`` returns once more with no layer frozen.
+            The parts with the variables that the forward pass writes, and the names of the parts
+            of the loss.
 
         Raises:
             SetupError: an objective has no variables, frozen or not.
@@ -260,9 +261,9 @@ class _Builder:
             and handles & {id(p.handle) for p in self.strategy.experimental_local_results(v)}
         )
         names = [part for one in named for each in one.values() for part in each.parts]
-        return dataclasses.replace(parts, written=written), variables, names
+        return dataclasses.replace(parts, written=written), names
 
-    def _add_numerics(self, parts: Parts, variables: dict[str, list[Any]]) -> Parts:
+    def _add_numerics(self, parts: Parts) -> Parts:
         """Adds the loss scale, the schedule of the learning rate and the average of weights."""
         config = self.config
         computed = {*lower_dtypes(self.recording.layers), config.precision}
@@ -270,7 +271,8 @@ class _Builder:
         if config.ema is not None:
             with unfrozen(self.recording):
                 weights = trainable_variables(parts.train_model)
-            average = WeightAverage(config.ema, weights, self.strategy)
+            with self.recording.during("ema"):
+                average = WeightAverage(config.ema, weights, self.strategy)
         return dataclasses.replace(
             parts,
             loss_scale=LossScale() if "float16" in computed else None,

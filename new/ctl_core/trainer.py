@@ -153,7 +153,7 @@ class Trainer:
             if not state.ended and self.start < self.last:
                 progress.ended = None
                 self._selection.go_on(progress.best)
-        if parts.average and record and not any("/ema" in name for name in record.created):
+        if parts.average and record and not any(name.startswith("ema/") for name in record.created):
             parts.average.begin()
         if record and record.learning_rate != config.learning_rate:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")

@@ -487,7 +487,8 @@ def test_a_loss_that_is_not_finite(train: engine.Train, capsys: pytest.CaptureFi
 
 def test_the_average_of_ema_is_evaluated_and_the_weights_are_trained(train: engine.Train) -> None:
     hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
-    state = train_small(train, hooks, ema=0.8)
+    for steps in (4, 6):
+        state = train_small(train, hooks, steps=steps, ema=0.8)
     assert_trained(state, small.plain(6))
     average = small.create_model().get_weights()
     for step in range(1, 7):
