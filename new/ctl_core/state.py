@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from ctl_core.cluster.sync import Cluster
+from ctl_core.errors import RunError, one_line
 from ctl_core.hooks import Hooks
 from ctl_core.input import Input
 from ctl_core.metric_values import read_metrics
@@ -56,6 +58,28 @@ class Progress:
     def from_json(cls, fields: dict[str, Any]) -> Progress:
         """Returns what a record has."""
         return cls(**{**fields, "done": set(fields["done"]), "noted": Noted(**fields["noted"])})
+
+
+def check_hook_state(values: dict[str, Any], where: str) -> None:
+    """Refuses a ``state`` of hooks that would not come back from a record as it is.
+
+    Args:
+        values: what hooks keep there
+        where: the hook that has just run, for the message
+
+    Raises:
+        RunError: something in it is no number, text, list or dict by text, as JSON has them.
+    """
+    try:
+        same = repr(json.loads(json.dumps(values))) == repr(values)
+    except (TypeError, ValueError, RecursionError):
+        same = False
+    if not same:
+        raise RunError(
+            f"{where}: state holds {one_line(repr(values), 120)}, which would not come back from a "
+            "checkpoint as it is; use numbers, texts, lists, and dicts whose keys are texts: "
+            "float(x), array.tolist()."
+        )
 
 
 @dataclasses.dataclass(repr=False)

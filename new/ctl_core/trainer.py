@@ -51,7 +51,7 @@ from ctl_core.run_state.forking import begun
 from ctl_core.schedule import Schedule
 from ctl_core.selection import Selection, best_step
 from ctl_core.settings import Config
-from ctl_core.state import State
+from ctl_core.state import State, check_hook_state
 from ctl_core.table import OBSERVED
 
 # Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
@@ -274,6 +274,8 @@ class Trainer:
             try:
                 for hook in due:
                     hook(**self._host_values(step), **values)
+                    if "state" in hook.arguments:
+                        check_hook_state(state.hook_state, str(hook))
                     if why := why_ignored(state.parts.optimizers):
                         raise RunError(f"{hook}: {why}.")
             except StopTraining as asked:
