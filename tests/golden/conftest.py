@@ -23,13 +23,7 @@ def pytest_report_header() -> str:
 
 # What the new engine has not reached yet, by the beginnings of the tests' names, and when it will.
 UNREACHED = {
-    "test_files.py::test_predictions_and_exports": "serving",
-    "test_files.py::test_evaluate_leaves": "evaluate",
-    "test_program_extras.py::test_an_export_knows": "serving",
     "test_program_extras.py::test_codes_that": "comparisons before training",
-    "test_behaviours.py::test_variables_made_at_the_first_call": "load",
-    "test_runs.py::test_a_run_goes_on_by_its_name": "evaluate",
-    "test_runs.py::test_a_signal_saves": "load",
 }
 # What is no mistake there: any batch is shared out over any number of devices.
 NO_MISTAKES = ("batches of another size", "devices that do not divide")
