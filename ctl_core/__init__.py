@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ctl_core.trainer import train as train
 
 __version__ = "0.4.0"
+SHARES_EVENLY = True  # a global batch has to have as many examples for each replica
 
 _HOME = {
     "Config": "settings",

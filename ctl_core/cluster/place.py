@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 
+from ctl_core import SHARES_EVENLY
 from ctl_core.cluster.slurm import ALONE, read_slurm
 from ctl_core.cluster.task import PIPE, Place, Task
 from ctl_core.cluster.tf_config import read_tf_config
@@ -89,7 +90,7 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     task = place.task
     if task.processes > 1 and config.run_name is None:
         raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
-    if config.batch_size % task.processes:
+    if SHARES_EVENLY and config.batch_size % task.processes:
         raise SetupError(_uneven(config.batch_size, task.processes))
     return task
 

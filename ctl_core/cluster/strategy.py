@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core import SHARES_EVENLY
 from ctl_core.cluster.place import find_place, is_placed, read_task
 from ctl_core.cluster.rendezvous import meet
 from ctl_core.cluster.task import Task
@@ -61,15 +62,11 @@ def prepare(config: Config) -> Task:
     return task
 
 
-def create_strategy(config: Config, evenly: bool = True) -> tf.distribute.Strategy:
+def create_strategy(config: Config) -> tf.distribute.Strategy:
     """Creates the strategy that the settings ask for.
 
     ``auto`` joins the cluster that place.py finds; without one, it takes all GPUs, or the virtual
     devices, or the one device there is.
-
-    Args:
-        config: the settings
-        evenly: whether all replicas have to have as many examples of a batch
 
     Raises:
         SetupError: the devices asked for are not there, or the batch cannot be shared out evenly.
@@ -77,12 +74,10 @@ def create_strategy(config: Config, evenly: bool = True) -> tf.distribute.Strate
     task = prepare(config)
     if task.processes > 1:
         strategy = _join_cluster(config, task)
-        if evenly:
-            _check_batch_size(config, strategy.num_replicas_in_sync)
+        _check_batch_size(config, strategy.num_replicas_in_sync)
         return strategy
     devices = _devices(config)
-    if evenly:
-        _check_batch_size(config, len(devices))
+    _check_batch_size(config, len(devices))
     if len(devices) == 1 and config.strategy != "mirrored":
         return tf.distribute.OneDeviceStrategy(devices[0])
     # On CPU devices, adding up on one of them is several times faster than TensorFlow's own
@@ -94,6 +89,8 @@ def create_strategy(config: Config, evenly: bool = True) -> tf.distribute.Strate
 
 
 def _check_batch_size(config: Config, replicas: int) -> None:
+    if not SHARES_EVENLY:
+        return
     shares = replicas * config.accumulate_steps
     if config.batch_size % shares:
         micro = f" with accumulate_steps {config.accumulate_steps}"

@@ -11,6 +11,7 @@ from typing import Any
 
 __path__.append(str(Path(__file__).resolve().parents[2] / "ctl_core"))
 __version__ = "0.5.0"
+SHARES_EVENLY = False  # any global batch over any number of replicas
 
 _HOME = {
     "Config": "settings",

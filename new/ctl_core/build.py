@@ -65,7 +65,7 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
         SetupError: a setting or a hook cannot work; the message says which and why.
     """
     keras.utils.set_random_seed(config.seed)
-    strategy = create_strategy(config, evenly=False)
+    strategy = create_strategy(config)
     cluster = Cluster(strategy, run.task)
     cluster.check_settings(config)
     hooks, warnings = load_hooks(callbacks, config)

@@ -4,7 +4,7 @@ A checkpoint of step 300 is, in runs/NAME/ckpt:
 
     ckpt-300.index, .data-*             what ``create_ckpt`` names
     engine/ckpt-300.index, .data-*      every other variable that the hooks have created
-    engine/input-300-0.index, .data-*   process 0's position in the training data
+    engine/input-300.index, .data-*     the position in the training data
     engine/statistics-300-0.index, ...  what each of its replicas has for itself: random generators,
                                         and batch normalisations before their mean
     engine/vocabularies-<hash>.json     what preprocessing layers have learnt, if there are any
@@ -266,7 +266,8 @@ class Checkpoints:
             if chief:  # while its parts are replaced, it must not count
                 (self._engine / f"ckpt-{step}.json").unlink(missing_ok=True)
         with all_write(self._state, step):
-            input_saved = self._position.save(self._own_part("input", step))
+            # All processes read the same global batches, so that one position is that of all.
+            input_saved = not chief or self._position.save(self._engine / f"input-{step}")
             if own := self.statistics.own:
                 own.write(str(self._own_part("statistics", step)))
         record = self._make_record(step, self._cluster.all(input_saved))
@@ -393,7 +394,7 @@ class Checkpoints:
         state = self._state
         state.progress = Progress.from_json(record.progress)
         if with_input:
-            self._position.restore(record, self._own_part("input", step))
+            self._position.restore(record, self._engine / f"input-{step}")
             self._restore_statistics(record)
         if not set_flags(state.recording, record.frozen):
             self._console.warn(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.golden import NAME, ROOT, compare, engine
+from tests.golden import NAME, ROOT, compare, engine, small
 from tests.golden.catalogue import LAST_SAVED, SETTINGS, assert_plain, train_plainly
 
 pytestmark = pytest.mark.cluster
@@ -86,3 +86,31 @@ def test_killed_and_resumed_on_two_processes(trained: Path, name: str) -> None:
     compare.assert_same_checkpoint(
         trained / f"killed-{name}", trained / f"whole-{name}", SETTINGS["steps"]
     )
+
+
+SHUFFLED = """
+
+def create_dataset():
+    examples = tf.data.Dataset.from_tensor_slices(small.data())
+    return examples.shuffle(small.EXAMPLES, seed=3).batch(7)
+"""
+
+
+@pytest.mark.skipif(NAME != "new", reason="a batch has to divide")
+def test_any_batch_goes_on_on_another_number_of_processes(tmp_path: Path) -> None:
+    """40 examples over six replicas of two processes, of the last batch of a pass 20."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + SHUFFLED)
+    flags = ["--batch-size", "40", "--learning-rate", "0.05", "--last-batch", "keep"]
+    one = ["--workers", "1", "--virtual-devices", "1"]
+    six = ["--workers", "2", "--virtual-devices", "3"]
+    starts = [("alone", "8", one), ("fewer", "4", six), ("fewer", "8", one)]
+    starts += [("more", "4", one), ("more", "8", six)]
+    for name, steps, devices in starts:
+        words = ("train", "--run-name", name, "--steps", steps, *flags, *devices)
+        found = engine.command(tmp_path, *words)
+        assert found.returncode == 0, found.stderr
+    expected = compare.read_checkpoint(tmp_path / "runs" / "alone", 8)
+    for name in ("fewer", "more"):
+        assert "reading and dropping" not in (tmp_path / "runs" / name / "train.log").read_text()
+        for key, value in compare.read_checkpoint(tmp_path / "runs" / name, 8).items():
+            np.testing.assert_allclose(value, expected[key], 1e-5, 1e-6, err_msg=key)
