@@ -161,6 +161,16 @@ def test_variables_made_at_the_first_call_are_loaded(train: engine.Train) -> Non
     assert again.metrics == state.metrics
 
 
+def test_the_average_of_ema_is_loaded(train: engine.Train) -> None:
+    hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
+    state = train_small(train, hooks, ema=0.5)
+    inputs, target = small.data()
+    found = ctl_core.load(state.run_dir, callbacks=hooks)(inputs[-37:])
+    error = small.squared_error((found, target[-37:])).numpy().mean()
+    assert state.metrics["loss"] == pytest.approx(error, rel=1e-5)
+    assert not np.allclose(found, state.train_model(inputs[-37:]))
+
+
 class Parts(tf.Module):
     """A tf.Module of Keras layers."""
 

@@ -171,6 +171,45 @@ def test_predictions_and_exports_are_read_without_the_engine(
     assert_close(loaded(inputs[:7]), model(inputs[:7]))
 
 
+WORDS = """
+words = tf.constant([f"w{number % 3}" for number in range(100)])
+look_up = keras.layers.StringLookup(vocabulary=["w0", "w1"])
+
+
+def create_dataset(per_replica_batch_size):
+    pairs = tf.data.Dataset.from_tensor_slices((words, small.data()[1]))
+    return pairs.batch(per_replica_batch_size, drop_remainder=True)
+
+
+def input_pre(batch):
+    tf.debugging.assert_equal(tf.shape(batch[0])[0], tf.shape(batch[1])[0])
+    return look_up(batch[0])
+
+
+def create_model():
+    keys = tf.range(3, dtype=tf.int64)
+    pairs = tf.lookup.KeyValueTensorInitializer(keys, tf.roll(keys, 1, 0))
+    table = tf.lookup.StaticHashTable(pairs, 0)
+    layers = keras.layers.Embedding(3, 2), keras.layers.Dense(1)
+    return lambda numbers: layers[1](layers[0](table.lookup(numbers)))
+"""
+
+
+def test_an_export_holds_tables_of_the_file_and_of_a_function(
+    tmp_path: Path, command: Command
+) -> None:
+    """Clients send what the model depends on: words, without the labels that are checked."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + WORDS)
+    assert command("train", *FLAGS).code == 0
+    outcome = command("export", "--run-name=a")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    words = tf.constant(["w1", "w0", "other"])
+    exported = tf.saved_model.load(str(tmp_path / "runs/a/export/1"))
+    found = exported.serve(words)
+    assert_close(found, ctl_core.load(tmp_path / "runs/a")(words))
+    assert len(np.unique(found)) == 3
+
+
 def test_evaluate_leaves_a_run_as_it_is(run: Path, command: Command) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for words, step in (((), 6), (("--checkpoint=4",), 4)):
