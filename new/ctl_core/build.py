@@ -33,7 +33,7 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import scratch_graph, written_resources
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError
-from ctl_core.evaluation.evaluate import add_batch, create_evaluation
+from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.input import Input
 from ctl_core.metrics import create_loss_parts, create_metrics, update_train_metrics
@@ -120,10 +120,7 @@ class _Builder:
             parts = self._add_eval_model(parts)
             with self.recording.during("create_metrics"):
                 evaluation = create_evaluation(parts, self.config)
-                for one in evaluation.sets.values() if evaluation else ():
-                    # Some metrics make their variables when they are first updated.
-                    with self._scratch(one.make().element_spec) as (_, batch), inference():
-                        add_batch(parts, one, batch, None)
+            self._build_evaluation(parts, evaluation)
             ckpt, manager = self._create_ckpt(parts)
         _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
         self.recording.fix()
@@ -305,7 +302,7 @@ class _Builder:
         return parts
 
     def _add_eval_model(self, parts: Parts) -> Parts:
-        """Calls ``create_eval_model``, and runs it on placeholders, so that its variables exist."""
+        """Calls ``create_eval_model``."""
         hook, after = self.hooks.create_eval_model, self.hooks.update_post
         if hook is None:
             if after is not None and "eval_model" in after.arguments:
@@ -316,10 +313,21 @@ class _Builder:
         with self.recording.during("create_eval_model"):
             made = create_callable(hook, "eval_model", train_model=parts.train_model)
             self.recording.add_model("create_eval_model", made)
-            parts = dataclasses.replace(parts, eval_model=made)
-            with self._scratch() as (_, batch), inference():
-                run_model(parts, Moment(), batch, training=False)
-        return parts
+            return dataclasses.replace(parts, eval_model=made)
+
+    def _build_evaluation(self, parts: Parts, evaluation: Evaluation | None) -> None:
+        """Evaluates placeholders, so that every variable of eval_model and metrics exists."""
+        sets = list(evaluation.sets.values()) if evaluation else []
+        specs = [one.make().element_spec for one in sets]
+        if self.hooks.create_eval_model is not None:
+            for spec in specs or [self.data.share_spec]:
+                hook, graph = self.recording.during("create_eval_model"), self._scratch(spec)
+                with hook, inference(), graph as (_, batch):
+                    run_model(parts, Moment(), batch, training=False)
+        for one, spec in zip(sets, specs, strict=True):
+            hook, graph = self.recording.during("create_metrics"), self._scratch(spec)
+            with hook, inference(), graph as (_, batch):
+                add_batch(parts, one, batch, None)
 
     def _create_ckpt(self, parts: Parts) -> tuple[Any, Any]:
         """Calls ``create_ckpt``; returns what hooks are given of it."""
