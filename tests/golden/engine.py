@@ -17,13 +17,13 @@ import tensorflow as tf
 import ctl_core
 from tests.golden import FOLDER, ROOT
 
-DEVICES = 4
+DEVICES = 5
 # What a process of the engine has to find: the engine, then these tests.
 PYTHONPATH = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(FOLDER), str(ROOT)])
 
 
 def start_devices() -> None:
-    """Splits the CPU into four devices, as on four GPUs, before TensorFlow starts."""
+    """Splits the CPU into five devices, as on five GPUs, before TensorFlow starts."""
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * DEVICES,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.golden import engine, small
+from tests.golden import NAME, engine, small
 
+NEW = pytest.mark.skipif(NAME != "new", reason="the old engine shares out what divides")
 EXAMPLES, BATCH = 45, 8
 
 
@@ -36,8 +37,17 @@ def read_hooks() -> SimpleNamespace:
             {"steps": None, "epochs": 2, "last_batch": "keep"}, 1, 6, marks=pytest.mark.slow
         ),
         pytest.param({"steps": 14, "last_batch": "keep"}, 2, 6, marks=pytest.mark.slow),
+        pytest.param({"steps": 12}, 3, 5, marks=NEW),
+        pytest.param({"steps": 14, "last_batch": "keep"}, 3, 6, marks=NEW),
     ],
-    ids=["dropped", "kept", "epochs", "kept on two devices"],
+    ids=[
+        "dropped",
+        "kept",
+        "epochs",
+        "kept on two devices",
+        "dropped on three devices",
+        "kept on three devices",
+    ],
 )
 def test_resumed_after_every_step_of_two_passes(
     train: engine.Train, last_batch: dict[str, Any], devices: int, length: int
