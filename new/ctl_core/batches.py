@@ -55,6 +55,19 @@ class BatchShape:
         most = max(1, self.batch // self.shares)
         return next(size for size in range(most, 0, -1) if self.batch % size == 0)
 
+    def count_rows_of(self, replica: Any, examples: Any) -> tuple[Any, Any]:
+        """Returns how many rows of a global batch a replica has in all of its micro-batches.
+
+        Returns:
+            The rows, and whether there are any; None, both, where all replicas have as many.
+        """
+        if isinstance(examples, int) and examples % self.shares == 0:
+            return None, None
+        size, more = examples // self.shares, examples % self.shares
+        with_more = tf.maximum(more - replica + self.replicas - 1, 0) // self.replicas
+        rows = self.accumulate_steps * size + with_more
+        return rows, rows > 0
+
 
 class BatchSource:
     """Makes the training data, each time as they are before anything was read from them.
@@ -287,6 +300,22 @@ def count_rows(batch: Any) -> tf.Tensor:
         if part.shape.rank != 0:
             return tf.shape(part)[0]
     raise AssertionError("single examples are refused")
+
+
+def cut_unless(present: Any, values: Any) -> Any:
+    """Returns what a replica has for hooks, without a row if those are of a stand-in."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tf.SparseTensor):
+            rows = tf.where(present, value.dense_shape[:1], 0)
+            size = tf.concat([rows, value.dense_shape[1:]], 0)
+            return tf.sparse.slice(value, tf.zeros_like(size), size)
+        if not tf.is_tensor(value) or not value.shape.rank:
+            return value
+        rows = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
+        return value[: tf.where(present, rows, 0)]
+
+    return tf.nest.map_structure(cut, values)
 
 
 def _fix_rows(batch: Any, rows: int) -> Any:

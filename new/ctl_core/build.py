@@ -16,7 +16,12 @@ import keras
 import tensorflow as tf
 
 from ctl_core.batches import BatchShape, BatchSource, make_placeholders
-from ctl_core.checkpoint import CheckpointFacade, ManagerFacade, read_first_batch_size
+from ctl_core.checkpoint import (
+    CheckpointFacade,
+    ManagerFacade,
+    is_summed,
+    read_first_batch_size,
+)
 from ctl_core.checks.created import (
     check_groups,
     check_loss,
@@ -38,10 +43,11 @@ from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.input import Input
 from ctl_core.metrics import create_loss_parts, create_metrics, update_train_metrics
 from ctl_core.model.freezing import unfrozen
-from ctl_core.model.parts import Moment, Parts
+from ctl_core.model.parts import Moment, Parts, Written
 from ctl_core.model.recording import Recording
 from ctl_core.model.variables import trainable_variables
 from ctl_core.numerics.averaging import WeightAverage
+from ctl_core.numerics.batch_norm import moving_statistics
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes
@@ -251,8 +257,14 @@ class _Builder:
                     build(variables[name])
         handles = {id(handle) for handle in written_resources(graph)}
         generators = set(map(id, self.recording.generators))
+        moved = {
+            id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
+            for layer in self.recording.layers
+            if not getattr(layer, "synchronized", True)
+            for statistic in moving_statistics([layer])
+        }
         written = tuple(
-            v
+            Written(v, moved.get(id(v)), id(v) in moved or is_summed(v))
             for v in self.recording.variables.values()
             if id(v) not in generators
             and handles & {id(p.handle) for p in self.strategy.experimental_local_results(v)}

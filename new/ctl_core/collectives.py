@@ -73,23 +73,35 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
 
 
 @contextlib.contextmanager
-def counting_rows(rows: Any, present: tf.Tensor | None) -> Iterator[None]:
+def counting_rows(
+    rows: Any, present: tf.Tensor | None, together: tf.Tensor | None = None
+) -> Iterator[None]:
     """Within, on one replica: what is exchanged counts by the rows that the replica has.
+
+    Where no replica has any, all stand-ins count alike: that is no mean of nothing.
 
     Args:
         rows: how many that are, where replicas differ; None: all have as many
         present: whether there are any; None: that is sure
+        together: how many all replicas have; None: some, that is sure
     """
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1 or rows is None:
         yield
         return
     reduce, gather = context.all_reduce, context.all_gather
+    if present is not None and together is not None:
+        present, rows = present | (together == 0), tf.where(together == 0, 1, rows)
+
+    def mask(part: Any) -> Any:
+        if isinstance(part, tf.IndexedSlices):
+            return tf.IndexedSlices(mask(part.values), part.indices, part.dense_shape)
+        return tf.where(present, part, tf.zeros_like(part))
 
     def masked_reduce(op: Any, value: Any, options: Any = None) -> Any:
         if present is None:
             return reduce(op, value, options)
-        counted = tf.nest.map_structure(lambda part: part * tf.cast(present, part.dtype), value)
+        counted = tf.nest.map_structure(mask, value)
         total = reduce(tf.distribute.ReduceOp.SUM, counted, options)
         if op in (tf.distribute.ReduceOp.SUM, "SUM"):
             return total
@@ -100,12 +112,17 @@ def counting_rows(rows: Any, present: tf.Tensor | None) -> Iterator[None]:
         if present is None:
             return gather(value, axis, options)
 
-        def cut(part: Any) -> Any:
-            sizes = tf.shape(part)
-            kept = tf.one_hot(axis, part.shape.rank, on_value=False, off_value=True, dtype=tf.bool)
-            return tf.slice(part, tf.zeros_like(sizes), tf.where(present | kept, sizes, 0))
+        # Stand-ins, which are the last ones, are there for each other alone: their own code may
+        # look for itself behind the rows of the replicas before it.
+        def cut(part: Any, gathered: Any) -> Any:
+            sizes, along = tf.shape(gathered), axis % part.shape.rank
+            own = tf.where(present, tf.shape(part, tf.int64)[along], 0)
+            all_rows = tf.cast(reduce(tf.distribute.ReduceOp.SUM, own), tf.int32)
+            is_cut = present & (tf.range(part.shape.rank) == along)
+            found = tf.slice(gathered, tf.zeros_like(sizes), tf.where(is_cut, all_rows, sizes))
+            return tf.ensure_shape(found, [*part.shape[:along], None, *part.shape[along + 1 :]])
 
-        return gather(tf.nest.map_structure(cut, value), axis, options)
+        return tf.nest.map_structure(cut, value, gather(value, axis, options))
 
     context.all_reduce, context.all_gather, context.ctl_rows = masked_reduce, masked_gather, rows
     try:

@@ -30,11 +30,13 @@ class Share:
         batch: its rows; a first row as a stand-in, which counts nowhere, where it has none
         rows: how many it has, an int32 scalar; None where all shares have as many
         present: whether it has any, a scalar bool; None where that is sure
+        together: how many all replicas have of the micro-batch, an int32 scalar; None as ``rows``
     """
 
     batch: Any
     rows: tf.Tensor | None = None
     present: tf.Tensor | None = None
+    together: tf.Tensor | None = None
 
 
 class Input:
@@ -102,14 +104,14 @@ class Input:
         def deal_rows(micro_batch: Any) -> Any:
             numbers = [micro_batch * replicas + first + replica for replica in range(local)]
             return self._distribute(
-                [take_share(batch, examples, i, self.shape.shares) for i in numbers]
+                [take_share(batch, examples, i, self.shape.shares, replicas) for i in numbers]
             )
 
         return deal_rows, examples
 
     def _distribute(self, shares: list[Share]) -> tuple[Any, ...]:
         """Returns the fields of a ``Share``, each with a value for each replica of this process."""
-        fields = zip(*((share.batch, share.rows, share.present) for share in shares), strict=True)
+        fields = zip(*map(fields_of, shares), strict=True)
         return tuple(
             None if one[0] is None else distribute(self.strategy, [*one]) for one in fields
         )
@@ -145,7 +147,12 @@ class Input:
             _skip_rows(self.iterator, tf.constant(examples, tf.int64))
 
 
-def take_share(batch: Any, examples: Any, index: Any, shares: int) -> Share:
+def fields_of(share: Share) -> tuple[Any, ...]:
+    """Returns the values of a share's fields, in their order."""
+    return tuple(getattr(share, field.name) for field in dataclasses.fields(Share))
+
+
+def take_share(batch: Any, examples: Any, index: Any, shares: int, replicas: int) -> Share:
     """Returns the rows of one of many shares of a global batch.
 
     Args:
@@ -153,7 +160,10 @@ def take_share(batch: Any, examples: Any, index: Any, shares: int) -> Share:
         examples: how many there are; an int where that is fixed, otherwise an int32 tensor
         index: of the share, an int or an int32 tensor
         shares: how many there are
+        replicas: to how many of them a micro-batch belongs
     """
+    if shares == 1:
+        return Share(batch)
     even = isinstance(examples, int) and examples % shares == 0
     size, more = examples // shares, examples % shares
     first = index * size  # those with a row more come first, those without any last
@@ -161,13 +171,17 @@ def take_share(batch: Any, examples: Any, index: Any, shares: int) -> Share:
         first = first + tf.minimum(index, more)
         size = size + tf.cast(index < more, tf.int32)
     sure = isinstance(examples, int) and examples >= shares
-    rows = None if even else tf.convert_to_tensor(size)
+    rows = together = None
+    if not even:
+        rows = tf.convert_to_tensor(size)
+        before = index - index % replicas  # shares of earlier micro-batches
+        together = examples // shares * replicas + tf.clip_by_value(more - before, 0, replicas)
     present = None if sure else tf.convert_to_tensor(size > 0)
     if not sure:  # a stand-in
         size = tf.maximum(size, 1)
         first = tf.minimum(first, examples - size)
     part = tf.nest.map_structure(lambda tensor: _take_rows(tensor, first, size), batch)
-    return Share(part, rows, present)
+    return Share(part, rows, present, together)
 
 
 def _take_rows(tensor: Any, first: Any, size: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from ctl_core.batches import cut_unless
 from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import (
     check_update,
@@ -26,7 +27,7 @@ from ctl_core.checks.returned import (
     not_negative,
     something,
 )
-from ctl_core.collectives import counting_rows
+from ctl_core.collectives import counting_rows, replica_id
 from ctl_core.compat import gradients_are_summed, optimizers_refused, summaries_of_first_replica
 from ctl_core.compiled import compiled
 from ctl_core.console import warn
@@ -42,6 +43,8 @@ from ctl_core.numerics.precision import all_finite, to_float32
 from ctl_core.numerics.reduction import divide, for_optimizer, sum_over_replicas
 from ctl_core.training_mode import call, call_model
 
+PIECES = ("output", "batch")  # what hooks are given of each replica
+
 
 class Batches(Protocol):
     """What a step draws its global batch from: the input, or a stack of batches drawn before."""
@@ -55,7 +58,7 @@ class Objective:
     """What one micro-batch contributes to one objective.
 
     Attributes:
-        value: sum(loss_per_batch) / examples + extra_loss / (N A), a scalar; with a weight w of the
+        value: (sum(loss_per_batch) + rows extra_loss) / examples, a scalar; with a weight w of the
             batch (sum(loss_per_batch) + w extra_loss) / B, still to be divided by sum(w) / B
         variables: that are trained, those of frozen layers left out
         parts: of the loss, by name
@@ -170,6 +173,7 @@ def compute_objectives(
     moment: Moment,
     batch: Any,
     examples: Any,
+    rows: tf.Tensor | None = None,
     present: tf.Tensor | None = None,
 ) -> tuple[dict[str, Objective], dict[str, Any]]:
     """Runs the model and the loss on a replica's batch, and ``grad_pre`` on what they give.
@@ -179,7 +183,7 @@ def compute_objectives(
         moment: of the step
         batch: the rows of this replica
         examples: how many examples the global batch has
-        present: whether the replica has any rows, see ``input.Share``
+        rows, present: how many rows the replica has, and whether it has any, see ``input.Share``
 
     Returns:
         The objectives by name; and what they were made of: output, batch, loss and weight.
@@ -197,7 +201,9 @@ def compute_objectives(
         total = keep_if(present, sum_loss(parts, loss_per_batch, batch))
         extra = checked_extra(hooks.create_model, parts.train_model, extra_loss, total.dtype, where)
         if weight is None:
-            value = total / tf.cast(examples, total.dtype) + extra / parts.shape.shares
+            value = total / tf.cast(examples, total.dtype) + keep_if(
+                present, extra * _part_of_batch(parts, rows, examples, total.dtype)
+            )
         else:
             value = (total + tf.cast(weight, total.dtype) * extra) / parts.shape.batch
         is_scalar = tf.convert_to_tensor(loss_per_batch).shape.rank == 0
@@ -205,8 +211,15 @@ def compute_objectives(
     return found, {"output": output, "batch": batch, "loss": loss, "weight": weight}
 
 
+def _part_of_batch(parts: Parts, rows: tf.Tensor | None, examples: Any, dtype: Any) -> Any:
+    """Returns which part of the global batch a share is."""
+    if rows is None:
+        return 1 / parts.shape.shares
+    return tf.cast(rows, dtype) / tf.cast(examples, dtype)
+
+
 def forward_backward(
-    parts: Parts, moment: Moment, examples: Any, kept: frozenset[str], share: tuple[Any, Any, Any]
+    parts: Parts, moment: Moment, examples: Any, kept: frozenset[str], share: tuple[Any, ...]
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Differentiates the share of one replica in a micro-batch; nothing is summed or updated yet.
 
@@ -222,11 +235,11 @@ def forward_backward(
         ``weight``, what the batch weighs divided by B. With a loss scale the gradients are those of
         the scaled objectives. And by objective the variables that have a gradient.
     """
-    batch, rows, present = share
+    batch, rows, present, together = share
     scale = parts.loss_scale
-    with counting_rows(rows, present), _writing_if(present, parts.written):
+    with counting_rows(rows, present, together), _writing_by_rows(parts, rows, together):
         with tf.GradientTape(persistent=len(parts.optimizers) > 1) as tape:
-            objectives, made = compute_objectives(parts, moment, batch, examples, present)
+            objectives, made = compute_objectives(parts, moment, batch, examples, rows, present)
             scaled = {
                 name: one.value if scale is None else scale.multiply(one.value)
                 for name, one in objectives.items()
@@ -252,15 +265,49 @@ def forward_backward(
 
 
 @contextmanager
-def _writing_if(present: tf.Tensor | None, variables: tuple[tf.Variable, ...]) -> Iterator[None]:
-    """Puts back what a stand-in has written to variables, such as moving statistics."""
-    if present is None:
+def _writing_by_rows(parts: Parts, rows: Any, together: Any) -> Iterator[None]:
+    """Lets what is written to variables count by the rows of the replica; a stand-in's does not.
+
+    Moving statistics of each replica's own batch are averaged over the replicas: with r of R rows
+    on one of N replicas, they move N r / R times as far, so that each example has the same part.
+    """
+    if rows is None:
         yield
         return
-    before = [variable.read_value() for variable in variables]
+    before = [one.variable.read_value() for one in parts.written]
     yield
-    for variable, value in zip(variables, before, strict=True):
-        variable.assign(tf.where(present, variable.read_value(), value))
+    ratio = tf.math.divide_no_nan(
+        tf.cast(parts.shape.replicas * rows, tf.float32), tf.cast(together, tf.float32)
+    )
+    for one, value in zip(parts.written, before, strict=True):
+        after = one.variable.read_value()
+        if one.furthest is not None:
+            length = tf.cast(tf.minimum(ratio, one.furthest), after.dtype)
+            after = tf.where(ratio == 1.0, after, value + length * (after - value))
+        one.variable.assign(tf.where(rows > 0, after, value))
+
+
+def settle_stand_in(parts: Parts, contributed: dict[str, Any], present: tf.Tensor) -> Any:
+    """Gives a replica without rows what the first one has written, and no rows of a stand-in.
+
+    The first one has rows, if any has. What is written from what replicas exchange is the same on
+    all of them that have some.
+    """
+    context = tf.distribute.get_replica_context()
+    written = [
+        one.variable
+        for one in parts.written
+        if not one.is_own and (one.variable.dtype.is_floating or one.variable.dtype.is_integer)
+    ]
+    if written and parts.shape.replicas > 1:
+        is_first = tf.equal(context.replica_id_in_sync_group, 0)
+        values = [variable.read_value() for variable in written]
+        masked = [tf.where(is_first, value, tf.zeros_like(value)) for value in values]
+        firsts = context.all_reduce(tf.distribute.ReduceOp.SUM, masked)
+        for variable, value, first in zip(written, values, firsts, strict=True):
+            variable.assign(tf.where(present, value, first))
+    cut = {name: cut_unless(present, contributed[name]) for name in contributed if name in PIECES}
+    return {**contributed, **cut}
 
 
 def _existing(
@@ -285,6 +332,7 @@ def apply_update(
     moment: Moment,
     contributed: dict[str, Any],
     trained: dict[str, list[Any]],
+    examples: Any,
     asks_for_loss: bool,
 ) -> dict[str, Any]:
     """Makes one update of what this replica contributes: sum, ``update_pre``, optimizer.
@@ -298,6 +346,7 @@ def apply_update(
         moment: of the step
         contributed: what ``forward_backward`` returned, or the sum of several
         trained: by objective, the variables of the gradients
+        examples: how many the global batch has
         asks_for_loss: whether a host hook does
 
     Returns:
@@ -307,6 +356,7 @@ def apply_update(
     """
     hook = parts.hooks.update_pre
     summed = sum_contributions(parts, contributed, asks_for_loss or "loss" in hook.arguments)
+    counts = parts.shape.count_rows_of(replica_id(), examples)
     updates: dict[str, list[Any]] = {}
     displays: dict[str, Any] = {}
     for name, gradients in summed["gradients"].items():
@@ -315,7 +365,7 @@ def apply_update(
             continue
         values = {**contributed, "gradients": gradients, **parts.values(moment)}
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
-        with gradients_are_summed():
+        with gradients_are_summed(), counting_rows(*counts):
             result = hook.in_graph(**values)
         names = ("update_gradients", "display_gradients")
         update, displays[name] = expect(result, names, str(hook))
@@ -430,14 +480,21 @@ def make_update(
 
     def update(contributed: dict[str, Any]) -> dict[str, Any]:
         with found_nans() as nans:
-            found = apply_update(parts, moment, contributed, trained, "loss" in fetches)
+            found = apply_update(parts, moment, contributed, trained, examples, "loss" in fetches)
         if parts.notes_losses:  # with a loss scale, an update of NaN gradients is skipped
             found["noted"] = [seen(contributed["loss"], [] if scale else nans)]
         return found
 
+    def contribute_all(index: Any) -> Any:
+        share = deal(index)
+        contributed, present = on_replicas(run, share), share[2]
+        if present is None:
+            return contributed
+        return on_replicas(lambda *args: settle_stand_in(parts, *args), contributed, present)
+
     if parts.shape.accumulate_steps == 1:
         run = compiled(contribute) if parts.jit_compile else contribute
-        contributed = on_replicas(run, deal(0))
+        contributed = contribute_all(0)
         pieces = {name: [contributed[name]] for name in kept}
         found = on_replicas(update, contributed)
     else:
@@ -445,7 +502,7 @@ def make_update(
         contributed, pieces = accumulate(
             strategy,
             parts.shape.accumulate_steps,
-            lambda index: on_replicas(run, deal(index)),
+            contribute_all,
             joined_for={name: str(update_pre) for name in kept & {*update_pre.arguments}},
         )
         found = on_replicas(update, contributed)

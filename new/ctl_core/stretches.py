@@ -48,10 +48,10 @@ class _Drawn:
         made for each.
         """
 
-        def deal(micro_batch: Any) -> tuple[Any, None, None]:
+        def deal(micro_batch: Any) -> tuple[Any, None, None, None]:
             position = self.index * self.accumulate_steps + micro_batch
             batch = tf.nest.map_structure(lambda part: tf.gather(part, position), self.stacked)
-            return batch, None, None
+            return batch, None, None, None
 
         return deal, self.examples
 

@@ -283,10 +283,8 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
             add_batch(parts, one, batch, present)
 
     def share_of(batch: Any, replica: int) -> Share:
-        if replicas == 1:
-            return Share(batch)
-        if by_rows:
-            return take_share(batch, count_rows(batch), replica, replicas)
+        if by_rows or replicas == 1:
+            return take_share(batch, count_rows(batch), replica, replicas, replicas)
         return Share(batch, tf.constant(int(replica == 0)), tf.constant(replica == 0))
 
     def take_step(optional: Any) -> tf.Tensor:

@@ -31,6 +31,22 @@ class Moment:
 
 
 @dataclasses.dataclass(frozen=True)
+class Written:
+    """A variable that the forward pass writes.
+
+    Attributes:
+        variable: the variable
+        furthest: of a moving statistic of each replica's own batch, how many times as far as usual
+            it moves at most, which is to the statistics of the batch; otherwise None
+        is_own: whether each replica keeps its own value: a moving statistic, or what is summed up
+    """
+
+    variable: tf.Variable
+    furthest: float | None
+    is_own: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Parts:
     """What a step is made of.
 
@@ -49,7 +65,7 @@ class Parts:
         rate_schedule: what assigns ``lr`` at each step, or None
         train_metrics, loss_parts: Keras metrics by name
         average: the moving average of the weights, or None
-        written: the variables that the forward pass writes
+        written: what the forward pass writes
     """
 
     hooks: Hooks
@@ -70,7 +86,7 @@ class Parts:
     train_metrics: Mapping[str, keras.Metric] = dataclasses.field(default_factory=dict)
     loss_parts: Mapping[str, keras.Metric] = dataclasses.field(default_factory=dict)
     average: WeightAverage | None = None
-    written: tuple[tf.Variable, ...] = ()
+    written: tuple[Written, ...] = ()
 
     def model_for(self, training: bool) -> tuple[Hook, str, Model]:
         """Returns the model that is run, and, for messages, the hook that made it and its name."""
