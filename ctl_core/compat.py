@@ -250,6 +250,19 @@ def global_seed_generator_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def drawing_from(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
+    """Within, ``keras.random`` draws without a seed from a generator, in a replica's thread, too.
+
+    Keras keeps one for each thread.
+    """
+    from keras.src.backend.common import global_state
+
+    with global_seed_generator_kept():
+        global_state.set_global_attribute("global_seed_generator", generator)
+        yield
+
+
+@contextlib.contextmanager
 def seed_of_ops_kept() -> Iterator[None]:
     """Around ``tf.random.set_seed``: afterwards eager random ops go on as they would have.
 

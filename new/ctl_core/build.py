@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.autograph import is_default
 from ctl_core.batches import BatchShape, BatchSource, make_placeholders
 from ctl_core.checkpoint import (
     CheckpointFacade,
@@ -56,7 +57,7 @@ from ctl_core.run_folder import Run
 from ctl_core.run_state.folder import repair_list
 from ctl_core.settings import Config
 from ctl_core.state import State
-from ctl_core.step import compute_objectives, run_model
+from ctl_core.step import change_gradients, compute_objectives, forward_backward, run_model
 from ctl_core.stretches import count_stacked_steps
 from ctl_core.training_mode import inference
 from ctl_core.units import count_batches
@@ -121,6 +122,7 @@ class _Builder:
             parts = self._create_models()
             parts = self._create_optimizers(parts)
             parts, names = self._create_variables(parts)
+            self._trace_update(parts)
             parts = self._add_numerics(parts)
             parts = self._add_metrics(parts, names)
             parts = self._add_eval_model(parts)
@@ -229,13 +231,7 @@ class _Builder:
                     if len(parts.optimizers) == 1:
                         free = trainable_variables(parts.train_model)
         self.recording.add_model("create_model", parts.train_model)
-        local = self.strategy.experimental_local_results
-        known = {id(part) for v in self.recording.variables.values() for part in local(v)}
-        for variable in captured_variables(
-            graph
-        ):  # what hooks use and others have made, as at import
-            if id(variable) not in known:
-                self.recording.add(variable, "elsewhere")
+        self._record_captured(graph)
         variables: dict[str, list[Any]] = {}
         for name in parts.optimizers:
             several = [*(one[name].variables for one in named if name in one), free]
@@ -271,6 +267,27 @@ class _Builder:
         )
         names = [part for one in named for each in one.values() for part in each.parts]
         return dataclasses.replace(parts, written=written), names
+
+    def _record_captured(self, graph: Any) -> None:
+        """Records the variables that hooks use and others have made, as at import."""
+        local = self.strategy.experimental_local_results
+        known = {id(part) for v in self.recording.variables.values() for part in local(v)}
+        for variable in captured_variables(graph, self.strategy):
+            if id(variable) not in known:
+                self.recording.add(variable, "elsewhere")
+
+    def _trace_update(self, parts: Parts) -> None:
+        """Runs an ``update_pre`` of the user's on placeholders, so that its variables exist."""
+        hook = self.hooks.update_pre
+        if is_default(hook.function):
+            return
+        kept = frozenset({"output", "batch"} & {*hook.arguments})
+        with self.recording.during("update_pre"), self._scratch() as (graph, batch):
+            for moment in parts.moments():
+                share = (batch, None, None, None)
+                made, trained = forward_backward(parts, moment, 1, kept, share)
+                change_gradients(parts, moment, made, made, trained)
+        self._record_captured(graph)
 
     def _add_numerics(self, parts: Parts) -> Parts:
         """Adds the loss scale, the schedule of the learning rate and the average of weights."""
@@ -373,12 +390,13 @@ class TrackableLoss(tf.Module):
         return self._function()(loss_input)
 
 
-def captured_variables(graph: Any) -> list[tf.Variable]:
+def captured_variables(graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
     """Returns the variables that a graph uses and that are outside of it, in their order.
 
     ``_watched_variables``: a FuncGraph that is no tf.function's has no public list of them.
     """
-    watched = {id(variable.handle): variable for variable in graph._watched_variables}
+    local = strategy.experimental_local_results
+    watched = {id(part.handle): part for v in graph._watched_variables for part in local(v)}
     return [watched[id(outer)] for outer, _ in graph.captures if id(outer) in watched]
 
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from ctl_core.cluster.divergence import Divergence
-from ctl_core.compat import holding, max_to_keep, written_resources
+from ctl_core.compat import graphs_called, holding, max_to_keep, written_resources
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, op_message, reason
 from ctl_core.files import from_here
@@ -54,6 +54,7 @@ from ctl_core.selection import best_step
 from ctl_core.sources import NOT_BEGUN
 from ctl_core.state import Progress, State
 
+_WRITING_TABLES = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
 ADAPTED = ("StringLookup", "IntegerLookup", "Discretization", "Normalization")
 
 
@@ -199,12 +200,18 @@ class Checkpoints:
         for handle in written_resources(graph):
             if id(handle) in handles or handle is getattr(iterator, "_iterator_resource", None):
                 continue
-            what = names.get(id(handle))
-            if what is None and not _is_table(handle):
+            if (what := names.get(id(handle))) is None:
                 continue
             raise SetupError(
-                f"the step writes {what or 'a table'}, which no hook has created, so that no "
-                "checkpoint would hold it; make it in create_model, or return it from create_ckpt."
+                f"the step writes {what}, which no hook has created, so that no checkpoint would "
+                "hold it; make it in create_model, or return it from create_ckpt."
+            )
+        named = tf.train.TrackableView(self._ckpt).descendants()
+        tables = {id(getattr(part, "resource_handle", None)) for part in named}
+        if any(id(table) not in tables for table in find_written_tables(graph)):
+            raise SetupError(
+                "the step writes a lookup table, which no checkpoint would hold; return it from "
+                "create_ckpt."
             )
 
     def _request(self) -> str:
@@ -535,9 +542,22 @@ def is_summed(variable: Any) -> bool:
     )
 
 
-def _is_table(handle: Any) -> bool:
-    """Returns whether a handle is that of a lookup table, by the op that made it."""
-    return "table" in str(getattr(handle, "name", "")).lower()
+def find_written_tables(graph: Any) -> list[Any]:
+    """Returns the handles of the lookup tables, made outside of a graph, that it writes."""
+
+    def find(graph: Any) -> set[str]:
+        written = set()
+        for op in graph.get_operations():
+            if op.type in _WRITING_TABLES:
+                written.add(op.inputs[0].name)
+            for called in graphs_called(op):
+                inside, inputs = find(called), op.inputs[len(op.inputs) - len(called.inputs) :]
+                pairs = zip(inputs, called.inputs, strict=True)
+                written |= {outer.name for outer, inner in pairs if inner.name in inside}
+        return written
+
+    written = find(graph)
+    return [outer for outer, inner in graph.captures if inner.name in written]
 
 
 class _Writer:

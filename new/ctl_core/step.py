@@ -28,7 +28,13 @@ from ctl_core.checks.returned import (
     something,
 )
 from ctl_core.collectives import counting_rows, replica_id
-from ctl_core.compat import gradients_are_summed, optimizers_refused, summaries_of_first_replica
+from ctl_core.compat import (
+    drawing_from,
+    global_seed_generator,
+    gradients_are_summed,
+    optimizers_refused,
+    summaries_of_first_replica,
+)
 from ctl_core.compiled import compiled
 from ctl_core.console import warn
 from ctl_core.errors import CtlError, HookFailed
@@ -354,9 +360,27 @@ def apply_update(
         ``display_gradients``, each by objective; ``weights``; with a loss scale also ``finite``, a
         scalar bool that is the same on every replica.
     """
-    hook = parts.hooks.update_pre
-    summed = sum_contributions(parts, contributed, asks_for_loss or "loss" in hook.arguments)
+    asks_for_loss = asks_for_loss or "loss" in parts.hooks.update_pre.arguments
+    summed = sum_contributions(parts, contributed, asks_for_loss)
     counts = parts.shape.count_rows_of(replica_id(), examples)
+    with counting_rows(*counts):
+        updates, displays = change_gradients(parts, moment, contributed, summed, trained)
+    found = {**summed, "update_gradients": updates, "display_gradients": displays}
+    if parts.loss_scale is not None:
+        return {**found, "finite": all_finite(summed["gradients"])}
+    apply_gradients(parts, updates, trained)
+    return found
+
+
+def change_gradients(
+    parts: Parts,
+    moment: Moment,
+    contributed: dict[str, Any],
+    summed: dict[str, Any],
+    trained: dict[str, list[Any]],
+) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """Calls ``update_pre`` for each objective; returns what is applied and what is shown."""
+    hook = parts.hooks.update_pre
     updates: dict[str, list[Any]] = {}
     displays: dict[str, Any] = {}
     for name, gradients in summed["gradients"].items():
@@ -365,17 +389,13 @@ def apply_update(
             continue
         values = {**contributed, "gradients": gradients, **parts.values(moment)}
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
-        with gradients_are_summed(), counting_rows(*counts):
+        with gradients_are_summed():
             result = hook.in_graph(**values)
         names = ("update_gradients", "display_gradients")
         update, displays[name] = expect(result, names, str(hook))
         check_update(update, trained[name], str(hook))
         updates[name] = list(update)
-    found = {**summed, "update_gradients": updates, "display_gradients": displays}
-    if parts.loss_scale is not None:
-        return {**found, "finite": all_finite(summed["gradients"])}
-    apply_gradients(parts, updates, trained)
-    return found
+    return updates, displays
 
 
 def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool) -> dict[str, Any]:
@@ -460,10 +480,11 @@ def make_update(
     update_pre, scale, strategy = parts.hooks.update_pre, parts.loss_scale, parts.strategy
     kept = frozenset({"output", "batch"} & {*fetches, *update_pre.arguments})
     trained: dict[str, list[Any]] = {}
+    generator = global_seed_generator()  # which replicas are traced without, each in a thread
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
         def on_replica(*args: Any) -> Any:
-            with summaries_of_first_replica(moment.step):
+            with drawing_from(generator), summaries_of_first_replica(moment.step):
                 return function(*args)
 
         with tf.name_scope(""):  # a summary's name begins with it; a loop's would be part of that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def test_global_seed_generator() -> None:
         keras.utils.set_random_seed(1)
         assert compat.global_seed_generator() is None
     assert compat.global_seed_generator() is made
+    found: list[Any] = []
+
+    def draw_in_thread() -> None:
+        found.append(compat.global_seed_generator())
+        with compat.drawing_from(made):
+            found.append(compat.global_seed_generator())
+        found.append(compat.global_seed_generator())
+
+    thread = threading.Thread(target=draw_in_thread)
+    thread.start()
+    thread.join()
+    assert found == [None, made, None]
 
 
 def test_is_deterministic() -> None:

@@ -26,7 +26,13 @@ from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.collectives import counting_rows
-from ctl_core.compat import stages, with_called, written_resources
+from ctl_core.compat import (
+    drawing_from,
+    global_seed_generator,
+    stages,
+    with_called,
+    written_resources,
+)
 from ctl_core.errors import RunError
 from ctl_core.hooks import Hook
 from ctl_core.input import Share, first_replica, take_share
@@ -275,11 +281,12 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
     """Defines the graph function (iterator, steps) -> whether there may be more."""
     strategy, replicas = parts.strategy, parts.shape.replicas
     by_rows = is_default(parts.hooks.count_examples.function)
+    generator = global_seed_generator()
 
     def on_replica(batch: Any, rows: Any, present: Any) -> None:
         if present is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
-        with counting_rows(rows, present), inference():
+        with drawing_from(generator), counting_rows(rows, present), inference():
             add_batch(parts, one, batch, present)
 
     def share_of(batch: Any, replica: int) -> Share:
