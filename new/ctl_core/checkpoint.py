@@ -187,7 +187,8 @@ class Checkpoints:
         """Refuses a step that writes what no checkpoint holds.
 
         Raises:
-            SetupError: it writes a variable that was created elsewhere, or a table.
+            SetupError: it writes a variable that was created elsewhere, or a table; or one that
+                several replicas share.
         """
         local = self._state.strategy.experimental_local_results
         iterator = self._state.data.iterator
@@ -197,7 +198,17 @@ class Checkpoints:
         names = {
             id(v.handle): v.name.split(":")[0] for v in graph.variables if hasattr(v, "handle")
         }
+        shared = {
+            id(variable.handle): variable.name.split(":")[0]
+            for name, variable in self._state.recording.variables.items()
+            if name.startswith("elsewhere") and self._state.strategy.num_replicas_in_sync > 1
+        }
         for handle in written_resources(graph):
+            if name := shared.get(id(handle)):
+                raise SetupError(
+                    f"the step writes {name}, which was made outside of the hooks, so that the "
+                    "replicas share it and each would write to it; make it in create_model."
+                )
             if id(handle) in handles or handle is getattr(iterator, "_iterator_resource", None):
                 continue
             if (what := names.get(id(handle))) is None:
