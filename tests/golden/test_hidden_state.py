@@ -1,0 +1,194 @@
+"""State that hooks hide, and what is left of a run: all of it is kept, or refused in one line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import NAME, ROOT, compare, engine, small
+
+pytestmark = pytest.mark.skipif(NAME != "new", reason="held by the new engine")
+
+SETTINGS: dict[str, Any] = small.settings(9, ckpt_every=3, log_every=1000)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    pairs = zip(compare.read_numbers(found), compare.read_numbers(expected), strict=True)
+    for value, other in pairs:
+        np.testing.assert_array_equal(value, other)
+
+
+# ---- Hidden in hooks ---------------------------------------------------------------------------
+
+
+class LayerDrop(keras.layers.Layer):
+    """Leaves Dropout out by a coin of each replica, so that these draw unequally often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coin = keras.random.SeedGenerator(5)
+        self.dropout = keras.layers.Dropout(0.4, seed=7)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        heads = keras.random.uniform((), seed=self.coin) < 0.5
+        return tf.cond(heads, lambda: self.dropout(inputs, training=training), lambda: 1.0 * inputs)
+
+
+class ListLoss:
+    """Weighs examples by a variable in a list in a list, which it changes at each step."""
+
+    def __init__(self) -> None:
+        self.parts = [[tf.Variable(1.0, trainable=False)]]
+
+    def __call__(self, pair: Any) -> Any:
+        self.parts[0][0].assign(0.9 * self.parts[0][0])
+        return self.parts[0][0] * small.squared_error(pair)
+
+
+def hide() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
+    """Returns hooks that keep all they make where nothing looks for it; and what they made.
+
+    Layers are in a dict of a plain object, a variable is in a closure, a loss has another in lists,
+    generators are made when update_pre is called first, one of them by Keras itself.
+    """
+    plain = SimpleNamespace()
+    made: dict[str, Any] = {}
+
+    def create_model() -> Any:
+        plain.layers = {"net": small.model_with(LayerDrop()), "inner": [keras.layers.Dense(5)]}
+        made.update(norm=tf.Variable(1.0, trainable=False), generators=None)
+        return lambda inputs: plain.layers["net"](inputs + plain.layers["inner"][0](inputs))
+
+    def create_loss() -> Any:
+        plain.loss = ListLoss()
+        return plain.loss
+
+    def weights() -> list[Any]:
+        return [*plain.layers["net"].weights, *plain.layers["inner"][0].weights]
+
+    def update_pre(gradients: Any) -> Any:
+        if made["generators"] is None:
+            with tf.init_scope():
+                generators = tf.random.Generator.from_seed(5), keras.random.SeedGenerator(6)
+                made["generators"] = generators
+        one, other = made["generators"]
+        noise = one.normal([]) + keras.random.normal([], seed=other) + keras.random.normal([])
+        scale = 1.0 + ctl_core.all_reduce(noise, "mean")
+        made["norm"].assign(0.9 * made["norm"] + 0.1 * tf.linalg.global_norm(gradients))
+        return [scale * gradient / made["norm"] for gradient in gradients], gradients
+
+    hooks = small.hooks(create_model=create_model, create_loss=create_loss, update_pre=update_pre)
+    hooks.grad_pre = lambda loss: (loss, 0.0, weights())
+    return hooks, lambda: [*weights(), made["norm"], plain.loss.parts[0][0]]
+
+
+def hide_outside() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
+    """Returns hooks whose loss changes a variable that is there before any of them runs."""
+    variable = tf.Variable(0.0, trainable=False, name="count")
+
+    def loss(pair: Any) -> Any:
+        variable.assign_add(1.0)
+        return small.squared_error(pair) * variable / 5.0
+
+    return small.hooks(create_loss=lambda: loss), lambda: [variable]
+
+
+@pytest.mark.parametrize(("make", "devices"), [(hide, 1), (hide, 3), (hide_outside, 1)])
+def test_killed_and_resumed(train: engine.Train, runs: Path, make: Any, devices: int) -> None:
+    found = []
+    for run_name in ("whole", "killed"):
+        hooks, hidden = make()
+        if run_name == "whole":
+            hooks.at_step = {5: lambda: engine.leave_as_killed(runs / "whole", runs / "killed")}
+        state = train(hooks, **SETTINGS, run_name=run_name, virtual_devices=devices)
+        weights = getattr(state.train_model, "weights", [])
+        found.append(compare.read_numbers([*weights, *hidden()]))
+    assert "resuming at step 3" in (runs / "killed/train.log").read_text()
+    assert_same(*found)
+
+
+def test_a_variable_that_replicas_would_share(train: engine.Train) -> None:
+    with pytest.raises(ctl_core.SetupError, match="writes count") as refused:
+        train(hide_outside()[0], **SETTINGS, virtual_devices=2)
+    assert "create_model" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_table_that_is_written(train: engine.Train) -> None:
+    tables: list[Any] = []
+    one = tf.constant([1], tf.int64)
+
+    def create_model() -> Any:
+        tables.append(tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0))
+        return small.create_model()
+
+    def update_pre(gradients: Any) -> Any:
+        with tf.control_dependencies([tables[-1].insert(one, tables[-1].lookup(one) + 1.0)]):
+            return [tf.identity(gradient) for gradient in gradients], gradients
+
+    with pytest.raises(ctl_core.SetupError, match="lookup table") as refused:
+        train(small.hooks(create_model=create_model, update_pre=update_pre), **SETTINGS)
+    assert "create_ckpt" in str(refused.value) and "\n" not in str(refused.value)
+
+
+# ---- What is left of a run ---------------------------------------------------------------------
+
+WRITES = ("engine/input-6-*", "ckpt-6.*", "engine/ckpt-6.[!j]*", "engine/ckpt-6.json")
+
+
+@pytest.mark.parametrize("writes", [1, 2, 3, 4])
+def test_the_first_writes_of_a_checkpoint(train: engine.Train, runs: Path, writes: int) -> None:
+    """Without the last of them, the record, it is no checkpoint."""
+    examples = tf.data.Dataset.from_tensor_slices(small.data())
+    hooks = small.hooks(
+        create_dataset=lambda: examples.shuffle(20, seed=3).batch(7),
+        create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.5),
+    )
+    whole = train(hooks, **SETTINGS, run_name="whole", virtual_devices=2)
+    train(hooks, **SETTINGS | {"steps": 6}, run_name="parts", virtual_devices=2)
+    for pattern in WRITES[writes:]:
+        files = list((runs / "parts" / "ckpt").glob(pattern))
+        assert files
+        for file in files:
+            file.unlink()
+    resumed = train(hooks, **SETTINGS, run_name="parts", virtual_devices=2)
+    step = 6 if writes == 4 else 3
+    assert f"resuming at step {step}" in (runs / "parts/train.log").read_text()
+    assert_same(resumed.train_model.weights, whole.train_model.weights)
+
+
+def read_model(path: Path) -> keras.Model:
+    model = small.create_model()
+    tf.train.Checkpoint(train_model=model).read(str(path)).expect_partial()
+    return model
+
+
+def test_a_run_of_the_old_engine(tmp_path: Path, command: engine.Command) -> None:
+    """Refused, and left as it is; another run begins with its weights."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    paths = engine.PYTHONPATH.replace(str(ROOT / "new") + os.pathsep, "")
+    words = ("train", "--batch-size=16", "--learning-rate=0.05")
+    environ = {"PYTHONPATH": paths}
+    old = engine.command(tmp_path, *words, "--run-name=old", "--steps=3", environ=environ)
+    assert (old.returncode, old.stderr) == (0, "")
+    runs = tmp_path / "runs"
+    kept = shutil.copytree(runs / "old" / "ckpt", tmp_path / "kept")
+    refused = command(*words, "--run-name=old", "--steps=5")
+    assert refused.code == 2 and refused.err.count("\n") == 1 and "--init-from" in refused.err
+    for file in (path for path in kept.rglob("*") if path.is_file()):
+        assert (runs / "old/ckpt" / file.relative_to(kept)).read_bytes() == file.read_bytes()
+    begun = command(*words, "--run-name=new", "--steps=2", "--init-from=old")
+    assert begun.code == 0, begun.err
+    first = read_model(kept / "ckpt-3")
+    compare.assert_close(first.weights, small.plain(3).weights)
+    found = read_model(runs / "new/ckpt/ckpt-2")
+    compare.assert_close(found.weights, small.plain(2, model=first).weights)
