@@ -133,10 +133,12 @@ class BatchSource:
         """Returns the endless dataset whose elements are global batches, or shares."""
         dataset, self._unread = self._unread, None
         dataset = self._make_pass(self.call_hooks() if dataset is None else dataset)
+        dataset = dataset if self._endless else dataset.repeat()
         if number := self._config.overfit_batches:
             # Kept as they were read first: neither a shuffle nor noise makes others of them.
-            return dataset.take(number * (self.shape.shares if self.whole else 1)).cache().repeat()
-        return dataset if self._endless else dataset.repeat()
+            elements = number * (self.shape.shares if self.whole else 1)
+            return dataset.take(elements).cache().repeat()
+        return dataset
 
     def count_pass(self) -> int:
         """Returns how many examples a pass has: read once more, after it had too few."""

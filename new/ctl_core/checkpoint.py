@@ -55,6 +55,8 @@ from ctl_core.sources import NOT_BEGUN
 from ctl_core.state import Progress, State
 
 _WRITING_TABLES = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
+# The hooks whose variables a resumed run cannot do without; others may change between two starts.
+_NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
 ADAPTED = ("StringLookup", "IntegerLookup", "Discretization", "Normalization")
 
 
@@ -463,7 +465,7 @@ class Checkpoints:
         differences: list[str] = []
         changes: list[str] = []
         for name in sorted({*record.created, *self._created}):
-            needed = name.startswith(("create_model/", "create_loss/", "create_opt/"))
+            needed = name.startswith(_NEEDED)
             where = differences if needed else changes
             if name not in self._created:
                 where.append(f"{name} is gone")
