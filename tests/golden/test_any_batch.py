@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden import NAME, compare, engine, small
+from tests.golden.programs import simclr
 
 pytestmark = pytest.mark.skipif(NAME != "new", reason="the old engine shares out what divides")
 
@@ -212,17 +213,8 @@ def test_graphs_on_two_devices(train: engine.Train) -> None:
 # ---- Fewer rows than devices -------------------------------------------------------------------
 
 
-def contrast(parts: Any) -> Any:
-    """For each example: how near it is to itself, beside all others of the batch."""
-    output, everything, first = parts
-    own = first + tf.range(tf.shape(output)[0])
-    scores = tf.matmul(output, everything, transpose_b=True)
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(own, scores) + tf.reduce_sum(output**2, 1)
-
-
-def gather_all(output: Any) -> Any:
-    sizes = ctl_core.all_gather(tf.shape(output)[:1])
-    return output, ctl_core.all_gather(output), tf.reduce_sum(sizes[: ctl_core.replica_id()])
+def make_views(output: Any) -> Any:
+    return simclr.with_all([output, tf.sin(3.0 * output)])
 
 
 def centre(output: Any, batch: Any) -> Any:
@@ -232,6 +224,10 @@ def centre(output: Any, batch: Any) -> Any:
 def scale_by_mean(gradients: Any, output: Any) -> Any:
     scale = 1 + ctl_core.all_reduce(tf.reduce_mean(output), "mean")
     return [scale * gradient for gradient in gradients], gradients
+
+
+def scaled_error(model: keras.Model, batch: Any) -> Any:
+    return squared_error(model, batch) * tf.stop_gradient(1 + tf.reduce_mean(model(batch[0])))
 
 
 class Centre(keras.layers.Layer):
@@ -256,21 +252,14 @@ def with_norm() -> keras.Model:
 # Hooks, and what the plain loop has instead.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "simclr": (
-        {"create_loss": lambda: contrast, "loss_pre": gather_all},
-        {"loss": lambda model, batch: contrast((*[model(batch[0])] * 2, 0))},
+        {"create_loss": simclr.create_loss, "loss_pre": make_views},
+        {"loss": lambda model, batch: simclr.contrastive(make_views(model(batch[0])))},
     ),
     "mean": (
         {"loss_pre": centre},
         {"loss": lambda model, batch: small.squared_error(centre(model(batch[0]), batch))},
     ),
-    "mean in update_pre": (
-        {"update_pre": scale_by_mean},
-        {
-            "loss": lambda model, batch: (
-                squared_error(model, batch) * tf.stop_gradient(1 + tf.reduce_mean(model(batch[0])))
-            )
-        },
-    ),
+    "mean in update_pre": ({"update_pre": scale_by_mean}, {"loss": scaled_error}),
     "layers": (
         {"create_model": with_norm},
         {
