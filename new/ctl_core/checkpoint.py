@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import keras
 import tensorflow as tf
 
 from ctl_core.cluster.divergence import Divergence
@@ -160,12 +161,8 @@ class Checkpoints:
         recording = state.recording
         layers = recording.layers
         adapted = [layer for layer in layers if type(layer).__name__ in ADAPTED]
-        self._vocabularies = Vocabularies(
-            types.SimpleNamespace(
-                adapted={f"{i}/{one.name}": one for i, one in enumerate(adapted)}
-            ),
-            types.SimpleNamespace(data_functions=dict),
-        )
+        named = {f"{number}/{layer.name}": layer for number, layer in enumerate(adapted)}
+        self._vocabularies = Vocabularies(types.SimpleNamespace(adapted=named), state.hooks)
         own = [v for name, v in recording.variables.items() if "/StateVar" in name]
         self.statistics = MovingStatistics(layers, state.strategy, [*recording.generators, *own])
         variables = recording.variables
@@ -456,8 +453,8 @@ class Checkpoints:
         if state.step != step:
             raise Damaged(f"its files are of step {state.step}")
         for layer in state.recording.layers:
-            if hasattr(layer, "finalize_state"):
-                layer.finalize_state()  # Normalization computes with constants of its variables
+            if isinstance(layer, keras.layers.Normalization):
+                layer.finalize_state()  # it computes with constants made of its variables
         return record
 
     def _compare(self, record: Record) -> list[str]:
