@@ -38,7 +38,7 @@ from ctl_core.cluster.strategy import create_strategy, distribute, local_replica
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import scratch_graph, written_resources
 from ctl_core.console import Console
-from ctl_core.errors import HookFailed, SetupError
+from ctl_core.errors import HookFailed, SetupError, brief
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.input import Input
@@ -81,6 +81,8 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
     try:
         with cluster.peers():
             return _Builder(hooks, config, run, strategy, cluster, console).build()
+    except tf.errors.OpError as error:  # nothing but data has been read
+        raise SetupError(f"{hooks.create_dataset}: reading the data: {brief(error)}") from error
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
     except IndexError as error:

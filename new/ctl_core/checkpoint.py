@@ -53,7 +53,7 @@ from ctl_core.run_state.record import (
 from ctl_core.run_state.vocabularies import Vocabularies
 from ctl_core.selection import best_step
 from ctl_core.sources import NOT_BEGUN
-from ctl_core.state import Progress, State
+from ctl_core.state import Progress, State, check_hook_state
 
 _WRITING_TABLES = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
 # The hooks whose variables a resumed run cannot do without; others may change between two starts.
@@ -266,6 +266,7 @@ class Checkpoints:
         requested, self.save_requested = self.save_requested, False
         if not requested and (not due or self.saved_step == step):
             return
+        check_hook_state(self._state.hook_state, "a host hook")
         scale = self._state.parts.loss_scale
         if scale is not None and (complaint := scale.complaint()):
             self._console.warn_once(complaint)
