@@ -161,8 +161,8 @@ class Checkpoints:
         recording = state.recording
         layers = recording.layers
         adapted = [layer for layer in layers if type(layer).__name__ in ADAPTED]
-        named = {f"{number}/{layer.name}": layer for number, layer in enumerate(adapted)}
-        self._vocabularies = Vocabularies(types.SimpleNamespace(adapted=named), state.hooks)
+        learnt = {f"{number}/{layer.name}": layer for number, layer in enumerate(adapted)}
+        self._vocabularies = Vocabularies(types.SimpleNamespace(adapted=learnt), state.hooks)
         own = [v for name, v in recording.variables.items() if "/StateVar" in name]
         self.statistics = MovingStatistics(layers, state.strategy, [*recording.generators, *own])
         variables = recording.variables
