@@ -267,6 +267,11 @@ class Checkpoints:
         if not requested and (not due or self.saved_step == step):
             return
         check_hook_state(self._state.hook_state, "a host hook")
+        if late := self._state.recording.find_late():
+            raise RunError(
+                f"{late} while training, which no checkpoint would bring back; make it in "
+                "create_model, or keep numbers in state."
+            )
         scale = self._state.parts.loss_scale
         if scale is not None and (complaint := scale.complaint()):
             self._console.warn_once(complaint)

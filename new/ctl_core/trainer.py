@@ -273,7 +273,8 @@ class Trainer:
         with self._run.writer("train").as_default(step=step):
             try:
                 for hook in due:
-                    hook(**self._host_values(step), **values)
+                    with state.recording.watch(str(hook)):
+                        hook(**self._host_values(step), **values)
                     if "state" in hook.arguments:
                         check_hook_state(state.hook_state, str(hook))
                     if why := why_ignored(state.parts.optimizers):

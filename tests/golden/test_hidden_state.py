@@ -192,3 +192,21 @@ def test_a_run_of_the_old_engine(tmp_path: Path, command: engine.Command) -> Non
     compare.assert_close(first.weights, small.plain(3).weights)
     found = read_model(runs / "new/ckpt/ckpt-2")
     compare.assert_close(found.weights, small.plain(2, model=first).weights)
+
+
+def test_a_variable_that_a_host_hook_makes_while_training_is_refused(train: engine.Train) -> None:
+    """No restore could know it: another process makes it only when the hook runs."""
+    kept: list[tf.Variable] = []
+
+    def follow(train_model: Any) -> None:
+        tf.Variable(1.0)  # one that is gone with the hook is nobody's state
+        if train_model.optimizer_steps > 3:
+            kept.append(tf.Variable(0.0, name="average"))
+
+    def count(train_model: Any, step: int) -> None:
+        train_model.optimizer_steps = step
+
+    hooks = small.hooks(every_steps={1: [count, follow]})
+    with pytest.raises(ctl_core.RunError, match=r"every_steps\[1\] .*variable average"):
+        train(hooks, **small.settings(6))
+    assert train(hooks, **small.settings(3, run_name="well")).step == 3

@@ -32,6 +32,7 @@ class Recording:
         self._hook = ""
         self._open = False
         self._held: list[Any] = []
+        self._late: list[tuple[str, weakref.ref[Any]]] = []
 
     @contextlib.contextmanager
     def during(self, hook: str) -> Iterator[None]:
@@ -51,6 +52,26 @@ class Recording:
         gc.collect()
         references = [reference for _, reference in self._variables]
         self._held = [one() for one in (*references, *self._layers, *self._generators)]
+
+    @contextlib.contextmanager
+    def watch(self, hook: str) -> Iterator[None]:
+        """Notes what a host hook creates within, while training: no restore would know it."""
+
+        def create(make: Callable[..., Any], **values: Any) -> Any:
+            variable = make(**values)
+            name = variable.name.split(":")[0]
+            self._late.append((f"{hook}: makes the variable {name}", weakref.ref(variable)))
+            return variable
+
+        with tf.variable_creator_scope(create):
+            yield
+
+    def find_late(self) -> str | None:
+        """Returns which hook has made which variable that is still there; None: there is none."""
+        if any(reference() is not None for _, reference in self._late):
+            gc.collect()
+        self._late = [entry for entry in self._late if entry[1]() is not None]
+        return self._late[0][0] if self._late else None
 
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:
