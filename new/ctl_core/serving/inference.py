@@ -107,6 +107,7 @@ def _create(state: State) -> Inference:
             return run_model(parts, moment(), batch, training=False)
 
     before = set(state.recording.variables)
+    to_input: Callable[[Any], Any]
     if (spec := _read_signature(hooks.serve)) is not None:
         to_input, of_batch = serve, make_input
     elif hooks.serve is not None:
