@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core import regularization, trainable_variables
 from ctl_core.console import report, show_step
 from ctl_core.helpers import (
     deferred,
@@ -20,7 +21,6 @@ from ctl_core.helpers import (
     unpack,
     weighted,
 )
-from ctl_core.run_state.tracking import regularization, trainable_variables
 
 
 def make_batches(dataset):

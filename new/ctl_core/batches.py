@@ -222,12 +222,9 @@ class BatchSource:
             return tf.equal(number, self.shape.batch // shares)
 
         dataset = dataset.filter(has_size)
-        return dataset if self._endless else dataset.take(self._count_groups(dataset) * shares)
-
-    def _count_groups(self, dataset: tf.data.Dataset) -> int:
-        if self.shape.shares == 1:
-            return tf.int64.max  # type: ignore[no-any-return]
-        return _count_elements(dataset) // self.shape.shares
+        if self._endless or shares == 1:
+            return dataset
+        return dataset.take(_count_elements(dataset) // shares * shares)
 
 
 def check_dataset(hook: Hook, made: Any) -> tf.data.Dataset:

@@ -108,10 +108,6 @@ class StepFunctions:
                 self._graphs[key] = function.get_concrete_function()
         return self._graphs[key]
 
-    def forget(self) -> None:
-        """Forgets what was traced: the training data are read by another iterator."""
-        self._graphs.clear()
-
     def _define_train_steps(self) -> Any:
         state, parts = self._state, self._state.parts
 

@@ -91,7 +91,8 @@ class Input:
 
             def deal_elements(_: Any) -> Any:
                 elements = [next(self.iterator) for _ in range(replicas)]
-                return self._distribute([Share(e) for e in elements[first : first + local]])
+                own = [Share(element) for element in elements[first : first + local]]
+                return distribute_shares(self.strategy, own)
 
             return deal_elements, self.shape.batch
 
@@ -103,18 +104,11 @@ class Input:
 
         def deal_rows(micro_batch: Any) -> Any:
             numbers = [micro_batch * replicas + first + replica for replica in range(local)]
-            return self._distribute(
-                [take_share(batch, examples, i, self.shape.shares, replicas) for i in numbers]
-            )
+            shares = self.shape.shares
+            own = [take_share(batch, examples, i, shares, replicas) for i in numbers]
+            return distribute_shares(self.strategy, own)
 
         return deal_rows, examples
-
-    def _distribute(self, shares: list[Share]) -> tuple[Any, ...]:
-        """Returns the fields of a ``Share``, each with a value for each replica of this process."""
-        fields = zip(*map(fields_of, shares), strict=True)
-        return tuple(
-            None if one[0] is None else distribute(self.strategy, [*one]) for one in fields
-        )
 
     def count_examples(self, steps: int) -> int:
         """Returns how many examples so many steps had, since it was last asked."""
@@ -147,9 +141,11 @@ class Input:
             _skip_rows(self.iterator, tf.constant(examples, tf.int64))
 
 
-def fields_of(share: Share) -> tuple[Any, ...]:
-    """Returns the values of a share's fields, in their order."""
-    return tuple(getattr(share, field.name) for field in dataclasses.fields(Share))
+def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> tuple[Any, ...]:
+    """Returns the fields of a ``Share``, each with a value for each replica of this process."""
+    names = [field.name for field in dataclasses.fields(Share)]
+    fields = [[getattr(share, name) for share in shares] for name in names]
+    return tuple(None if one[0] is None else distribute(strategy, one) for one in fields)
 
 
 def take_share(batch: Any, examples: Any, index: Any, shares: int, replicas: int) -> Share:

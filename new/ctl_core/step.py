@@ -68,13 +68,11 @@ class Objective:
             batch (sum(loss_per_batch) + w extra_loss) / B, still to be divided by sum(w) / B
         variables: that are trained, those of frozen layers left out
         parts: of the loss, by name
-        is_scalar: whether the loss of the batch is one number
     """
 
     value: tf.Tensor
     variables: list[Any]
     parts: dict[str, Any]
-    is_scalar: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +210,7 @@ def compute_objectives(
             )
         else:
             value = (total + tf.cast(weight, total.dtype) * extra) / parts.shape.batch
-        is_scalar = tf.convert_to_tensor(loss_per_batch).shape.rank == 0
-        found[name] = Objective(value, list(variables), loss_parts, is_scalar)
+        found[name] = Objective(value, list(variables), loss_parts)
     return found, {"output": output, "batch": batch, "loss": loss, "weight": weight}
 
 

@@ -23,7 +23,7 @@ from ctl_core.batches import check_dataset, count_rows, widths_vary
 from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import checked_extra, expect
 from ctl_core.chunks import ChunkLength
-from ctl_core.cluster.strategy import distribute, local_replicas
+from ctl_core.cluster.strategy import local_replicas
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.collectives import counting_rows
 from ctl_core.compat import (
@@ -35,7 +35,7 @@ from ctl_core.compat import (
 )
 from ctl_core.errors import RunError
 from ctl_core.hooks import Hook
-from ctl_core.input import Share, first_replica, take_share
+from ctl_core.input import Share, distribute_shares, first_replica, take_share
 from ctl_core.metrics import create_metrics, results, update_if, update_metrics
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.recording import Recording
@@ -283,10 +283,10 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
     by_rows = is_default(parts.hooks.count_examples.function)
     generator = global_seed_generator()
 
-    def on_replica(batch: Any, rows: Any, present: Any) -> None:
+    def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:
         if present is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
-        with drawing_from(generator), counting_rows(rows, present), inference():
+        with drawing_from(generator), counting_rows(rows, present, together), inference():
             add_batch(parts, one, batch, present)
 
     def share_of(batch: Any, replica: int) -> Share:
@@ -298,9 +298,7 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
         batch = optional.get_value()
         first = first_replica(strategy)
         shares = [share_of(batch, first + i) for i in range(local_replicas(strategy))]
-        fields = zip(*((s.batch, s.rows, s.present) for s in shares), strict=True)
-        args = tuple(None if f[0] is None else distribute(strategy, [*f]) for f in fields)
-        strategy.run(on_replica, args=args)
+        strategy.run(on_replica, args=distribute_shares(strategy, shares))
         return tf.constant(True)
 
     @tf.function(autograph=False, reduce_retracing=True)
