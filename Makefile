@@ -1,8 +1,7 @@
 # make demo   generate a project with defaults and train it on the CPU
 # make check  lint and the quick tests: two minutes on two cores
 # make test   lint and all tests but the slow ones: seven minutes
-# make golden what must not change, of the engine that ENGINE names: make golden ENGINE=new; MARK="not slow"
-#             leaves out what takes long
+# make golden what must not change; MARK="not slow" leaves out what takes long
 # make test-slow      the slow ones: kills, whole environments
 # make test-clusters  clusters of processes that train
 # make test-rest      both of these: what make test leaves out
@@ -29,7 +28,7 @@ PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 
 	--dist loadfile --no-loadscope-reorder --ignore tests/on_ray --ignore tests/on_slurm \
 	--ignore tests/on_clouds --ignore tests/on_trackers
 
-.PHONY: demo check test golden golden-new test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds test-trackers lint bench bench-engines
+.PHONY: demo check test golden test-slow test-clusters test-rest test-all test-pythons test-compat test-slurm test-ray test-clouds test-trackers lint bench bench-engines
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -48,10 +47,6 @@ MARK ?= slow or not slow
 
 golden: $(VENV)/.made
 	$(PYTEST) -m "$(MARK)" tests/golden
-
-# The same tests of the engine that grows in new/.
-golden-new: $(VENV)/.made
-	ENGINE=new $(PYTEST) -m "slow or not slow" tests/golden
 
 test-slow: $(VENV)/.made
 	$(PYTEST) -m "slow and not cluster"

@@ -4,8 +4,7 @@ Two engines cannot be in one process, so each has its own for each row; they tra
 is checked, and are timed in turn, a segment at a time. A row fails where the lower quartile of its
 ratios, this engine's time by the other's, is above 1.03: where it is slower by more than noise.
 
-The engine of a commit: ``git worktree add ../before COMMIT``, and FOLDER is ``../before``. The core
-that grows in ``new/`` beside this engine: ``python -m benchmarks.engines . --engine new``.
+The engine of a commit: ``git worktree add ../before COMMIT``, and FOLDER is ``../before``.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ from benchmarks.report import (
 )
 from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
-from ctl_core.evaluate import evaluate
 
 ONE_DEVICE_ONLY = ("floor", "input alone")
 MEMORY_STEPS = 20_000
@@ -183,7 +182,7 @@ def _evaluate(work: Workload, pace: Pace) -> None:
         state = ctl_core.train(hooks, settings(work, folder, steps=0))
     assert state.evaluation is not None
     while True:
-        values = evaluate(state.evaluation) or {}
+        values = state.evaluation.evaluate() or {}
         pace.weights = lambda values=values: list(values.values())
         pace.stop()
 

@@ -28,23 +28,22 @@ if TYPE_CHECKING:
     from ctl_core.helpers import weighted as weighted
     from ctl_core.layers import load_config as load_config
     from ctl_core.listeners import Listener as Listener
+    from ctl_core.model.variables import regularization as regularization
+    from ctl_core.model.variables import trainable_variables as trainable_variables
     from ctl_core.rehearsal import check as check
-    from ctl_core.run_state.tracking import regularization as regularization
-    from ctl_core.run_state.tracking import trainable_variables as trainable_variables
+    from ctl_core.serving.load import LoadedModel as LoadedModel
+    from ctl_core.serving.load import load as load
     from ctl_core.settings import Config as Config
     from ctl_core.state import State as State
-    from ctl_core.tools.load import LoadedModel as LoadedModel
-    from ctl_core.tools.load import load as load
     from ctl_core.trainer import train as train
 
-__version__ = "0.4.0"
-SHARES_EVENLY = True  # a global batch has to have as many examples for each replica
+__version__ = "1.0.0"
 
 _HOME = {
     "Config": "settings",
     "CtlError": "errors",
     "Listener": "listeners",
-    "LoadedModel": "tools.load",
+    "LoadedModel": "serving.load",
     "RunError": "errors",
     "SetupError": "errors",
     "State": "state",
@@ -54,17 +53,17 @@ _HOME = {
     "check": "rehearsal",
     "deferred": "helpers",
     "leading_dimension": "helpers",
-    "load": "tools.load",
+    "load": "serving.load",
     "load_config": "layers",
     "nan_to_zero": "helpers",
     "num_replicas": "collectives",
-    "regularization": "run_state.tracking",
+    "regularization": "model.variables",
     "replica_id": "collectives",
     "report": "console",
     "show_step": "console",
     "trackable": "helpers",
     "train": "trainer",
-    "trainable_variables": "run_state.tracking",
+    "trainable_variables": "model.variables",
     "unpack": "helpers",
     "weighted": "helpers",
 }

@@ -1,68 +1,66 @@
 """Everything a run is made of, created in the right order under the strategy's scope.
 
-``train``, ``evaluate``, ``predict`` and ``export`` all start from here.
+All that hooks create is recorded, see model/recording.py. ``train``, ``evaluate``, ``predict`` and
+``export`` start from here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from ctl_core.autograph import is_default
+from ctl_core.batches import BatchShape, BatchSource, make_placeholders
+from ctl_core.checkpoint import (
+    CheckpointFacade,
+    ManagerFacade,
+    is_summed,
+    read_first_batch_size,
+)
 from ctl_core.checks.created import (
     check_groups,
     check_loss,
     check_manager,
     check_optimizers,
-    check_optimizers_of_replicas,
     check_turns,
     check_variables,
     create_callable,
     of_sample_weights,
 )
-from ctl_core.checks.pairs import pairs_refused
-from ctl_core.checks.returned import expect, kind_of
-from ctl_core.checks.writes import Write, forward_writes
-from ctl_core.cluster.shared_folder import check_shared
-from ctl_core.cluster.strategy import create_strategy
+from ctl_core.checks.returned import expect
+from ctl_core.cluster.strategy import create_strategy, distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
-from ctl_core.cluster.task import Task
-from ctl_core.compat import global_seed_generator
+from ctl_core.compat import scratch_graph, written_resources
 from ctl_core.console import Console
-from ctl_core.context import StepContext
-from ctl_core.errors import HookFailed, SetupError
-from ctl_core.evaluate import Evaluation, create_evaluation
+from ctl_core.errors import HookFailed, SetupError, brief
+from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
 from ctl_core.hooks import Hooks, load_hooks
-from ctl_core.inputs import Input, create_input
+from ctl_core.input import Input
 from ctl_core.metrics import create_loss_parts, create_metrics, update_train_metrics
+from ctl_core.model.freezing import unfrozen
+from ctl_core.model.parts import Moment, Parts, Written
+from ctl_core.model.recording import Recording
+from ctl_core.model.variables import trainable_variables
 from ctl_core.numerics.averaging import WeightAverage
-from ctl_core.numerics.batch_norm import MovingStatistics
-from ctl_core.numerics.freezing import Freezing, unfrozen
+from ctl_core.numerics.batch_norm import moving_statistics
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes
 from ctl_core.numerics.rate_schedule import schedule_of, wanted
-from ctl_core.numerics.shares import Shares
 from ctl_core.run_folder import Run
 from ctl_core.run_state.folder import repair_list
-from ctl_core.run_state.tracking import find, trainable_variables
-from ctl_core.scratch import placeholders, scratch
 from ctl_core.settings import Config
 from ctl_core.state import State
-from ctl_core.step import (
-    apply_update,
-    forward,
-    forward_backward,
-    loss_of,
-    objectives,
-    run_model,
-    train_step,
-    weight_of,
-)
-from ctl_core.stretches import stack_for
+from ctl_core.step import change_gradients, compute_objectives, forward_backward, run_model
+from ctl_core.stretches import count_stacked_steps
 from ctl_core.training_mode import inference
+from ctl_core.units import count_batches
 
 
 def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
@@ -77,13 +75,14 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
     strategy = create_strategy(config)
     cluster = Cluster(strategy, run.task)
     cluster.check_settings(config)
-    check_shared(cluster, run.path)
     hooks, warnings = load_hooks(callbacks, config)
     for warning in warnings:
         console.warn(warning)
     try:
         with cluster.peers():
-            return _create(hooks, config, run, strategy, cluster, console)
+            return _Builder(hooks, config, run, strategy, cluster, console).build()
+    except tf.errors.OpError as error:  # nothing but data has been read
+        raise SetupError(f"{hooks.create_dataset}: reading the data: {brief(error)}") from error
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
     except IndexError as error:
@@ -96,320 +95,347 @@ def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> 
         ) from error
 
 
-def _create(
-    hooks: Hooks,
-    config: Config,
-    run: Run,
-    strategy: tf.distribute.Strategy,
-    cluster: Cluster,
-    console: Console,
-) -> State:
-    replicas = strategy.num_replicas_in_sync
-    per_replica = config.batch_size // (replicas * config.accumulate_steps)
-    data = create_input(hooks, strategy, cluster, config, console)
-    step = _step_variable()
-    tf.summary.experimental.set_step(step)  # for hooks that ask; steps that are taken set theirs
-    with strategy.scope():
-        train_model = create_callable(
-            hooks.create_model, "train_model", per_replica_batch_size=per_replica
+class _Builder:
+    """Builds one run; each method is a stage of it."""
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        config: Config,
+        run: Run,
+        strategy: tf.distribute.Strategy,
+        cluster: Cluster,
+        console: Console,
+    ) -> None:
+        self.hooks, self.config, self.run, self.console = hooks, config, run, console
+        self.strategy, self.cluster = strategy, cluster
+        replicas = strategy.num_replicas_in_sync
+        self.shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
+        self.recording = Recording()
+        self.data: Input = None  # type: ignore[assignment]
+
+    def build(self) -> State:
+        """Returns the state of a run that has not begun."""
+        with self.recording.during("create_dataset"):
+            first = read_first_batch_size(self.run.ckpt)
+            source = BatchSource(self.hooks, self.config, self.shape, first)
+            self.data = Input(self.strategy, source)
+        with self.strategy.scope(), self.recording.during("engine"):
+            parts = self._create_models()
+            parts = self._create_optimizers(parts)
+            parts, names = self._create_variables(parts)
+            self._trace_update(parts)
+            parts = self._add_numerics(parts)
+            parts = self._add_metrics(parts, names)
+            parts = self._add_eval_model(parts)
+            with self.recording.during("create_metrics"):
+                evaluation = create_evaluation(parts, self.config)
+            self._build_evaluation(parts, evaluation)
+            ckpt, manager = self._create_ckpt(parts)
+        _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
+        self.recording.fix()
+        stacked = count_stacked_steps(parts, self.data)
+        self.data.begin(count_batches(self.data.dataset, stacked) if stacked else 0)
+        computed = {*lower_dtypes(self.recording.layers), self.config.precision} - {"float32"}
+        return State(
+            config=self.config,
+            run_dir=self.run.path,
+            whole=self.run.whole,
+            parts=parts,
+            learning_rate=self._own_rate,
+            recording=self.recording,
+            data=self.data,
+            evaluation=evaluation,
+            cluster=self.cluster,
+            ckpt=ckpt,
+            manager=manager,
+            computed_in=sorted(computed),
         )
-        train_loss = create_callable(hooks.create_loss, "train_loss")
+
+    def _create_models(self) -> Parts:
+        """Calls ``create_model`` and ``create_loss``."""
+        hooks, config = self.hooks, self.config
+        with tf.device("CPU:0"):  # one for all replicas, so that ``int(ckpt.step)`` works
+            step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+        tf.summary.experimental.set_step(step)  # for hooks that ask; steps taken set theirs
+        with self.recording.during("create_model"):
+            train_model = create_callable(
+                hooks.create_model, "train_model", per_replica_batch_size=self.shape.per_replica
+            )
+        self.recording.add_model("create_model", train_model)
+        with self.recording.during("create_loss"):
+            train_loss = create_callable(hooks.create_loss, "train_loss")
         check_loss(hooks.create_loss, train_loss)
-        lr = LearningRate(config.learning_rate)
-        context = StepContext(
-            hooks,
-            train_model,
-            train_loss,
-            lr,
-            None,
-            {},
-            config.batch_size,
-            replicas,
-            step,
-            config.accumulate_steps,
-            config.jit_compile,
+        self.recording.add_model("create_loss", train_loss)
+        return Parts(
+            hooks=hooks,
+            strategy=self.strategy,
+            shape=self.shape,
+            train_model=train_model,
+            train_loss=train_loss,
+            lr=LearningRate(config.learning_rate),
+            step_variable=step,
+            jit_compile=config.jit_compile,
             notes_losses=config.on_nan != "ignore",
         )
-        if data.counted is not None:
-            most, several = config.batch_size // config.accumulate_steps, data.sizes.shares > 1
-            context.shares = Shares(strategy, most, several, cluster.task.processes)
-        optimizers = _create_optimizers(context, lr, data, cluster.task)
-        optimizer = context.optimizer
-        variables, writes, parts = _build_variables(context, data, cluster.task)
-        check_groups(hooks.create_opt, optimizers, variables)
-        check_variables(hooks.create_model, variables)
-        if said := of_sample_weights(hooks, data.element_spec):
-            console.warn(said)
-        for name, one in optimizers.items():
-            if isinstance(one, keras.Optimizer) and not one.built:
-                one.build(variables[name])
-        if context.jit_compile:
-            context.stack = stack_for(context, data)
-            context.jit_compile = context.stack is None
-        roots = _roots(context)
-        computed = {*lower_dtypes(find(roots).layers), config.precision} - {"float32"}
-        if "float16" in computed:
-            context.loss_scale = LossScale()
-        if wanted(config):
-            context.rate_schedule = schedule_of(config, lr, context.lr, console)
-        context.train_metrics = create_metrics(hooks.create_train_metrics)
-        if context.train_metrics:
-            _build_train_metrics(context, data, cluster.task)
-        context.loss_parts = create_loss_parts(hooks.grad_pre, parts, context.train_metrics)
-        if context.logged():
-            roots["train_metrics"] = context.logged()
-        if config.ema is not None:
-            with unfrozen(train_model):
-                weights = trainable_variables(train_model)
-            roots["ema"] = context.average = WeightAverage(config.ema, weights, strategy)
-        _create_eval_model(context, roots)
-        evaluation = _create_evaluation(context, strategy, cluster.task, config, per_replica)
-        if hooks.create_eval_model is not None:
-            _build_eval_model(context, data, cluster.task, evaluation)
-        _build_late(roots, context, data, cluster.task, variables)
-        if cluster.task.chief:
-            repair_list(run.ckpt, run.reading)
-        hook = hooks.create_ckpt
-        ckpt, manager = expect(
-            hook(
-                ckpt_path=str(run.ckpt),
-                step=step,
-                lr=lr,
-                optimizer=optimizer,
-                train_model=train_model,
-                train_loss=train_loss,
-            ),
-            ("ckpt", "manager"),
-            str(hook),
-        )
-    check_manager(hook, ckpt, manager)
-    _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for
-    roots["ckpt"] = ckpt
-    if evaluation is not None:
-        roots["metrics"] = evaluation.lasting_metrics()
-    found = find(roots)
-    if context.shares is not None:
-        context.shares.look_at(writes, found)
-    own = context.shares.own if context.shares else []
-    return State(
-        config=config,
-        run_dir=run.path,
-        whole=run.whole,
-        step_variable=step,
-        train_model=train_model,
-        train_loss=train_loss,
-        optimizer=optimizer,
-        lr=lr,
-        ckpt=ckpt,
-        manager=manager,
-        hooks=hooks,
-        strategy=strategy,
-        cluster=cluster,
-        statistics=MovingStatistics(found.layers, strategy, own),
-        context=context,
-        data=data,
-        evaluation=evaluation,
-        roots=roots,
-        found=found,
-        freezing=Freezing(found),
-        computed_in=sorted(computed),
-        writes=writes,
-    )
 
+    @contextlib.contextmanager
+    def _scratch(self, spec: Any = None) -> Iterator[Any]:
+        """A graph in which hooks are called without running anything, and a batch for them.
 
-def _create_optimizers(
-    context: StepContext, lr: LearningRate, data: Input, task: Task
-) -> dict[str, Any]:
-    """Calls ``create_opt``; where that names the model, its variables are there.
+        Variables made in it exist outside of it. In a tf.function, random generators could not be
+        made on several replicas.
+        """
+        with scratch_graph("build").as_default() as graph, Alone(self.strategy, 0):
+            yield graph, make_placeholders(self.data.share_spec if spec is None else spec)
 
-    Returns:
-        The optimizers by objective, which the context has, too.
-    """
-    hook = context.hooks.create_opt
-    if "train_model" in hook.arguments:
+    def _create_optimizers(self, parts: Parts) -> Parts:
+        """Calls ``create_opt``; where that names the model, its variables are there."""
+        hook, lr = self.hooks.create_opt, parts.lr
+        if "train_model" in hook.arguments:
+            lr.follows = False
+            with self.recording.during("create_model"), self._scratch() as (_, batch):
+                for moment in parts.moments():
+                    run_model(parts, moment, batch, training=True)
+            lr.follows = True
+        with self.recording.during("create_opt"):
+            made = hook(lr=lr, train_model=parts.train_model)
+            optimizer = OptimizerGroups(made) if is_pairs(made) else made
         lr.follows = False
-        with scratch(data, task):
-            for _ in context.each_turn(again=False):
-                run_model(context, placeholders(data.element_spec), training=True)
-        lr.follows = True
-    made = hook(lr=lr, train_model=context.train_model)
-    lr.follows = False
-    optimizer = OptimizerGroups(made) if is_pairs(made) else made
-    optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
-    check_optimizers(hook, optimizers)
-    check_turns(context.hooks, optimizers, context.accumulate_steps)
-    if context.replicas > 1:
-        check_optimizers_of_replicas(hook, optimizer)
-    context.optimizer, context.optimizers = optimizer, optimizers
-    context.lr = rate_for_hooks(lr, optimizers, str(hook))
-    return optimizers
+        optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
+        check_optimizers(hook, optimizers)
+        check_turns(self.hooks, optimizers, parts.shape.accumulate_steps)
+        rate = rate_for_hooks(lr, optimizers, str(hook))
+        self._own_rate = lr
+        return dataclasses.replace(parts, optimizer=optimizer, optimizers=optimizers, lr=rate)
 
+    def _create_variables(self, parts: Parts) -> tuple[Parts, list[str]]:
+        """Runs the forward hooks once on placeholders, so that every variable exists.
 
-def _create_evaluation(
-    context: StepContext,
-    strategy: tf.distribute.Strategy,
-    task: Task,
-    config: Config,
-    per_replica: int,
-) -> Evaluation | None:
-    """Creates the evaluation, of batches and of a length that do not depend on the replicas."""
-    most, size = config.limit_eval, config.eval_batch_size
-    return create_evaluation(
-        context,
-        strategy,
-        task,
-        (size or 0) // context.replicas or per_replica,
-        None if most is None else most * (size or config.batch_size),
-    )
+        An optimizer has to know the trainable_vars of its objective, also what is frozen now: those
+        that ``grad_pre`` returns once more with no layer frozen.
 
+        Returns:
+            The parts with the variables that the forward pass writes, and the names of the parts
+            of the loss.
 
-def _create_eval_model(context: StepContext, roots: dict[str, Any]) -> None:
-    """Calls ``create_eval_model``; without it, the model that is trained is evaluated.
-
-    Raises:
-        SetupError: it returns no callable; or a hook asks for what is not there.
-    """
-    hooks = context.hooks
-    hook, after = hooks.create_eval_model, hooks.update_post
-    if hook is None:
-        if after is not None and "eval_model" in after.arguments:
-            raise after.reject("asks for eval_model, which create_eval_model would make; write it.")
-        return
-    made = create_callable(hook, "eval_model", train_model=context.train_model)
-    roots["eval_model"] = context.eval_model = made
-
-
-def _build_eval_model(
-    context: StepContext, data: Input, task: Task, evaluation: Evaluation | None
-) -> None:
-    """Runs it on placeholders for each set of evaluation data, so that its variables exist."""
-    sets = evaluation.sets.values() if evaluation is not None else ()
-    elements = [one.data.dataset.element_spec for one in sets] or [data.element_spec]
-    for element in elements:
-        with scratch(data, task), inference():
-            run_model(context, placeholders(element), training=False)
-
-
-def _step_variable() -> tf.Variable:
-    """Makes the step counter: one for all replicas, so that ``int(ckpt.step)`` works."""
-    with tf.device("CPU:0"):
-        return tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
-
-
-def _roots(context: StepContext) -> dict[str, Any]:
-    """Names the objects of a run, and the hooks of which functions may hold others."""
-    return {
-        "train_model": context.train_model,
-        "train_loss": context.train_loss,
-        "optimizer": context.optimizer,
-        "keras.random": global_seed_generator(),
-        **context.hooks.functions(),
-    }
-
-
-def _build_late(
-    roots: dict[str, Any],
-    context: StepContext,
-    data: Input,
-    task: Task,
-    variables: dict[str, list[Any]],
-) -> None:
-    """Lets optimizers that make variables only when they are used make them before a restore.
-
-    Those are optimizers of the user's own, and Keras optimizers that hooks use. One that has the
-    method ``build(variables)``, as Keras' have, is built by it; otherwise a step is traced, which
-    nobody runs.
-
-    Raises:
-        SetupError: on several replicas, the variables cannot be made.
-    """
-    own = {n: o for n, o in context.optimizers.items() if not isinstance(o, keras.Optimizer)}
-    for name, optimizer in own.items():
-        build = getattr(optimizer, "build", None)
-        if callable(build) and not getattr(optimizer, "built", False):
-            build(variables[name])
-    late = [o for o in own.values() if not getattr(o, "built", False)]
-    if not late and all(optimizer.built for optimizer in find(roots).optimizers):
-        return
-    if context.replicas == 1:  # tf.function lifts what the values of new variables are made of
-        step = tf.function(lambda: train_step(context, data, frozenset()) and None, autograph=False)
-        step.get_concrete_function()
-        return
-    try:
-        with scratch(data, task):
-            batch = placeholders(data.element_spec)
-            needed = frozenset({"output", "batch"})
-            for _ in context.each_turn(again=False):
-                apply_update(context, forward_backward(context, batch, needed), frozenset())
-    except HookFailed as error:
-        if "could not be lifted" in str(error.__cause__):
-            hook = context.hooks.create_opt
-            raise hook.reject(
-                f"{kind_of(late[0])} makes variables when it is first "
-                "used, which several replicas cannot; give it a method build(variables) that makes "
-                "them, and is called before."
-            ) from error
-        raise
-
-
-def _build_variables(
-    context: StepContext, data: Input, task: Task
-) -> tuple[dict[str, list[Any]], list[Write], list[str]]:
-    """Runs the forward hooks once on placeholders, so that every variable exists.
-
-    Nothing is computed: the graph is thrown away, and Keras creates variables outside of it.
-
-    Returns:
-        The variables that each objective's optimizer has to know, what is written to where not all
-        examples of a step are seen at once, and the names of the parts of the loss. An optimizer
-        has to know the trainable_vars of its objective, also what is frozen now: those that
-        ``grad_pre`` returns once more with no layer frozen. Where there is one objective, it knows
-        all that the model could train, too.
-
-    Raises:
-        SetupError: an objective has no variables, frozen or not.
-    """
-    with scratch(data, task) as graph:
-        batch = placeholders(data.element_spec)
+        Raises:
+            SetupError: an objective has no variables, frozen or not.
+        """
         named: list[dict[str, Any]] = []
-        for _ in context.each_turn(again=False):
-            output = run_model(context, batch, training=True)
-            with pairs_refused(context, data.element_spec, placeholders):
-                loss = loss_of(context, batch, output, training=True)
-                weight = weight_of(context, batch, output)
-                named.append(objectives(context, batch, output, loss, weight))
-            with unfrozen(context.train_model, context.train_loss) as some_were_frozen:
-                if some_were_frozen:
-                    named.append(objectives(context, batch, output, loss, weight))
-                alone = len(context.optimizers) == 1
-                free = trainable_variables(context.train_model) if alone else []
-    variables = {}
-    for name in context.optimizers:
-        several = [*(one[name][1] for one in named if name in one), free]
-        variables[name] = list({id(v): v for of_one in several for v in of_one}.values())
-        if not variables[name]:
-            hook = context.hooks.grad_pre
-            raise SetupError(
-                f"{hook}['{name}']: returned no trainable_vars; there is nothing to train."
+        free: list[Any] = []
+        with self.recording.during("create_model"), self._scratch() as (graph, batch):
+            for moment in parts.moments():
+                named.append(compute_objectives(parts, moment, batch, 1)[0])
+                with unfrozen(self.recording) as some_were_frozen:
+                    if some_were_frozen:
+                        named.append(compute_objectives(parts, moment, batch, 1)[0])
+                    if len(parts.optimizers) == 1:
+                        free = trainable_variables(parts.train_model)
+        self.recording.add_model("create_model", parts.train_model)
+        self._record_captured(graph)
+        variables: dict[str, list[Any]] = {}
+        for name in parts.optimizers:
+            several = [*(one[name].variables for one in named if name in one), free]
+            variables[name] = list({id(v): v for of_one in several for v in of_one}.values())
+            if not variables[name]:
+                hook = self.hooks.grad_pre
+                raise SetupError(
+                    f"{hook}['{name}']: returned no trainable_vars; there is nothing to train."
+                )
+        hook = self.hooks.create_opt
+        check_groups(hook, dict(parts.optimizers), variables)
+        check_variables(self.hooks.create_model, variables)
+        if complaint := of_sample_weights(self.hooks, self.data.share_spec):
+            self.console.warn(complaint)
+        with self.recording.during("create_opt"):
+            for name, one in parts.optimizers.items():
+                build = getattr(one, "build", None)
+                if callable(build) and not getattr(one, "built", False):
+                    build(variables[name])
+        handles = {id(handle) for handle in written_resources(graph)}
+        generators = set(map(id, self.recording.generators))
+        moved = {
+            id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
+            for layer in self.recording.layers
+            if not getattr(layer, "synchronized", True)
+            for statistic in moving_statistics([layer])
+        }
+        written = tuple(
+            Written(v, moved.get(id(v)), id(v) in moved or is_summed(v))
+            for v in self.recording.variables.values()
+            if id(v) not in generators
+            and handles & {id(p.handle) for p in self.strategy.experimental_local_results(v)}
+        )
+        names = [part for one in named for each in one.values() for part in each.parts]
+        return dataclasses.replace(parts, written=written), names
+
+    def _record_captured(self, graph: Any) -> None:
+        """Records the variables that hooks use and others have made, as at import."""
+        local = self.strategy.experimental_local_results
+        known = {id(part) for v in self.recording.variables.values() for part in local(v)}
+        for variable in captured_variables(graph, self.strategy):
+            if id(variable) not in known:
+                self.recording.add(variable, "elsewhere")
+
+    def _trace_update(self, parts: Parts) -> None:
+        """Runs an ``update_pre`` of the user's on placeholders, so that its variables exist."""
+        hook = self.hooks.update_pre
+        if is_default(hook.function):
+            return
+        kept = frozenset({"output", "batch"} & {*hook.arguments})
+        with self.recording.during("update_pre"), self._scratch() as (graph, batch):
+            for moment in parts.moments():
+                share = (batch, None, None, None)
+                made, trained = forward_backward(parts, moment, 1, kept, share)
+                change_gradients(parts, moment, made, made, trained)
+        self._record_captured(graph)
+
+    def _add_numerics(self, parts: Parts) -> Parts:
+        """Adds the loss scale, the schedule of the learning rate and the average of weights."""
+        config = self.config
+        computed = {*lower_dtypes(self.recording.layers), config.precision}
+        average = None
+        if config.ema is not None:
+            with unfrozen(self.recording):
+                weights = trainable_variables(parts.train_model)
+            with self.recording.during("ema"):
+                average = WeightAverage(config.ema, weights, self.strategy)
+        return dataclasses.replace(
+            parts,
+            loss_scale=LossScale() if "float16" in computed else None,
+            rate_schedule=schedule_of(config, self._own_rate, parts.lr, self.console)
+            if wanted(config)
+            else None,
+            average=average,
+        )
+
+    def _add_metrics(self, parts: Parts, names: list[str]) -> Parts:
+        """Adds the train metrics, and those by which parts of the loss are logged."""
+        hooks = self.hooks
+        with self.recording.during("create_train_metrics"):
+            metrics = create_metrics(hooks.create_train_metrics)
+            loss_parts = create_loss_parts(hooks.grad_pre, names, metrics)
+            parts = dataclasses.replace(parts, train_metrics=metrics, loss_parts=loss_parts)
+            if not metrics:
+                return parts
+            updated: set[str] = set()
+            with self._scratch() as (_, batch):
+                for moment in parts.moments():
+                    _, made = compute_objectives(parts, moment, batch, 1)
+                    updated |= update_train_metrics(
+                        parts, moment, batch, made["output"], made["loss"], None
+                    )
+        if missing := metrics.keys() - updated:
+            raise hooks.train_metric_pre.reject(
+                f"returned nothing for the metric '{min(missing)}' in any turn."
             )
-    shared = context.replicas * context.accumulate_steps > 1
-    writes = forward_writes(graph) if shared else []
-    parts = [part for one in named for _, _, parts in one.values() for part in parts]
-    return variables, writes, parts
+        return parts
+
+    def _add_eval_model(self, parts: Parts) -> Parts:
+        """Calls ``create_eval_model``."""
+        hook, after = self.hooks.create_eval_model, self.hooks.update_post
+        if hook is None:
+            if after is not None and "eval_model" in after.arguments:
+                raise after.reject(
+                    "asks for eval_model, which create_eval_model would make; write it."
+                )
+            return parts
+        with self.recording.during("create_eval_model"):
+            made = create_callable(hook, "eval_model", train_model=parts.train_model)
+            self.recording.add_model("create_eval_model", made)
+            return dataclasses.replace(parts, eval_model=made)
+
+    def _build_evaluation(self, parts: Parts, evaluation: Evaluation | None) -> None:
+        """Evaluates placeholders, so that every variable of eval_model and metrics exists."""
+        sets = list(evaluation.sets.values()) if evaluation else []
+        specs = [one.make().element_spec for one in sets]
+        if self.hooks.create_eval_model is not None:
+            for spec in specs or [self.data.share_spec]:
+                hook, graph = self.recording.during("create_eval_model"), self._scratch(spec)
+                with hook, inference(), graph as (_, batch):
+                    run_model(parts, Moment(), batch, training=False)
+        for one, spec in zip(sets, specs, strict=True):
+            hook, graph = self.recording.during("create_metrics"), self._scratch(spec)
+            with hook, inference(), graph as (_, batch):
+                add_batch(parts, one, batch, None)
+
+    def _create_ckpt(self, parts: Parts) -> tuple[Any, Any]:
+        """Calls ``create_ckpt``; returns what hooks are given of it."""
+        hook = self.hooks.create_ckpt
+        if self.cluster.task.chief:
+            repair_list(self.run.ckpt, self.run.reading)
+        with self.recording.during("create_ckpt"):
+            returned = hook(
+                ckpt_path=str(self.run.ckpt),
+                step=parts.step_variable,
+                lr=self._own_rate,
+                optimizer=parts.optimizer,
+                train_model=parts.train_model,
+                train_loss=as_trackable(parts.train_loss),
+            )
+            ckpt, manager = expect(returned, ("ckpt", "manager"), str(hook))
+            check_manager(hook, ckpt, manager)
+        facade = CheckpointFacade(ckpt)
+        return facade, ManagerFacade(manager, facade)
 
 
-def _build_train_metrics(context: StepContext, data: Input, task: Task) -> None:
-    """Lets metrics that make variables when they are first used make them.
+class TrackableLoss(tf.Module):
+    """Stands in a ``tf.train.Checkpoint`` for a loss that is a plain function."""
 
-    Raises:
-        SetupError: one is updated in no turn.
+    def __init__(self, function: Any) -> None:
+        super().__init__(name="train_loss")
+        self._function = lambda: function
+
+    def __call__(self, loss_input: Any) -> Any:
+        """Returns what the function returns."""
+        return self._function()(loss_input)
+
+
+def captured_variables(graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+    """Returns the variables that a graph uses and that are outside of it, in their order.
+
+    ``_watched_variables``: a FuncGraph that is no tf.function's has no public list of them.
     """
-    updated: set[str] = set()
-    with scratch(data, task):
-        batch = placeholders(data.element_spec)
-        for _ in context.each_turn(again=False):
-            output, loss = forward(context, batch, training=True)
-            updated |= update_train_metrics(context, batch, output, loss)
-    if missing := context.train_metrics.keys() - updated:
-        hook = context.hooks.train_metric_pre
-        raise hook.reject(f"returned nothing for the metric '{min(missing)}' in any turn.")
+    local = strategy.experimental_local_results
+    watched = {id(part.handle): part for v in graph._watched_variables for part in local(v)}
+    return [watched[id(outer)] for outer, _ in graph.captures if id(outer) in watched]
+
+
+def as_trackable(loss: Any) -> Any:
+    """Returns a loss, or something with its name and call that a checkpoint can hold."""
+    try:
+        tf.train.Checkpoint(train_loss=loss)
+    except ValueError:
+        return TrackableLoss(loss)
+    return loss
+
+
+class Alone(tf.distribute.ReplicaContext):
+    """A replica that meets no other: what is exchanged has the right shapes and no values."""
+
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function as if every replica of this process gave the same."""
+
+        def merge(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Any:
+            def of_all(part: Any) -> Any:
+                if not isinstance(part, tf.Tensor | tf.IndexedSlices):
+                    return part
+                return distribute(strategy, [part] * local_replicas(strategy))
+
+            args, kwargs = tf.nest.map_structure(of_all, (args, kwargs))
+            merged = merge_fn(strategy, *args, **kwargs)
+            return tf.nest.map_structure(
+                lambda part: strategy.experimental_local_results(part)[0], merged
+            )
+
+        return super().merge_call(merge, (args, kwargs or {}))
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Returns the value as it is."""
+        return tf.nest.map_structure(tf.identity, value)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Returns the value once for each replica."""
+        replicas = self.strategy.num_replicas_in_sync
+        return tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)

@@ -1,11 +1,13 @@
 """What replicas exchange in a hook of the graph, or in a layer; alone, everything stays as it is.
 
-Between processes as between devices; gradients go through both exchanges. In an evaluation the
-last batches may be smaller, and what is exchanged is of true examples only.
+Between processes as between devices; gradients go through both exchanges. A replica that has no
+rows of a batch computes on a stand-in, which counts in no exchange.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -48,7 +50,7 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
 
     Args:
         value: a tensor of floating-point numbers, or a structure of such
-        op: "sum" or "mean"
+        op: "sum" or "mean"; a mean weighs each replica by the rows that it has of the batch
 
     Raises:
         ValueError: ``op`` is neither.
@@ -58,7 +60,75 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     context = _context()
     if context is None or context.num_replicas_in_sync == 1:
         return value
-    return context.all_reduce(tf.distribute.ReduceOp[op.upper()], value)
+    rows = getattr(context, "ctl_rows", None)
+    if op == "sum" or rows is None:
+        return context.all_reduce(tf.distribute.ReduceOp[op.upper()], value)
+
+    def mean(part: Any) -> Any:
+        weight = tf.cast(rows, part.dtype)
+        total, weights = context.all_reduce(tf.distribute.ReduceOp.SUM, [part * weight, weight])
+        return total / weights
+
+    return tf.nest.map_structure(mean, value)
+
+
+@contextlib.contextmanager
+def counting_rows(
+    rows: Any, present: tf.Tensor | None, together: tf.Tensor | None = None
+) -> Iterator[None]:
+    """Within, on one replica: what is exchanged counts by the rows that the replica has.
+
+    Where no replica has any, all stand-ins count alike: that is no mean of nothing.
+
+    Args:
+        rows: how many that are, where replicas differ; None: all have as many
+        present: whether there are any; None: that is sure
+        together: how many all replicas have; None: some, that is sure
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1 or rows is None:
+        yield
+        return
+    reduce, gather = context.all_reduce, context.all_gather
+    if present is not None and together is not None:
+        present, rows = present | (together == 0), tf.where(together == 0, 1, rows)
+
+    def mask(part: Any) -> Any:
+        if isinstance(part, tf.IndexedSlices):
+            return tf.IndexedSlices(mask(part.values), part.indices, part.dense_shape)
+        return tf.where(present, part, tf.zeros_like(part))
+
+    def masked_reduce(op: Any, value: Any, options: Any = None) -> Any:
+        if present is None:
+            return reduce(op, value, options)
+        counted = tf.nest.map_structure(mask, value)
+        total = reduce(tf.distribute.ReduceOp.SUM, counted, options)
+        if op in (tf.distribute.ReduceOp.SUM, "SUM"):
+            return total
+        number = reduce(tf.distribute.ReduceOp.SUM, tf.cast(present, tf.float32), options)
+        return tf.nest.map_structure(lambda part: part / tf.cast(number, part.dtype), total)
+
+    def masked_gather(value: Any, axis: int, options: Any = None) -> Any:
+        if present is None:
+            return gather(value, axis, options)
+
+        # Stand-ins, which are the last ones, are there for each other alone: their own code may
+        # look for itself behind the rows of the replicas before it.
+        def cut(part: Any, gathered: Any) -> Any:
+            sizes, along = tf.shape(gathered), axis % part.shape.rank
+            own = tf.where(present, tf.shape(part, tf.int64)[along], 0)
+            all_rows = tf.cast(reduce(tf.distribute.ReduceOp.SUM, own), tf.int32)
+            is_cut = present & (tf.range(part.shape.rank) == along)
+            found = tf.slice(gathered, tf.zeros_like(sizes), tf.where(is_cut, all_rows, sizes))
+            return tf.ensure_shape(found, [*part.shape[:along], None, *part.shape[along + 1 :]])
+
+        return tf.nest.map_structure(cut, value, gather(value, axis, options))
+
+    context.all_reduce, context.all_gather, context.ctl_rows = masked_reduce, masked_gather, rows
+    try:
+        yield
+    finally:
+        del context.all_reduce, context.all_gather, context.ctl_rows
 
 
 def _context() -> tf.distribute.ReplicaContext | None:

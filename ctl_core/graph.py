@@ -1,7 +1,7 @@
 """The inner loop: graph functions that take steps, traced once for each state of frozen layers.
 
-``train_steps`` takes many steps in one call; ``train_step`` takes one, or the last of some, and
-returns the values that due hooks name. What a step does is step.py's part.
+``train_steps`` takes many steps in one call; ``train_step`` takes one and returns the values that
+due hooks name. What a step does is step.py's part.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.anomaly import numerics_checked
-from ctl_core.compat import with_called
+from ctl_core.checks.returned import assert_weights
+from ctl_core.compat import scratch_graph, with_called
 from ctl_core.console import Console
 from ctl_core.hooks import Hook
+from ctl_core.model.freezing import read_flags
 from ctl_core.numerics.joining import all_for_host, differing
 from ctl_core.numerics.not_finite import Noted, Notes, of_step
 from ctl_core.state import State
-from ctl_core.step import train_step
-from ctl_core.stretches import LOSS, train_one, train_stretches
+from ctl_core.step import StepResult, train_step
+from ctl_core.stretches import LOSS, count_stacked_steps, train_one, train_stretches
 
 
 class StepFunctions:
@@ -28,7 +30,7 @@ class StepFunctions:
 
     Attributes:
         devices: this process's replica devices
-        noted: which steps of the last call had losses that are not finite; None: nobody looks
+        noted: which steps of the last calls had losses that are not finite; None: nobody looks
     """
 
     def __init__(self, state: State, console: Console, summaries: tf.summary.SummaryWriter) -> None:
@@ -41,11 +43,14 @@ class StepFunctions:
         self._told: set[str] = set()
         self._traced: list[Any] = []
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str] | None], Any] = {}
-        self._frozen = tuple(state.freezing.flags())
+        self._frozen: tuple[bool, ...] = ()
+        self._stacks = count_stacked_steps(state.parts, state.data) > 0
+        self._loss_spec: Any = None
+        self.refresh()
 
     def refresh(self) -> None:
         """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
-        self._frozen = tuple(self._state.freezing.flags())
+        self._frozen = tuple(read_flags(self._state.recording))
 
     @property
     def frozen(self) -> int:
@@ -54,19 +59,18 @@ class StepFunctions:
 
     def train_steps(self, steps: int) -> None:
         """Takes ``steps`` steps in one graph call."""
-        self._note(self.graph(None)(tf.constant(steps, tf.int64)))
+        self._note(self.trace(None)(tf.constant(steps, tf.int64)))
 
-    def looped(self, fetches: frozenset[str]) -> bool:
-        """Whether a step that returns these may be the last of a loop."""
-        return fetches == LOSS and self._state.context.stack is not None
+    def can_loop(self, fetches: frozenset[str]) -> bool:
+        """Returns whether a step that returns these may be the last of a loop."""
+        return fetches == LOSS and self._stacks
 
     def train_step(
         self, fetches: frozenset[str], due: Sequence[Hook] = (), steps: int = 1
     ) -> dict[str, Any]:
-        """Takes one step, or some if ``looped``; returns what the last has for the due hooks."""
-        self._state.data.watched += steps
-        how_many = [tf.constant(steps, tf.int64)] if self.looped(fetches) else []
-        pieces, found, _, noted = self.graph(fetches)(*how_many)
+        """Takes one step, or some if they can loop; returns what the last has for the due hooks."""
+        how_many = [tf.constant(steps, tf.int64)] if self.can_loop(fetches) else []
+        pieces, found, _, noted = self.trace(fetches)(*how_many)
         self._note(noted)
         for name, why in differing(pieces).items():
             if name not in self._told:
@@ -84,7 +88,7 @@ class StepFunctions:
         """Returns how often each graph function was traced."""
         return [function.experimental_get_tracing_count() for function in self._traced]
 
-    def graph(self, fetches: frozenset[str] | None) -> Any:
+    def trace(self, fetches: frozenset[str] | None) -> Any:
         """Returns the concrete function for what is frozen now, traced if it is the first time.
 
         It spares each call the search for the right trace.
@@ -94,64 +98,76 @@ class StepFunctions:
         """
         key = (self._frozen, fetches)
         if key not in self._graphs:
-            function = (
-                self._trace_train_steps() if fetches is None else self._trace_train_step(fetches)
-            )
+            if fetches is None:
+                function = self._define_train_steps()
+            else:
+                function = self._define_train_step(fetches)
             self._state.clock.traced += 1
             self._traced.append(function)
             with numerics_checked(self._state.config.detect_anomaly):
                 self._graphs[key] = function.get_concrete_function()
         return self._graphs[key]
 
-    def _trace_train_steps(self) -> Any:
-        state = self._state
+    def _define_train_steps(self) -> Any:
+        state, parts = self._state, self._state.parts
 
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
         def train_steps(steps: tf.Tensor) -> tf.Tensor:
-            before = state.step_variable.read_value()
-            if state.context.stack is not None:
-                state.step_variable.assign_add(steps)
-                return train_stretches(state.context, state.data, before, steps)[1]
+            before = parts.step_variable.read_value()
+            if self._stacks:
+                _, noted = train_stretches(parts, state.data, before, steps)
+                with tf.control_dependencies([noted]):
+                    parts.step_variable.assign_add(steps)
+                return noted
             notes = Notes(steps)
 
-            def body(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
+            def take_one(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
                 step = before + done + 1
-                with self._summaries.as_default(step), state.context.taking_step(step):
-                    found = train_step(state.context, state.data, frozenset(), step=step)
-                if "noted" in found:
-                    arrays = notes.write(arrays, done, self._by_replica(found["noted"]))
+                with self._summaries.as_default(step):
+                    result = train_step(parts, state.data, frozenset(), step)
+                self._assert_weights(step, result)
+                if result.noted:
+                    arrays = notes.write(arrays, done, self._by_replica(result.noted))
                 return done + 1, arrays
 
             start = (tf.constant(0, tf.int64), notes.arrays)
-            _, arrays = tf.while_loop(lambda done, _: done < steps, body, start)
-            state.step_variable.assign_add(steps)
+            done, arrays = tf.while_loop(lambda done, _: done < steps, take_one, start)
+            parts.step_variable.assign_add(done)  # not of steps that have failed
             return notes.summary(arrays, before)
 
         return train_steps
 
-    def _trace_train_step(self, fetches: frozenset[str]) -> Any:
-        state, looped = self._state, self.looped(fetches)
+    def _define_train_step(self, fetches: frozenset[str]) -> Any:
+        state, parts, loops = self._state, self._state.parts, self.can_loop(fetches)
         results = state.strategy.experimental_local_results
-        take_one = train_step if state.context.stack is None else train_one
 
         # An argument that is not needed would take each call some ten microseconds.
-        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)] * looped)
-        def with_last(steps: Any = 1) -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
-            before = state.step_variable.read_value()
-            if looped:
-                values, noted = train_stretches(state.context, state.data, before, steps, True)
-            else:
-                step = before + 1
-                with self._summaries.as_default(step), state.context.taking_step(step):
-                    values = take_one(state.context, state.data, fetches, True, step)
-                seen = itertools.chain(*self._by_replica(values.pop("noted", [])))
-                noted = of_step(list(seen), step)
-            state.step_variable.assign_add(tf.cast(steps, tf.int64))
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)] * loops)
+        def take_one(steps: Any = 1) -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
+            before = parts.step_variable.read_value()
+            step = before + 1
+            if loops:
+                self._loss_spec = self._loss_spec or self._find_loss_spec()
+                loss, noted = train_stretches(parts, state.data, before, steps, self._loss_spec)
+                with tf.control_dependencies([noted]):
+                    parts.step_variable.assign_add(steps)
+                return {}, {"loss": loss.get("", loss)}, [], noted
+            with self._summaries.as_default(step):
+                take = train_one if self._stacks else train_step
+                result = take(parts, state.data, fetches, step)
+                self._assert_weights(step, result)
+            noted = of_step(list(itertools.chain(*self._by_replica(result.noted))), step)
+            values = result.fetch(fetches)
+            taken = [noted, *tf.nest.flatten(values, expand_composites=True)]
+            with tf.control_dependencies([part for one in taken for part in results(one)]):
+                parts.step_variable.assign_add(1)
             whole: dict[str, Any] = {}
-            for name in ("output", "batch"):  # one replica's micro-batches after the other's
-                if name in values:
-                    parts = zip(*map(self._by_replica, values.pop(name)), strict=True)
-                    whole[name] = list(itertools.chain.from_iterable(parts))
+            for name in fetches & {
+                "output",
+                "batch",
+            }:  # one replica's micro-batches after another's
+                of_replicas = zip(*map(self._by_replica, values.pop(name)), strict=True)
+                whole[name] = list(itertools.chain.from_iterable(of_replicas))
             reduced = tf.nest.map_structure(lambda v: results(v)[0], values)
             # What is the same on all replicas is returned of all, though one is used: TensorFlow
             # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
@@ -159,11 +175,25 @@ class StepFunctions:
             rest = [results(v)[1:] for v in tf.nest.flatten(values)]
             return whole, reduced, rest, noted
 
-        return with_last
+        return take_one
+
+    def _find_loss_spec(self) -> Any:
+        """Returns the loss that a step returns, by objective, of a step that nobody runs."""
+        parts, data = self._state.parts, self._state.data
+        with scratch_graph("loss").as_default():
+            result = train_one(parts, data, LOSS, tf.constant(1, tf.int64))
+            return tf.nest.map_structure(tf.type_spec_from_value, result.loss)
+
+    def _assert_weights(self, step: tf.Tensor, result: StepResult) -> None:
+        """Ends training where ``batch_weight`` has given no number above 0."""
+        if self._state.hooks.batch_weight is not None and not self._stacks:
+            for weights in self._by_replica(result.weights):
+                for one in weights:
+                    assert_weights(step, one)
 
     def _note(self, summary: tf.Tensor) -> None:
         """Keeps what a graph call has noted."""
-        if self._state.context.notes_losses:
+        if self._state.parts.notes_losses:
             self.noted = (self.noted or Noted()).then(Noted(*summary.numpy().tolist()))
 
     def _by_replica(self, values: Any) -> list[Any]:

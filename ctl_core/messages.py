@@ -10,13 +10,13 @@ from pathlib import Path
 import tensorflow as tf
 
 from ctl_core.anomaly import describe_anomaly
+from ctl_core.batches import describe_shortage
 from ctl_core.checks.returned import bad_weight
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
 from ctl_core.metric_values import evaluation
 from ctl_core.numerics.not_finite import NEVER, Noted
-from ctl_core.pipeline import EMPTY
 from ctl_core.state import State
 from ctl_core.summary import describe_parameters
 
@@ -27,7 +27,7 @@ def last_step(state: State, console: Console) -> int:
     Raises:
         SetupError: epochs are asked for, but the data has no end.
     """
-    config, steps = state.config, state.data.steps_per_epoch
+    config, steps = state.config, state.data.source.steps_per_epoch
     if config.epochs is None:
         assert config.steps is not None
         return config.steps
@@ -49,7 +49,8 @@ def announce(state: State, console: Console, start: int, last: int, resumed: boo
             f"{'are' if batches > 1 else 'is'} trained on, over and over."
         )
     if start < last and not state.ended and not resumed:
-        console.say(f"the model has {describe_parameters(state.train_model, state.train_loss)}.")
+        model = describe_parameters(state.recording, state.train_model, state.train_loss)
+        console.say(f"the model has {model}.")
 
 
 def conclude(state: State, start: int, seconds: float, trained: bool, console: Console) -> None:
@@ -75,7 +76,7 @@ def ending(state: State) -> tuple[str, str]:
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:
     """Says where training begins, how far it goes, and on what."""
-    config, replicas, run = state.config, state.context.replicas, from_here(state.run_dir)
+    config, replicas, run = state.config, state.parts.shape.replicas, from_here(state.run_dir)
     batch = f"batch size {config.batch_size}"
     if config.accumulate_steps > 1:
         batch += f" in {config.accumulate_steps} micro-batches"
@@ -150,7 +151,7 @@ def note_losses(state: State, found: Noted, saved: int, console: Console) -> Non
 
 def look_at_rate(state: State, step: int, console: Console) -> None:
     """Ends the schedule of the learning rate if a hook has assigned it, and says so."""
-    schedule, progress = state.context.rate_schedule, state.progress
+    schedule, progress = state.parts.rate_schedule, state.progress
     if schedule is not None and schedule.ended(progress.scheduled):
         progress.scheduled = False
         console.say(f"step {step}: a hook assigns lr, which ends lr_schedule and warmup.")
@@ -180,7 +181,8 @@ def attributed(state: State, step: int) -> Iterator[None]:
         yield
     except tf.errors.OutOfRangeError as error:
         if step == 0:
-            raise hooks.create_dataset.reject(EMPTY) from error
+            said = describe_shortage(state.data.source.count_pass(), state.data.shape.batch)
+            raise hooks.create_dataset.reject(said) from error
         raise RunError(
             f"{hooks.create_dataset}: the training data ended after step {step}."
         ) from error
@@ -188,8 +190,8 @@ def attributed(state: State, step: int) -> Iterator[None]:
         with state.cluster.peers():
             if state.cluster.lost(error):
                 raise
-        if said := describe_anomaly(error, hooks, state.functions.operations()):
-            raise RunError(f"step {step + 1}: {said}.") from error
+        if anomaly := describe_anomaly(error, hooks, state.functions.operations()):
+            raise RunError(f"step {step + 1}: {anomaly}.") from error
         if why := bad_weight(str(error)):
             raise RunError(f"{hooks.batch_weight}: {why}.") from error
         if state.config.jit_compile and (why := not_compiled(error)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -13,10 +13,9 @@ import tensorflow as tf
 from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import kind_of, something
 from ctl_core.console import Console
-from ctl_core.context import StepContext
 from ctl_core.errors import HookFailed, RunError, brief
 from ctl_core.hooks import Hook
-from ctl_core.numerics.shares import if_counted
+from ctl_core.model.parts import Moment, Parts
 from ctl_core.settings import nearest
 
 Metrics = dict[str, keras.Metric]
@@ -72,22 +71,24 @@ def update_metrics(metrics: Metrics, made_by: Hook, hook: Hook, arguments: Any) 
             ) from error
 
 
-def update_train_metrics(context: StepContext, batch: Any, output: Any, loss: Any) -> set[str]:
+def update_train_metrics(
+    parts: Parts, moment: Moment, batch: Any, output: Any, loss: Any, present: tf.Tensor | None
+) -> set[str]:
     """Updates the train metrics, of this replica's examples, if there are any.
 
     Returns:
         Those that were. In a turn, ``train_metric_pre`` may leave some out.
     """
-    hooks, metrics = context.hooks, context.train_metrics
+    hooks, metrics = parts.hooks, dict(parts.train_metrics)
     if not metrics:
         return set()
-    values = {"loss": loss, "output": output, "batch": batch, **context.hook_arguments()}
+    values = {"loss": loss, "output": output, "batch": batch, **parts.values(moment)}
     arguments = hooks.train_metric_pre.in_graph(**values)
     if arguments is None:
         raise hooks.train_metric_pre.reject(
             "returned nothing; is a return missing? In a turn without metrics, return {}."
         )
-    if context.turn is not None and isinstance(arguments, Mapping):
+    if moment.turn is not None and isinstance(arguments, Mapping):
         if wrong := [name for name in arguments if name not in metrics]:
             raise hooks.train_metric_pre.reject(
                 f"returned something for '{wrong[0]}', which is no metric"
@@ -95,8 +96,16 @@ def update_train_metrics(context: StepContext, batch: Any, output: Any, loss: An
             )
         metrics = {name: metric for name, metric in metrics.items() if name in arguments}
     made_by, pre = hooks.create_train_metrics, hooks.train_metric_pre
-    if_counted(lambda: update_metrics(metrics, made_by, pre, arguments))
+    update_if(present, lambda: update_metrics(metrics, made_by, pre, arguments))
     return set(metrics)
+
+
+def update_if(present: tf.Tensor | None, update: Callable[[], Any]) -> None:
+    """Updates metrics, unless this replica has no rows: a stand-in counts nowhere."""
+    if present is None:
+        update()
+    else:
+        tf.cond(present, lambda: (update(), None)[1], lambda: None)
 
 
 def create_loss_parts(hook: Hook, parts: Iterable[str], taken: Iterable[str]) -> Metrics:
@@ -117,27 +126,33 @@ def create_loss_parts(hook: Hook, parts: Iterable[str], taken: Iterable[str]) ->
     return {name: keras.metrics.Mean(name) for name in names}
 
 
-def update_loss_parts(context: StepContext, parts: Mapping[str, Any], batch: Any) -> None:
+def update_loss_parts(
+    parts: Parts,
+    moment: Moment,
+    loss_parts: Mapping[str, Any],
+    batch: Any,
+    present: tf.Tensor | None,
+) -> None:
     """Adds the parts of the loss: the mean over the examples, of scalars by their number.
 
     Raises:
         SetupError: a part has another shape, or was not there in the first trace.
     """
-    hook = context.hooks.grad_pre
-    for name, value in parts.items() if context.loss_parts else ():
-        if name not in context.loss_parts:
+    hook = parts.hooks.grad_pre
+    for name, value in loss_parts.items() if parts.loss_parts else ():
+        if name not in parts.loss_parts:
             raise hook.reject(f"returned the part '{name}' of the loss, which was not there first.")
-        part = tf.convert_to_tensor(something(hook, value, context.hook_arguments()))
+        part = tf.convert_to_tensor(something(hook, value, parts.values(moment)))
         real = part.dtype.is_floating or part.dtype.is_integer
         if part.shape.rank not in (0, 1, None) or not real:
             raise hook.reject(
                 f"the part '{name}' of the loss has shape {part.shape} and type {part.dtype.name}; "
                 "expected one number per example, or one for all of them."
             )
-        examples = examples_in(context.hooks.count_examples, batch)
+        examples = examples_in(parts.hooks.count_examples, batch)
         weight = 1 if examples is None else examples
-        update = context.loss_parts[name].update_state
-        if_counted(functools.partial(update, tf.reduce_mean(part), weight))
+        update = parts.loss_parts[name].update_state
+        update_if(present, functools.partial(update, tf.reduce_mean(part), weight))
 
 
 def results(metrics: Metrics, made_by: Hook) -> dict[str, float]:
@@ -158,13 +173,13 @@ def results(metrics: Metrics, made_by: Hook) -> dict[str, float]:
     return values
 
 
-def log(context: StepContext, console: Console, step: int, due: bool, anew: bool) -> None:
+def log(parts: Parts, console: Console, step: int, due: bool, anew: bool) -> None:
     """Writes the train metrics, if that is due; at the end of a period they begin anew.
 
     A run that ends within one keeps what it has, for when it goes on.
     """
     if due:
-        values = results(context.logged(), context.hooks.create_train_metrics)
+        values = results(parts.logged(), parts.hooks.create_train_metrics)
         console.values(step, "train", values)
-    for metric in context.logged().values() if anew else ():
+    for metric in parts.logged().values() if anew else ():
         metric.reset_state()

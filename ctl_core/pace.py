@@ -54,9 +54,9 @@ class Pace:
 
     def _rates(self) -> dict[str, float]:
         """Returns the learning rates by name; no run fails of one that cannot be read."""
-        context = self._state.context
+        parts = self._state.parts
         try:
-            rates = rates_used(context.lr, context.optimizers)
+            rates = rates_used(parts.lr, parts.optimizers)
         except Exception as error:
             if not self._warned:
                 LOG.warning("the learning rate cannot be read: %s", brief(error))

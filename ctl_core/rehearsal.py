@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import signal
 import tempfile
 import time
@@ -20,27 +19,22 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.build import create_state
-from ctl_core.checks.data import first_of
-from ctl_core.checks.sums import check_sums
-from ctl_core.checks.wholes import check_wholes
+from ctl_core.checkpoint import is_summed
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import check_folder
 from ctl_core.cluster.sync import peers
 from ctl_core.console import LOG, Console
 from ctl_core.errors import RunError, StopTraining
-from ctl_core.eval_data import dataset_of
 from ctl_core.hooks import Hook, Hooks, describe, load_hooks
 from ctl_core.listeners import find_listener
 from ctl_core.messages import last_step
 from ctl_core.metric_values import worded
 from ctl_core.nested import described, output_names
 from ctl_core.process_state import process_state
-from ctl_core.readers.kinds import is_reader
 from ctl_core.run_folder import Run, session
-from ctl_core.run_state.tracking import tf_variable
 from ctl_core.schedule import Schedule
-from ctl_core.serving import create_serving
+from ctl_core.serving.inference import create_inference
 from ctl_core.settings import Config
 from ctl_core.sources import from_anywhere
 from ctl_core.state import State
@@ -101,10 +95,11 @@ def _try_everything(
     )
     state = create_state(_rehearsed(hooks, console), short, run, console)
     _check_length(state, config, console)
-    check_sums(state, console)
-    check_wholes(state, console)
-    console.done(hooks.create_dataset, _described(state.data.element_spec))
-    console.done(hooks.create_model, describe_parameters(state.train_model, state.train_loss))
+    console.done(hooks.create_dataset, _described(state.data.share_spec))
+    console.done(
+        hooks.create_model,
+        describe_parameters(state.recording, state.train_model, state.train_loss),
+    )
     trainer = Trainer(state, run, console, signals)
     trainer.restore()
     trainer.train()
@@ -118,9 +113,10 @@ def _try_everything(
     count = _write_and_read(state, trainer)
     console.done("checkpoint", f"written and read back, {count} variables are as they were")
     if hooks.create_eval_dataset or hooks.create_inference_model or hooks.serve:
-        console.done("predictions", ", ".join(_predict(state, hooks.create_eval_dataset)))
+        console.done("predictions", ", ".join(_predict(state)))
     if hooks.at_end:
-        state.hooks = dataclasses.replace(state.hooks, at_end=_noted(hooks.at_end, console))
+        noted = dataclasses.replace(state.hooks, at_end=_noted(hooks.at_end, console))
+        state.parts = dataclasses.replace(state.parts, hooks=noted)
         trainer.at_end("done")
     return state
 
@@ -210,7 +206,7 @@ def _shortened(create: Callable[..., Any]) -> Callable[..., Any]:
         batches = tf.distribute.get_strategy().num_replicas_in_sync
         if isinstance(made, tf.data.Dataset):
             return made.take(batches)
-        return itertools.islice(made, batches) if is_reader(made) else made
+        return made
 
     @functools.wraps(create)
     def shortened(*args: Any, **kwargs: Any) -> Any:
@@ -221,7 +217,7 @@ def _shortened(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_length(state: State, config: Config, console: Console) -> None:
     """Refuses epochs of data without an end, as the run would; counting others takes too long."""
-    if state.data.steps_per_epoch is None and state.data.pipeline.endless:
+    if state.data.source.steps_per_epoch is None and state.data.source.endless:
         last_step(dataclasses.replace(state, config=config), console)
         Schedule(state.hooks, config, STEPS)
 
@@ -248,7 +244,7 @@ def _write_and_read(state: State, trainer: Trainer) -> int:
             value = part.numpy()
             part.assign(~value if value.dtype == bool else value + np.ones((), value.dtype))
     trainer.restore()
-    state.statistics.average()  # as it was done when training ended
+    trainer.checkpoints.statistics.average()  # as it was done when training ended
     for path, parts in _parts(state):
         for part, value in zip(parts, before[path], strict=True):
             now = part.numpy()
@@ -267,28 +263,23 @@ def _parts(state: State) -> Iterator[tuple[str, list[Any]]]:
     What is summed up when it is read is restored as the sum; how many checkpoints were saved is
     known to the chief only.
     """
-    for path, item in state.found.variables.items():
-        variable = tf_variable(item)
+    for name, variable in state.recording.variables.items():
         parts = state.strategy.experimental_local_results(variable)
-        plain = all(isinstance(part, tf.Variable) for part in parts)
-        plain = plain and item is not state.ckpt.save_counter
-        summed = getattr(variable, "aggregation", None) == tf.VariableAggregation.SUM
-        dtype = getattr(variable, "dtype", tf.string)
-        if plain and not summed and (dtype.is_floating or dtype.is_integer or dtype.is_bool):
-            yield path, list(parts)
+        dtype = variable.dtype
+        plain = variable is not state.ckpt.save_counter and not is_summed(variable)
+        if plain and (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+            yield name, list(parts)
 
 
-def _predict(state: State, hook: Hook | None) -> list[str]:
-    """Traces what an export holds, predicts for the first batch of each set, and says what came."""
-    serving = create_serving(state)
-    if hook is None or serving.of_batch is None:
-        return [f"{n} {described(part)}" for n, part in output_names(serving.output_spec).items()]
-    values = {"per_replica_batch_size": state.context.micro_batch_size}
-    made = hook(**values)
-    sets = made if isinstance(made, Mapping) else {None: made}
-    found = []
-    for key, one in sets.items():
-        dataset = dataset_of(state.hooks, hook, one, values, key)
-        output = serving.of_batch(first_of(iter(dataset), hook))
-        found += [f"{n} {value.shape.as_list()}" for n, value in output_names(output).items()]
-    return found
+def _predict(state: State) -> list[str]:
+    """Predicts for the first batch of each set of evaluation data, and says what came."""
+    inference = create_inference(state)
+    outputs = [
+        inference.run_batch(next(iter(one.make())))
+        for one in (state.evaluation.sets.values() if state.evaluation else ())
+    ]
+    return [
+        f"{name} {value.shape.as_list()}"
+        for output in outputs
+        for name, value in output_names(output).items()
+    ] or [f"{name} {described(part)}" for name, part in output_names(inference.output_spec).items()]

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.writes import Write
 from ctl_core.cluster.sync import Cluster
-from ctl_core.compat import global_seed_generator_kept
-from ctl_core.context import StepContext
-from ctl_core.evaluate import Evaluation
+from ctl_core.errors import RunError, one_line
 from ctl_core.hooks import Hooks
-from ctl_core.inputs import Input, create_input
+from ctl_core.input import Input
 from ctl_core.metric_values import read_metrics
-from ctl_core.numerics.batch_norm import MovingStatistics
-from ctl_core.numerics.freezing import Freezing
+from ctl_core.model.parts import Parts
+from ctl_core.model.recording import Recording
 from ctl_core.numerics.learning_rate import LearningRate
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.profile import Clock
-from ctl_core.run_state.record import Record
-from ctl_core.run_state.tracking import Found
 from ctl_core.settings import Config
 
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run has come, beside its step and its variables; a checkpoint's record has it.
+    """What a record saves besides the variables and the position in the data.
 
     Attributes:
         examples: training examples used so far, over all processes
@@ -53,33 +49,36 @@ class Progress:
     scheduled: bool = True
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def fields_of_record(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Returns the same as a record has it: copies, since hooks go on while it is written."""
-        return {
-            "examples": self.examples,
-            "done": sorted(self.done),
-            "evaluated": self.evaluated,
-            "metrics": dict(self.metrics),
-            "ended": self.ended,
-            "noted": dataclasses.asdict(self.noted),
-            "scheduled": self.scheduled,
-            "best": copy.deepcopy(self.best),
-            "state": copy.deepcopy(self.hook_state),
-        }
+        fields = copy.deepcopy(dataclasses.asdict(self))
+        return {**fields, "done": sorted(self.done)}
 
     @classmethod
-    def of_record(cls, record: Record) -> Progress:
+    def from_json(cls, fields: dict[str, Any]) -> Progress:
         """Returns what a record has."""
-        return cls(
-            record.examples,
-            set(record.done),
-            record.evaluated,
-            record.metrics,
-            record.ended,
-            Noted(**record.noted),
-            record.best,
-            record.scheduled,
-            record.state,
+        return cls(**{**fields, "done": set(fields["done"]), "noted": Noted(**fields["noted"])})
+
+
+def check_hook_state(values: dict[str, Any], where: str) -> None:
+    """Refuses a ``state`` of hooks that would not come back from a record as it is.
+
+    Args:
+        values: what hooks keep there
+        where: the hook that has just run, for the message
+
+    Raises:
+        RunError: something in it is no number, text, list or dict by text, as JSON has them.
+    """
+    try:
+        same = repr(json.loads(json.dumps(values))) == repr(values)
+    except (TypeError, ValueError, RecursionError):
+        same = False
+    if not same:
+        raise RunError(
+            f"{where}: state holds {one_line(repr(values), 120)}, which would not come back from a "
+            "checkpoint as it is; use numbers, texts, lists, and dicts whose keys are texts: "
+            "float(x), array.tolist()."
         )
 
 
@@ -90,49 +89,34 @@ class State:
     Attributes:
         config: the settings
         run_dir: the run's folder
-        whole: checkpoints that are on the disk, until its listeners have heard of them
-        step: how many steps were taken
-        step_variable: the same, as checkpoints hold it; a scalar int64 variable
-        train_model, train_loss, optimizer: as the hooks made them
-        lr: the learning rate that create_opt was given
-        ckpt, manager: as ``create_ckpt`` returned them
+        whole: checkpoints that are on the disk, until listeners have heard of them
+        parts: what a step is made of
+        learning_rate: what ``create_opt`` was given
+        recording: the variables, layers and generators of the run
+        data: the training data
+        evaluation: what is evaluated, or None
+        cluster: the processes that train together
+        ckpt, manager: as hooks are given them, see checkpoint.py
+        computed_in: the dtypes lower than float32 in which layers compute
         progress: how far the run has come
+        ended: whether a hook has ended training (StopTraining), now or earlier
         stopped_by: the number of the signal that ended training early, or None
+        timed_out: whether that was because of ``max_time``
         functions: the graph functions, while training (graph.StepFunctions)
         clock: where the time goes, while training
-        context: what a step is made of
-        cluster: the processes that train together
-        statistics: of batch normalisations, averaged over the replicas before they are read
-        roots: the objects and hooks that the run is made of, by name
-        found: the variables, layers and generators that they reach
-        freezing: what of it is frozen
-        computed_in: the dtypes lower than float32 in which layers compute
-        timed_out: whether that was because of ``max_time``
-        ended: whether a hook has ended training (StopTraining), now or earlier
-        writes: what the forward pass writes to, with several replicas or micro-batches
     """
 
     config: Config
-    run_dir: Any
+    run_dir: Path
     whole: list[tuple[int, Path]]
-    step_variable: tf.Variable
-    train_model: Any
-    train_loss: Any
-    optimizer: Any
-    lr: LearningRate
+    parts: Parts
+    learning_rate: LearningRate
+    recording: Recording
+    data: Input
+    evaluation: Any
+    cluster: Cluster
     ckpt: tf.train.Checkpoint
     manager: tf.train.CheckpointManager
-    hooks: Hooks
-    strategy: tf.distribute.Strategy
-    cluster: Cluster
-    statistics: MovingStatistics
-    context: StepContext
-    data: Input
-    evaluation: Evaluation | None
-    roots: dict[str, Any]
-    found: Found
-    freezing: Freezing
-    writes: list[Write]
     computed_in: list[str]
     progress: Progress = dataclasses.field(default_factory=Progress)
     ended: bool = False
@@ -149,12 +133,42 @@ class State:
     @property
     def step(self) -> int:
         """How many steps were taken."""
-        return int(self.step_variable.numpy())
+        return int(self.parts.step_variable.numpy())
+
+    @property
+    def hooks(self) -> Hooks:
+        """The hooks of the run."""
+        return self.parts.hooks
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        """Whose replicas train."""
+        return self.parts.strategy
+
+    @property
+    def train_model(self) -> Any:
+        """What ``create_model`` returned."""
+        return self.parts.train_model
+
+    @property
+    def train_loss(self) -> Any:
+        """What ``create_loss`` returned."""
+        return self.parts.train_loss
+
+    @property
+    def optimizer(self) -> Any:
+        """What ``create_opt`` returned."""
+        return self.parts.optimizer
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate that hooks are given."""
+        return self.parts.lr
 
     @property
     def eval_model(self) -> Any:
         """What is evaluated: what ``create_eval_model`` returned, or ``train_model``."""
-        return self.context.model_for(training=False)[-1]
+        return self.parts.model_for(training=False)[-1]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -175,10 +189,3 @@ class State:
     def diverged(self) -> bool:
         """Whether the loss of the last step was not finite, unless ``on_nan`` is ignore."""
         return self.step > 0 and self.progress.noted.latest == self.step
-
-    def renew_input(self) -> None:
-        """Makes the training data anew, as it was before anything was read from it."""
-        with global_seed_generator_kept():
-            self.data = create_input(
-                self.hooks, self.strategy, self.cluster, self.config, before=self.data
-            )

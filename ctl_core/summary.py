@@ -6,24 +6,26 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.run_state.tracking import find, plain_variable, trainable_variables
+from ctl_core.model.recording import Recording
+from ctl_core.model.variables import plain_variable, trainable_variables
 
 
-def describe_parameters(train_model: Any, train_loss: Any) -> str:
+def describe_parameters(recording: Recording, train_model: Any, train_loss: Any) -> str:
     """Returns ``105 parameters, 97 of them trainable, 0.42 kB``, of a model and of its loss.
 
-    Each variable counts once, whatever it is in. States of random generators are none, and what is
-    frozen now is not trainable.
+    States of random generators are none, and what is frozen now is not trainable.
     """
-    found = find({"train_model": train_model, "train_loss": train_loss})
-    states = set(map(id, found.generators))
-    several = [v for v in map(plain_variable, found.variables.values()) if id(v) not in states]
-    several = [v for v in several if isinstance(v, tf.Variable)]  # without tables
+    generators = set(map(id, recording.generators))
+    variables = [
+        variable
+        for name, variable in recording.variables.items()
+        if name.startswith(("create_model/", "create_loss/")) and id(variable) not in generators
+    ]
     both = [*trainable_variables(train_model), *trainable_variables(train_loss)]
     free = {id(plain_variable(variable)) for variable in both}
-    sizes = {id(v): int(tf.size(v)) for v in several}
+    sizes = {id(v): int(tf.size(v)) for v in variables}
     number, trained = sum(sizes.values()), sum(n for v, n in sizes.items() if v in free)
-    size = sum(sizes[id(v)] * tf.as_dtype(v.dtype).size for v in several)
+    size = sum(sizes[id(v)] * tf.as_dtype(v.dtype).size for v in variables)
     shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:.2g} kB"
     of_them = f"{trained:,}" if trained < number else "all"
     return f"{number:,} parameters, {of_them} of them trainable, {shown}"

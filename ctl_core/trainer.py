@@ -7,6 +7,7 @@ hooks, evaluation, checkpoints, signals.
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -16,18 +17,16 @@ from typing import Any
 from ctl_core.build import create_state
 from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.checks.sums import check_sums
-from ctl_core.checks.traced import check_step
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import TICK, supervised
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.console import Console
-from ctl_core.errors import RunError, StopTraining, one_line
-from ctl_core.evaluate import evaluate
+from ctl_core.errors import HookFailed, RunError, SetupError, StopTraining, one_line
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
+from ctl_core.initial_weights import load_initial_weights
 from ctl_core.listeners import Listener, Listeners
 from ctl_core.messages import (
     announce,
@@ -39,21 +38,20 @@ from ctl_core.messages import (
     note_losses,
 )
 from ctl_core.metrics import log
+from ctl_core.model.parts import Moment
 from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import Noted
-from ctl_core.numerics.randomness import fold_in_replica_id
+from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
 from ctl_core.pace import Pace
 from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
 from ctl_core.rhythm import Deadlines
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.forking import begun
-from ctl_core.run_state.hook_state import check_state
-from ctl_core.run_state.initial_weights import load_initial_weights
 from ctl_core.schedule import Schedule
 from ctl_core.selection import Selection, best_step
 from ctl_core.settings import Config
-from ctl_core.state import State
+from ctl_core.state import State, check_hook_state
 from ctl_core.table import OBSERVED
 
 # Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
@@ -98,7 +96,6 @@ def train(
         begun(config, run, console),
     ):
         state = create_state(callbacks, config, run, console)
-        check_sums(state, console)
         trainer = Trainer(state, run, console, signals)
         trainer.restore(go_on)
         trainer.train(source)
@@ -142,13 +139,13 @@ class Trainer:
         Raises:
             SetupError: what is there does not fit, or the number of steps is not known.
         """
-        state, config = self.state, self.state.config
+        state, config, parts = self.state, self.state.config, self.state.parts
         record = self.checkpoints.restore()
         if record is None:
             load_initial_weights(state, self._console)
         progress, self._resumed = state.progress, record is not None
-        generators = state.statistics.not_back(state.found.generators)
-        fold_in_replica_id(generators, state.strategy, state.cluster.task)
+        statistics, generators = self.checkpoints.statistics, state.recording.generators
+        fold_in_replica_id(statistics.not_back(generators), state.strategy, state.cluster.task)
         self.start, self.last = state.step, last_step(state, self._console)
         if progress.ended is not None:
             go_on = bool(state.cluster.gather([go_on]).any())
@@ -156,13 +153,13 @@ class Trainer:
             if not state.ended and self.start < self.last:
                 progress.ended = None
                 self._selection.go_on(progress.best)
-        if state.context.average and record and not record.holds("ema"):
-            state.context.average.begin()
+        if parts.average and record and not any(name.startswith("ema/") for name in record.created):
+            parts.average.begin()
         if record and record.learning_rate != config.learning_rate:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
-            state.lr.variable.assign(config.learning_rate)
-        if state.context.rate_schedule is not None:
-            state.context.rate_schedule.end_at(self.last)
+            state.learning_rate.variable.assign(config.learning_rate)
+        if parts.rate_schedule is not None:
+            parts.rate_schedule.end_at(self.last)
         self.functions.refresh()
 
     def train(self, source: bytes | None = None) -> None:
@@ -176,10 +173,10 @@ class Trainer:
         if state.ended:
             self.last = self.start
         going_on = self.start < self.last
-        extras = bool(state.context.logged()), state.data.steps_per_epoch
+        extras = bool(state.parts.logged()), state.data.source.steps_per_epoch
         schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, *extras)
         if going_on:
-            check_step(state, self.functions, console)
+            self._check_step(schedule)
         if state.cluster.task.chief:
             run.open(state.config, self.start, going_on, source, self.functions.devices)
             console.listeners += [Pace(state, run).look, run.write]
@@ -199,7 +196,6 @@ class Trainer:
         finally:
             self.checkpoints.close()
             self._profile.end()
-            state.clock.waited = state.data.seconds_waited(state.step - self.start)
         run.flush()
         console.stop()
         conclude(state, self.start, time.monotonic() - seconds, going_on, console)
@@ -218,7 +214,7 @@ class Trainer:
             before, stop = step, schedule.next_stop(step)
             with attributed(state, step), clock.time("steps"):
                 step, values = self._advance(step, stop, schedule)
-            state.progress.examples += state.data.examples_in(step - before)
+            state.progress.examples += state.data.count_examples(step - before)
             with clock.time("hooks"):
                 chief = state.cluster.task.chief
                 for passed, hook in schedule.deferred(range(before + 1, step + (step != stop))):
@@ -226,13 +222,12 @@ class Trainer:
                 if step == stop:
                     ended = self._run_hooks(step, schedule.due(step), values)
                     state.progress.done.update(n for n in state.hooks.at_step if n == step)
-            state.data.tally.say(self._console)
             self.checkpoints.raise_if_failed()
             if self._sync_status(step, ended).end:
                 self._end(step, schedule)
             if step == stop:
                 self._profile.at(step)
-                log(state.context, self._console, step, *schedule.log_due(step))
+                log(state.parts, self._console, step, *schedule.log_due(step))
                 self._evaluate(step, schedule)
             if step == stop or self.checkpoints.save_requested:
                 self._save(step, schedule)
@@ -240,10 +235,8 @@ class Trainer:
         with clock.time("checkpoints"):
             self.checkpoints.save_if_due(True)
             self.checkpoints.wait()
-        if not self._sync.signal:
-            state.data.tally.say(self._console, state.data.iterator)
         with state.cluster.peers():
-            state.statistics.average()
+            self.checkpoints.statistics.average()
         state.stopped_by = self._sync.signal if step < self.last else None
 
     def _end(self, step: int, schedule: Schedule) -> None:
@@ -264,10 +257,10 @@ class Trainer:
         due = schedule.due(stop)
         fetches = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
         alone = bool(fetches or (schedule.every_step and stop == step + 1))
-        looped = self.functions.looped(fetches) and stop > step + 1
-        if steps := min(stop - step - (alone and not looped), self._steps_per_call.limit):
+        loops = self.functions.can_loop(fetches) and stop > step + 1
+        if steps := min(stop - step - (alone and not loops), self._steps_per_call.limit):
             with self._steps_per_call.timed(steps):
-                if looped and step + steps == stop:
+                if loops and step + steps == stop:
                     return stop, self.functions.train_step(fetches, due, steps)
                 self.functions.train_steps(steps)
         if alone and step + steps + 1 == stop and steps < self._steps_per_call.limit:
@@ -280,17 +273,17 @@ class Trainer:
         with self._run.writer("train").as_default(step=step):
             try:
                 for hook in due:
-                    hook(**self._host_values(step), **values)
-                    if why := why_ignored(state.context.optimizers):
-                        raise RunError(f"{hook}: {why}.")
+                    with state.recording.watch(str(hook)):
+                        hook(**self._host_values(step), **values)
                     if "state" in hook.arguments:
-                        check_state(state.hook_state, str(hook))
+                        check_hook_state(state.hook_state, str(hook))
+                    if why := why_ignored(state.parts.optimizers):
+                        raise RunError(f"{hook}: {why}.")
             except StopTraining as asked:
                 self._console.say(f"step {step}: a hook ends training. {asked}".rstrip())
                 ended = True
         look_at_rate(state, step, self._console)
         self.functions.refresh()
-        self.checkpoints.remainder.after_hooks(due, step)
         return ended
 
     def _host_values(self, step: int) -> dict[str, Any]:
@@ -303,7 +296,7 @@ class Trainer:
             "manager": state.manager,
             "chief": state.cluster.task.chief,
             "state": state.hook_state,
-            **state.context.hook_arguments(),
+            **state.parts.values(Moment()),
             "step": step,
         }
 
@@ -339,17 +332,17 @@ class Trainer:
 
     def _evaluate(self, step: int, schedule: Schedule) -> None:
         """Evaluates, if that is due and not done; what its values decide is decided here."""
-        state, progress, average = self.state, self.state.progress, self.state.context.average
+        state, progress, average = self.state, self.state.progress, self.state.parts.average
         due = schedule.evaluation_due(step) and progress.evaluated != step
         if state.evaluation is None or not due:
             return
         with (
             attributed(state, step),
             state.clock.time("evaluation"),
-            state.statistics.averaged(),
+            self.checkpoints.statistics.averaged(),
             average.in_place_of_weights() if average else nullcontext(),
         ):
-            values = evaluate(state.evaluation, self._sync)
+            values = state.evaluation.evaluate(self._sync)
         if values is None:
             return
         progress.metrics, progress.evaluated = values, step
@@ -376,9 +369,45 @@ class Trainer:
                 self.checkpoints.save_if_due(due)
             self._deadlines.saved()
 
+    def _check_step(self, schedule: Schedule) -> None:
+        """Traces the graphs that training begins with, so that their hooks are checked before.
+
+        Raises:
+            SetupError: a hook cannot work, or the step writes what no checkpoint would hold.
+        """
+        state, step = self.state, self.start
+        try:
+            if schedule.every_step:
+                due = schedule.due(step + 1)
+                named = {name for hook in due for name in hook.arguments}
+                graph = self.functions.trace(frozenset(named & set(OBSERVED))).graph
+            else:
+                graph = self.functions.trace(None).graph
+            if state.evaluation is not None:
+                state.evaluation.trace(state.recording)
+        except HookFailed as error:
+            raise SetupError(str(error)) from error.__cause__
+        except Exception as error:
+            if made := re.search(r"Unable to lift tensor <tf.Tensor '([^']*)/Init", str(error)):
+                name = made.group(1).split(":")[0].split("/replica_")[0]
+                raise SetupError(
+                    f"a hook makes the variable {name} inside the step; make it in create_model. "
+                    "keras.random functions take one of the model's as seed."
+                ) from error
+            raise
+        if found := random_ops(graph):
+            self._console.warn(
+                f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
+                "checkpoint can hold: a resumed run will draw others. Use a "
+                "keras.random.SeedGenerator of the model, or tf.random.stateless_*."
+            )
+        self.checkpoints.check_written(graph)
+
     def at_end(self, reason: str) -> None:
         """Runs the hooks ``at_end``; where training has failed, what they raise is a warning."""
         state, values = self.state, {"reason": reason, "metrics": dict(self.state.metrics)}
+        if not state.hooks.at_end:
+            return
         try:
             self._run_hooks(state.step, state.hooks.at_end, values)
         except Exception as error:

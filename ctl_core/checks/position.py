@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from ctl_core.compat import inputs_of
 from ctl_core.numerics.randomness import random_ops
-from ctl_core.pipeline import RESHUFFLING, Pipeline
 
+# Stages that draw random numbers, others in each pass.
+RESHUFFLING = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
 # Stages that drain the one before them before their own pass ends: TensorFlow leaves the state of
 # a drained stage that draws random numbers out of a checkpoint.
 _DRAINING = {"_ShuffleDataset", "_ZipDataset", "_ConcatenateDataset"}
@@ -19,15 +20,6 @@ _DRAINING = {"_ShuffleDataset", "_ZipDataset", "_ConcatenateDataset"}
 
 # Ops that draw from, or are, a state outside of the pipeline.
 _STATEFUL = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
-
-
-def why_not_saved(pipeline: Pipeline, overfit_batches: int) -> str | None:
-    """Says why a saved position in what the hooks made would not be exact, or returns None."""
-    if pipeline.stream is not None:
-        return "overfit_batches keeps batches" if overfit_batches else pipeline.stream.why_not
-    if pipeline.reader is not None:
-        return "make_batches changes what a reader gives; batch and change it in the reader"
-    return why_not_checkpointable(pipeline.dataset.repeat())
 
 
 def why_not_checkpointable(dataset: tf.data.Dataset) -> str | None:
@@ -55,30 +47,6 @@ def why_not_checkpointable(dataset: tf.data.Dataset) -> str | None:
         return next(filter(None, (search(part, drained) for part in inputs_of(stage))), None)
 
     return search(dataset, drained=False)
-
-
-def holds_shuffles(position: Path, dataset: tf.data.Dataset) -> bool:
-    """Whether a saved position holds the state of each shuffle of a dataset, so that it is exact.
-
-    TensorFlow leaves out a shuffle that has been read to its end while a stage behind it, such as
-    prefetch or a map that runs ahead, still holds elements; restored, it would begin with the
-    order of the first pass again. So it is with a cache in memory, which then fills itself anew;
-    what is in a cache is not shuffled again.
-
-    The names of stages and of their states in the file are TensorFlow's own;
-    tests/engine/test_inputs.py fails if they change.
-    """
-
-    def count(stage: Any) -> int:
-        shuffles = sum(map(count, inputs_of(stage)))
-        if type(stage).__name__ == "CacheDataset":
-            return min(shuffles, 1) if stage._filename == "" else 0
-        return shuffles + (type(stage).__name__ == "_ShuffleDataset")
-
-    wanted = count(dataset)
-    files = data_files(position) if wanted else ()
-    content = b"".join(file.read_bytes() for file in files)
-    return sum(map(content.count, (b"epoch_num_random_samples", b"cache_completed"))) >= wanted
 
 
 def data_files(prefix: Path) -> list[Path]:

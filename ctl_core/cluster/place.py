@@ -13,7 +13,6 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 
-from ctl_core import SHARES_EVENLY
 from ctl_core.cluster.slurm import ALONE, read_slurm
 from ctl_core.cluster.task import PIPE, Place, Task
 from ctl_core.cluster.tf_config import read_tf_config
@@ -90,19 +89,7 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     task = place.task
     if task.processes > 1 and config.run_name is None:
         raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
-    if SHARES_EVENLY and config.batch_size % task.processes:
-        raise SetupError(_uneven(config.batch_size, task.processes))
     return task
-
-
-def _uneven(batch_size: int, processes: int) -> str:
-    fewer = next(n for n in range(processes, 0, -1) if batch_size % n == 0)
-    more = next((n for n in range(processes, 2 * processes) if batch_size % n == 0), None)
-    return (
-        f"batch_size: {batch_size} cannot be shared out evenly over {processes} processes; start "
-        f"{fewer}{f' or {more}' if more else ''} of them, or begin a run with a multiple of "
-        f"{processes}."
-    )
 
 
 def _others_than(told: Place, environ: Mapping[str, str]) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core import SHARES_EVENLY
 from ctl_core.cluster.place import find_place, is_placed, read_task
 from ctl_core.cluster.rendezvous import meet
 from ctl_core.cluster.task import Task
@@ -74,10 +73,8 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     task = prepare(config)
     if task.processes > 1:
         strategy = _join_cluster(config, task)
-        _check_batch_size(config, strategy.num_replicas_in_sync)
         return strategy
     devices = _devices(config)
-    _check_batch_size(config, len(devices))
     if len(devices) == 1 and config.strategy != "mirrored":
         return tf.distribute.OneDeviceStrategy(devices[0])
     # On CPU devices, adding up on one of them is several times faster than TensorFlow's own
@@ -86,24 +83,6 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     on_one = config.detect_anomaly or all("CPU" in device for device in devices)
     reduction = tf.distribute.ReductionToOneDevice() if on_one else None
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
-
-
-def _check_batch_size(config: Config, replicas: int) -> None:
-    if not SHARES_EVENLY:
-        return
-    shares = replicas * config.accumulate_steps
-    if config.batch_size % shares:
-        micro = f" with accumulate_steps {config.accumulate_steps}"
-        raise SetupError(
-            f"batch_size: {config.batch_size} cannot be shared out evenly over {replicas} "
-            f"replica{'s' * (replicas > 1)}{micro * (config.accumulate_steps > 1)}; take a "
-            f"multiple of {shares}."
-        )
-    if config.eval_batch_size is not None and config.eval_batch_size % replicas:
-        raise SetupError(
-            f"eval_batch_size: {config.eval_batch_size} cannot be shared out evenly over "
-            f"{replicas} replicas; take a multiple of {replicas}."
-        )
 
 
 # A process joins its cluster once; a second strategy for it would wait for peers that are not

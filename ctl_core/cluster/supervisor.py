@@ -33,7 +33,6 @@ try:
 except ImportError:  # Windows, where ``start_cluster`` refuses
     fcntl = None  # type: ignore[assignment]
 
-from ctl_core import SHARES_EVENLY
 from ctl_core.cluster.gpus import share_gpus, visible_gpus
 from ctl_core.cluster.place import find_place
 from ctl_core.cluster.signals import INTERRUPTED, Counted
@@ -125,13 +124,6 @@ def check_workers(config: Config) -> None:
             f"workers: {workers} are to be started here, but {place.name} in the environment tells "
             "this process to join a cluster; leave workers out (on Slurm, more tasks are started "
             "with srun --ntasks-per-node), or join none with --cluster none."
-        )
-    # All workers have the same number of replicas; with GPUs, TensorFlow has the last word on it.
-    replicas = workers * config.virtual_devices
-    if SHARES_EVENLY and config.batch_size % replicas:
-        raise SetupError(
-            f"batch_size: {config.batch_size} cannot be shared out evenly over {replicas} "
-            f"replicas; take a multiple of {replicas}."
         )
 
 

@@ -1,1 +1,1 @@
-"""What belongs to a run, and how it is kept: found, recorded, put back."""
+"""What of a run is on the disk, beside its checkpoints."""

@@ -6,24 +6,29 @@ What a folder holds may have been copied, renamed or damaged: nothing of it is b
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
+import os
 import re
-import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from ctl_core import __version__
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here, written_whole
 
-# Raised when an engine could misread a record of this one; fields that it does not know count too.
-FORMAT = 1
+# Raised when an engine could misread a record of this one.
+FORMAT = 2
 RECORD = re.compile(r"ckpt-(\d+)\.json")
 PART = re.compile(r"(?:ckpt|input|statistics)-(\d+)(?:-\d+)?")
 NAME = re.compile(r".*-\d+\.(json|index|data-\d+-of-\d+)")
 NUMBER = re.compile(r"-(\d+)$")
+
+
+_UNKNOWN: dict[str, Any] = {
+    "input": {}, "input_saved": False, "replicas": 0, "learning_rate": 0.0, "frozen": [],
+    "created": {}, "vocabularies": None, "progress": {"best": {}},
+}  # fmt: skip
 
 
 class Damaged(Exception):
@@ -32,63 +37,41 @@ class Damaged(Exception):
 
 @dataclasses.dataclass
 class Record:
-    """What a checkpoint knows besides tensors; the JSON file that makes it count.
+    """What a checkpoint knows besides tensors.
 
     Attributes:
         step: the step it was taken after
         path: the user's part, relative to the folder of checkpoints
-        examples: training examples used so far
-        processes, replicas, batch_size: what the input positions belong to
-        input_saved: whether every process has saved its input position
+        input: what a position in the data belongs to, by name: two runs whose values are the same
+            read the same examples in the same order
+        input_saved: whether every process has saved a position that is whole
+        replicas: by how many the variables of replicas were saved
         learning_rate: the setting, to notice when it is changed
-        done: the keys of ``at_step`` that have run
-        frozen: the freeze flags of the model
-        evaluated: the step of the last evaluation, or -1
-        metrics: its values
-        accumulate_steps, last_batch: also what the input position belongs to
-        state: what host hooks keep; the chief's
-        remainder: what the engine's part holds of what the user's leaves out; None of an engine
-            that did not look for it
+        frozen: the freeze flags of layers and variables
+        created: of the variables in the engine's part the name and the shape
         vocabularies: the file with what preprocessing layers have learnt, or None
-        ended: the step to which the run was to go when it was ended early at this one, or None
-        noted: of which steps the loss was not finite, as ``Noted`` has it
-        best: the best values of the metrics that decide something, as ``Progress`` has them
-        scheduled: whether no hook had assigned lr
-        overfit_batches: the setting, which the input position belongs to as well
-        unit: how many elements were read at once, also of the input position; 0 if one by one
-        format: what ``FORMAT`` was when it was written; 0 of an engine that did not say
-        engine: the version of the engine that wrote it, or ""
+        progress: see ``state.Progress``
+        format: what ``FORMAT`` was when it was written
+        engine: the version of the engine that wrote it
     """
 
     step: int
     path: str
-    examples: int
-    processes: int
-    replicas: int
-    batch_size: int
+    input: dict[str, Any]
     input_saved: bool
+    replicas: int
     learning_rate: float
-    done: list[int]
     frozen: list[bool]
-    evaluated: int
-    metrics: dict[str, float]
-    accumulate_steps: int = 1  # earlier engines had no such setting, nor wrote it
-    state: dict[str, Any] = dataclasses.field(default_factory=dict)  # nor this and what follows
-    remainder: list[str] | None = None
-    vocabularies: str | None = None
-    ended: int | None = None
-    noted: dict[str, int] = dataclasses.field(default_factory=dict)
-    best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    scheduled: bool = True
-    overfit_batches: int = 0
-    last_batch: str = "drop"
-    unit: int = 0
-    format: int = 0
-    engine: str = ""
+    created: dict[str, list[int]]
+    vocabularies: str | None
+    progress: dict[str, Any]
+    format: int = FORMAT
+    engine: str = __version__
 
-    def holds(self, root: str) -> bool:
-        """Whether the engine's part has variables of something, such as ``ema``."""
-        return any(name.startswith(f"{root}/") for name in self.remainder or ())
+    @property
+    def best(self) -> dict[str, list[float]]:
+        """What ``keep_best`` and ``early_stop`` know."""
+        return self.progress["best"]  # type: ignore[no-any-return]
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -108,9 +91,22 @@ def write_record(folder: Path, record: Record) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    said = {**dataclasses.asdict(record), "format": FORMAT, "engine": __version__}
     with written_whole(folder / f"ckpt-{record.step}.json") as beside:
-        beside.write_text(json.dumps(said), encoding="utf-8")
+        beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
+
+
+def sync_files(*paths: Path) -> None:
+    """Puts files, and folders, on the disk itself: a power cut counts as a kill.
+
+    Raises:
+        OSError: that fails.
+    """
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read_record(folder: Path, step: int) -> Record:
@@ -118,40 +114,46 @@ def read_record(folder: Path, step: int) -> Record:
 
     Raises:
         Damaged: it cannot be read, or is that of another step.
-        SetupError: a newer engine has written it.
     """
     path = folder / f"ckpt-{step}.json"
     if not path.is_file():  # a folder, or a named pipe, which would keep us waiting
         raise Damaged("its record is no file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content.pop("records", None)  # engines before 0.4 kept the files of a manifest there
-        _refuse_newer(path, content)
+        if content.get("format", 0) != FORMAT:  # of another engine, whose weights can be taken
+            known = {name: content[name] for name in ("step", "path")}
+            how = {"format": content.get("format", 0), "engine": content.get("engine") or "0.3"}
+            content = {**_UNKNOWN, **known, **how}
         record = Record(**content)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Damaged("its record cannot be read") from error
-    if wrong := [name for name, hint in _hints().items() if not _fits(getattr(record, name), hint)]:
-        raise Damaged(f"its record has a wrong value for {wrong[0]}")
+    for field in dataclasses.fields(Record):
+        kind: Any = {"int": int, "str": str, "bool": bool, "float": (int, float)}.get(
+            str(field.type), (dict, list, str, type(None))
+        )
+        if not isinstance(getattr(record, field.name), kind):
+            raise Damaged(f"its record has a wrong value for {field.name}")
     match = NUMBER.search(record.path)
     if record.step != step or not match or int(match[1]) != step or "/" in record.path:
         raise Damaged(f"its record is that of step {record.step}, {record.path}")
     return record
 
 
-@functools.cache
-def _hints() -> dict[str, Any]:
-    return get_type_hints(Record)  # which takes longer than reading a record
+def check_format(record: Record, folder: Path) -> None:
+    """Refuses to go on from a checkpoint of another engine.
 
+    Args:
+        record: of the checkpoint
+        folder: of checkpoints
 
-def _refuse_newer(path: Path, content: dict[str, Any]) -> None:
-    unknown = sorted({*content} - {field.name for field in dataclasses.fields(Record)})
-    number, engine = content.get("format", 0), content.get("engine", "")
-    if unknown or (isinstance(number, int) and number > FORMAT):
-        why = f"has {', '.join(unknown)}" if unknown else f"is of format {number}"
+    Raises:
+        SetupError: it is one.
+    """
+    if record.format != FORMAT:
         raise SetupError(
-            f"{from_here(path)}: was written by ctl_core {engine or '(of unknown version)'} and "
-            f"{why}, which ctl_core {__version__} (format {FORMAT}) does not know; take the newer "
-            "engine for this run, by cruft update say. The checkpoint is whole."
+            f"{from_here(folder)}: its checkpoints are of ctl_core {record.engine}, and "
+            f"{__version__} cannot go on from them; begin another run with their weights: "
+            f"--init-from {from_here(folder.parent)}."
         )
 
 
@@ -166,21 +168,3 @@ def regular(prefix: str) -> str:
         if not file.is_file():
             raise Damaged(f"{file.name} is no file")
     return prefix
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from JSON is of a type, such as ``dict[str, float] | None``."""
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    if hint is Any:
-        return True
-    if kind is types.UnionType:
-        return any(_fits(value, one) for one in inner)
-    if isinstance(value, bool) and kind is not bool:
-        return False
-    if kind is float:
-        return isinstance(value, int | float)
-    if kind is dict and isinstance(value, dict):
-        return all(_fits(part, inner[1]) for part in value.values())
-    if kind is list and isinstance(value, list):
-        return all(_fits(part, inner[0]) for part in value)
-    return isinstance(value, kind)

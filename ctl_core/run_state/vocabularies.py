@@ -20,22 +20,22 @@ from ctl_core.console import Console
 from ctl_core.errors import SetupError, brief
 from ctl_core.files import written_whole
 from ctl_core.hooks import Hooks
-from ctl_core.run_state.tracking import Found, find
+from ctl_core.run_state.tracking import find
 
 
 class Vocabularies:
     """What the layers of a run, and those that its data are read with, have learnt."""
 
-    def __init__(self, found: Found, hooks: Hooks) -> None:
+    def __init__(self, adapted: Mapping[str, keras.Layer], hooks: Hooks) -> None:
         self._layers = {
             # Its mean and variance are variables.
             path: layer
-            for path, layer in found.adapted.items()
+            for path, layer in adapted.items()
             if not isinstance(layer, keras.layers.Normalization)
         }
-        adapted = find(hooks.data_functions()).adapted
+        of_data = find(hooks.data_functions()).adapted
         mine = set(map(id, self._layers.values()))
-        self._of_data = {path: layer for path, layer in adapted.items() if id(layer) not in mine}
+        self._of_data = {path: layer for path, layer in of_data.items() if id(layer) not in mine}
         self._text: str | None = None
 
     def __bool__(self) -> bool:

@@ -12,33 +12,9 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tests.golden import FOLDER, NAME, ROOT, engine
+from tests.golden import engine
 
 engine.start_devices()
-
-
-def pytest_report_header() -> str:
-    return f"engine: {NAME}, in {FOLDER.relative_to(ROOT)}/ctl_core"
-
-
-# What the new engine has not reached yet, by the beginnings of the tests' names, and when it will.
-UNREACHED = {
-    "test_program_extras.py::test_codes_that": "comparisons before training",
-}
-# What is no mistake there: any batch is shared out over any number of devices.
-NO_MISTAKES = ("batches of another size", "devices that do not divide")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Expects the new engine to fail where it has not got yet, strictly: the list stays true."""
-    for item in items if NAME == "new" else ():
-        for start, what in UNREACHED.items():
-            if f"golden/{start}" in item.nodeid:
-                item.add_marker(pytest.mark.xfail(reason=f"not reached: {what}", strict=True))
-        if item.nodeid.startswith("tests/golden/") and item.nodeid.endswith(
-            tuple(f"{words}]" for words in NO_MISTAKES)
-        ):
-            item.add_marker(pytest.mark.skip(reason="no mistake for this engine"))
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 import ctl_core
-from tests.golden import FOLDER, ROOT
+from tests.golden import ROOT
 
 DEVICES = 5
 # What a process of the engine has to find: the engine, then these tests.
-PYTHONPATH = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(FOLDER), str(ROOT)])
+PYTHONPATH = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(ROOT)])
 
 
 def start_devices() -> None:
@@ -97,6 +97,6 @@ def environment(**more: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("CTL_") and name not in ("TF_CONFIG", "ENGINE")
+        if not name.startswith("CTL_") and name != "TF_CONFIG"
     }
     return {**kept, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "3", **more}

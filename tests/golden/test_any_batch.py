@@ -11,10 +11,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.golden import NAME, compare, engine, small
+from tests.golden import compare, engine, small
 from tests.golden.programs import simclr
-
-pytestmark = pytest.mark.skipif(NAME != "new", reason="the old engine shares out what divides")
 
 RATE, SEED, FEATURES = small.RATE, 3, small.FEATURES
 LAST = pytest.mark.parametrize("last_batch", ["drop", "keep"])

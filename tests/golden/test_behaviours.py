@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.golden import NAME, compare, engine, small
+from tests.golden import compare, engine, small
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2])
 
@@ -321,7 +321,6 @@ def test_hooks_restore_and_keep_checkpoints_by_themselves(train: engine.Train) -
     compare.assert_close(seen[0], plain.weights)
 
 
-@pytest.mark.skipif(NAME != "new", reason="TensorFlow's ValueError")
 def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train: engine.Train) -> None:
     """Also with all that hooks may ask of the manager."""
 

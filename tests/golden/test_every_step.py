@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.golden import NAME, engine, small
+from tests.golden import engine, small
 
-NEW = pytest.mark.skipif(NAME != "new", reason="the old engine shares out what divides")
 EXAMPLES, BATCH = 45, 8
 
 
@@ -37,8 +36,8 @@ def read_hooks() -> SimpleNamespace:
             {"steps": None, "epochs": 2, "last_batch": "keep"}, 1, 6, marks=pytest.mark.slow
         ),
         pytest.param({"steps": 14, "last_batch": "keep"}, 2, 6, marks=pytest.mark.slow),
-        pytest.param({"steps": 12}, 3, 5, marks=NEW),
-        pytest.param({"steps": 14, "last_batch": "keep"}, 3, 6, marks=NEW),
+        ({"steps": 12}, 3, 5),
+        ({"steps": 14, "last_batch": "keep"}, 3, 6),
     ],
     ids=[
         "dropped",

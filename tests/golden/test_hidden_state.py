@@ -15,9 +15,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.golden import NAME, ROOT, compare, engine, small
-
-pytestmark = pytest.mark.skipif(NAME != "new", reason="held by the new engine")
+from tests.golden import ROOT, compare, engine, small
 
 SETTINGS: dict[str, Any] = small.settings(9, ckpt_every=3, log_every=1000)
 

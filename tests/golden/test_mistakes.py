@@ -59,10 +59,6 @@ def create_dataset():  # here
 def create_dataset():  # here
     return tf.data.Dataset.range(99)
 -> create_dataset | batch(
-== create_dataset returns batches of another size
-def create_dataset():  # here
-    return tf.data.Dataset.from_tensor_slices(small.data()).batch(5, True)
--> create_dataset | 5 | 16
 == there is no example
 def create_dataset():  # here
     return tf.data.Dataset.from_tensor_slices(small.data()).take(0).batch(16)
@@ -233,7 +229,6 @@ SETTINGS: dict[str, Setting] = {
     "no YAML": ((), "steps: [", {}, ("config.yaml", "line 1", "YAML")),
     "no such file": (("--config=missing.yaml",), "", {}, ("missing.yaml",)),
     "an unexpected word": (("words",), "", {}, ("'words'",)),
-    "devices that do not divide": (("--virtual-devices=3",), "", {}, ("batch_size", "16", "3")),
 }  # fmt: skip
 
 

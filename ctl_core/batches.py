@@ -76,6 +76,7 @@ class BatchSource:
         shape: of a global batch
         per_replica_batch_size: what hooks of the data are given
         whole: whether each element is a share by itself
+        endless: whether a pass has no end
         steps_per_epoch: global batches in a pass; None where there is no end, or nobody counted
     """
 
@@ -100,8 +101,8 @@ class BatchSource:
         self._own_batches = not is_default(hooks.make_batches.function)
         self._hook = hooks.make_batches if self._own_batches else hooks.create_dataset
         dataset = self.call_hooks()
-        self._endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        self._endless |= self._own_batches
+        self.endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        self.endless |= self._own_batches
         if self._by_rows:
             self._check_rows(dataset.element_spec)
         size = None
@@ -133,7 +134,7 @@ class BatchSource:
         """Returns the endless dataset whose elements are global batches, or shares."""
         dataset, self._unread = self._unread, None
         dataset = self._make_pass(self.call_hooks() if dataset is None else dataset)
-        dataset = dataset if self._endless else dataset.repeat()
+        dataset = dataset if self.endless else dataset.repeat()
         if number := self._config.overfit_batches:
             # Kept as they were read first: neither a shuffle nor noise makes others of them.
             elements = number * (self.shape.shares if self.whole else 1)
@@ -165,7 +166,7 @@ class BatchSource:
         config = self._config
         if config.overfit_batches:
             return config.overfit_batches
-        if not config.counts_epochs or self._endless:
+        if not config.counts_epochs or self.endless:
             return None
         elements = _count_elements(self._make_pass(self.call_hooks()))
         self._unread = None  # its shuffles have been read from
@@ -222,7 +223,7 @@ class BatchSource:
             return tf.equal(number, self.shape.batch // shares)
 
         dataset = dataset.filter(has_size)
-        if self._endless or shares == 1:
+        if self.endless or shares == 1:
             return dataset
         return dataset.take(_count_elements(dataset) // shares * shares)
 

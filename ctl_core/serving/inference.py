@@ -87,6 +87,7 @@ def _create(state: State) -> Inference:
             return make_model_input(parts, moment(), batch, training=False)
 
     def serve(inputs: Any) -> Any:
+        assert hooks.serve is not None
         with inference():
             return something(hooks.serve, hooks.serve.in_graph(inputs=inputs), {})
 
