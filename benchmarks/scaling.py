@@ -97,7 +97,8 @@ def parameters(width: int) -> int:
 
 def measure(out: Path) -> None:
     """What each process runs; the chief writes down what it measured."""
-    from ctl_core.cluster.strategy import create_strategy, read_task
+    from ctl_core.cluster.strategy import create_strategy
+    from ctl_core.cluster.task import read_task
     from ctl_core.settings import Config
 
     config = Config(steps=1, batch_size=BATCH, run_name="scaling")

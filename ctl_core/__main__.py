@@ -46,9 +46,8 @@ try:
     from ctl_core.callbacks_file import Source, check_compiles, find_callbacks, load_callbacks
     from ctl_core.cli import Command, as_evaluator, parse_command
     from ctl_core.cluster import supervisor
-    from ctl_core.cluster.place import find_place
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
-    from ctl_core.cluster.task import Place
+    from ctl_core.cluster.task import Task, read_task
     from ctl_core.options import COMMANDS
     from ctl_core.settings import Config, free_name, nearest
     from ctl_core.sources import check_start
@@ -157,12 +156,16 @@ def _run(command: Command, argv: list[str]) -> int:
         check_start(command.config)  # at once; a program's Run looks by itself
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
-    place = find_place(command.config) if command.name == "train" else Place()
+    task = read_task(command.config) if command.name == "train" else Task()
     for note in () if supervisor.supervised() else command.notes:  # the supervisor has said it
         print(note, flush=True)
-    for line in () if supervisor.supervised() else place.lines():
-        print(line, flush=True)
-    if place.evaluates:
+    if task.processes > 1 and not supervisor.supervised():
+        print(f"cluster: {task.shown(task.index)}, of {task.processes}", flush=True)
+    if task.kind == "ps":
+        print("ps: gradients are summed between the workers; no parameter server is needed.")
+        return 0
+    if task.kind == "evaluator":
+        print("cluster: this is the evaluator: evaluate --watch", flush=True)
         with interruptible():
             command = as_evaluator(command)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else "3")
@@ -179,10 +182,10 @@ def _run(command: Command, argv: list[str]) -> int:
         config = dataclasses.replace(command.config, run_name=name)
         start = supervisor.check_cluster if checking else supervisor.start_cluster
         return start(argv, config)
-    return _run_here(command, source, place)
+    return _run_here(command, source)
 
 
-def _run_here(command: Command, source: Source, place: Place) -> int:
+def _run_here(command: Command, source: Source) -> int:
     """Runs a command in this process."""
     if command.name == "train":
         _prepare(command.config)

@@ -17,7 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ctl_core.callbacks_file import DEFAULT
-from ctl_core.cluster.place import is_placed
+from ctl_core.cluster.rendezvous import LONGEST
+from ctl_core.cluster.task import is_in_cluster
 from ctl_core.errors import PeerLost, SetupError, one_line
 from ctl_core.files import from_here
 from ctl_core.flags import read_flags
@@ -48,10 +49,10 @@ class Command:
     trained_with: str = DEFAULT
 
 
-# What says how a run is watched, and where its processes are; the run does not keep these.
-_OF_A_START = ("debug", "cluster", "wait_for_workers")
+# What says how a run is watched; the run does not keep it.
+_OF_A_START = ("debug",)
 # What is known of a command before the settings of its run are.
-_FIRST = ("run_name", "runs_dir", "fork", "cluster", "strategy")
+_FIRST = ("run_name", "runs_dir", "fork", "strategy")
 # What a run does not take over from the one that it begins from.
 _NOT_FORKED = ("workers", "run_name", "runs_dir", "fork", "init_from", "init_partial")
 # How long evaluate --watch waits for a run to begin (seconds).
@@ -91,7 +92,8 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     if source is not None:
         own = read_file(source / "config.yaml")
         trained_with = str(own.get("callbacks", ("", DEFAULT))[1])
-        others = _NOT_FORKED if run is None else ("workers",) * is_placed(near, environ)
+        clustered = command == "train" and is_in_cluster(environ)
+        others = _NOT_FORKED if run is None else ("workers",) * clustered
         own = _of_this_start({key: own[key] for key in own if key not in others}, project[-1])
         if command == "train" and not named and (differ := _differ(own, project[0], env | flags)):
             where = label(from_here(source))
@@ -214,19 +216,13 @@ def as_evaluator(command: Command) -> Command:
     Waits for the run to begin.
 
     Raises:
-        SetupError: the run has no name.
-        PeerLost: no run has begun after ``wait_for_workers`` seconds.
+        PeerLost: none has begun after as long as workers wait for each other.
     """
     config = command.config
-    if config.run_name is None:
-        raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
     try:
-        run = find_run(Path(config.runs_dir), config.run_name, config.wait_for_workers)
+        run = find_run(Path(config.runs_dir), config.run_name, LONGEST)
     except SetupError as error:
-        raise PeerLost(
-            f"wait_for_workers: after {config.wait_for_workers} s, there is no run to evaluate: "
-            f"{error}"
-        ) from None
+        raise PeerLost(f"after {LONGEST:.0f} s, there is no run to evaluate: {error}") from None
     options = default_options("evaluate") | {"watch": True}
     config = dataclasses.replace(config, workers=1)
     return dataclasses.replace(command, name="evaluate", config=config, options=options, run=run)

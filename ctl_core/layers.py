@@ -25,7 +25,7 @@ ENV_PREFIX = "CTL_"
 # Settings of where and how long a run is trained, which change none of its values.
 OF_PLACE = (
     *("run_name", "runs_dir", "callbacks", "listener", "debug", "profile"),
-    *("workers", "strategy", "cluster", "wait_for_workers", "virtual_devices", "gpu_memory_limit"),
+    *("workers", "strategy", "virtual_devices"),
     *("max_restarts", "max_time", "ckpt_every", "keep_best", "steps_per_call"),
 )
 

@@ -272,26 +272,10 @@ class Config:
         examples=["METRIC:PATIENCE"],
     )
     strategy: Literal["auto", "one_device", "mirrored", "multi_worker"] = declare(
-        "auto", "auto joins the cluster that is found; else it takes all GPUs, or the one device"
-    )
-    cluster: Literal["auto", "none", "tf_config", "slurm", "kubernetes", "skypilot"] = declare(
-        "auto",
-        "what tells this process of its cluster; auto: TF_CONFIG, else a Slurm step of several "
-        "tasks, an Indexed Job of Kubernetes, or SkyPilot; none: it trains alone",
-    )
-    wait_for_workers: Annotated[int, Field(ge=1, lt=2**31)] = declare(
-        600,
-        "how long the processes of a cluster wait for each other at the start, in seconds, before "
-        "they end with exit code 75",
-        examples=["SECONDS"],
+        "auto", "auto joins the cluster of TF_CONFIG; else it takes all GPUs, or the one device"
     )
     virtual_devices: _Number = declare(
         1, "split the CPU into so many devices, to try multi-GPU code on a laptop"
-    )
-    gpu_memory_limit: Annotated[int | None, Field(ge=1, lt=2**31)] = declare(
-        None,
-        "most memory of each GPU, in MB, where there are any; default: it grows as needed",
-        examples=["MB"],
     )
     workers: Annotated[int, Field(ge=1, lt=2**10)] = declare(
         1, "start a cluster of so many processes on this machine"
@@ -407,7 +391,10 @@ SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[a
 # What settings were called in earlier versions; files, variables and flags may still do so.
 RENAMED = {"max_chunk": "steps_per_call"}
 # Settings of earlier engines, which the config.yaml of a run may have.
-GONE = ("curves", "histograms_every", "stats_every", "trackers")
+GONE = (
+    *("curves", "histograms_every", "stats_every", "trackers"),
+    *("cluster", "wait_for_workers", "gpu_memory_limit"),
+)
 WORDS = {
     int: "a whole number",
     float: "a number",

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.cluster.place import find_place, is_placed, read_task
-from ctl_core.cluster.rendezvous import meet
-from ctl_core.cluster.task import Task
+from ctl_core.cluster.rendezvous import wait_for_others
+from ctl_core.cluster.task import Task, read_task
 from ctl_core.compat import cpu_devices_of_worker
 from ctl_core.errors import PeerLost, SetupError, op_message
 from ctl_core.settings import Config
@@ -25,19 +22,22 @@ def task_of(config: Config) -> Task:
     """Returns this process's place in the cluster of a training.
 
     Raises:
-        SetupError: ``read_task`` refuses; the settings do not say how long to train; or they ask
-            for several workers, of which this is none.
+        SetupError: ``read_task`` refuses; this process is no worker; the settings do not say how
+            long to train; or they ask for several workers, of which this is none.
     """
     if not isinstance(config, Config):
         raise SetupError(
             f"config: expected a ctl_core.Config, such as ctl_core.Config(steps=300), got a "
             f"{type(config).__name__}."
         )
-    if config.workers > 1 and not is_placed(config):
+    task = read_task(config)
+    if task.kind != "worker":
+        raise SetupError(f"TF_CONFIG: a process of the type {task.kind} trains nothing.")
+    if config.workers > 1 and task.processes == 1:
         raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
     if config.steps is None and config.epochs is None:
         raise SetupError("steps: say how long to train, with steps or epochs.")
-    return read_task(config)
+    return task
 
 
 def prepare(config: Config) -> Task:
@@ -51,11 +51,9 @@ def prepare(config: Config) -> Task:
         PeerLost: the cluster cannot be joined.
     """
     task = read_task(config)
-    if (gpus := find_place(config).gpus) is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     if config.virtual_devices > 1:
         _split_cpu(config.virtual_devices)
-    _limit_gpu_memory(config.gpu_memory_limit)
+    _let_gpu_memory_grow()
     if task.processes > 1:
         _join_cluster(config, task)
     return task
@@ -64,16 +62,15 @@ def prepare(config: Config) -> Task:
 def create_strategy(config: Config) -> tf.distribute.Strategy:
     """Creates the strategy that the settings ask for.
 
-    ``auto`` joins the cluster that place.py finds; without one, it takes all GPUs, or the virtual
-    devices, or the one device there is.
+    ``auto`` joins the cluster that ``TF_CONFIG`` names; without one, it takes all GPUs, or the
+    virtual devices, or the one device there is.
 
     Raises:
         SetupError: the devices asked for are not there, or the batch cannot be shared out evenly.
     """
     task = prepare(config)
     if task.processes > 1:
-        strategy = _join_cluster(config, task)
-        return strategy
+        return _join_cluster(config, task)
     devices = _devices(config)
     if len(devices) == 1 and config.strategy != "mirrored":
         return tf.distribute.OneDeviceStrategy(devices[0])
@@ -99,13 +96,13 @@ def _join_cluster(config: Config, task: Task) -> tf.distribute.Strategy:
     key = (task, config.virtual_devices)
     if key not in _joined:
         if not _joined:
-            meet(task, config.wait_for_workers, lambda text: print(text, flush=True))
+            wait_for_others(task, lambda text: print(text, flush=True))
         cluster = tf.train.ClusterSpec({"worker": list(task.addresses)})
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             cluster, task_type="worker", task_id=task.index, rpc_layer="grpc"
         )
         try:
-            with cpu_devices_of_worker(config.virtual_devices), _bounded(task), _interruptible():
+            with cpu_devices_of_worker(config.virtual_devices), _ended_by_signals():
                 _joined[key] = tf.distribute.MultiWorkerMirroredStrategy(resolver)
         except RuntimeError as error:
             raise SetupError(
@@ -138,50 +135,27 @@ def _check_devices(task: Task) -> None:
         )
 
 
-# After all processes have met, TensorFlow makes them a cluster in seconds; where one of them ends
-# just then, it waits for ever on process 0 (seconds).
-JOINING = 300.0
-# Ends the process whose child it is after some seconds, unless its input ends before.
-_END_LATER = """
-import os, signal, sys, threading
-def end():
-    print(sys.argv[2], file=sys.stderr, flush=True)
-    os.kill(int(sys.argv[3]), signal.SIGKILL)
-timer = threading.Timer(float(sys.argv[1]), end)
-timer.daemon = True
-timer.start()
-sys.stdin.read()
-"""
+# After all processes are there, TensorFlow makes them a cluster in seconds; where one of them ends
+# just then, the others would wait for ever (seconds).
+JOINING = 300
 
 
 @contextlib.contextmanager
-def _bounded(task: Task) -> Iterator[None]:
-    """Ends this process where TensorFlow does not come back from starting the cluster.
+def _ended_by_signals() -> Iterator[None]:
+    """Lets Ctrl-C, and an alarm after ``JOINING``, end a process that waits inside TensorFlow.
 
-    It takes a small process to do so: TensorFlow lets no Python run here while it waits.
+    No Python handler runs there, so that it takes what the system does by itself.
     """
-    text = f"error: {task.shown(task.index)}: TensorFlow could not start the cluster."
-    command = [sys.executable, "-ISc", _END_LATER, str(JOINING), text, str(os.getpid())]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    except OSError:  # no process to be had: there is no bound
-        yield
-        return
-    with process:  # closes its input and waits for it
-        yield
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Lets Ctrl-C end a process that waits inside TensorFlow, where no Python handler runs."""
     ours = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.alarm(JOINING)
     try:
         yield
     finally:
+        signal.alarm(0)
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -196,31 +170,11 @@ def _devices(config: Config) -> list[str]:
     return gpus or ["CPU:0"]
 
 
-def count_gpus() -> int:
-    """Counts the GPUs that TensorFlow sees, without starting it."""
-    return len(tf.config.list_physical_devices("GPU"))
-
-
-def _limit_gpu_memory(limit: int | None) -> None:
-    """Lets TensorFlow take memory of the GPUs as it needs it, or ``limit`` MB of each at once.
-
-    By itself it takes nearly all, of which other processes then have none.
-    """
-    gpus = tf.config.list_physical_devices("GPU")
-    try:
-        for gpu in gpus:
-            if limit is None:
-                tf.config.experimental.set_memory_growth(gpu, True)
-            else:
-                only = tf.config.LogicalDeviceConfiguration(memory_limit=limit)
-                tf.config.set_logical_device_configuration(gpu, [only])
-    except RuntimeError:  # TensorFlow has started, in a notebook say: its devices are fixed
-        there = [tf.config.get_logical_device_configuration(gpu) for gpu in gpus]
-        if limit is not None and any(not one or one[0].memory_limit != limit for one in there):
-            raise SetupError(
-                f"gpu_memory_limit: {limit} MB asked for, but TensorFlow has already started; "
-                "restart the Python process, or train before other TensorFlow calls."
-            ) from None
+def _let_gpu_memory_grow() -> None:
+    """Lets TensorFlow take memory of the GPUs as it needs it, and not nearly all of it at once."""
+    with contextlib.suppress(RuntimeError):  # TensorFlow has started, in a notebook say
+        for gpu in tf.config.list_physical_devices("GPU"):
+            tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def _split_cpu(count: int) -> None:

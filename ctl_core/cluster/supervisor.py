@@ -34,9 +34,9 @@ except ImportError:  # Windows, where ``start_cluster`` refuses
     fcntl = None  # type: ignore[assignment]
 
 from ctl_core.cluster.gpus import share_gpus, visible_gpus
-from ctl_core.cluster.place import find_place
 from ctl_core.cluster.signals import INTERRUPTED, Counted
 from ctl_core.cluster.task import PIPE as PIPE
+from ctl_core.cluster.task import is_in_cluster
 from ctl_core.cluster.verdict import BY_SIGNAL, ORDERLY, End, judge
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import is_stdout, refuse_links
@@ -116,14 +116,12 @@ def check_workers(config: Config) -> None:
     Raises:
         SetupError: this is no place for them, or the batch cannot be shared out evenly.
     """
-    workers = config.workers
     if fcntl is None:
         raise SetupError("workers: a cluster on one machine needs Linux or macOS.")
-    if (place := find_place(config)).in_cluster:
+    if is_in_cluster():
         raise SetupError(
-            f"workers: {workers} are to be started here, but {place.name} in the environment tells "
-            "this process to join a cluster; leave workers out (on Slurm, more tasks are started "
-            "with srun --ntasks-per-node), or join none with --cluster none."
+            f"workers: {config.workers} are to be started here, but TF_CONFIG tells this process "
+            "to join a cluster; leave out one of them."
         )
 
 
@@ -144,10 +142,10 @@ def check_folder(config: Config) -> str | None:
         SetupError: this process is in another cluster, which has none.
     """
     folder = os.environ.get(CHECK_FOLDER)
-    if folder is None and (place := find_place(config)).in_cluster:
+    if folder is None and is_in_cluster():
         raise SetupError(
-            f"check: the processes of {place.name} have no temporary folder that all of them "
-            "share; check with --cluster none, and with --workers 2 say."
+            "check: the processes of TF_CONFIG have no temporary folder that all of them share; "
+            "check without it, and with --workers 2 say."
         )
     return folder
 

@@ -150,7 +150,7 @@ class Cluster:
         if self.task.processes == 1:
             return
         # What only says how a process works and reports, not what it computes.
-        own = dict.fromkeys(("debug", "runs_dir", "cluster", "wait_for_workers"))
+        own = dict.fromkeys(("debug", "runs_dir"))
         settings = {**dataclasses.asdict(config), **own}
         numbers = [_digest(json.dumps({n: v}, sort_keys=True)) for n, v in settings.items()]
         differ = (self.gather(numbers) != np.array(numbers)).any(axis=0)

@@ -13,15 +13,14 @@ ENGINE = Path(ctl_core.__file__).parent
 # it may import from below; the command line does, to be quick.
 LAYERS = """
     buckets chunks errors index joining metric_values not_finite precision provenance reduction
-    saved signals splits table task types
-    compat console files gpus helpers hook_table nested randomness rendezvous settings tf_config
-    variables verdict
-    ahead callbacks_file checks.position collectives compiled defaults elements fitting layers
-    learning_rate listeners options process_state profile raw record recording rhythm run_lock
-    selection slurm staging sync tracking training_mode
-    autograph averaging batch_norm divergence flags folder freezing groups hparams_page place
-    rate_schedule sources summary training_log units
-    checks.hooks cli run_folder strategy supervisor
+    saved signals splits table types
+    compat console files gpus helpers hook_table nested settings variables verdict
+    ahead callbacks_file collectives compiled defaults elements fitting layers learning_rate
+    listeners options process_state profile raw record recording rhythm run_lock selection staging
+    task tracking training_mode
+    autograph averaging batch_norm flags folder freezing groups hparams_page randomness
+    rate_schedule rendezvous sources summary supervisor sync training_log units
+    checks.hooks checks.position cli divergence run_folder strategy
     __main__ forking hooks micro_batches
     anomaly batches kinds pairs returned schedule vocabularies
     created input parts stream

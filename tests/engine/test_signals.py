@@ -264,39 +264,3 @@ def test_a_cluster_of_which_one_process_is_blocked_ends_by_a_second_sigint(tmp_p
     one = '\'"index": 1\' in __import__("os").environ["TF_CONFIG"]'
     end_blocked(start_blocked(tmp_path, one, "--workers=2"))
     assert (tmp_path / "runs/a/ckpt/engine/ckpt-6.json").exists()
-
-
-@pytest.mark.cluster
-def test_a_process_that_waits_for_its_cluster_says_so_and_can_be_stopped(tmp_path: Path) -> None:
-    from ctl_core.cluster.supervisor import free_ports
-
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    place = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
-    program = (  # a shell starts what it runs in the background without SIGINT
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys; from ctl_core.cluster import rendezvous, strategy\n"
-        "from ctl_core.settings import Config; from ctl_core.errors import CtlError\n"
-        "rendezvous.PATIENCE = 0.5\n"
-        "try: strategy.prepare(Config(steps=1, run_name='a'))\n"
-        "except CtlError as error: sys.exit(f'{error.exit_code} {error}')"
-    )
-    environ = {**os.environ, "TF_CONFIG": json.dumps(place), "TF_CPP_MIN_LOG_LEVEL": "3"}
-
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", program]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)
-
-    waiting = start()
-    assert waiting.stdout is not None
-    said = waiting.stdout.readline()
-    who = f"process 1 at {addresses[1]}"
-    assert said == f"waiting for the other processes of the cluster: {who}\n"
-    second = start().communicate()[1]
-    # TensorFlow greets on some processors, where it is imported by others than the command line.
-    assert second.splitlines()[-1] == (
-        f"75 {addresses[0]}: this process cannot join its cluster: its port is taken, perhaps by "
-        "a process of an earlier start."
-    )
-    waiting.send_signal(signal.SIGINT)
-    assert waiting.wait(timeout=300) == -signal.SIGINT

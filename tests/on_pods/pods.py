@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import yaml
 from tests.helpers.processes import find_training
 
 BRIDGE = "ctl-pods"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _QUIETLY: dict[str, Any] = {"check": False, "stderr": subprocess.DEVNULL}
 
 
@@ -101,8 +103,13 @@ class Job:
     def _start(self, index: int, args: list[str]) -> None:
         kept = ("PATH", "HOME", "LANG")
         environ = {name: os.environ[name] for name in kept if name in os.environ}
-        environ |= {each["name"]: each["value"] for each in self._container["env"]}
-        environ |= {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": self._host(index)}
+        for each in self._container["env"]:
+            if "value" in each:
+                words = re.sub(r"\$\((\w+)\)", lambda name: environ[name[1]], each["value"])
+            else:  # the one field that is read: the pod's number
+                assert each["valueFrom"]["fieldRef"]["fieldPath"] == INDEX
+                words = str(index)
+            environ[each["name"]] = words
         environ |= {"VENV": sys.prefix}  # as the Dockerfile has it
         inside = (
             f"hostname {self._host(index)} && mount --bind {self._folder}/hosts /etc/hosts && "
@@ -137,7 +144,7 @@ class Job:
         while left:
             assert time.monotonic() < end, self.said()
             if kill_when is not None and kill_when():
-                last = find_training(f"JOB_COMPLETION_INDEX={self.size - 1}")
+                last = find_training(f"INDEX={self.size - 1}")
                 os.kill(last, signal.SIGKILL)
                 kill_when = None
             for index in sorted(left):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,11 @@ def test_the_manifest_is_valid_and_says_the_same_everywhere(project: Path) -> No
         kubernetes_validate.validate(document, "1.31", strict=True)
     job = documents[-1]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    (size,) = (each["value"] for each in container["env"] if each["name"] == "JOB_SIZE")
-    assert int(size) == job["completions"] == job["parallelism"]
+    index, place = container["env"]
+    place = json.loads(place["value"].replace(f"$({index['name']})", "1"))
+    hosts = [f"train-{number}.train:2222" for number in range(job["completions"])]
+    assert place == {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": 1}}
+    assert job["completions"] == job["parallelism"]
     documents[-1]["spec"]["parallelsim"] = 2
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(documents[-1], "1.31", strict=True)
@@ -55,9 +59,7 @@ def test_the_manifest_is_valid_and_says_the_same_everywhere(project: Path) -> No
 def test_a_pod_that_is_killed_changes_no_bit(project: Path, job: Job) -> None:
     undisturbed, disturbed = (project / "runs" / name for name in ("undisturbed", "disturbed"))
     assert job.run("--run-name", "undisturbed", *STEPS) == "Complete", job.said()
-    assert (
-        "cluster: Kubernetes job train: 2 processes on train-0.train, train-1.train" in job.said()
-    )
+    assert "cluster: process 1 at train-1.train:2222, of 2" in job.said()
     assert job.restarts == [0, 0]
     seen = disturbed / "ckpt" / "engine" / "ckpt-200.json"
     assert job.run("--run-name", "disturbed", *STEPS, kill_when=seen.exists) == "Complete"

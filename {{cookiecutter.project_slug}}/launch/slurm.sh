@@ -19,7 +19,8 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# One process a node takes all of its GPUs; without the second # of this line: 4 of them.
+# One process a node takes all of its GPUs; without the second # of this line: 4 of them. Several
+# processes a node need --gpus-per-task instead.
 ##SBATCH --gpus-per-node=4
 set -euo pipefail
 
@@ -53,10 +54,24 @@ if [ -n "$task" ] && [ -z "$seed" ]; then set -- "$@" --seed "$task"; fi
 mkdir -p "$runs/$name"
 restarts=${SLURM_RESTART_COUNT:-0}
 say "job $job on $SLURM_JOB_NODELIST, start $((restarts + 1)): $runs/$name/slurm.log"
+
+# One address a process, in the order of Slurm's numbers. Ports follow from the job's number, so that jobs
+# on one node do not meet.
+addresses=() port=$((10000 + SLURM_JOB_ID * 97 % 20000))
+for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+  for _ in $(seq "${SLURM_NTASKS_PER_NODE:-1}"); do addresses+=("$node:$((port++))"); done
+done
+workers=$(printf ', "%s"' "${addresses[@]}")
+# What each process does: TF_CONFIG tells it of the others ($0), and which of them it is.
+# shellcheck disable=SC2016
+process='
+  export TF_CONFIG="{\"cluster\": {\"worker\": [$0]}, \"task\": {\"type\": \"worker\", \"index\": $SLURM_PROCID}}"
+  exec ./train.sh "$@"'
 code=0
 # --wait: where one process has ended, the others are given this long to find out (seconds).
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --distribution=block \
-  --kill-on-bad-exit=0 --wait=120 --output="$runs/$name/slurm.log" --open-mode=append ./train.sh "$@" || code=$?
+  --kill-on-bad-exit=0 --wait=120 --output="$runs/$name/slurm.log" --open-mode=append \
+  bash -c "$process" "${workers#, }" "$@" || code=$?
 
 case $code in
   0) say "job $job is done" ;;
