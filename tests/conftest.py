@@ -46,7 +46,6 @@ QUICK = (
     "test_hook_state.py",
     "test_jit.py",
     "test_pairs.py",
-    "test_place.py",
     "test_profile.py",
     "test_pythons.py",
     "test_randomness.py",
@@ -56,7 +55,6 @@ QUICK = (
     "test_settings_of_runs.py",
     "test_layout.py",
     "test_splits.py",
-    "test_strategy.py",
 )
 
 

@@ -67,7 +67,6 @@ def _answers(address: str) -> bool:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0) as connection:
             # A port of this machine that nobody listens on may be given to the connection itself.
-            own: tuple[str, int] = connection.getsockname()
-            return own != connection.getpeername()
+            return bool(connection.getsockname() != connection.getpeername())
     except OSError:  # nobody there yet, or the name is not known yet
         return False

@@ -12,14 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import pytest
 import tensorflow as tf
 
-from ctl_core import evaluate as evaluating
-from ctl_core import trainer
+from ctl_core import checkpoint, trainer
 from ctl_core.cluster import signals
-from ctl_core.run_state import writing
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.lean import PYTHONPATH
@@ -35,47 +32,28 @@ def shuffled(per_replica_batch_size: int) -> tf.data.Dataset:
     return dataset.shuffle(40, seed=3).batch(per_replica_batch_size)
 
 
+def batched(per_replica_batch_size: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(regression_data()).batch(per_replica_batch_size)
+
+
 def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Hooks that call ``kill`` once, during what the name says."""
     left = [kill]
 
-    def once(*_: Any) -> None:
-        if left:
+    def once(moment: str) -> bool:
+        if moment == during and left:
             left.pop()()
+        return True
 
-    def create_model() -> keras.Model:
-        if during == "creation":
-            once()
-        return small_model()
-
-    def input_pre(batch: Any) -> Any:
-        if during == "tracing":
-            once()
-        return batch[0]
-
-    def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices(regression_data()).batch(per_replica_batch_size)
-
-    evaluate, write = evaluating.evaluate, writing.write_record
-
-    def evaluate_and_kill(*args: Any) -> Any:
-        if during == "evaluation":
-            once()
-        return evaluate(*args)
-
-    def write_and_kill(*args: Any) -> Any:
-        if during == "saving":
-            once()
-        return write(*args)
-
-    monkeypatch.setattr(trainer, "evaluate", evaluate_and_kill)
-    monkeypatch.setattr(writing, "write_record", write_and_kill)
+    write = checkpoint.write_record
+    monkeypatch.setattr(checkpoint, "write_record", lambda *of: once("saving") and write(*of))
     return make_hooks(
         create_dataset=shuffled,
-        create_model=create_model,
-        input_pre=input_pre,
-        create_eval_dataset=create_eval_dataset,
-        every_steps={1: lambda step, loss: once() if (during, step) == ("step", 5) else None},
+        create_model=lambda: once("creation") and small_model(),
+        input_pre=lambda batch: once("tracing") and batch[0],
+        create_eval_dataset=batched,
+        after_eval=lambda step: step and once("evaluation"),
+        every_steps={1: lambda step, loss: step == 5 and once("step")},
     )
 
 
@@ -86,8 +64,6 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("creation", 0, signal.SIGTERM),
         ("tracing", 0, signal.SIGINT),
         ("saving", 5, signal.SIGTERM),  # the next time that all are asked
-        ("saving", 5, signal.SIGINT),
-        ("evaluation", 6, signal.SIGTERM),
         ("evaluation", 6, signal.SIGINT),
     ],
 )
