@@ -13,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.autograph import file_name
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.run_state.tracking import ENGINE, is_own_file
+from ctl_core.source_lines import file_name
 
 # What a check says: the type of the op, its graph, what it gave, and its name.
 _FOUND = re.compile(

@@ -21,7 +21,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.autograph import is_default
 from ctl_core.compat import scratch_graph
 from ctl_core.hooks import Hook, Hooks, describe
 from ctl_core.settings import Config
@@ -97,8 +96,8 @@ class BatchSource:
         self.shape = shape
         self.per_replica_batch_size = per_replica or shape.per_replica
         self._hooks, self._config = hooks, config
-        self._by_rows = is_default(hooks.count_examples.function)
-        self._own_batches = not is_default(hooks.make_batches.function)
+        self._by_rows = hooks.count_examples.is_default
+        self._own_batches = not hooks.make_batches.is_default
         self._hook = hooks.make_batches if self._own_batches else hooks.create_dataset
         dataset = self.call_hooks()
         self.endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY

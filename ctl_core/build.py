@@ -15,7 +15,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.autograph import is_default
 from ctl_core.batches import BatchShape, BatchSource, make_placeholders
 from ctl_core.checkpoint import (
     CheckpointFacade,
@@ -281,7 +280,7 @@ class _Builder:
     def _trace_update(self, parts: Parts) -> None:
         """Runs an ``update_pre`` of the user's on placeholders, so that its variables exist."""
         hook = self.hooks.update_pre
-        if is_default(hook.function):
+        if hook.is_default:
             return
         kept = frozenset({"output", "batch"} & {*hook.arguments})
         with self.recording.during("update_pre"), self._scratch() as (graph, batch):

@@ -568,17 +568,6 @@ def max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
     return getattr(manager, "_max_to_keep", None)
 
 
-def source_map(converted: Any) -> dict[tuple[str, int], tuple[str, int]]:
-    """Maps lines of the file that ``tf.autograph.to_graph`` generates to those of the source.
-
-    ``ag_source_map`` is an undocumented attribute of what it returns.
-    """
-    return {
-        (key.filename, key.lineno): (origin.loc.filename, origin.loc.lineno)
-        for key, origin in getattr(converted, "ag_source_map", {}).items()
-    }
-
-
 def translated_stack(error: BaseException) -> list[tuple[str, int]]:
     """Returns the lines of the source that an exception went through in converted functions."""
     stack = getattr(getattr(error, "ag_error_metadata", None), "translated_stack", ())

@@ -5,9 +5,12 @@ Which there are, and what each may name, is in table.py; their defaults are in d
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import itertools
+import functools
+import inspect
 import re
+import textwrap
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +20,6 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core import defaults
-from ctl_core.autograph import code_of, file_name, frames_in, original_lines, traceable, where
 from ctl_core.checks.hooks import (
     arguments_of,
     check_required,
@@ -29,18 +31,22 @@ from ctl_core.checks.hooks import (
 from ctl_core.compat import translated_stack
 from ctl_core.errors import CtlError, HookFailed, SetupError, brief
 from ctl_core.settings import Config
-from ctl_core.table import DATA_HOOKS, TABLE, Spec
+from ctl_core.source_lines import code_of, file_name, frames_in, where
+from ctl_core.table import TABLE, Spec
 
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """One function of the user's, or a default, that is called with the arguments it names."""
+    """One function of the user's, or a default, that is called with the arguments it names.
+
+    ``is_default``: it does what the engine's default does, such as the copy in callbacks.py.
+    """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[str, ...]
     common: Mapping[str, Any]
-    traced: Callable[..., Any]
+    is_default: bool
 
     @property
     def where(self) -> str:
@@ -66,16 +72,17 @@ class Hook:
         Raises:
             HookFailed: the function raised; the message says at which line.
         """
-        return self._call(self.function, values)
+        return self._call(call_function, values)
 
     def in_graph(self, **values: Any) -> Any:
         """The same while a graph is traced: Python control flow on tensors works (AutoGraph)."""
-        return self._call(self.traced, values)
+        # The defaults need no converting, which costs a fortieth of a second each.
+        return self._call(call_function if self.is_default else convert_call(), values)
 
-    def _call(self, function: Callable[..., Any], values: dict[str, Any]) -> Any:
+    def _call(self, call: Callable[..., Any], values: dict[str, Any]) -> Any:
         available = {**self.common, **values}
         try:
-            return function(**{name: available[name] for name in self.arguments})
+            return call(self.function, {name: available[name] for name in self.arguments})
         except (CtlError, BrokenPipeError):
             raise
         except (Exception, SystemExit) as error:
@@ -86,34 +93,75 @@ class Hook:
 
     def failure(self, error: BaseException) -> str:
         """Says in one line that this hook raised ``error``, and at which line of it."""
-        return f"{self.name} ({self._line_of(error)}): {brief(error)}"
-
-    def _line_of(self, error: BaseException) -> str:
-        """Finds the innermost line in the hook's own file that the exception went through."""
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-        # A function that AutoGraph converted on the way, such as a helper, or one of Dataset.map.
-        frames += translated_stack(error)
-        return self.line_in([*frames, *frames_in(str(error))]) or self.where
+        # Functions that AutoGraph converted on the way, or one of Dataset.map.
+        frames += [*translated_stack(error), *frames_in(str(error))]
+        return f"{self.name} ({self.line_in(frames) or self.where}): {brief(error)}"
 
     def line_in(self, frames: Iterable[tuple[str, int]]) -> str | None:
         """Returns ``callbacks.py:14`` for the last frame in the hook's own file, if any is."""
         code = code_of(self.function)
         if code is None or code.co_filename == defaults.__file__:
             return None
-        lines = original_lines(self.traced)
-        found = None
-        for frame in frames:
-            filename, lineno = lines.get(frame, frame)
-            if filename == code.co_filename:
-                found = lineno
-        return f"{file_name(code.co_filename)}:{found}" if found else None
+        found = [line for filename, line in frames if filename == code.co_filename]
+        return f"{file_name(code.co_filename)}:{found[-1]}" if found else None
 
     def made(self, frames: Iterable[tuple[str, int]]) -> bool:
-        """Whether one of the frames is the hook's own body, perhaps as AutoGraph converted it."""
-        lines = set(original_lines(self.traced))
-        if self.traced is self.function and (code := code_of(self.function)):
-            lines = {(code.co_filename, line) for _, _, line in code.co_lines() if line}
-        return any(frame in lines for frame in frames)
+        """Whether one of the frames is in the hook's own body."""
+        code = code_of(self.function)
+        lines = {line for _, _, line in code.co_lines() if line} if code else {0}
+        return any(
+            code is not None and filename == code.co_filename and min(lines) <= line <= max(lines)
+            for filename, line in frames
+        )
+
+
+def call_function(function: Callable[..., Any], values: dict[str, Any]) -> Any:
+    """Calls a function by argument names."""
+    return function(**values)
+
+
+@functools.cache
+def convert_call() -> Any:
+    """Returns ``call_function`` as AutoGraph converts it: what it calls is converted, too."""
+    return tf.autograph.to_graph(call_function)
+
+
+def is_default(name: str, function: Any) -> bool:
+    """Whether a function is the hook's default, or a copy of it in another file.
+
+    A docstring, annotations and comments change nothing; what its names stand for has to be the
+    same.
+    """
+    default = getattr(defaults, name, None)
+    if function is default or not inspect.isfunction(default):
+        return function is default
+    if not inspect.isfunction(function) or function.__closure__:
+        return False
+    own, tree = (_parse_body(each) for each in (function, default))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return ast.dump(own) == ast.dump(tree) and all(
+        function.__globals__.get(name) is vars(defaults)[name]
+        for name in names & vars(defaults).keys()
+    )
+
+
+def _parse_body(function: types.FunctionType) -> ast.AST:
+    """Returns the syntax of a function without docstring and annotations; without source, none."""
+    try:
+        # Of the code, since a decorator's wrapper stands for what it wraps.
+        source = inspect.getsource(function.__code__)
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, SyntaxError):
+        return ast.Module([], [])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+            if ast.get_docstring(node) is not None:
+                del node.body[0]
+    return tree
 
 
 def describe(element: Any) -> str:
@@ -171,22 +219,8 @@ class Hooks:
 
     def data_functions(self) -> dict[str, Any]:
         """The functions of the hooks that make data, by name."""
-        hooks = {name: getattr(self, name) for name in DATA_HOOKS}
-        return {name: hook.function for name, hook in hooks.items() if hook is not None}
-
-    def functions(self) -> dict[str, Any]:
-        """The functions of the hooks by name, but for those that make data."""
-        found: dict[str, Any] = {}
-        for spec in TABLE:
-            hooks = getattr(self, spec.name)
-            if spec.scheduled or spec.several:
-                several = itertools.chain(*hooks.values()) if spec.scheduled else hooks
-                for index, function in enumerate(hook.function for hook in several):
-                    name = f"{spec.name}/{getattr(function, '__name__', '')}"
-                    found[f"{name}-{index}" if name in found else name] = function
-            elif isinstance(hooks, Hook) and spec.name not in DATA_HOOKS:
-                found[spec.name] = hooks.function
-        return found
+        hooks = (self.create_dataset, self.make_batches, self.create_eval_dataset)
+        return {hook.name: hook.function for hook in hooks if hook is not None}
 
     def attribute_error(self, error: BaseException, otherwise: str = "the step") -> str:
         """Says in one line which hook an op belongs to that failed while a graph was running.
@@ -238,10 +272,9 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     found: dict[str, Any] = {}
     for spec in TABLE:
 
-        def hook(name: str, function: Any, spec: Spec = spec) -> Hook:
+        def make_hook(name: str, function: Any, spec: Spec = spec) -> Hook:
             arguments = arguments_of(spec, name, function, origin)
-            traced = traceable(function) if spec.in_graph else function
-            return Hook(name, function, arguments, common, traced)
+            return Hook(name, function, arguments, common, is_default(name, function))
 
         value = getattr(callbacks, spec.name, getattr(defaults, spec.name, None))
         if value is None and spec.optional:
@@ -249,12 +282,12 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
         elif spec.listed:
             found[spec.name] = listed(spec, value, origin)
         elif spec.several:
-            found[spec.name] = tuple(hook(*one) for one in in_order(spec, value))
+            found[spec.name] = tuple(make_hook(*one) for one in in_order(spec, value))
         elif spec.scheduled:
             found[spec.name] = {
-                key: tuple(hook(f"{spec.name}[{key}]", function) for function in several)
+                key: tuple(make_hook(f"{spec.name}[{key}]", function) for function in several)
                 for key, several in scheduled(spec, value, origin).items()
             }
         else:
-            found[spec.name] = hook(spec.name, value)
+            found[spec.name] = make_hook(spec.name, value)
     return Hooks(**found), misspelt(callbacks, origin)

@@ -292,4 +292,3 @@ TABLE: tuple[Spec, ...] = (
 )
 SPECS = {spec.name: spec for spec in TABLE}
 COMMON = ("config", "hparams")
-DATA_HOOKS = ("create_dataset", "make_batches", "create_eval_dataset")

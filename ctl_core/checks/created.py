@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.autograph import is_default
 from ctl_core.checks.returned import kind_of
 from ctl_core.compat import max_to_keep
 from ctl_core.errors import SetupError
@@ -178,8 +177,8 @@ def check_manager(hook: Hook, ckpt: Any, manager: Any) -> None:
 
 def of_sample_weights(hooks: Hooks, element_spec: Any) -> str | None:
     """Says what the default ``grad_pre`` does where a ``loss_pre`` may have read the weights."""
-    own_loss_pre = not is_default(hooks.loss_pre.function)
-    if not (is_default(hooks.grad_pre.function) and own_loss_pre):
+    own_loss_pre = not hooks.loss_pre.is_default
+    if not (hooks.grad_pre.is_default and own_loss_pre):
         return None
     if sample_weight(element_spec) is None:
         return None

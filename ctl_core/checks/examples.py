@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.autograph import is_default
 from ctl_core.helpers import DIFFER
 from ctl_core.hooks import Hook, describe
 from ctl_core.readers.stream import Looked, Stream, stream_of
@@ -81,7 +80,7 @@ def read_by(
         keras.utils.set_random_seed(seed)
         return remake()
 
-    by_rows = is_default(count_examples.function)
+    by_rows = count_examples.is_default
     return stream_of(
         hook, made, remake, None if by_rows else count, looked, None if seed is None else anew
     )

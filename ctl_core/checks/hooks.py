@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
-import os
 from collections.abc import Callable
 from typing import Any
 
-from ctl_core.autograph import code_of, where
 from ctl_core.errors import SetupError, one_line
 from ctl_core.settings import nearest
+from ctl_core.source_lines import code_of, where
 from ctl_core.table import COMMON, DEFERRED, SPECS, TABLE, Spec
 
 _NO_HOOKS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -20,11 +19,6 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 def check_required(callbacks: Any, origin: str) -> None:
     """Refuses callbacks that lack what has no default."""
-    if callbacks is None or isinstance(callbacks, str | bytes | os.PathLike):
-        raise SetupError(
-            f"callbacks: expected a module, a dict or an object with the hooks, got "
-            f"{one_line(repr(callbacks), 60)}; import the file first."
-        )
     missing = [spec.name for spec in TABLE if spec.required and not hasattr(callbacks, spec.name)]
     if not missing:
         return
@@ -40,10 +34,7 @@ def check_required(callbacks: Any, origin: str) -> None:
 def scheduled(spec: Spec, value: Any, origin: str) -> dict[int, list[Callable[..., Any]]]:
     """Returns the functions of a schedule by step number, if it is one."""
     if not isinstance(value, dict):
-        raise SetupError(
-            f"{origin}: {spec.name} must be a dict {{N: function}}, "
-            f"got {one_line(repr(value), 60)}."
-        )
+        raise _not_a(f"{spec.name} must be a dict {{N: function}}", value, origin)
     schedule = {}
     for key, functions in value.items():
         if isinstance(key, bool) or not isinstance(key, numbers.Integral) or key < 1:
@@ -58,22 +49,21 @@ def scheduled(spec: Spec, value: Any, origin: str) -> dict[int, list[Callable[..
 
 def in_order(spec: Spec, value: Any) -> list[tuple[str, Callable[..., Any]]]:
     """Returns the functions of a hook that may be several, each with what to call it."""
-    if value is None:
-        return []
     if isinstance(value, list | tuple):
         return [(f"{spec.name}[{index}]", function) for index, function in enumerate(value)]
-    return [(spec.name, value)]
+    return [] if value is None else [(spec.name, value)]
 
 
 def listed(spec: Spec, value: Any, origin: str) -> tuple[str, ...]:
     """Returns a list of names, if it is one; None is an empty one."""
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise SetupError(
-            f"{origin}: {spec.name} must be a {spec.returns}, got {one_line(repr(value), 60)}."
-        )
-    return tuple(value)
+    names = () if value is None else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise _not_a(f"{spec.name} must be a {spec.returns}", value, origin)
+    return tuple(names)
+
+
+def _not_a(expected: str, value: Any, origin: str) -> SetupError:
+    return SetupError(f"{origin}: {expected}, got {one_line(repr(value), 60)}.")
 
 
 def arguments_of(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
@@ -86,53 +76,32 @@ def arguments_of(spec: Spec, name: str, function: Any, origin: str) -> tuple[str
         origin: where it comes from, if it is not known where it is defined
     """
     if not callable(function):
-        raise SetupError(
-            f"{origin}: {name} must be a function, got {one_line(repr(function), 60)}."
-        )
-    place = where(function) if code_of(function) else origin
-    valid = (*spec.arguments, *COMMON)
+        raise _not_a(f"{name} must be a function", function, origin)
+    hook = f"{where(function) if code_of(function) else origin}: {name}"
     if any(is_kind(inspect.unwrap(function)) for is_kind in _NO_HOOKS):
         raise SetupError(
-            f"{place}: {name} is a generator or a coroutine, whose body would not run; write a "
-            "plain function, without yield and async."
+            f"{hook} is a generator or a coroutine, whose body would not run; write a plain "
+            "function, without yield and async."
         )
+    deferred = spec.scheduled and getattr(function, "deferred", False)
+    valid = (*(DEFERRED if deferred else spec.arguments), *COMMON)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        raise SetupError(
-            f"{place}: {name} has no signature to read; wrap it in a function that names "
-            f"its arguments (of {', '.join(valid)})."
-        ) from None
-    arguments = []
+    except (TypeError, ValueError) as error:
+        raise SetupError(f"{hook}: {error}; write a function that names its arguments.") from None
     for parameter in parameters:
         if parameter.kind not in _BY_NAME:
             raise SetupError(
-                f"{place}: {name} takes {parameter}"
+                f"{hook} takes {parameter}"
                 f"{' by position' * (parameter.kind is parameter.POSITIONAL_ONLY)}; a hook gets "
                 f"its arguments by name, so write out the ones it uses, of {', '.join(valid)}."
             )
-        if parameter.name in valid:
-            arguments.append(parameter.name)
-        elif parameter.default is parameter.empty:
+        if parameter.name not in valid and parameter.default is parameter.empty:
             raise SetupError(
-                f"{place}: {name} asks for '{parameter.name}'"
+                f"{hook}{' is @deferred and' * deferred} asks for '{parameter.name}'"
                 f"{nearest(parameter.name, valid) or ';'} it may name {', '.join(valid)}."
             )
-    if getattr(function, "deferred", False):
-        _check_deferred(spec, name, place, arguments)
-    return tuple(arguments)
-
-
-def _check_deferred(spec: Spec, name: str, place: str, arguments: list[str]) -> None:
-    allowed = (*DEFERRED, *COMMON)
-    if spec.name != "every_steps":
-        raise SetupError(f"{place}: {name} is @deferred, which only every_steps can be.")
-    for argument in arguments:
-        if argument not in allowed:
-            raise SetupError(
-                f"{place}: {name} is @deferred and asks for '{argument}'; a deferred "
-                f"function may name {', '.join(allowed)} only."
-            )
+    return tuple(parameter.name for parameter in parameters if parameter.name in valid)
 
 
 def misspelt(callbacks: Any, origin: str) -> list[str]:

@@ -18,7 +18,6 @@ import keras
 import tensorflow as tf
 
 from ctl_core.ahead import read_ahead
-from ctl_core.autograph import is_default
 from ctl_core.batches import check_dataset, count_rows, widths_vary
 from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import checked_extra, expect
@@ -254,7 +253,7 @@ def prepare(parts: Parts, hook: Hook, made: Any, batch: int, limit: int | None) 
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
         )
-    by_rows = is_default(parts.hooks.count_examples.function)
+    by_rows = parts.hooks.count_examples.is_default
     if by_rows and all(part.shape.rank == 0 for part in tf.nest.flatten(dataset.element_spec)):
         raise hook.reject(
             "returned single examples, expected batches: use dataset.batch(per_replica_batch_size)."
@@ -280,7 +279,7 @@ def _create_sum(name: str) -> tf.Variable:
 def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
     """Defines the graph function (iterator, steps) -> whether there may be more."""
     strategy, replicas = parts.strategy, parts.shape.replicas
-    by_rows = is_default(parts.hooks.count_examples.function)
+    by_rows = parts.hooks.count_examples.is_default
     generator = global_seed_generator()
 
     def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:

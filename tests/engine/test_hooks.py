@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core import defaults as engine_defaults
+from ctl_core.stretches import count_stacked_steps
 from ctl_core.table import TABLE
 from tests.helpers.cases import (
     assert_weights,
@@ -91,18 +93,6 @@ def test_create_opt_default(train: Train) -> None:
     assert float(optimizer.learning_rate) == pytest.approx(0.01)
 
 
-def test_create_ckpt_default_keeps_fifty_and_all_five(train: Train) -> None:
-    state = train(make_hooks(), steps=1)
-    assert state.manager._max_to_keep == 50
-    present = tf.train.Checkpoint(
-        step=state.step_variable, lr=state.lr, optimizer=state.optimizer, model=state.train_model
-    )
-    shapes = tf.train.load_checkpoint(present.write(str(state.run_dir / "present")))
-    saved = tf.train.load_checkpoint(state.manager.latest_checkpoint)
-    sizes = [sorted(reader.get_variable_to_shape_map().values()) for reader in (saved, shapes)]
-    assert sizes[0] == sorted([*sizes[1], []])  # and the manager's save_counter
-
-
 def test_update_pre_sees_the_summed_gradients_and_the_summed_loss(step: Any) -> None:
     seen: list[Any] = []
 
@@ -146,33 +136,6 @@ def double_if_positive(batch: Any) -> Any:
     if tf.reduce_sum(tf.abs(inputs)) < 0.0:
         inputs = inputs * 2.0
     return inputs
-
-
-class MakesLayersLate(keras.Model):
-    """Creates its layers, and with them random generators, in build()."""
-
-    def build(self, shape: Any) -> None:
-        self.drop, self.out = keras.layers.Dropout(0.5), keras.layers.Dense(1)
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        return self.out(self.drop(inputs, training=training))
-
-
-def test_a_generator_that_replicas_would_share_is_refused(train: Train) -> None:
-    noise = keras.layers.GaussianNoise(0.1)
-    hooks = make_hooks(
-        create_model=lambda: MakesLayersLate(),
-        input_pre=lambda batch: noise(batch[0], training=True),
-    )
-    train(hooks, steps=1)
-    with pytest.raises(ctl_core.SetupError, match=r"seed_generator_state \[2\], which was made"):
-        train(hooks, steps=1, virtual_devices=2, run_name="shared")
-
-
-def test_a_generator_made_inside_the_step_is_refused_on_several_replicas(train: Train) -> None:
-    hooks = make_hooks(input_pre=lambda batch: batch[0] + keras.random.normal((1,)))
-    with pytest.raises(ctl_core.SetupError, match="seed_generator_state inside the step"):
-        train(hooks, steps=1, virtual_devices=2)
 
 
 def test_variables_without_gradient_are_pointed_out_once(
@@ -231,6 +194,53 @@ def definitions(path: Path) -> dict[str, str]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
             found[node.target.id] = ast.dump(node.value)
     return found
+
+
+def annotated_defaults(folder: Path, more: str = "") -> dict[str, Any]:
+    """Returns copies of the default hooks, each with a docstring and type hints; ``more`` below."""
+    tree = ast.parse(Path(engine_defaults.__file__).read_text())
+    for node in (each for each in tree.body if isinstance(each, ast.FunctionDef)):
+        node.body.insert(0, ast.Expr(ast.Constant("What it does.")))
+        node.returns = ast.Name("Any")
+        for argument in node.args.args:
+            argument.annotation = ast.Name("Any")
+    file = folder / "callbacks.py"
+    file.write_text(ast.unparse(ast.fix_missing_locations(tree)) + more)
+    copies: dict[str, Any] = {"__name__": "callbacks"}
+    exec(compile(file.read_text(), str(file), "exec"), copies)
+    return {spec.name: copies[spec.name] for spec in TABLE if spec.name in copies}
+
+
+def test_docstrings_and_type_hints_in_the_defaults_change_nothing(
+    train: Train, tmp_path: Path
+) -> None:
+    """The compiled step takes as many batches at once, and gives the same bits."""
+    hooks = {**annotated_defaults(tmp_path), "every_steps": {}}
+    plain, annotated = (
+        train(make_hooks(**own), jit_compile=True, run_name=name)
+        for name, own in (("plain", {}), ("annotated", hooks))
+    )
+    stacks = [count_stacked_steps(state.parts, state.data) for state in (plain, annotated)]
+    assert stacks[0] == stacks[1] > 1
+    assert plain.functions.trace_counts() == annotated.functions.trace_counts()
+    assert_weights(plain, annotated, rtol=0)
+
+
+def test_what_only_looks_like_a_default_is_called(train: Train, tmp_path: Path) -> None:
+    """A default that is decorated; one whose helper is another function."""
+    sizes: list[int] = []
+
+    @functools.wraps(engine_defaults.make_batches)
+    def make_batches(dataset: Any) -> Any:
+        sizes.append(1)
+        return dataset
+
+    train(make_hooks(make_batches=make_batches), steps=1)
+    assert sizes
+    own = "\n\ndef leading_dimension(batch):\n    return tf.shape(batch[0])[0] // 2\n"
+    count_examples = annotated_defaults(tmp_path, own)["count_examples"]
+    with pytest.raises(ctl_core.SetupError, match="of 8 examples"):
+        train(make_hooks(count_examples=count_examples), steps=1, run_name="own")
 
 
 def test_the_docs_show_the_table() -> None:
