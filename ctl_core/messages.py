@@ -180,6 +180,8 @@ def attributed(state: State, step: int) -> Iterator[None]:
     try:
         yield
     except tf.errors.OutOfRangeError as error:
+        if not hooks.make_batches.is_default:
+            raise hooks.make_batches.reject("returned a dataset that ends; repeat it.") from error
         if step == 0:
             said = describe_shortage(state.data.source.count_pass(), state.data.shape.batch)
             raise hooks.create_dataset.reject(said) from error

@@ -58,7 +58,7 @@ def create_loss():  # here
 == make_batches that ends
 def make_batches(dataset):  # here
     return dataset.take(4)
--> make_batches | ends after 4 elements
+-> make_batches | ends; repeat it
 == a filter that leaves nothing
 def create_dataset():  # here
     nothing = data.filter(lambda a, b: tf.reduce_sum(a) < 0)
@@ -93,22 +93,6 @@ def test_hooks(cli: Cli, case: str) -> None:
     outcome = cli(source)
     refused(outcome, where(source), *words)
     assert "\x1b" not in outcome.err
-
-
-@pytest.mark.parametrize("by", ["global", "per_replica"])
-@pytest.mark.parametrize("length", ["--steps=1", "--epochs=1"])
-@pytest.mark.parametrize("examples", [40, 10, 32])
-def test_too_few_examples_in_batches_that_may_be_smaller(
-    cli: Cli, by: str, length: str, examples: int
-) -> None:
-    """On two replicas; the 32 fill the batch of one of them."""
-    hook = f"def create_dataset({by}_batch_size):  # here\n"
-    hook += f"    return data.take({examples}).batch({by}_batch_size)\n"
-    source = source_of(create_dataset=hook)
-    flags = ("--run-name=a", "--batch-size=64", "--virtual-devices=2", length)
-    outcome = cli(source, command=("train", *flags))
-    there = f"the dataset has {examples} examples, fewer than the 64 of a global batch; take"
-    refused(outcome, "create_dataset", where(source), there, "--batch-size")
 
 
 # ---- What fails while it runs ------------------------------------------------------------------

@@ -74,12 +74,12 @@ def test_update_post_follows_each_turn_and_the_average_the_step(
     model, seen = loop(clip=clip)
     assert_weights(state, model, rtol=2e-5)
     np.testing.assert_allclose(losses, seen, rtol=1e-4, atol=1e-6)
-    assert state.functions.trace_counts() == [1, 1]
+    assert state.functions.trace_counts() == [1]
     average = [weight.numpy() for weight in wgan_gp.create_model().trainable_variables]
     for step in range(1, STEPS + 1):
         new = loop(step, clip)[0].trainable_variables
         average = [0.9 * old + 0.1 * one.numpy() for old, one in zip(average, new, strict=True)]
-    with state.context.average.in_place_of_weights():  # type: ignore[union-attr]
+    with state.parts.average.in_place_of_weights():  # type: ignore[union-attr]
         for ours, theirs in zip(state.train_model.trainable_variables, average, strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs, 2e-5, 2e-6)
 
@@ -110,16 +110,6 @@ def test_an_evaluation_is_nobodys_turn(train: Train) -> None:
     output = loop()[0](wgan_gp.input_pre(wgan_gp.DATA, 0))
     expected = np.mean(wgan_gp.create_loss()((output, None)))
     np.testing.assert_allclose(state.metrics["loss"], expected, 1e-4)
-
-
-def test_a_mean_is_refused_whatever_is_evaluated(train: Train) -> None:
-    """It is tried with the model that is trained, not with that of create_eval_model."""
-    own = gan_hooks(
-        create_loss=lambda: lambda pair: tf.reduce_mean(wgan_gp.create_loss()(pair)),
-        create_eval_model=lambda train_model: lambda batch: train_model.generator(batch["noise"]),
-    )
-    with pytest.raises(ctl_core.SetupError, match=r"so it is a mean over the batch"):
-        train(own, batch_size=BATCH, steps=2)
 
 
 def test_micro_batches_are_refused(train: Train) -> None:
