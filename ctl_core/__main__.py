@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         debug = command.config.debug
         return _run(command, argv)
     except CtlError as error:
-        # Of a lost peer, the chief's supervisor can say more: which one, and how.
-        if not (isinstance(error, PeerLost) and supervisor.chief() and not debug):
+        # Of a lost peer, the supervisor can say more: which one, and how.
+        if not (isinstance(error, PeerLost) and supervisor.is_supervised() and not debug):
             _complain(str(error), debug)
         return _leave(error.exit_code)
     except KeyboardInterrupt:
@@ -157,9 +157,9 @@ def _run(command: Command, argv: list[str]) -> int:
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
     task = read_task(command.config) if command.name == "train" else Task()
-    for note in () if supervisor.supervised() else command.notes:  # the supervisor has said it
+    for note in () if supervisor.is_supervised() else command.notes:  # the supervisor has said it
         print(note, flush=True)
-    if task.processes > 1 and not supervisor.supervised():
+    if task.processes > 1 and not supervisor.is_supervised():
         print(f"cluster: {task.shown(task.index)}, of {task.processes}", flush=True)
     if task.kind == "ps":
         print("ps: gradients are summed between the workers; no parameter server is needed.")
@@ -172,26 +172,29 @@ def _run(command: Command, argv: list[str]) -> int:
     source = find_callbacks(
         command.config.callbacks, command.run, command.trained_with, command.name == "train"
     )
-    if source.note and not supervisor.supervised():
+    if source.note and not supervisor.is_supervised():
         print(source.note, flush=True)
     check_compiles(source)
-    if checking := bool(command.options.get("check")):
-        supervisor.check_folder(command.config)
-    if command.name == "train" and command.config.workers > 1 and not supervisor.supervised():
+    if command.name != "train" or command.options["check"]:
+        command = _leave_cluster(command)
+    if command.config.workers > 1 and not supervisor.is_supervised():
         name = command.config.run_name or free_name(Path(command.config.runs_dir))
-        config = dataclasses.replace(command.config, run_name=name)
-        start = supervisor.check_cluster if checking else supervisor.start_cluster
-        return start(argv, config)
+        return supervisor.start_cluster(argv, dataclasses.replace(command.config, run_name=name))
     return _run_here(command, source)
+
+
+def _leave_cluster(command: Command) -> Command:
+    """Returns the command for this process alone: a check, or of a run that is there."""
+    os.environ.pop("TF_CONFIG", None)  # of which libraries know, too
+    strategy = command.config.strategy.replace("multi_worker", "auto")
+    config = dataclasses.replace(command.config, workers=1, strategy=strategy)  # type: ignore[arg-type]
+    return dataclasses.replace(command, config=config)
 
 
 def _run_here(command: Command, source: Source) -> int:
     """Runs a command in this process."""
-    if command.name == "train":
+    if command.name in ("train", "predict"):
         _prepare(command.config)
-    elif command.name == "predict":
-        os.environ.pop("TF_CONFIG", None)
-        _prepare_alone(command.config)
     here = Path.cwd()
     callbacks = _load(source, command.config)
     config = command.config
@@ -221,13 +224,6 @@ def _prepare(config: Config) -> None:
     from ctl_core.cluster.strategy import prepare
 
     prepare(config)
-
-
-def _prepare_alone(config: Config) -> None:
-    """The same for a process that uses a run, on the devices of its own."""
-    if config.strategy == "multi_worker":
-        config = dataclasses.replace(config, strategy="auto")
-    _prepare(config)
 
 
 def _load(source: Source, config: Config) -> ModuleType:
@@ -289,8 +285,7 @@ def _silence(debug: bool) -> Iterator[None]:
 
 
 def _use_run(command: Command, callbacks: ModuleType) -> int:
-    """Runs evaluate, predict or export on a run's checkpoint, in no cluster."""
-    os.environ.pop("TF_CONFIG", None)  # of which libraries know, too
+    """Runs evaluate, predict or export on a run's checkpoint."""
     from ctl_core.tools import commands
 
     run = getattr(commands, command.name)

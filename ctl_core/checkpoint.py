@@ -347,10 +347,6 @@ class Checkpoints:
         with contextlib.suppress(Exception):  # the run has its own failure to tell
             self._writer.background.wait()
 
-    def settle(self, seconds: float) -> None:
-        """Gives what is written in the background so long; it counts only if it is all there."""
-        self._writer.background.settle(seconds)
-
     # ---- Restoring -------------------------------------------------------------------------------
 
     def restore(

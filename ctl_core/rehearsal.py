@@ -22,7 +22,6 @@ from ctl_core.build import create_state
 from ctl_core.checkpoint import is_summed
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
-from ctl_core.cluster.supervisor import check_folder
 from ctl_core.cluster.sync import peers
 from ctl_core.console import LOG, Console
 from ctl_core.errors import RunError, StopTraining
@@ -65,10 +64,10 @@ def check(callbacks: Any, config: Config) -> State:
     begun = time.monotonic()
     if config.listener is not None:  # which hears nothing of a check
         find_listener(config.listener)
-    shared, task, config = check_folder(config), task_of(config), from_anywhere(config)
+    task, config = task_of(config), from_anywhere(config)
     console = _Console(shown=task.chief)
     with contextlib.ExitStack() as stack:
-        folder = shared or stack.enter_context(
+        folder = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
         )
         run = Run(dataclasses.replace(config, runs_dir=folder), task)

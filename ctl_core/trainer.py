@@ -20,7 +20,7 @@ from ctl_core.checkpoint import Checkpoints
 from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
 from ctl_core.cluster.strategy import task_of
-from ctl_core.cluster.supervisor import TICK, supervised
+from ctl_core.cluster.supervisor import TICK, is_supervised
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, RunError, SetupError, StopTraining, one_line
@@ -92,7 +92,7 @@ def train(
         session(run, console),
         process_state(config),
         peers(task),
-        Signals(console, SAME_SIGNAL - 2 * TICK * supervised()) as signals,
+        Signals(console, SAME_SIGNAL - 2 * TICK * is_supervised()) as signals,
         begun(config, run, console),
     ):
         state = create_state(callbacks, config, run, console)
@@ -130,7 +130,6 @@ class Trainer:
         names = state.evaluation.names if state.evaluation else None
         self._deadlines = Deadlines(state.config)
         self._selection = Selection(state.config, names)
-        signals.settle = self.checkpoints.settle
         state.functions = self.functions
 
     def restore(self, go_on: bool = False) -> None:

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 # How long a signal may be repeated without meaning a second one (seconds).
 SAME_SIGNAL = 1.0
-# After a second SIGINT, how long Python may take to end by itself, and then how long a checkpoint
-# that is being written may take (seconds): together less than two.
-HEED, SETTLE = 0.5, 0.8
+# After a second SIGINT, how long Python may take to end by itself, and to say so (seconds).
+HEED = 0.5
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -96,13 +95,10 @@ class Signals:
 
     Attributes:
         received: the number of the first one, or None
-        settle: called with a number of seconds before the process is ended, for what may still
-            come to its end
     """
 
     def __init__(self, console: Console, same: float = SAME_SIGNAL) -> None:
         self.received: int | None = None
-        self.settle: Callable[[float], object] = lambda _: None
         self._console = console
         self._counted = Counted(same)
         self._raised = False
@@ -114,7 +110,7 @@ class Signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 _before[number] = signal.signal(number, self._note)
             self._open.callback(_give_back)
-            self._open.enter_context(_heard(self._hear))
+            self._open.enter_context(_listen(self._hear))
             self._open.callback(self._over.set)
         return self
 
@@ -138,13 +134,12 @@ class Signals:
         if number not in _before or not self._counted.note(number):
             return
         if self._counted.ended_at is None:
-            _apart(lambda: self._answer(number), SETTLE)
-            return
-        if hasattr(signal, "pthread_kill"):  # wakes the main thread, also out of a sleep
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        if not self._over.wait(HEED) and not _interactive():
-            _apart(self._close, SETTLE)
-            _end()
+            _call_apart(self._answer, number)
+        else:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # out of a sleep
+            if not self._over.wait(HEED) and not _is_interactive():
+                _call_apart(self._close).join(HEED)
+                _end()
 
     def _answer(self, number: int) -> None:
         again = "; Ctrl-C again, a second or more from now, ends it at once"
@@ -156,10 +151,9 @@ class Signals:
     def _close(self) -> None:
         logging.getLogger("ctl_core").error("interrupted")
         self._console.stop()
-        self.settle(SETTLE)
 
 
-def _interactive() -> bool:
+def _is_interactive() -> bool:
     """Whether a person works in this process: at a prompt of Python's or in a notebook."""
     return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
 
@@ -175,13 +169,13 @@ def interruptible() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            stack.enter_context(_heard(hear))
+            stack.enter_context(_listen(hear))
             stack.callback(over.set)
         yield
 
 
 @contextlib.contextmanager
-def _heard(listener: Callable[[int], None]) -> Iterator[None]:
+def _listen(listener: Callable[[int], None]) -> Iterator[None]:
     """Calls ``listener`` in a thread, at once, with each signal that has a handler in Python.
 
     Such a handler waits until the main thread runs Python again; its C part writes the signal's
@@ -234,15 +228,14 @@ def _leave_to_child() -> None:
         signal.set_wakeup_fd(-1)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_child)
+os.register_at_fork(after_in_child=_leave_to_child)
 
 
-def _apart(function: Callable[[], object], seconds: float) -> None:
-    """Calls a function that may hang, in a console that is stuck say, and waits no longer."""
-    thread = threading.Thread(target=function, daemon=True)
+def _call_apart(function: Callable[..., object], *args: object) -> threading.Thread:
+    """Calls a function that may hang, in a console that is stuck say, in a thread."""
+    thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
-    thread.join(seconds)
+    return thread
 
 
 def _end() -> None:

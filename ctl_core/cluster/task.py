@@ -17,9 +17,6 @@ from typing import Literal
 from ctl_core.errors import SetupError, one_line
 from ctl_core.settings import Config
 
-# Names the file descriptor of a pipe that ends when the supervisor of a local cluster does.
-PIPE = "SUPERVISOR_PIPE"
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -57,7 +54,7 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
         SetupError: ``TF_CONFIG`` cannot be read, or the settings do not fit it.
     """
     text = environ.get("TF_CONFIG", "").strip()
-    if config.strategy in ("one_device", "mirrored") and PIPE not in environ:
+    if config.strategy in ("one_device", "mirrored"):
         text = ""
     if not text and config.strategy == "multi_worker":
         raise SetupError(

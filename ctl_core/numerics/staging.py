@@ -172,11 +172,6 @@ class Background:
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def settle(self, seconds: float) -> None:
-        """Waits until it has ended, or so long; may be called in any thread."""
-        if (thread := self._thread) is not None:
-            thread.join(seconds)
-
     def wait(self) -> None:
         """Waits until it has ended; raises what it has raised, once."""
         if self._thread is not None:

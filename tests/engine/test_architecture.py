@@ -14,7 +14,7 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     buckets chunks errors index joining metric_values not_finite precision provenance reduction
     saved signals source_lines splits table types
-    compat console files gpus helpers hook_table nested settings variables verdict
+    compat console files gpus helpers hook_table nested settings variables
     ahead callbacks_file checks.hooks collectives compiled defaults elements fitting layers
     learning_rate listeners options process_state profile raw record recording rhythm run_lock
     selection staging task tracking training_mode

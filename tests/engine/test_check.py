@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +17,6 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.__main__ import main
 from tests.helpers.cases import assert_weights, dropout_model, make_hooks, regression_data, sliced
-from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
 
 Check = Callable[..., ctl_core.State]
@@ -142,31 +138,6 @@ def test_it_is_an_option_of_the_command(
     assert main(["train", "--check"]) == 1
     assert capsys.readouterr().err.startswith("error: at_step[10000] (callbacks.py:")
     assert sorted(os.listdir(tmp_path)) == there
-    place = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(place))
-    assert main(["train", "--check", "--run-name", "a"]) == 2
-    assert capsys.readouterr().err.startswith("error: check: the processes of TF_CONFIG have no ")
-
-
-@pytest.mark.slow
-@pytest.mark.cluster
-def test_a_cluster_of_this_machine_is_checked_too(tmp_path: Path) -> None:
-    (tmp_path / "callbacks.py").write_text(EVALUATED)
-    (tmp_path / "config.yaml").write_text("epochs: 60\nbatch_size: 16\n")
-    (temporary := tmp_path / "temporary").mkdir()
-    words = ["train", "--check", "--workers", "2", "--virtual-devices", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ctl_core", *words],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("check: all well") == 1
-    assert not (tmp_path / "runs").exists()
-    assert list(temporary.glob("ctl_core-check-*")) == []
 
 
 def test_a_signal_ends_it(check: Check, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import ctl_core
+from ctl_core import rehearsal
 from ctl_core.__main__ import main
 from ctl_core.cluster import supervisor
 from ctl_core.cluster.gpus import share_gpus, visible_gpus
@@ -21,6 +22,8 @@ from ctl_core.tools import commands
 from tests.helpers.workers import RUN, fake, folder
 
 __all__ = ["folder"]
+
+PLACE = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
 
 
 def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -37,9 +40,7 @@ def test_gpus_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         " 2 , 3": ["2", "3"],
         "GPU-ab,MIG-cd": ["GPU-ab", "MIG-cd"],
         "1,-1,2": ["1"],
-        "-1": [],
         "": [],
-        "NoDevFiles": [],
     }.items():
         assert visible_gpus({"CUDA_VISIBLE_DEVICES": named}) == found
     nvidia_smi(folder, monkeypatch, "echo $1 >asked; echo No devices were found; exit 6")
@@ -48,23 +49,27 @@ def test_gpus_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = r"GPU 0: A100 (UUID: GPU-1)\n  MIG 1g Device  0: (UUID: MIG-2)\nGPU 1: A100 (U)\n"
     nvidia_smi(folder, monkeypatch, f"printf '{listed}'")
     assert visible_gpus({}) == ["0", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
     monkeypatch.setenv("PATH", str(folder))
     assert visible_gpus({}) == []
 
 
 def test_gpus_are_shared_out() -> None:
     assert share_gpus(["0", "1", "2", "3"], 2) == ["0,1", "2,3"]
-    assert share_gpus(["GPU-a", "GPU-b"], 2) == ["GPU-a", "GPU-b"]
     with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; take a"):
         share_gpus(["0", "1", "2", "3"], 3)
-    with pytest.raises(SetupError, match="2 workers cannot share 1 GPU evenly"):
-        share_gpus(["0"], 2)
+
+
+def test_workers_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SetupError, match=r"the command line: ./train.sh --workers 2$"):
+        ctl_core.train(SimpleNamespace(), Config(steps=1, workers=2))
+    monkeypatch.setenv("TF_CONFIG", json.dumps(PLACE))
+    with pytest.raises(SetupError, match=r"workers: 2 .* to join the cluster of TF_CONFIG"):
+        supervisor.start_cluster([], Config(workers=2, run_name="a"))
 
 
 @pytest.mark.parametrize(
     ("gpus", "devices", "shares"),
-    [(4, 1, ["0,1", "2,3"]), (3, 2, ["", ""]), (0, 1, [None, None])],
+    [(4, 1, ["0,1", "2,3"]), (3, 2, ["", ""])],
 )
 def test_each_worker_sees_its_gpus(
     folder: Path,
@@ -86,14 +91,12 @@ def test_each_worker_sees_its_gpus(
     assert [json.loads(Path(f"gpus-{i}").read_text()) for i in (0, 1)] == shares
 
 
-def test_from_python_there_is_no_supervisor() -> None:
-    with pytest.raises(SetupError, match=r"the command line: ./train.sh --workers 2$"):
-        ctl_core.train(SimpleNamespace(), Config(steps=1, workers=2))
-
-
-def test_a_trained_run_is_used_in_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    def evaluate(_: object, config: Config, options: object) -> None:
+def test_a_trained_run_is_used_and_one_checked_in_no_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def evaluate(_: object, config: Config, options: object = None) -> SimpleNamespace:
         assert config.workers == 1 and "TF_CONFIG" not in os.environ
+        return SimpleNamespace(diverged=False, stopped_by=None)
 
     RUN.mkdir(parents=True)
     (RUN / "config.yaml").write_text("steps: 1\nworkers: 3\n")
@@ -101,3 +104,6 @@ def test_a_trained_run_is_used_in_no_cluster(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TF_CONFIG", "{}")
     monkeypatch.setattr(commands, "evaluate", evaluate)
     assert main(["evaluate", "--run-name", "a"]) == 0
+    monkeypatch.setenv("TF_CONFIG", json.dumps(PLACE))
+    monkeypatch.setattr(rehearsal, "check", evaluate)
+    assert main(["train", "--check", "--run-name", "a", "--workers", "2"]) == 0

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from ctl_core.cluster import supervisor
 from ctl_core.cluster.supervisor import supervise
 from tests.helpers import lean
 
@@ -44,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty project folder, in which workers find the engine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", lean.PYTHONPATH)
-    for name in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES", supervisor.PIPE):
+    for name in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "pids").mkdir()
     return tmp_path
