@@ -13,6 +13,10 @@ from contextlib import contextmanager
 TARGET_SECONDS = 1.0
 
 
+# Most steps of a graph call: a signal and the clock are looked at between two.
+MOST_STEPS = 1000
+
+
 class ChunkLength:
     """Learns from the calls so far how many steps fit into a second.
 

@@ -24,7 +24,7 @@ from ctl_core.files import from_here
 from ctl_core.flags import read_flags
 from ctl_core.layers import Layer, checked, environment, flat, merge, read_file
 from ctl_core.options import default_options, options_of
-from ctl_core.settings import RENAMED, Config, explain, label, nearest, shown
+from ctl_core.settings import Config, explain, label, nearest, shown
 from ctl_core.sources import read_source
 
 
@@ -54,7 +54,7 @@ _OF_A_START = ("debug",)
 # What is known of a command before the settings of its run are.
 _FIRST = ("run_name", "runs_dir", "fork", "strategy")
 # What a run does not take over from the one that it begins from.
-_NOT_FORKED = ("workers", "run_name", "runs_dir", "fork", "init_from", "init_partial")
+_NOT_FORKED = ("workers", "run_name", "runs_dir", "fork", "init_from")
 # How long evaluate --watch waits for a run to begin (seconds).
 BEGINNING = 30.0
 
@@ -82,7 +82,7 @@ def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     for layer in (*project, env, flags):
         place |= {key: layer[key] for key in _FIRST if key in layer}
     near = checked(place)
-    notes = _renamed([*project, env, flags])
+    notes = []
     run = _run(command, near, options)
     if run is not None and not os.path.isfile(run / "config.yaml"):
         run = None
@@ -143,16 +143,6 @@ def _options(command: str, named: Sequence[str] | None, flags: Layer) -> dict[st
     if values.get("check") and values["note"]:
         raise SetupError("note: a check is no run; leave one out.")
     return values
-
-
-def _renamed(layers: Sequence[Layer]) -> list[str]:
-    """Says which settings were given by the names that they had."""
-    return [
-        f"{where} is called {name} now."
-        for layer in layers
-        for name, (where, _) in layer.items()
-        if name in RENAMED.values() and name not in where.lower().replace("-", "_")
-    ]
 
 
 def _run(command: str, near: Config, options: Mapping[str, Any]) -> Path | None:

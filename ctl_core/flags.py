@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from ctl_core.errors import SetupError
 from ctl_core.layers import ENV_PREFIX, Layer, Word, checked, laid_over, read_text, read_value
 from ctl_core.options import COMMANDS, options_of
-from ctl_core.settings import RENAMED, SETTINGS, kind_of, label, nearest, shown
+from ctl_core.settings import SETTINGS, kind_of, label, nearest, shown
 
 
 def read_flags(command: str, argv: Sequence[str]) -> Layer:
@@ -21,11 +21,6 @@ def read_flags(command: str, argv: Sequence[str]) -> Layer:
         SetupError: one is unknown, or lacks its value.
     """
     words, hparams = _split_hparams(argv)
-    old = {f"--{name.replace('_', '-')}": new for name, new in RENAMED.items()}
-    renamed = [word for word in words if word.partition("=")[0] in old]
-    for word in renamed:
-        flag, equals, text = word.partition("=")
-        words[words.index(word)] = f"--{old[flag].replace('_', '-')}{equals}{text}"
     settings = options_of(command).model_fields | dict(SETTINGS)
     try:
         found, others = _parser(command).parse_known_args(words)
@@ -44,9 +39,6 @@ def read_flags(command: str, argv: Sequence[str]) -> Layer:
         near = nearest(flag.strip("-").replace("_", "-"), names, "--")
         raise SetupError(f"unknown setting {flag}{near}")
     layer = {name: (name, read_text(settings[name], text)) for name, text in vars(found).items()}
-    for word in renamed:
-        flag = word.partition("=")[0]
-        layer[old[flag]] = (flag, layer[old[flag]][1])
     return layer | ({"hparams": ("--hparams", hparams)} if hparams else {})
 
 

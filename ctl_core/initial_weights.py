@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -52,8 +51,7 @@ def load_initial_weights(state: State, console: Console) -> None:
     A run is taken with its weights as they were trained, without its optimizer; ``fork`` takes all.
 
     Raises:
-        SetupError: there is nothing to be read; or it does not fit, and ``init_partial`` is
-            false.
+        SetupError: there is nothing to be read; or it does not fit.
     """
     text = state.config.init_from
     if text is None:
@@ -91,24 +89,21 @@ class _Fit:
 
 
 def _take(state: State, console: Console, what: str, fit: _Fit) -> None:
-    """Takes what fits, and says so.
+    """Takes the weights, and says so.
 
     Raises:
-        SetupError: not all fits, and it has to; or nothing does.
+        SetupError: not all of them fit.
     """
     others = [*fit.different, *(f"{name} is of no use here" for name in fit.unused)]
     said = "; ".join(others[:5]) + f"; and {len(others) - 5} more" * (len(others) > 5)
-    if others and (not state.config.init_partial or not fit.taken):
-        cure = "" if not fit.taken else " --init-partial takes what fits."
+    if others:
+        cure = " Load what fits in create_model." if fit.taken else ""
         raise SetupError(
             f"init_from: {what} fits {fit.taken} of the {fit.wanted} weights of "
             f"{state.hooks.create_model}: {said}.{cure}"
         )
     fit.take()
-    console.say(
-        f"init_from: {fit.taken} of {fit.wanted} weights of {what}, by {fit.how}"
-        + (f"; as created, or of no use: {said}." if others else ".")
-    )
+    console.say(f"init_from: {fit.taken} of {fit.wanted} weights of {what}, by {fit.how}.")
 
 
 def _wanted(state: State) -> dict[str, Any]:
@@ -257,17 +252,15 @@ def _of_keras_file(state: State, path: Path) -> _Fit:
         if name not in taken
     ]
     # Keras' files hold a kernel with its adapter added up, and reading one makes both matrices of
-    # the adapter 0, of which no gradient would ever move any.
+    # the adapter 0, of which no gradient would ever move any: so none fits.
     adapters = [variable for layer in state.recording.layers for variable in adapter_of(layer)]
     different += [f"{variable.path} is not there" for variable in adapters]
-    # Random numbers are of this run's seed.
-    kept = [*state.recording.generators, *adapters]
+    kept = state.recording.generators  # random numbers are of this run's seed
 
     def take() -> None:
         before = [variable.numpy() for variable in kept]
-        with warnings.catch_warnings(), folder:
-            warnings.simplefilter("ignore")  # of what does not fit, which we say
-            model.load_weights(file, skip_mismatch=bool(different))
+        with folder:
+            model.load_weights(file)
         for variable, value in zip(kept, before, strict=True):
             variable.assign(value)
 

@@ -19,14 +19,14 @@ from pydantic.fields import FieldInfo
 
 from ctl_core.errors import SetupError, one_line, reason
 from ctl_core.files import written_whole
-from ctl_core.settings import GONE, RENAMED, SETTINGS, WORDS, Config, kind_of, label, nearest, shown
+from ctl_core.settings import SETTINGS, WORDS, Config, kind_of, label, nearest, shown
 
 ENV_PREFIX = "CTL_"
 # Settings of where and how long a run is trained, which change none of its values.
 OF_PLACE = (
     *("run_name", "runs_dir", "callbacks", "listener", "debug", "profile"),
     *("workers", "strategy", "virtual_devices"),
-    *("max_restarts", "max_time", "ckpt_every", "keep_best", "steps_per_call"),
+    *("max_restarts", "max_time", "ckpt_every", "keep_best"),
 )
 
 
@@ -165,13 +165,14 @@ def read_file(path: Path, required: bool = True) -> Layer:
         raise SetupError(
             f"{where}: expected lines of the form 'name: value', got {shown(content)}."
         )
-    content = {key: value for key, value in content.items() if not (of_run and key in GONE)}
+    if of_run:  # of an earlier engine, which its checkpoints will tell
+        content = {key: value for key, value in content.items() if key in SETTINGS}
     for key in content:
-        if key not in SETTINGS and key not in RENAMED:
+        if key not in SETTINGS:
             raise SetupError(f"{where}: unknown setting {shown(key)}{nearest(str(key), SETTINGS)}")
     return _with_hparams(
         {
-            RENAMED.get(str(name), str(name)): (f"{where}: {name}", value)
+            str(name): (f"{where}: {name}", value)
             for name, value in content.items()
             if value is not None
         }
@@ -190,7 +191,6 @@ def environment(environ: Mapping[str, str]) -> tuple[Layer, list[str] | None]:
         if not name.startswith(ENV_PREFIX) or not text:
             continue
         key = name[len(ENV_PREFIX) :].lower()
-        key = RENAMED.get(key, key)
         if key == "config":
             url = re.match(r"[A-Za-z][\w+.-]*://", text)
             files = [text] if url else [path for path in text.split(os.pathsep) if path]

@@ -227,9 +227,6 @@ class Config:
         title="a run, as RUN, RUN@STEP or RUN@best, or a file",
         examples=["RUN|FILE"],
     )
-    init_partial: bool = declare(
-        False, "let init_from take what fits; otherwise, all weights have to"
-    )
     ckpt_every: Annotated[int | str, AfterValidator(_check_period)] = declare(
         1000,
         "save a checkpoint every so many steps (0: only at the end), every 1epoch, or every 10min",
@@ -283,7 +280,6 @@ class Config:
     max_restarts: _Count = declare(
         3, "how often a cluster is started again after a crash of one of its workers"
     )
-    steps_per_call: _Number = declare(1000, "most steps inside one graph call")
     deterministic: bool = declare(
         False, "bit-identical results from run to run (op determinism), slower"
     )
@@ -388,13 +384,6 @@ class Config:
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
-# What settings were called in earlier versions; files, variables and flags may still do so.
-RENAMED = {"max_chunk": "steps_per_call"}
-# Settings of earlier engines, which the config.yaml of a run may have.
-GONE = (
-    *("curves", "histograms_every", "stats_every", "trackers"),
-    *("cluster", "wait_for_workers", "gpu_memory_limit"),
-)
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -465,10 +454,6 @@ def nearest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5
 
     ``mark`` is put before it, and is no part of what is compared.
     """
-    if name in RENAMED:
-        return f"; it is called {RENAMED[name]} now."
-    if name.lower().replace("-", "_") in GONE:
-        return "; it is gone: ctl_core/CHANGELOG.md says what to use instead."
     close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=cutoff)
     return f"; did you mean '{mark}{close[0]}'?" if close else ""
 

@@ -57,11 +57,8 @@ def check_start(config: Config) -> None:
         return
     if config.fork is not None:
         record_of("fork", read_source("fork", config.fork, config.runs_dir))
-    if config.init_from is not None:
-        if not _is_weights(config.init_from):
-            record_of("init_from", read_source("init_from", config.init_from, config.runs_dir))
-    elif config.init_partial:
-        raise SetupError("init_partial: says how init_from is taken; give that, too.")
+    if config.init_from is not None and not _is_weights(config.init_from):
+        record_of("init_from", read_source("init_from", config.init_from, config.runs_dir))
 
 
 def _begun(config: Config) -> Path | None:
@@ -81,7 +78,7 @@ def from_anywhere(config: Config) -> Config:
     """
     check_start(config)
     if _begun(config) is not None:
-        return dataclasses.replace(config, fork=None, init_from=None, init_partial=False)
+        return dataclasses.replace(config, fork=None, init_from=None)
     places: dict[str, Any] = {}
     for name, text in (("fork", config.fork), ("init_from", config.init_from)):
         if text is None:

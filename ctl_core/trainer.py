@@ -17,7 +17,7 @@ from typing import Any
 from ctl_core.build import create_state
 from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.chunks import ChunkLength
+from ctl_core.chunks import MOST_STEPS, ChunkLength
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import TICK, is_supervised
@@ -121,9 +121,7 @@ class Trainer:
         self._run = run
         self._console = console
         self._sync = SyncedSignal(state.cluster, signals)
-        self._steps_per_call = ChunkLength(
-            1 if state.config.detect_anomaly else state.config.steps_per_call
-        )
+        self._steps_per_call = ChunkLength(1 if state.config.detect_anomaly else MOST_STEPS)
         profiled = state.config.profile_steps if state.cluster.task.chief else None
         self._profile = Profile(profiled, run.path / "tb" / "train", console)
         self._resumed = False

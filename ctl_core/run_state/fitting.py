@@ -29,8 +29,7 @@ def unfitting(path: str, differences: list[str], fork: str | None = None) -> Set
     if fork is not None:
         return SetupError(
             f"fork: the checkpoint of {fork} does not fit the model: {found}. Fork it with the "
-            f"model that it has, or begin with the weights that fit: --init-from {fork} "
-            "--init-partial."
+            "model that it has."
         )
     return SetupError(
         f"the checkpoint {from_here(path)} does not fit the model any more: {found}. Undo the "

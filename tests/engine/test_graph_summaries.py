@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core import trainer
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 
@@ -76,7 +77,7 @@ def watched_hooks(**hooks: Any) -> SimpleNamespace:
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.slow
 def test_each_step_is_written_once_with_its_number_and_a_resumed_run_goes_on(
-    train: Train, tmp_path: Path, replicas: int
+    train: Train, tmp_path: Path, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hooks = watched_hooks()
     for steps in (4, 7):
@@ -90,7 +91,8 @@ def test_each_step_is_written_once_with_its_number_and_a_resumed_run_goes_on(
     for step, name, value in found:
         assert name not in ("input", "loss", "grad") or value == step
     norms = [value for _, name, value in found if name == "norm"]
-    by_steps = train(hooks, steps=7, virtual_devices=replicas, run_name="whole", steps_per_call=1)
+    monkeypatch.setattr(trainer, "MOST_STEPS", 1)
+    by_steps = train(hooks, steps=7, virtual_devices=replicas, run_name="whole")
     assert by_steps.step == 7
     whole = [v for _, name, v in seen(tmp_path / "runs/whole/tb/train") if name == "norm"]
     np.testing.assert_allclose(norms, whole, rtol=1e-6)

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core import trainer
 from tests.helpers.cases import (
     assert_weights,
     make_hooks,
@@ -139,7 +140,7 @@ def test_deferred_hooks_see_every_step_once_and_in_order(train: Train) -> None:
     assert order == expected
 
 
-def test_steps_per_call_limits_a_graph_call_and_changes_nothing(
+def test_where_a_graph_call_ends_changes_nothing(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ctl_core.graph import StepFunctions
@@ -152,7 +153,9 @@ def test_steps_per_call_limits_a_graph_call_and_changes_nothing(
         original(self, steps)
 
     monkeypatch.setattr(StepFunctions, "train_steps", run)
-    short = train(make_hooks(), steps=50, steps_per_call=3, run_name="short")
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "MOST_STEPS", 3)
+        short = train(make_hooks(), steps=50, run_name="short")
     assert max(lengths) <= 3 and sum(lengths) == 50
     long = train(make_hooks(), steps=50, run_name="long")
     assert_weights(short, long, rtol=0)

@@ -44,7 +44,6 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "run_name": [("'3'", "3"), ("4", "4"), ("2024-01-05", "2024-01-05")],
     "fork": [("a", "a"), ("a@3", "a@3"), ("b/c@best", "b/c@best")],
     "init_from": [("a", "a"), ("m.keras", "m.keras"), ("b/c@best", "b/c@best")],
-    "init_partial": [("true", True), ("1", True), ("", True)],
     "ckpt_every": [("0", 0), ("5", 5), ("6", 6)],
     "eval_every": [("0", 0), ("5", 5), ("6", 6)],
     "eval_batch_size": [("32", 32), ("64", 64), ("8", 8)],
@@ -57,7 +56,6 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "virtual_devices": [("2", 2), ("3", 3), ("4", 4)],
     "workers": [("2", 2), ("3", 3), ("4", 4)],
     "max_restarts": [("0", 0), ("1", 1), ("2", 2)],
-    "steps_per_call": [("10", 10), ("20", 20), ("30", 30)],
     "deterministic": [("true", True), ("1", True), ("", True)],
     "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
@@ -167,7 +165,7 @@ def test_the_resolved_config_comes_back_equal(folder: Path) -> None:
     every = Config(
         steps=30, batch_size=12, accumulate_steps=3, precision="bfloat16", learning_rate=1e-5,
         seed=2**32 - 1, run_name="007", ckpt_every=0, eval_every=7, strategy="mirrored",
-        virtual_devices=2, steps_per_call=3, deterministic=True, runs_dir="some where: else",
+        virtual_devices=2, deterministic=True, runs_dir="some where: else",
         debug=True, hparams={"a": {"b": [1, "2", 1e-5, None, True]}, "yes": "no", "1": "null"},
     )  # fmt: skip
     for config in (Config(), every, Config(epochs=3)):
@@ -271,20 +269,3 @@ def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
         environ = {"CTL_HPARAMS": "{a: 1}"}
         free = resolve("--hparams.b", "2", config=none, environ=environ).hparams
         assert free == {"a": 1, "b": 2}
-
-
-@pytest.mark.parametrize("way", ["file", "variable", "flag", "flag="])
-def test_a_setting_that_has_a_new_name_works_by_its_old_one(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("config.yaml").write_text("max_chunk: 5\n" if way == "file" else "steps: 3\n")
-    environ = {"CTL_MAX_CHUNK": "5"} if way == "variable" else {}
-    flags = {"flag": ["--max-chunk", "5"], "flag=": ["--max-chunk=5"]}.get(way, [])
-    command = parse_command(["train", *flags], environ)
-    assert command.config.steps_per_call == 5
-    old = {"file": "config.yaml: max_chunk", "variable": "CTL_MAX_CHUNK"}.get(way, "--max-chunk")
-    assert list(command.notes) == [f"{old} is called steps_per_call now."]
-    assert list(parse_command(["train", "--steps-per-call", "5"], {}).notes)[1:] == []
-    with pytest.raises(SetupError, match="it is called steps_per_call now"):
-        load_config("config.yaml", max_chunk=5)

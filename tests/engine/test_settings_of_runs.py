@@ -101,24 +101,6 @@ def test_what_an_earlier_engine_did_not_write_is_the_default() -> None:
     same = "steps: 6\ncallbacks: ./callbacks.py\non_nan: warn\nseed: 0\n"
     Path("config.yaml").write_text(same)
     assert parse_command(["train", "--run-name", "a"], {}).notes == []
-    Path("config.yaml").write_text(same + "steps_per_call: 5\n")
+    Path("config.yaml").write_text(same + "log_every: 5\n")
     (told,) = parse_command(["train", "--run-name", "a"], {}).notes
-    assert "own settings: steps_per_call 1000 (config.yaml: 5);" in told
-
-
-def test_a_setting_that_is_gone_is_left_out_of_a_run_and_refused_elsewhere() -> None:
-    """Runs of earlier engines go on; whoever sets it is told where the change log is."""
-    run = make_run("old", 20)
-    (run / "train.log").touch()
-    (run / "config.yaml").write_text("steps: 9\ncurves: true\n")
-    assert parse_command(["train", "--run-name", "old"], {}).config == Config(9, run_name="old")
-    said = "; it is gone: ctl_core/CHANGELOG.md says what to use instead."
-    for words, environ, name in (
-        (["--stats-every", "3"], {}, "--stats-every"),
-        ([], {"CTL_TRACKERS": "wandb"}, "CTL_TRACKERS in the environment"),
-    ):
-        with pytest.raises(SetupError, match=f"unknown setting {name}{said}"):
-            parse_command(["train", *words], environ)
-    Path("config.yaml").write_text("curves: true\n")
-    with pytest.raises(SetupError, match=f"unknown setting 'curves'{said}"):
-        parse_command(["train"], {})
+    assert "own settings: log_every 100 (config.yaml: 5);" in told

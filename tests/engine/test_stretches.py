@@ -97,7 +97,6 @@ def freeze(train_model: Any) -> None:
 
 
 CUTS: dict[str, tuple[dict[int, Any], dict[str, Any], tuple[int, ...]]] = {
-    "calls": ({}, {"steps_per_call": 5}, (20,)),
     "resumed": ({}, {"ckpt_every": 4}, (3, 4, 11, 20)),
     "its loss is read": ({3: lambda loss: None}, {"ckpt_every": 5}, (5, 7, 20)),
     "observed": ({3: lambda loss, output: None, 7: lambda gradients: None}, {}, (20,)),
