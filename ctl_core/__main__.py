@@ -51,6 +51,7 @@ try:
     from ctl_core.options import COMMANDS
     from ctl_core.settings import Config, free_name, nearest
     from ctl_core.sources import check_start
+    from ctl_core.table import TEXT
 except ModuleNotFoundError as error:
     print("error:", _missing(error.name), file=sys.stderr)
     sys.exit(2)
@@ -139,15 +140,11 @@ def _read(argv: list[str]) -> Command | int:
 
 def _print_hooks(rest: list[str]) -> int:
     if rest and rest[0] in ("-h", "--help"):
-        print("usage: python -m ctl_core hooks [--debug]\n\nPrints the table of hooks.")
-    elif others := [word for word in rest if word != "--debug"]:
-        raise SetupError(f"unexpected word {others[0]!r}: hooks takes no settings but --debug.")
+        print("usage: python -m ctl_core hooks\n\nPrints the table of hooks.")
+    elif rest:
+        raise SetupError(f"unexpected word {rest[0]!r}: hooks takes no settings.")
     else:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if rest else "3")
-        _import_libraries(debug=bool(rest))
-        from ctl_core.tools.hook_table import print_table
-
-        print_table()
+        print(TEXT, end="")
     return 0
 
 

@@ -214,7 +214,7 @@ class Hooks:
 
     def graph_names(self, argument: str) -> bool:
         """Whether a hook of the graph names an argument."""
-        hooks = (getattr(self, spec.name) for spec in TABLE if spec.in_graph)
+        hooks = (getattr(self, spec.name) for spec in TABLE if spec.kind == "in the graph")
         return any(argument in hook.arguments for hook in hooks if hook is not None)
 
     def data_functions(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class Hooks:
         """Returns the hook of the graph, and the line, that an op of these frames is of, if any."""
         for spec in TABLE:
             hook = getattr(self, spec.name)
-            if spec.in_graph and hook is not None and hook.made(frames):
+            if spec.kind == "in the graph" and hook is not None and hook.made(frames):
                 return f"{spec.name} ({hook.line_in(frames) or hook.where})"
         return None
 
@@ -271,23 +271,24 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     check_required(callbacks, origin)
     found: dict[str, Any] = {}
     for spec in TABLE:
+        name = spec.name
 
         def make_hook(name: str, function: Any, spec: Spec = spec) -> Hook:
             arguments = arguments_of(spec, name, function, origin)
             return Hook(name, function, arguments, common, is_default(name, function))
 
-        value = getattr(callbacks, spec.name, getattr(defaults, spec.name, None))
-        if value is None and spec.optional:
-            found[spec.name] = None
-        elif spec.listed:
-            found[spec.name] = listed(spec, value, origin)
-        elif spec.several:
-            found[spec.name] = tuple(make_hook(*one) for one in in_order(spec, value))
-        elif spec.scheduled:
-            found[spec.name] = {
-                key: tuple(make_hook(f"{spec.name}[{key}]", function) for function in several)
-                for key, several in scheduled(spec, value, origin).items()
+        value = getattr(callbacks, name, getattr(defaults, name, None))
+        if spec.kind == "names":
+            found[name] = listed(spec, value, origin)
+        elif spec.kind == "one or several":
+            found[name] = tuple(make_hook(*one) for one in in_order(spec, value))
+        elif spec.kind == "by step":
+            found[name] = {
+                step: tuple(make_hook(f"{name}[{step}]", function) for function in functions)
+                for step, functions in scheduled(spec, value, origin).items()
             }
+        elif value is None and spec.kind != "required" and not hasattr(defaults, name):
+            found[name] = None
         else:
-            found[spec.name] = make_hook(spec.name, value)
+            found[name] = make_hook(name, value)
     return Hooks(**found), misspelt(callbacks, origin)

@@ -1,10 +1,46 @@
-"""When the graph is left: which hooks, evaluations and checkpoints are due after which step."""
+"""When the graph is left: what is due after which step or at what time, how long a call may be.
+
+A signal is answered between two calls. The split of a run into calls does not change its
+results: each step of a call is the same graph.
+"""
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ctl_core.errors import SetupError
 from ctl_core.hooks import Hook, Hooks
-from ctl_core.rhythm import in_steps
-from ctl_core.settings import Config
+from ctl_core.settings import EPOCHS, Config, seconds_in
+
+TARGET_SECONDS = 1.0
+# Most steps of a graph call: a signal and the clock are looked at between two.
+MOST_STEPS = 1000
+
+
+def in_steps(setting: str, value: int | str, steps_per_epoch: int | None) -> int:
+    """Returns a period in steps; 0 for one of time, and for none.
+
+    Args:
+        setting: whose value it is, for a message
+        value: steps, ``2epochs`` or ``10min``
+        steps_per_epoch: None if the data have no end
+
+    Raises:
+        SetupError: there are no epochs.
+    """
+    if isinstance(value, int):
+        return value
+    if not (epochs := re.fullmatch(EPOCHS, value)):
+        return 0
+    if steps_per_epoch is None:
+        raise SetupError(
+            f"{setting}: create_dataset or make_batches gives an endless dataset, which has no "
+            "epochs; say how many steps, or how many minutes."
+        )
+    return int(epochs[1]) * steps_per_epoch
 
 
 class Schedule:
@@ -80,3 +116,46 @@ class Schedule:
     def save_due(self, step: int) -> bool:
         """Whether a checkpoint belongs after this step."""
         return bool(step and self._ckpt_every and step % self._ckpt_every == 0)
+
+
+class Deadlines:
+    """When the clock says that a checkpoint is due, or the end of training."""
+
+    def __init__(self, config: Config) -> None:
+        self._period = seconds_in(config.ckpt_every)
+        self._end = seconds_in(config.max_time)
+        self._start = self._saved = time.monotonic()
+
+    def save_due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return self._period is not None and time.monotonic() - self._saved >= self._period
+
+    def saved(self) -> None:
+        """Begins the next period."""
+        self._saved = time.monotonic()
+
+    def over(self) -> bool:
+        """Whether it is time to end."""
+        return self._end is not None and time.monotonic() - self._start >= self._end
+
+
+class ChunkLength:
+    """Learns from the calls so far how many steps fit into a second.
+
+    Attributes:
+        limit: the most steps that the next call should run
+    """
+
+    def __init__(self, most: int) -> None:
+        self.limit = min(8, most)
+        self._most = most
+
+    @contextmanager
+    def timed(self, steps: int) -> Iterator[int]:
+        """Measures a call of ``steps`` steps, which it yields back."""
+        start = time.monotonic()
+        yield steps
+        seconds = max(time.monotonic() - start, 1e-9)
+        fitting = int(steps * TARGET_SECONDS / seconds)
+        # Growing fourfold at most, so that one quick call does not lead to a very long one.
+        self.limit = max(1, min(fitting, 4 * self.limit, self._most))

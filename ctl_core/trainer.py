@@ -17,7 +17,6 @@ from typing import Any
 from ctl_core.build import create_state
 from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.chunks import MOST_STEPS, ChunkLength
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import TICK, is_supervised
@@ -45,10 +44,9 @@ from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
 from ctl_core.pace import Pace
 from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
-from ctl_core.rhythm import Deadlines
 from ctl_core.run_folder import Run, session
 from ctl_core.run_state.forking import begun
-from ctl_core.schedule import Schedule
+from ctl_core.schedule import MOST_STEPS, ChunkLength, Deadlines, Schedule
 from ctl_core.selection import Selection, best_step
 from ctl_core.settings import Config
 from ctl_core.state import State, check_hook_state

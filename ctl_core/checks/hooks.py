@@ -19,7 +19,9 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 def check_required(callbacks: Any, origin: str) -> None:
     """Refuses callbacks that lack what has no default."""
-    missing = [spec.name for spec in TABLE if spec.required and not hasattr(callbacks, spec.name)]
+    missing = [
+        spec.name for spec in TABLE if spec.kind == "required" and not hasattr(callbacks, spec.name)
+    ]
     if not missing:
         return
     spec = SPECS[missing[0]]
@@ -83,7 +85,7 @@ def arguments_of(spec: Spec, name: str, function: Any, origin: str) -> tuple[str
             f"{hook} is a generator or a coroutine, whose body would not run; write a plain "
             "function, without yield and async."
         )
-    deferred = spec.scheduled and getattr(function, "deferred", False)
+    deferred = spec.kind == "by step" and getattr(function, "deferred", False)
     valid = (*(DEFERRED if deferred else spec.arguments), *COMMON)
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -21,7 +21,6 @@ from ctl_core.ahead import read_ahead
 from ctl_core.batches import check_dataset, count_rows, widths_vary
 from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import checked_extra, expect
-from ctl_core.chunks import ChunkLength
 from ctl_core.cluster.strategy import local_replicas
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.collectives import counting_rows
@@ -41,6 +40,7 @@ from ctl_core.model.recording import Recording
 from ctl_core.model.variables import plain_variable
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.process_state import seeds_kept
+from ctl_core.schedule import ChunkLength
 from ctl_core.settings import Config
 from ctl_core.step import compute_loss, keep_if, run_model, sum_loss, weigh_batch
 from ctl_core.training_mode import inference

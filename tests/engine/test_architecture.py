@@ -12,12 +12,12 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    buckets chunks errors index joining metric_values not_finite precision provenance reduction
-    saved signals source_lines splits table types
-    compat console files gpus helpers hook_table nested settings variables
+    buckets errors index joining metric_values not_finite precision provenance reduction saved
+    signals source_lines splits table types
+    compat console files gpus helpers nested settings variables
     ahead callbacks_file checks.hooks collectives compiled defaults elements fitting layers
-    learning_rate listeners options process_state profile raw record recording rhythm run_lock
-    selection staging task tracking training_mode
+    learning_rate listeners options process_state profile raw record recording run_lock selection
+    staging task tracking training_mode
     averaging batch_norm flags folder freezing groups hooks hparams_page randomness rate_schedule
     rendezvous sources summary supervisor sync training_log units
     anomaly batches checks.position cli divergence kinds pairs returned run_folder schedule
@@ -34,7 +34,7 @@ LAYERS = """
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 BY_ROOM = ("checks.hooks", "checks.position")  # what is called as another room has it, too
-READING_PATH = "hooks defaults batches input step graph trainer schedule chunks checkpoint"
+READING_PATH = "hooks defaults batches input step graph trainer schedule checkpoint"
 
 
 def modules() -> dict[str, Path]:

@@ -15,7 +15,7 @@ import tensorflow as tf
 import ctl_core
 from ctl_core import defaults as engine_defaults
 from ctl_core.stretches import count_stacked_steps
-from ctl_core.table import TABLE
+from ctl_core.table import TABLE, TEXT
 from tests.helpers.cases import (
     assert_weights,
     make_hooks,
@@ -27,6 +27,7 @@ from tests.helpers.cases import (
 from tests.helpers.fixtures import Train
 
 BATCH = 16
+ROOT = Path(__file__).parents[2]
 
 
 def gradients_by_hand() -> tuple[keras.Model, Any, list[Any]]:
@@ -161,26 +162,19 @@ def model_with_spare() -> keras.Model:
 
 
 def test_the_stubs_show_the_defaults() -> None:
-    """Every hook that the table marks is in each stub, with exactly the engine's default."""
-    folder = Path(__file__).parents[2] / "templates" / "examples"
+    """Every hook with a default is in each stub, as the engine's, or in neither."""
     defaults = definitions(Path(engine_defaults.__file__))
-    required = {spec.name for spec in TABLE if spec.required}
-    evaluation = {"create_eval_dataset", "create_metrics"}  # the examples choose these
-    undefined = {"batch_weight"}  # shown as a comment: without it, dividing costs nothing
+    assert {*defaults} - {spec.name for spec in TABLE} == {"print_step", "print_loss"}
+    left_out = {"turns", "create_train_metrics", "train_metric_pre"}
     for stub in ("digits.py", "blank.py"):
-        shown, text = definitions(folder / stub), (folder / stub).read_text()
-        for spec in (spec for spec in TABLE if spec.in_stub):
-            own = required | undefined
-            if spec.name not in undefined and (
-                stub == "digits.py" or spec.name not in required | {"create_eval_dataset"}
-            ):
-                assert spec.name in shown, f"{stub}: {spec.name}"
-            assert spec.name in text
-            own |= evaluation if stub == "digits.py" else {"create_eval_dataset"}
-            if spec.name not in own:
-                assert shown[spec.name] == defaults[spec.name], f"{stub}: {spec.name}"
-        for name in ("print_step", "print_loss"):
-            assert shown[name] == defaults[name]
+        shown = definitions(ROOT / "templates" / "examples" / stub)
+        own = {"create_metrics"} if stub == "digits.py" else set()
+        for name in defaults.keys() - left_out - own:
+            assert shown[name] == defaults[name], f"{stub}: {name}"
+        text = (ROOT / "templates" / "examples" / stub).read_text()
+        for name in ("create_dataset", "create_model", "create_loss", "create_eval_dataset"):
+            assert name in text
+        assert "batch_weight" in text
 
 
 def definitions(path: Path) -> dict[str, str]:
@@ -244,7 +238,4 @@ def test_what_only_looks_like_a_default_is_called(train: Train, tmp_path: Path) 
 
 
 def test_the_docs_show_the_table() -> None:
-    from scripts.hooks_table import PAGE, with_table
-
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == with_table(page), "run python scripts/hooks_table.py"
+    assert f"```text\n{TEXT}```\n" in (ROOT / "docs" / "hooks.md").read_text()

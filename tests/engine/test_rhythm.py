@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import rhythm, trainer
+from ctl_core import schedule, trainer
 from tests.helpers.cases import make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
 
@@ -67,7 +67,7 @@ def test_checkpoints_by_the_clock(train: Train, monkeypatch: pytest.MonkeyPatch)
     """Also between two stops; the run is the one without them, however it goes on."""
     plain = train(hooks(), steps=40, run_name="plain", ckpt_every=0)
     monkeypatch.setattr(trainer, "MOST_STEPS", 4)
-    monkeypatch.setattr(rhythm, "time", Clock(25.0))
+    monkeypatch.setattr(schedule, "time", Clock(25.0))
     for steps in (17, 40):
         state = train(hooks(), steps=steps, ckpt_every="1min")
     found = saved(state.run_dir)
@@ -84,7 +84,7 @@ def test_a_run_with_so_much_time_stops_and_goes_on(
     more: dict[str, Any] = {"max_time": "1m30s", "eval_every": 0}
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "MOST_STEPS", 2)
-        patch.setattr(rhythm, "time", Clock(20.0))
+        patch.setattr(schedule, "time", Clock(20.0))
         state = train(hooks(), steps=40, **more)
     assert state.stopped_by == signal.SIGTERM and 0 < state.step < 40
     assert saved(state.run_dir) == [state.step]

@@ -67,9 +67,8 @@ def test_a_command_that_goes_well_says_nothing_there(tmp_path: Path) -> None:
         ("evaluate",),
         ("predict",),
         ("export",),
-        ("hooks",),
     ):
         done = ctl(tmp_path, *arguments)
         assert (done.returncode, done.stderr) == (0, ""), arguments
         (tmp_path / "runs/a/ckpt/checkpoint").unlink(missing_ok=True)
-    assert "oneDNN" in ctl(tmp_path, "hooks", "--debug", TF_ENABLE_ONEDNN_OPTS="1").stderr
+    assert "oneDNN" in ctl(tmp_path, "evaluate", "--debug", TF_ENABLE_ONEDNN_OPTS="1").stderr
