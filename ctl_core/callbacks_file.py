@@ -118,23 +118,13 @@ def check_compiles(source: Source) -> None:
 
 
 def _why(error: BaseException, source: Source) -> str:
-    path, original = source.path, source.stands_for
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == str(path)
-    ]
-    file, text = path.name, brief(error)
+    file, text = source.path.name, brief(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
     if isinstance(error, SyntaxError):
         file, lines = Path(error.filename or file).name, [error.lineno]
         text = f"{type(error).__name__}: {error.msg}"
-    words = f"{file}:{lines[-1]}: {text}" if lines else f"{file}: {text}"
-    if path != original:
-        words += (
-            f" ({from_here(path)} is a copy of {from_here(original)}, without the modules that it "
-            "imports)"
-        )
-    return words
+    return f"{file}:{lines[-1]}: {text}" if lines else f"{file}: {text}"
 
 
 def source_of(callbacks: Any) -> bytes | None:

@@ -5,12 +5,9 @@ Which there are, and what each may name, is in table.py; their defaults are in d
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import inspect
 import re
-import textwrap
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +28,7 @@ from ctl_core.checks.hooks import (
 from ctl_core.compat import translated_stack
 from ctl_core.errors import CtlError, HookFailed, SetupError, brief
 from ctl_core.settings import Config
-from ctl_core.source_lines import code_of, file_name, frames_in, where
+from ctl_core.source_lines import code_of, file_name, frames_in, is_default, where
 from ctl_core.table import TABLE, Spec
 
 
@@ -96,7 +93,11 @@ class Hook:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         # Functions that AutoGraph converted on the way, or one of Dataset.map.
         frames += [*translated_stack(error), *frames_in(str(error))]
-        return f"{self.name} ({self.line_in(frames) or self.where}): {brief(error)}"
+        return f"{self.locate(frames)}: {brief(error)}"
+
+    def locate(self, frames: Iterable[tuple[str, int]]) -> str:
+        """Returns ``update_pre (callbacks.py:14)`` for the last frame in the hook's own file."""
+        return f"{self.name} ({self.line_in(frames) or self.where})"
 
     def line_in(self, frames: Iterable[tuple[str, int]]) -> str | None:
         """Returns ``callbacks.py:14`` for the last frame in the hook's own file, if any is."""
@@ -108,12 +109,10 @@ class Hook:
 
     def made(self, frames: Iterable[tuple[str, int]]) -> bool:
         """Whether one of the frames is in the hook's own body."""
-        code = code_of(self.function)
-        lines = {line for _, _, line in code.co_lines() if line} if code else {0}
-        return any(
-            code is not None and filename == code.co_filename and min(lines) <= line <= max(lines)
-            for filename, line in frames
-        )
+        if (code := code_of(self.function)) is None:
+            return False
+        lines = range(code.co_firstlineno, 1 + max(line or 0 for _, _, line in code.co_lines()))
+        return any(file == code.co_filename and line in lines for file, line in frames)
 
 
 def call_function(function: Callable[..., Any], values: dict[str, Any]) -> Any:
@@ -125,43 +124,6 @@ def call_function(function: Callable[..., Any], values: dict[str, Any]) -> Any:
 def convert_call() -> Any:
     """Returns ``call_function`` as AutoGraph converts it: what it calls is converted, too."""
     return tf.autograph.to_graph(call_function)
-
-
-def is_default(name: str, function: Any) -> bool:
-    """Whether a function is the hook's default, or a copy of it in another file.
-
-    A docstring, annotations and comments change nothing; what its names stand for has to be the
-    same.
-    """
-    default = getattr(defaults, name, None)
-    if function is default or not inspect.isfunction(default):
-        return function is default
-    if not inspect.isfunction(function) or function.__closure__:
-        return False
-    own, tree = (_parse_body(each) for each in (function, default))
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return ast.dump(own) == ast.dump(tree) and all(
-        function.__globals__.get(name) is vars(defaults)[name]
-        for name in names & vars(defaults).keys()
-    )
-
-
-def _parse_body(function: types.FunctionType) -> ast.AST:
-    """Returns the syntax of a function without docstring and annotations; without source, none."""
-    try:
-        # Of the code, since a decorator's wrapper stands for what it wraps.
-        source = inspect.getsource(function.__code__)
-        tree = ast.parse(textwrap.dedent(source))
-    except (OSError, SyntaxError):
-        return ast.Module([], [])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-        elif isinstance(node, ast.FunctionDef):
-            node.returns = None
-            if ast.get_docstring(node) is not None:
-                del node.body[0]
-    return tree
 
 
 def describe(element: Any) -> str:
@@ -212,10 +174,10 @@ class Hooks:
     after_eval: tuple[Hook, ...]
     at_end: tuple[Hook, ...]
 
-    def graph_names(self, argument: str) -> bool:
-        """Whether a hook of the graph names an argument."""
+    def graph_hooks(self) -> list[Hook]:
+        """The hooks that are traced, but for those that the engine does without."""
         hooks = (getattr(self, spec.name) for spec in TABLE if spec.kind == "in the graph")
-        return any(argument in hook.arguments for hook in hooks if hook is not None)
+        return [hook for hook in hooks if hook is not None]
 
     def data_functions(self) -> dict[str, Any]:
         """The functions of the hooks that make data, by name."""
@@ -234,8 +196,7 @@ class Hooks:
         if reading := READING.search(text):
             evaluating = reading.group(1).startswith("AsOptional")
             hook = (self.create_eval_dataset if evaluating else None) or self.create_dataset
-            line = hook.line_in(frames) or hook.where
-            return f"{hook.name} ({line}): reading the data: {brief(error)}"
+            return f"{hook.locate(frames)}: reading the data: {brief(error)}"
         if made := self.made(frames):
             return f"{made}: {brief(error)}"
         inside = self.create_model.line_in(frames)
@@ -243,11 +204,8 @@ class Hooks:
 
     def made(self, frames: list[tuple[str, int]]) -> str | None:
         """Returns the hook of the graph, and the line, that an op of these frames is of, if any."""
-        for spec in TABLE:
-            hook = getattr(self, spec.name)
-            if spec.kind == "in the graph" and hook is not None and hook.made(frames):
-                return f"{spec.name} ({hook.line_in(frames) or hook.where})"
-        return None
+        hooks = (hook for hook in self.graph_hooks() if hook.made(frames))
+        return next((hook.locate(frames) for hook in hooks), None)
 
 
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:

@@ -79,10 +79,9 @@ class Schedule:
         self._log_every = config.log_every if train_metrics else 0
         # Whether a step runs in a chunk or on its own must not depend on where a process began,
         # or a resumed run would compute some steps by another graph.
-        self.every_step = any(n == 1 and not hook.deferred for n, hook in self._every)
-        self._periods = {n for n, hook in self._every if not hook.deferred}
-        periods = (self._ckpt_every, self._eval_every, self._log_every)
-        self._periods |= {n for n in periods if n}
+        own = {n for n, hook in self._every if not hook.deferred}
+        self.every_step = 1 in own
+        self._periods = own | ({self._ckpt_every, self._eval_every, self._log_every} - {0})
 
     def end_at(self, step: int) -> None:
         """Makes this step the last one."""
@@ -104,18 +103,21 @@ class Schedule:
 
     def evaluation_due(self, step: int) -> bool:
         """Whether an evaluation belongs after this step."""
-        return step == self._last or bool(
-            step and self._eval_every and step % self._eval_every == 0
-        )
+        return step == self._last or is_multiple(step, self._eval_every)
 
     def log_due(self, step: int) -> tuple[bool, bool]:
         """Returns whether train metrics are to be written after a step, and to begin anew."""
-        whole = bool(self._log_every and step and step % self._log_every == 0)
-        return whole or bool(self._log_every and step == self._last), whole
+        whole = is_multiple(step, self._log_every)
+        return whole or (step == self._last and self._log_every > 0), whole
 
     def save_due(self, step: int) -> bool:
         """Whether a checkpoint belongs after this step."""
-        return bool(step and self._ckpt_every and step % self._ckpt_every == 0)
+        return is_multiple(step, self._ckpt_every)
+
+
+def is_multiple(step: int, period: int) -> bool:
+    """Whether a period ends after this step; 0 is none."""
+    return step > 0 and period > 0 and step % period == 0
 
 
 class Deadlines:

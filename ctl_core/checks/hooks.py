@@ -44,8 +44,7 @@ def scheduled(spec: Spec, value: Any, origin: str) -> dict[int, list[Callable[..
                 f"{origin}: {spec.name} has the key {key!r}; expected a step number, a whole "
                 "number from 1 up."
             )
-        several = isinstance(functions, list | tuple)
-        schedule[int(key)] = list(functions) if several else [functions]
+        schedule[int(key)] = [function for _, function in in_order(spec, functions)]
     return schedule
 
 
@@ -82,8 +81,8 @@ def arguments_of(spec: Spec, name: str, function: Any, origin: str) -> tuple[str
     hook = f"{where(function) if code_of(function) else origin}: {name}"
     if any(is_kind(inspect.unwrap(function)) for is_kind in _NO_HOOKS):
         raise SetupError(
-            f"{hook} is a generator or a coroutine, whose body would not run; write a plain "
-            "function, without yield and async."
+            f"{hook} is a generator or a coroutine, whose body would not run; leave out yield and "
+            "async."
         )
     deferred = spec.kind == "by step" and getattr(function, "deferred", False)
     valid = (*(DEFERRED if deferred else spec.arguments), *COMMON)
@@ -94,9 +93,8 @@ def arguments_of(spec: Spec, name: str, function: Any, origin: str) -> tuple[str
     for parameter in parameters:
         if parameter.kind not in _BY_NAME:
             raise SetupError(
-                f"{hook} takes {parameter}"
-                f"{' by position' * (parameter.kind is parameter.POSITIONAL_ONLY)}; a hook gets "
-                f"its arguments by name, so write out the ones it uses, of {', '.join(valid)}."
+                f"{hook} takes {parameter}; a hook gets its arguments by name, so write out the "
+                f"ones it uses, of {', '.join(valid)}."
             )
         if parameter.name not in valid and parameter.default is parameter.empty:
             raise SetupError(

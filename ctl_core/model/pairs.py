@@ -44,7 +44,7 @@ def _describe(hooks: Hooks, op: Any, size: int | None) -> str:
     made = [hook for hook in (hooks.loss_pre, hooks.grad_pre) if hook.made(frames)]
     hook, size = made[0] if made else hooks.create_loss, size or "b"  # type: ignore[assignment]
     return (
-        f"{hook.name} ({hook.line_in(frames) or hook.where}): {op.type} of the shapes [{size}, 1] "
+        f"{hook.locate(frames)}: {op.type} of the shapes [{size}, 1] "
         f"and [{size}] gives [{size}, {size}], each example with every other; give both one shape, "
         "with tf.squeeze(output, -1) or labels[:, None]; if all pairs are meant, make the second "
         f"[1, {size}], with labels[None, :]."
