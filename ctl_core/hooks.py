@@ -21,6 +21,7 @@ from ctl_core.checks.hooks import (
     arguments_of,
     check_required,
     in_order,
+    is_default,
     listed,
     misspelt,
     scheduled,
@@ -28,7 +29,7 @@ from ctl_core.checks.hooks import (
 from ctl_core.compat import translated_stack
 from ctl_core.errors import CtlError, HookFailed, SetupError, brief
 from ctl_core.settings import Config
-from ctl_core.source_lines import code_of, file_name, frames_in, is_default, where
+from ctl_core.source_lines import code_of, file_name, frames_in, where
 from ctl_core.table import TABLE, Spec
 
 

@@ -1,18 +1,14 @@
-"""Where a function stands in the user's files, and whether it is a copy of a default."""
+"""Where a function stands in the user's files: the line that a message names."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import sys
-import textwrap
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from ctl_core import defaults
 
 
 def code_of(function: Callable[..., Any]) -> types.CodeType | None:
@@ -28,7 +24,7 @@ def where(function: Callable[..., Any]) -> str:
     code = code_of(function)
     if code is None:
         return getattr(function, "__module__", None) or "callbacks"
-    if code.co_filename == defaults.__file__:
+    if getattr(function, "__module__", None) == "ctl_core.defaults":
         return "the engine's default"
     return f"{file_name(code.co_filename)}:{code.co_firstlineno}"
 
@@ -48,38 +44,3 @@ def frames_in(text: str) -> list[tuple[str, int]]:
     """Reads the frames off a stack that is part of a message: (file, line), outermost first."""
     found = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in ', text, re.MULTILINE)
     return [(filename, int(line)) for filename, line in found]
-
-
-def is_default(name: str, function: Any) -> bool:
-    """Whether a function is the hook's default, or a copy of it in another file.
-
-    A docstring, annotations and comments change nothing; what its names stand for has to be the
-    same.
-    """
-    default = getattr(defaults, name, None)
-    if not (inspect.isfunction(function) and inspect.isfunction(default)) or function.__closure__:
-        return False
-    own, tree = (_parse_body(each) for each in (function, default))
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return ast.dump(own) == ast.dump(tree) and all(
-        function.__globals__.get(name) is vars(defaults)[name]
-        for name in names & vars(defaults).keys()
-    )
-
-
-def _parse_body(function: types.FunctionType) -> ast.AST:
-    """Returns the syntax of a function without docstring and annotations; without source, none."""
-    try:
-        # Of the code, since a decorator's wrapper stands for what it wraps.
-        source = inspect.getsource(function.__code__)
-        tree = ast.parse(textwrap.dedent(source))
-    except (OSError, SyntaxError):
-        return ast.Module([], [])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-        elif isinstance(node, ast.FunctionDef):
-            node.returns = None
-            if ast.get_docstring(node) is not None:
-                del node.body[0]
-    return tree

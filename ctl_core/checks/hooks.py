@@ -1,13 +1,17 @@
-"""What callbacks.py may define wrongly: refused before anything of it is called."""
+"""What callbacks.py defines: refused where it is wrong, before anything of it is called."""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import numbers
+import textwrap
+import types
 from collections.abc import Callable
 from typing import Any
 
+from ctl_core import defaults
 from ctl_core.errors import SetupError, one_line
 from ctl_core.settings import nearest
 from ctl_core.source_lines import code_of, where
@@ -122,3 +126,38 @@ def _meant(callbacks: Any, name: str) -> str | None:
     short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
     close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
     return close[0] if close else None
+
+
+def is_default(name: str, function: Any) -> bool:
+    """Whether a function is the hook's default, or a copy of it in another file.
+
+    A docstring, annotations and comments change nothing; what its names stand for has to be the
+    same.
+    """
+    default = getattr(defaults, name, None)
+    if not (inspect.isfunction(function) and inspect.isfunction(default)) or function.__closure__:
+        return False
+    own, tree = (_parse_body(each) for each in (function, default))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return ast.dump(own) == ast.dump(tree) and all(
+        function.__globals__.get(name) is vars(defaults)[name]
+        for name in names & vars(defaults).keys()
+    )
+
+
+def _parse_body(function: types.FunctionType) -> ast.AST:
+    """Returns the syntax of a function without docstring and annotations; without source, none."""
+    try:
+        # Of the code, since a decorator's wrapper stands for what it wraps.
+        source = inspect.getsource(function.__code__)
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, SyntaxError):
+        return ast.Module([], [])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+            if ast.get_docstring(node) is not None:
+                del node.body[0]
+    return tree

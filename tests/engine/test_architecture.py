@@ -13,16 +13,15 @@ ENGINE = Path(ctl_core.__file__).parent
 # it may import from below; the command line does, to be quick.
 LAYERS = """
     buckets errors index joining metric_values not_finite precision provenance reduction saved
-    signals splits table types
+    signals source_lines splits table types
     compat console files gpus helpers nested settings variables
     ahead callbacks_file collectives compiled defaults elements fitting layers learning_rate
     listeners options process_state profile raw record recording run_lock selection staging task
     tracking training_mode
-    averaging batch_norm flags folder freezing groups hparams_page randomness rate_schedule
-    rendezvous source_lines sources summary supervisor sync training_log units
-    checks.hooks checks.position cli divergence run_folder strategy
-    __main__ forking hooks micro_batches
-    anomaly batches kinds pairs returned schedule vocabularies
+    averaging batch_norm checks.hooks flags folder freezing groups hparams_page randomness
+    rate_schedule rendezvous sources summary supervisor sync training_log units
+    checks.position cli divergence hooks run_folder strategy
+    __main__ anomaly batches forking kinds micro_batches pairs returned schedule vocabularies
     created input parts stream
     examples state
     initial_weights messages metrics pace position
