@@ -119,6 +119,7 @@ class _Builder:
             first = read_first_batch_size(self.run.ckpt)
             source = BatchSource(self.hooks, self.config, self.shape, first)
             self.data = Input(self.strategy, source)
+            self.cluster.check_data(self.hooks.create_dataset, source.call_hooks)
         with self.strategy.scope(), self.recording.during("engine"):
             parts = self._create_models()
             parts = self._create_optimizers(parts)

@@ -29,7 +29,6 @@ LONGEST = (
     "test_stretches.py",
     "test_precision.py",
     "test_hosts.py",
-    "test_elastic.py",
     "test_freezing.py",
     "test_train_sh.py",
     "test_render.py",

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,13 +152,38 @@ class Cluster:
         # What only says how a process works and reports, not what it computes.
         own = dict.fromkeys(("debug", "runs_dir"))
         settings = {**dataclasses.asdict(config), **own}
-        numbers = [_digest(json.dumps({n: v}, sort_keys=True)) for n, v in settings.items()]
+        texts = [json.dumps({name: value}, sort_keys=True) for name, value in settings.items()]
+        numbers = [_digest(text.encode()) for text in texts]
         differ = (self.gather(numbers) != np.array(numbers)).any(axis=0)
         names = [name for name, other in zip(settings, differ, strict=True) if other]
         if names:
             raise SetupError(
                 f"{', '.join(names)}: not the same on every process of the cluster; give each of "
                 "them the same config.yaml, CTL_ variables and flags."
+            )
+
+    def check_data(self, hook: object, create: Callable[[], tf.data.Dataset]) -> None:
+        """Compares the first batch, of which each process takes its rows.
+
+        Args:
+            hook: that makes the data, for the message
+            create: calls it
+
+        Raises:
+            SetupError: the processes read different batches.
+        """
+        if self.task.processes == 1:
+            return
+        tensors = [
+            tf.io.serialize_tensor(part).numpy()
+            for element in create().take(1)
+            for part in tf.nest.flatten(element, expand_composites=True)
+        ]
+        digest = _digest(b"".join(tensors))
+        if (self.gather([digest]) != digest).any():
+            raise SetupError(
+                f"{hook}: the processes of the cluster read different data, or in another order: "
+                "sort files that are listed, give shuffles a seed, leave deterministic=False out."
             )
 
     def peers(self) -> contextlib.AbstractContextManager[None]:
@@ -197,6 +222,6 @@ def _lost(task: Task, error: BaseException | None) -> bool:
     return isinstance(error, _LOST) or _ABORTED in str(error)
 
 
-def _digest(text: str) -> int:
-    """Returns a text as a number of 63 bits."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+def _digest(content: bytes) -> int:
+    """Returns a number of 63 bits for a content."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1

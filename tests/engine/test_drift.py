@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from ctl_core.errors import RunError
-from tests.helpers.cases import make_hooks, norm_model, regression_data
+from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 
 
@@ -25,42 +24,6 @@ def test_an_update_by_one_replicas_batch_is_found_and_named(train: Train, tmp_pa
         train(hooks, steps=9, ckpt_every=2, virtual_devices=2)
     records = sorted(path.name for path in tmp_path.glob("runs/run/ckpt/engine/*.json"))
     assert records == ["ckpt-2.json", "ckpt-4.json"]
-
-
-def test_a_slot_of_the_optimizer_that_differs_is_found(train: Train) -> None:
-    def nudge(optimizer: Any) -> None:
-        slot = next(v for v in optimizer.variables if v.path.endswith("velocity")).value
-        slot.values[1].assign_add(tf.fill(slot.shape, 1e-7))
-
-    optimizer = keras.optimizers.Nadam
-    hooks = make_hooks(create_opt=lambda lr: optimizer(lr), every_steps={3: nudge})
-    with pytest.raises(RunError, match=r"kernel_velocity is no longer the same"):
-        train(hooks, steps=3, virtual_devices=2)
-
-
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_moving_statistics_are_the_mean_over_the_replicas(train: Train, replicas: int) -> None:
-    steps, batch = 5, 12
-    hooks = make_hooks(create_model=norm_model)
-    state = train(
-        hooks, steps=steps, batch_size=batch, virtual_devices=replicas, learning_rate=1e-30
-    )
-    layer = state.train_model.layers[1]
-    for statistic in (layer.moving_mean, layer.moving_variance):
-        copies = [copy.numpy() for copy in statistic.value.values]
-        for copy in copies[1:]:
-            np.testing.assert_array_equal(copy, copies[0])
-    # By hand: the weights stand still, so that each replica's statistics follow from its batches.
-    inputs = regression_data()[0]
-    dense = norm_model().layers[0]
-    mean, variance = np.zeros(8), np.ones(8)
-    for step in range(steps):
-        shares = inputs[step * batch : (step + 1) * batch].reshape(replicas, -1, inputs.shape[1])
-        outputs = np.stack([dense(share).numpy() for share in shares])
-        mean = mean * 0.99 + outputs.mean(1).mean(0) * 0.01
-        variance = variance * 0.99 + outputs.var(1).mean(0) * 0.01
-    np.testing.assert_allclose(layer.moving_mean.numpy(), mean, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(layer.moving_variance.numpy(), variance, rtol=1e-5)
 
 
 def test_a_generator_of_the_model_draws_differently_on_each_replica(train: Train) -> None:

@@ -21,7 +21,6 @@ import tensorflow as tf
 import ctl_core
 from tests.helpers import cases
 from tests.helpers.cases import make_hooks
-from tests.helpers.readers import Loader
 from tests.helpers.steered import STEERED, steered_hooks
 
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
@@ -54,82 +53,6 @@ def keep_message(folder: Path, name: str, hooks: Any, **settings: Any) -> None:
     keep(folder, name, message=message)
 
 
-def exact(folder: Path, name: str, kind: str = "sgd", **settings: Any) -> None:
-    """40 steps, clipped, with L2 and shuffled data."""
-    keep_weights(folder, name, run(folder, name, cases.exact_hooks(kind), **settings))
-
-
-def weights_on_two_devices(folder: Path) -> None:
-    exact(folder, "sgd-on-two", virtual_devices=2)
-    exact(folder, "nadam-on-two", "nadam", virtual_devices=2)
-
-
-def weights(folder: Path) -> None:
-    exact(folder, "sgd")
-    exact(folder, "nadam", "nadam")
-
-
-def weights_of_micro_batches(folder: Path) -> None:
-    """The same, each update made of two micro-batches."""
-    exact(folder, "sgd-accumulated", accumulate_steps=2)
-
-
-def weights_compiled(folder: Path) -> None:
-    """The same, each replica's part of a step compiled by XLA."""
-    exact(folder, "sgd-compiled", jit_compile=True)
-    exact(folder, "nadam-compiled", "nadam", jit_compile=True)
-
-
-def weights_of_whole_batches(folder: Path) -> None:
-    """The same, of batches of the global size, which the engine cuts up; their number unknown."""
-
-    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
-        return cases.shuffled(global_batch_size).filter(lambda *_: True)
-
-    hooks = cases.exact_hooks("sgd")
-    hooks.create_dataset = create_dataset
-    keep_weights(folder, "sgd-cut", run(folder, "sgd-cut", hooks))
-
-
-def exchanges(folder: Path) -> None:
-    """Hooks that exchange values; evaluations in which replicas have no examples left."""
-    for kind in ("gather", "merge"):
-        settings = {"steps": 6, "learning_rate": 0.02, "virtual_devices": 2}
-        state = run(folder, f"exchange-{kind}", cases.exchange_hooks(kind), **settings)
-        keep_weights(folder, f"exchange-{kind}", state)
-    for size in (1, 25):
-        hooks = cases.exchange_hooks("gather", size)
-        state = run(folder, f"exchange-{size}", hooks, steps=0, virtual_devices=2)
-        keep(folder, f"exchange-{size}", **state.metrics)
-
-
-def kept_batches(folder: Path) -> None:
-    """Epochs whose last batch has an example for one process only, across a resume."""
-    more: dict[str, Any] = {"last_batch": "keep", "learning_rate": 0.1}
-    for steps in (3, 6):
-        state = run(folder, "kept-engine", cases.kept_hooks("engine"), steps=steps, **more)
-    keep_weights(folder, "kept-engine", state, examples=state.progress.examples)
-    hooks = cases.kept_hooks("hook")
-    state = run(folder, "kept-hook", hooks, steps=None, epochs=3, **more)
-    keep_weights(folder, "kept-hook", state, examples=state.progress.examples)
-    keep_message(folder, "kept-gather", cases.kept_hooks("gather"), steps=4, **more)
-
-
-def readers(folder: Path) -> None:
-    """One reader whose global batches are shared out, and one that each process shards itself."""
-
-    def sharded(per_replica_batch_size: int, input_context: Any) -> Any:
-        return Loader(per_replica_batch_size, part=input_context)
-
-    for kind, create in (("engine", lambda global_batch_size: Loader(global_batch_size)),
-                         ("hook", sharded)):  # fmt: skip
-        for name, cuts in (("whole", (11,)), ("parts", (4, 7, 11))):
-            for steps in cuts:
-                hooks = make_hooks(create_dataset=create, create_opt=cases.sgd)
-                state = run(folder, f"readers-{kind}-{name}", hooks, steps=steps)
-            keep_weights(folder, f"readers-{kind}-{name}", state)
-
-
 def random_numbers(folder: Path) -> None:
     """What three steps of Dropout on ones, and of a tf.random.Generator, give; also resumed."""
     for kind, create in (("dropout", cases.dropout_hooks), ("generator", cases.generator_hooks)):
@@ -138,12 +61,6 @@ def random_numbers(folder: Path) -> None:
             for steps in cuts:
                 run(folder, f"{kind}-{name}", create(seen), steps=steps)
             keep(folder, f"{kind}-{name}", seen=np.stack(seen))
-
-
-def batch_norm(folder: Path) -> None:
-    """Moving statistics after a checkpoint: the same on every process."""
-    state = run(folder, "batch_norm", make_hooks(create_model=cases.norm_model), steps=5)
-    keep_weights(folder, "batch_norm", state)
 
 
 def drift(folder: Path) -> None:
