@@ -15,8 +15,8 @@ from collections.abc import Iterator
 # step, one function or several, or a list of names.
 TEXT = """\
 create_dataset(per_replica_batch_size, global_batch_size, input_context) required
-    The training data, one pass; the engine repeats it, and shares it out over the processes of a
-    cluster unless the hook names input_context and shards for itself.
+    The training data, one pass; the engine repeats it. Each process of a cluster reads all of it,
+    and takes its rows of each batch.
     returns: tf.data.Dataset of batches of either size; or a reader in Python of such
 
 make_batches(dataset, per_replica_batch_size, global_batch_size, input_context)

@@ -6,6 +6,8 @@ Nothing is started: there is no cloud here.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ def test_skypilot_takes_its_file(launch: Path) -> None:
     wrong["num_node"] = wrong.pop("num_nodes")
     with pytest.raises(sky.exceptions.InvalidSkyPilotConfigError, match="did you mean 'num_nodes'"):
         sky.Task.from_yaml_config(wrong)
+
+
+def test_skypilot_tells_each_machine_of_the_others(launch: Path) -> None:
+    run = yaml.safe_load((launch / "skypilot.yaml").read_text())["run"]
+    (launch / "train.sh").write_text("#!/bin/sh\necho $TF_CONFIG\n")
+    (launch / "train.sh").chmod(0o755)
+    environ = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n", "SKYPILOT_NODE_RANK": "1"}
+    said = subprocess.check_output(["bash", "-c", run], cwd=launch, env=os.environ | environ)
+    hosts = ["10.0.0.1:2222", "10.0.0.2:2222"]
+    place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": 1}}
+    assert json.loads(said) == place
 
 
 def test_vertex_ai_takes_its_file(launch: Path) -> None:
