@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -55,7 +56,8 @@ def prepare(config: Config) -> Task:
         _split_cpu(config.virtual_devices)
     _let_gpu_memory_grow()
     if task.processes > 1:
-        _join_cluster(config, task)
+        _join_cluster(task, config.virtual_devices)
+        _check_devices(task)
     return task
 
 
@@ -66,11 +68,11 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     virtual devices, or the one device there is.
 
     Raises:
-        SetupError: the devices asked for are not there, or the batch cannot be shared out evenly.
+        SetupError: the devices asked for are not there.
     """
     task = prepare(config)
     if task.processes > 1:
-        return _join_cluster(config, task)
+        return _join_cluster(task, config.virtual_devices)
     devices = _devices(config)
     if len(devices) == 1 and config.strategy != "mirrored":
         return tf.distribute.OneDeviceStrategy(devices[0])
@@ -82,38 +84,30 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
 
 
-# A process joins its cluster once; a second strategy for it would wait for peers that are not
-# starting. One for each number of devices, so that tests can use several.
-_joined: dict[tuple[Task, int], tf.distribute.Strategy] = {}
-
-
 def joined() -> bool:
     """Whether this process is in a cluster, where TensorFlow's own end waits for the others."""
-    return bool(_joined)
+    return _join_cluster.cache_info().currsize > 0
 
 
-def _join_cluster(config: Config, task: Task) -> tf.distribute.Strategy:
-    key = (task, config.virtual_devices)
-    if key not in _joined:
-        if not _joined:
-            wait_for_others(task, lambda text: print(text, flush=True))
-        cluster = tf.train.ClusterSpec({"worker": list(task.addresses)})
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            cluster, task_type="worker", task_id=task.index, rpc_layer="grpc"
-        )
-        try:
-            with cpu_devices_of_worker(config.virtual_devices), _ended_by_signals():
-                _joined[key] = tf.distribute.MultiWorkerMirroredStrategy(resolver)
-        except RuntimeError as error:
-            raise SetupError(
-                "cluster: TensorFlow has started before the cluster was joined; restart the "
-                "Python process, or train before other TensorFlow calls."
-            ) from error
-        except tf.errors.OpError as error:
-            own, why = task.addresses[task.index], op_message(error, 200)
-            raise PeerLost(f"{own}: this process cannot join its cluster: {why}.") from error
-        _check_devices(task)
-    return _joined[key]
+@functools.cache  # once: a second strategy would wait for others that are not starting
+def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
+    wait_for_others(task, lambda text: print(text, flush=True))
+    cluster = tf.train.ClusterSpec({"worker": list(task.addresses)})
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        cluster, task_type="worker", task_id=task.index, rpc_layer="grpc"
+    )
+    try:
+        with cpu_devices_of_worker(virtual_devices), _ended_by_signals():
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+    except RuntimeError as error:
+        raise SetupError(
+            "cluster: TensorFlow has started before the cluster was joined; restart the "
+            "Python process, or train before other TensorFlow calls."
+        ) from error
+    except tf.errors.OpError as error:
+        own, why = task.addresses[task.index], op_message(error, 200)
+        raise PeerLost(f"{own}: this process cannot join its cluster: {why}.") from error
+    return strategy
 
 
 def _check_devices(task: Task) -> None:
