@@ -59,6 +59,10 @@ class LoopStatus:
     bad: int = 0
 
 
+# Of these the lowest value counts, of all others the highest.
+_LOWEST = ("steps_per_call", "first")
+
+
 class Cluster:
     """The processes of a run, as this one sees them.
 
@@ -116,26 +120,18 @@ class Cluster:
         """
         if self.task.processes == 1:
             return status
-        table = self.gather([int(value) for value in dataclasses.astuple(status)])
-        steps_per_call, signal, save, end, more, steps, frozen, first, latest, bad = table.T
-        if len({*steps}) > 1:
-            raise RunError(f"the processes are at different steps: {sorted({*steps.tolist()})}.")
-        if len({*frozen}) > 1:
+        own = dataclasses.asdict(status)
+        table = self.gather([int(value) for value in own.values()])
+        columns = dict(zip(own, table.T, strict=True))
+        if len({*columns["step"]}) > 1:
+            raise RunError(f"the processes are at different steps: {sorted({*columns['step']})}.")
+        if len({*columns["frozen"]}) > 1:
             raise RunError(
                 f"after step {status.step}, the frozen layers differ between the processes: a hook "
                 "that freezes must decide alike on each of them, not by its own output or batch."
             )
-        return dataclasses.replace(
-            status,
-            steps_per_call=int(steps_per_call.min()),
-            signal=int(signal.max()),
-            save=bool(save.any()),
-            end=bool(end.any()),
-            more=bool(more.any()),
-            first=int(first.min()),
-            latest=int(latest.max()),
-            bad=int(bad.max()),
-        )
+        agreed = {name: (min if name in _LOWEST else max)(columns[name]) for name in own}
+        return LoopStatus(**{name: type(own[name])(value) for name, value in agreed.items()})
 
     def all(self, well: bool) -> bool:
         """Whether all processes say yes."""

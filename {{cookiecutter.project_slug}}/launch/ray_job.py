@@ -35,6 +35,7 @@ try:
     import ray
     import ray.train
     from ray.train.tensorflow import TensorflowTrainer
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
@@ -103,6 +104,13 @@ class Board:
     def code(self) -> int | None:
         """Returns the one that says most: of what failed, if anything did."""
         return max(self._codes, key=bool, default=None)
+
+
+def create_board() -> Any:
+    """Makes the board on the node of this program, which the job does not outlive anyway."""
+    here = ray.get_runtime_context().get_node_id()
+    placed = NodeAffinitySchedulingStrategy(here, soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=placed)(Board).remote()
 
 
 class Metrics:
@@ -250,7 +258,7 @@ def train(
     Raises:
         CtlError: a setting cannot be.
     """
-    job, board = make_job(settings), board or ray.remote(num_cpus=0)(Board).remote()
+    job, board = make_job(settings), board or create_board()
     trainer = TensorflowTrainer(
         worker,
         train_loop_config={"job": dataclasses.asdict(job), "board": board},
@@ -272,7 +280,7 @@ def train(
 
 def train_until_told(**options: Any) -> tuple[int, ray.train.Result]:
     """The same; at a SIGINT or SIGTERM, the workers save and end; at the next, all ends at once."""
-    board = ray.remote(num_cpus=0)(Board).remote()
+    board = create_board()
 
     def stop(number: int, _: Any) -> None:
         signal.signal(number, signal.default_int_handler)
