@@ -369,6 +369,11 @@ class Checkpoints:
             clean(self._folder, self._console)  # not while another process may be training
         folder, shown = self._folder, from_here(self._folder)
         steps = saved_steps(self._engine)
+        if not self._cluster.has_same(repr(steps).encode()):
+            raise SetupError(
+                f"runs_dir: {shown} has other checkpoints on another process of the cluster; all "
+                "of them need one folder, on a file system that they share."
+            )
         if step == "best":
             folder, steps = folder / "best", saved_steps(folder / "best" / "engine")
             if not steps:

@@ -137,6 +137,11 @@ class Cluster:
         """Whether all processes say yes."""
         return bool(self.gather([int(well)]).all())
 
+    def has_same(self, content: bytes) -> bool:
+        """Whether all processes have the same."""
+        digest = _digest(content)
+        return bool((self.gather([digest]) == digest).all())
+
     def check_settings(self, config: Config) -> None:
         """Compares the settings, which have to be the same on every process.
 
@@ -175,8 +180,7 @@ class Cluster:
             for element in create().take(1)
             for part in tf.nest.flatten(element, expand_composites=True)
         ]
-        digest = _digest(b"".join(tensors))
-        if (self.gather([digest]) != digest).any():
+        if not self.has_same(b"".join(tensors)):
             raise SetupError(
                 f"{hook}: the processes of the cluster read different data, or in another order: "
                 "sort files that are listed, give shuffles a seed, leave deterministic=False out."

@@ -63,6 +63,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "steered",
         "settings_differ",
         "data_differs",
+        "folders_differ",
         "layers_frozen_unalike",
         "hook_state",
         "inner_optimizer",
@@ -103,6 +104,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(
         ("stopped", ("the loss of step 3 is not finite",)),
         ("settings", ("learning_rate: not the same on every process",)),
         ("data", ("create_dataset (cases.py:", "different data")),
+        ("apart", ("runs_dir: ", "has other checkpoints on another process")),
         ("frozen", ("after step 2, the frozen layers differ",)),
     ],
 )

@@ -27,8 +27,8 @@ TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os
 
 
 def run(folder: Path, name: str, hooks: Any, **settings: Any) -> ctl_core.State:
-    settings = {"steps": 40, "batch_size": 24, "learning_rate": 0.01, **settings}
-    settings |= {"run_name": name, "runs_dir": str(folder / "runs")}
+    settings = {"batch_size": 24, "learning_rate": 0.01, "runs_dir": folder / "runs", **settings}
+    settings |= {"run_name": name, "runs_dir": str(settings["runs_dir"])}
     return ctl_core.train(hooks, ctl_core.Config(**settings))
 
 
@@ -116,6 +116,13 @@ def data_differs(folder: Path) -> None:
     """Each process has the examples in an order of its own."""
     own = tuple(part[TASK:] for part in cases.regression_data())
     keep_message(folder, "data", make_hooks(create_dataset=cases.sliced(own)), steps=1)
+
+
+def folders_differ(folder: Path) -> None:
+    """Each process has a folder of its own; only the chief finds its checkpoint there."""
+    own = {"runs_dir": folder / f"runs-{TASK}"}
+    run(folder, "apart", make_hooks(), steps=2, **own)
+    keep_message(folder, "apart", make_hooks(), steps=4, **own)
 
 
 def layers_frozen_unalike(folder: Path) -> None:
