@@ -470,8 +470,8 @@ def cpu_devices_of_worker(count: int) -> Iterator[None]:
     """Lets a worker without GPUs have ``count`` CPU devices as replicas.
 
     MultiWorkerMirroredStrategy takes one and has no argument for more: its private method
-    ``_initialize_local_devices`` is replaced while it is created. tests/engine/test_cluster.py
-    trains on 2 workers with 2 devices each and fails if TensorFlow changes this.
+    ``_initialize_local_devices`` is replaced while it is created. tests/golden/test_processes.py
+    trains on two workers with three devices each and fails if TensorFlow changes this.
     """
     if count == 1:
         yield

@@ -138,7 +138,7 @@ class Signals:
         else:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # out of a sleep
             if not self._over.wait(HEED) and not _is_interactive():
-                _call_apart(self._close).join(HEED)
+                _call_apart(self._close)
                 _end()
 
     def _answer(self, number: int) -> None:
@@ -231,11 +231,11 @@ def _leave_to_child() -> None:
 os.register_at_fork(after_in_child=_leave_to_child)
 
 
-def _call_apart(function: Callable[..., object], *args: object) -> threading.Thread:
-    """Calls a function that may hang, in a console that is stuck say, in a thread."""
+def _call_apart(function: Callable[..., object], *args: object) -> None:
+    """Calls a function that may hang, in a console that is stuck say, and waits no longer."""
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
-    return thread
+    thread.join(HEED)
 
 
 def _end() -> None:
