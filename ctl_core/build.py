@@ -39,6 +39,7 @@ from ctl_core.compat import scratch_graph, written_resources
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError, brief
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
+from ctl_core.forward import compute_objectives, forward_backward, run_model
 from ctl_core.hooks import Hooks, load_hooks
 from ctl_core.input import Input
 from ctl_core.metrics import create_loss_parts, create_metrics, update_train_metrics
@@ -56,7 +57,7 @@ from ctl_core.run_folder import Run
 from ctl_core.run_state.folder import repair_list
 from ctl_core.settings import Config
 from ctl_core.state import State
-from ctl_core.step import change_gradients, compute_objectives, forward_backward, run_model
+from ctl_core.step import change_gradients
 from ctl_core.stretches import count_stacked_steps
 from ctl_core.training_mode import inference
 from ctl_core.units import count_batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -63,12 +63,23 @@ def update_metrics(metrics: Metrics, made_by: Hook, hook: Hook, arguments: Any) 
                 )
             own = arguments[name]
         try:
-            metric.update_state(*(own if isinstance(own, tuple | list) else (own,)))
+            metric.update_state(*widen(metric, own if isinstance(own, tuple | list) else (own,)))
         except Exception as error:
             raise HookFailed(
                 f"{hook}: update_state of the metric '{name}' refuses what it returned: "
                 f"{brief(error)}"
             ) from error
+
+
+def widen(metric: keras.Metric, arguments: Sequence[Any]) -> Sequence[Any]:
+    """Returns two vectors [b], of true and predicted values, as [b, 1] to a metric of Keras.
+
+    Keras would take a vector for one example, and its mean for that example's value.
+    """
+    pair = [part for part in arguments[:2] if tf.is_tensor(part) and part.shape.rank == 1]
+    if len(pair) < 2 or not type(metric).update_state.__module__.startswith("keras."):
+        return arguments
+    return [*(tf.expand_dims(part, 1) for part in pair), *arguments[2:]]
 
 
 def update_train_metrics(

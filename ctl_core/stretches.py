@@ -17,11 +17,10 @@ import tensorflow as tf
 
 from ctl_core.checks.returned import assert_weights
 from ctl_core.compat import GraphWriter
-from ctl_core.compiled import no_summaries
 from ctl_core.input import Input
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.not_finite import nothing, of_step, then
-from ctl_core.step import StepResult, train_step
+from ctl_core.step import StepResult, no_summaries, train_step
 from ctl_core.units import Units
 
 # What of a step is carried through a loop; all else is returned of one that is not part of it.

@@ -331,26 +331,27 @@ class Trainer:
         due = schedule.evaluation_due(step) and progress.evaluated != step
         if state.evaluation is None or not due:
             return
-        with (
-            attributed(state, step),
-            state.clock.time("evaluation"),
-            self.checkpoints.statistics.averaged(),
-            average.in_place_of_weights() if average else nullcontext(),
-        ):
-            values = state.evaluation.evaluate(self._sync)
-        if values is None:
-            return
-        progress.metrics, progress.evaluated = values, step
-        self._console.values(step, "eval", values)
-        why = self._selection.judge(step, values, progress.best)
-        self.checkpoints.save_requested |= best_step(progress.best) == step
-        if why and step < self.last:
-            self._console.say(f"step {step}: training ends. {why}")
-        ended = why is not None
-        if state.hooks.after_eval:
-            with state.clock.time("hooks"):
-                said = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
-            ended = self._sync_status(step, ended or said).end
+        # Hooks after it see the weights that the metrics are of.
+        with average.in_place_of_weights() if average else nullcontext():
+            with (
+                attributed(state, step),
+                state.clock.time("evaluation"),
+                self.checkpoints.statistics.averaged(),
+            ):
+                values = state.evaluation.evaluate(self._sync)
+            if values is None:
+                return
+            progress.metrics, progress.evaluated = values, step
+            self._console.values(step, "eval", values)
+            why = self._selection.judge(step, values, progress.best)
+            self.checkpoints.save_requested |= best_step(progress.best) == step
+            if why and step < self.last:
+                self._console.say(f"step {step}: training ends. {why}")
+            ended = why is not None
+            if state.hooks.after_eval:
+                with state.clock.time("hooks"):
+                    said = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
+                ended = self._sync_status(step, ended or said).end
         if ended:
             self._end(step, schedule)
 

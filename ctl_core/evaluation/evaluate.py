@@ -32,6 +32,7 @@ from ctl_core.compat import (
     written_resources,
 )
 from ctl_core.errors import RunError
+from ctl_core.forward import compute_loss, keep_if, run_model, sum_loss, weigh_batch
 from ctl_core.hooks import Hook
 from ctl_core.input import Share, distribute_shares, first_replica, take_share
 from ctl_core.metrics import create_metrics, results, update_if, update_metrics
@@ -42,7 +43,6 @@ from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.process_state import seeds_kept
 from ctl_core.schedule import ChunkLength
 from ctl_core.settings import Config
-from ctl_core.step import compute_loss, keep_if, run_model, sum_loss, weigh_batch
 from ctl_core.training_mode import inference
 
 SUMS = ("loss", "extra_loss", "examples", "refused", "refused_weight")

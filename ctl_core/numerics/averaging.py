@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.run_state.tracking import plain_variable
+from ctl_core.model.variables import plain_variable
 
 
 class WeightAverage(tf.Module):

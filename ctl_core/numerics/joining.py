@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 
@@ -98,22 +97,3 @@ def varying_axes(shapes: Sequence[Any]) -> list[int]:
     """Returns the axes, but for the first, in which shapes of one rank differ."""
     sizes = [set(axis) for axis in zip(*(tuple(shape) for shape in shapes), strict=True)]
     return [axis for axis, several in enumerate(sizes) if axis and len(several) > 1]
-
-
-def on_host(batch: Any) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """Returns an eager tensor as an array and, if it is ragged, the sizes along its ragged axes.
-
-    Ragged tensors are padded with zeros, sparse ones filled with them.
-    """
-    lengths = {}
-    if isinstance(batch, tf.SparseTensor):
-        batch = tf.sparse.to_dense(batch)
-    if isinstance(batch, tf.RaggedTensor):
-        axes = range(1, 1 + batch.ragged_rank)
-        lengths = {axis: on_host(batch.row_lengths(axis))[0] for axis in axes}
-        batch = batch.to_tensor()
-    array = batch.numpy()
-    if array.dtype == object:  # texts
-        array = array.astype(bytes)
-    # NumPy has no bfloat16 of its own: a file with it could not be read back.
-    return array.astype("float32") if batch.dtype == tf.bfloat16 else array, lengths

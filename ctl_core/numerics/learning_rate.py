@@ -19,6 +19,18 @@ import tensorflow as tf
 from ctl_core.compat import rate_of
 
 
+def _define_operators(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """Returns the methods of a rate for ``rate + other`` and ``other + rate``, say."""
+
+    def from_left(self: Rate, other: Any) -> Any:
+        return self.combine(function, self, other)
+
+    def from_right(self: Rate, other: Any) -> Any:
+        return self.combine(function, other, self)
+
+    return from_left, from_right
+
+
 class Rate(keras.optimizers.schedules.LearningRateSchedule):
     """A float32 scalar that works as a tensor, in arithmetic and comparisons, and as a number.
 
@@ -50,17 +62,10 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
         """Returns the value as a NumPy scalar."""
         return self().numpy()
 
-    @property
-    def dtype(self) -> tf.DType:
-        """float32."""
-        return tf.float32
+    dtype = tf.float32
+    shape = tf.TensorShape([])
 
-    @property
-    def shape(self) -> tf.TensorShape:
-        """Scalar."""
-        return tf.TensorShape([])
-
-    def _with(self, function: Callable[..., Any], *operands: Any) -> Any:
+    def combine(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Returns a rate that follows its operands, where that is asked for, otherwise a value."""
         if self.follows and all(isinstance(one, Rate | numbers.Real) for one in operands):
             return Product(function, operands)
@@ -81,41 +86,14 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({float(self):g})"
 
-    def __add__(self, other: Any) -> Any:
-        return self._with(operator.add, self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._with(operator.add, other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._with(operator.sub, self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._with(operator.sub, other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._with(operator.mul, self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._with(operator.mul, other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._with(operator.truediv, self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._with(operator.truediv, other, self)
-
-    def __pow__(self, other: Any) -> Any:
-        return self._with(operator.pow, self, other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return self._with(operator.pow, other, self)
+    __add__, __radd__ = _define_operators(operator.add)
+    __sub__, __rsub__ = _define_operators(operator.sub)
+    __mul__, __rmul__ = _define_operators(operator.mul)
+    __truediv__, __rtruediv__ = _define_operators(operator.truediv)
+    __pow__, __rpow__ = _define_operators(operator.pow)
 
     def __neg__(self) -> Any:
-        return self._with(operator.neg, self)
-
-    def __abs__(self) -> Any:
-        return self._with(operator.abs, self)
+        return self * -1.0
 
     def __lt__(self, other: Any) -> Any:
         return self() < other

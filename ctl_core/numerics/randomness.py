@@ -9,25 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ctl_core.cluster.task import Task
-from ctl_core.types import Model
 
 # What the seeds of two neighbouring replicas differ by; any number that seeds rarely differ by.
 _STRIDE = 1_000_003
-
-
-def generator_states(model: Model) -> list[Any]:
-    """Returns the states of a Keras model's seed generators: int64 vectors [seed, counter].
-
-    ``variables`` holds what ``weights`` does, and seed generators and metrics besides.
-    """
-    if not isinstance(model, keras.Layer):
-        return []
-    others = {id(variable) for variable in [*model.weights, *model.metrics_variables]}
-    return [v.value for v in model.variables if id(v) not in others]
 
 
 def fold_in_replica_id(generators: list[Any], strategy: tf.distribute.Strategy, task: Task) -> None:

@@ -16,12 +16,12 @@ import tensorflow as tf
 from ctl_core.checks.created import create_callable
 from ctl_core.checks.returned import something
 from ctl_core.errors import CtlError, HookFailed, RunError, SetupError
+from ctl_core.forward import make_model_input, run_model
 from ctl_core.hooks import Hook
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.nested import any_number, described, input_names, output_names
 from ctl_core.numerics.precision import to_float32
 from ctl_core.state import State
-from ctl_core.step import make_model_input, run_model
 from ctl_core.training_mode import call_model, inference
 
 

@@ -15,20 +15,21 @@ LAYERS = """
     buckets errors index joining metric_values not_finite precision provenance reduction saved
     signals source_lines splits table types
     compat console files gpus helpers nested settings variables
-    ahead callbacks_file collectives compiled defaults elements fitting layers learning_rate
-    listeners options process_state profile raw record recording run_lock selection staging task
-    tracking training_mode
-    averaging batch_norm checks.hooks flags folder freezing groups hparams_page randomness
-    rate_schedule rendezvous sources summary supervisor sync training_log units
+    ahead averaging callbacks_file collectives defaults elements fitting groups layers
+    learning_rate listeners options process_state profile raw record recording run_lock selection
+    staging task tracking training_mode
+    batch_norm checks.hooks flags folder freezing hparams_page randomness rate_schedule rendezvous
+    sources summary supervisor sync training_log units
     checks.position cli divergence hooks run_folder strategy
     __main__ anomaly batches forking kinds micro_batches pairs returned schedule vocabularies
     created input parts stream
     examples state
     initial_weights messages metrics pace position
-    checkpoint step
-    evaluate inference stretches
-    build graph predict
-    export restore trainer
+    checkpoint forward
+    evaluate inference step
+    predict stretches
+    build export graph
+    restore trainer
     load rehearsal watch
     commands
 """

@@ -381,6 +381,22 @@ def test_each_example_is_evaluated_once(train: engine.Train, size: int) -> None:
     assert state.metrics == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("size", [5, 16])
+def test_vectors_are_one_number_for_each_example(
+    train: engine.Train, devices: int, size: int
+) -> None:
+    hooks = small.hooks(
+        create_eval_dataset=small.create_eval_dataset,
+        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+        metric_pre=lambda output, batch: (batch[1][:, 0], output[:, 0]),
+    )
+    state = train_small(train, hooks, steps=0, virtual_devices=devices, eval_batch_size=size)
+    inputs, target = (part[-37:] for part in small.data())
+    error = np.abs(small.create_model()(inputs).numpy() - target).mean()
+    assert state.metrics["error"] == pytest.approx(error, rel=1e-5)
+
+
 def test_training_does_not_notice_an_evaluation(train: engine.Train) -> None:
     hooks = small.hooks(create_model=lambda: small.model_with(keras.layers.Dropout(0.3, seed=2)))
     without = train_small(train, hooks, run_name="without")
@@ -494,10 +510,17 @@ def test_a_loss_that_is_not_finite(train: engine.Train, capsys: pytest.CaptureFi
     assert "step 5" in capsys.readouterr().out
 
 
-def test_the_average_of_ema_is_evaluated_and_the_weights_are_trained(train: engine.Train) -> None:
-    hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_average_of_ema_is_evaluated_and_the_weights_are_trained(
+    train: engine.Train, devices: int
+) -> None:
+    seen: list[Any] = []
+    hooks = small.hooks(
+        create_eval_dataset=small.create_eval_dataset,
+        after_eval=lambda train_model: seen.append(train_model.get_weights()),
+    )
     for steps in (4, 6):
-        state = train_small(train, hooks, steps=steps, ema=0.8)
+        state = train_small(train, hooks, steps=steps, ema=0.8, virtual_devices=devices)
     assert_trained(state, small.plain(6))
     average = small.create_model().get_weights()
     for step in range(1, 7):
@@ -506,6 +529,8 @@ def test_the_average_of_ema_is_evaluated_and_the_weights_are_trained(train: engi
     averaged = small.create_model()
     averaged.set_weights(average)
     assert state.metrics["loss"] == pytest.approx(small.errors(averaged)["loss"], rel=1e-5)
+    for value, other in zip(seen[-1], average, strict=True):  # as after_eval sees them
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-7)
 
 
 # ---- Runs that begin from others ---------------------------------------------------------------
