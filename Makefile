@@ -70,7 +70,7 @@ test-compat: | python
 	rm -rf "$(COMPAT_VENV)"
 	"$(PYTHON)" -m venv "$(COMPAT_VENV)"
 	"$(COMPAT_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	"$(COMPAT_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check $(WITH) pydantic pytest pyyaml rich
+	"$(COMPAT_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check $(WITH) pydantic-settings pytest pyyaml rich
 	"$(COMPAT_VENV)/bin/python" -m pytest tests/engine/test_compat.py
 
 # A machine without Slurm is told what to install, and .ci/run goes on without.

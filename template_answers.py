@@ -32,7 +32,8 @@ TAKEN = """
     docstring_parser typing_extensions urllib3 certifi idna charset_normalizer werkzeug wrapt
     torch torchvision torchaudio jax jaxlib flax optax pandas polars pyarrow matplotlib
     seaborn plotly cv2 opencv_python skimage scikit_image scikit_learn sympy numba tqdm
-    click attr attrs jinja2 pydantic pydantic_core annotated_types typing_inspection orbit
+    click attr attrs jinja2 pydantic pydantic_core pydantic_settings dotenv
+    annotated_types typing_inspection orbit
     tensorflow_datasets tensorflow_probability
     tensorflow_hub tensorflow_text tensorflow_addons tensorflow_io keras_hub keras_cv
     keras_nlp keras_tuner transformers datasets tokenizers huggingface_hub gym gymnasium

@@ -17,47 +17,24 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 from ctl_core.errors import CtlError, PeerLost, SetupError, brief
-from ctl_core.files import from_here
 
-
-def _missing(package: str | None) -> str:
-    """Says that a package is not installed, and what to do.
-
-    Where an environment is active that is not the project's own, such as the one that holds
-    cookiecutter, train.sh has taken it; without it, it makes and takes the project's.
-    """
-    install = f"{sys.executable} -m pip install --editable ."
-    said = f"{package} is not installed in {sys.prefix}; "
-    active, own = os.environ.get("VIRTUAL_ENV"), Path(__file__).resolve().parents[1] / ".venv"
-    here = os.path.realpath(sys.prefix)
-    taken = active and not os.environ.get("VENV") and os.path.realpath(active) == here
-    if taken and here != os.path.realpath(own):
-        return (
-            f"{said}it is active, and not the project's own: `deactivate`, and ./train.sh makes "
-            f"and takes {from_here(own)}; or install into it, in the project's folder: {install}"
-        )
-    return f"{said}in the project's folder: {install}"
-
+_INSTALL = f"{sys.executable} -m pip install --editable ."
 
 try:
     from ctl_core.callbacks_file import Source, check_compiles, find_callbacks, load_callbacks
-    from ctl_core.cli import Command, as_evaluator, parse_command
+    from ctl_core.cli import COMMANDS, Command, as_evaluator, parse_command
     from ctl_core.cluster import supervisor
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
     from ctl_core.cluster.task import Task, read_task
-    from ctl_core.options import COMMANDS
-    from ctl_core.settings import Config, free_name, nearest
+    from ctl_core.settings import free_name, nearest
     from ctl_core.sources import check_start
     from ctl_core.table import TEXT
 except ModuleNotFoundError as error:
-    print("error:", _missing(error.name), file=sys.stderr)
+    where = f"is not installed in {sys.prefix}; in the project's folder"
+    print(f"error: {error.name} {where}: {_INSTALL}", file=sys.stderr)
     sys.exit(2)
-except KeyboardInterrupt:  # these take most of the time until main() is there to catch it
-    print("error: interrupted", file=sys.stderr, flush=True)
-    os._exit(130)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,16 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted", debug)
         return _leave(INTERRUPTED, at_once=alone)
-    except BrokenPipeError:  # the reader of our output, such as head, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        _complain(
-            f"{brief(error)} ({Path(where.filename).name}:{where.lineno}; --debug shows the "
-            "traceback)",
-            debug,
-        )
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        _complain(f"{brief(error)} ({where}; --debug shows the traceback)", debug)
         return _leave(1)
 
 
@@ -120,7 +91,7 @@ def _complain(text: str, debug: bool) -> None:
 
 def _read(argv: list[str]) -> Command | int:
     """Reads the command line; what it answers by itself, such as help, gives the exit code."""
-    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print("usage: python -m ctl_core <command> [settings]\n\ncommands:")
         for command, text in COMMANDS.items():
@@ -131,32 +102,23 @@ def _read(argv: list[str]) -> Command | int:
         hint = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}."
         raise SetupError(f"unknown command {name!r}{hint}")
     if name == "hooks":
-        return _print_hooks(rest)
+        print(TEXT, end="")
+        return 0
     try:
         return parse_command(argv)
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
 
 
-def _print_hooks(rest: list[str]) -> int:
-    if rest and rest[0] in ("-h", "--help"):
-        print("usage: python -m ctl_core hooks\n\nPrints the table of hooks.")
-    elif rest:
-        raise SetupError(f"unexpected word {rest[0]!r}: hooks takes no settings.")
-    else:
-        print(TEXT, end="")
-    return 0
-
-
 def _run(command: Command, argv: list[str]) -> int:
-    if command.name == "train":
-        check_start(command.config)  # at once; a program's Run looks by itself
-    # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
-    # loses a process are many, and say what one line of ours says.
-    task = read_task(command.config) if command.name == "train" else Task()
-    for note in () if supervisor.is_supervised() else command.notes:  # the supervisor has said it
+    config, training = command.config, command.name == "train"
+    if training:
+        check_start(config)  # at once; a program's Run looks by itself
+    task = read_task(config) if training else Task()
+    supervised = supervisor.is_supervised()  # then the supervisor has said the rest
+    for note in () if supervised else command.notes:
         print(note, flush=True)
-    if task.processes > 1 and not supervisor.is_supervised():
+    if task.processes > 1 and not supervised:
         print(f"cluster: {task.shown(task.index)}, of {task.processes}", flush=True)
     if task.kind == "ps":
         print("ps: gradients are summed between the workers; no parameter server is needed.")
@@ -164,73 +126,56 @@ def _run(command: Command, argv: list[str]) -> int:
     if task.kind == "evaluator":
         print("cluster: this is the evaluator: evaluate --watch", flush=True)
         with interruptible():
-            command = as_evaluator(command)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if command.config.debug else "3")
-    source = find_callbacks(
-        command.config.callbacks, command.run, command.trained_with, command.name == "train"
-    )
-    if source.note and not supervisor.is_supervised():
+            command, training = as_evaluator(command), False
+    # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
+    # loses a process are many, and say what one line of ours says.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if config.debug else "3")
+    source = find_callbacks(config.callbacks, command.run, command.trained_with, training)
+    if source.note and not supervised:
         print(source.note, flush=True)
     check_compiles(source)
-    if command.name != "train" or command.options["check"]:
-        command = _leave_cluster(command)
-    if command.config.workers > 1 and not supervisor.is_supervised():
-        name = command.config.run_name or free_name(Path(command.config.runs_dir))
-        return supervisor.start_cluster(argv, dataclasses.replace(command.config, run_name=name))
-    return _run_here(command, source)
-
-
-def _leave_cluster(command: Command) -> Command:
-    """Returns the command for this process alone: a check, or of a run that is there."""
-    os.environ.pop("TF_CONFIG", None)  # of which libraries know, too
-    strategy = command.config.strategy.replace("multi_worker", "auto")
-    config = dataclasses.replace(command.config, workers=1, strategy=strategy)  # type: ignore[arg-type]
-    return dataclasses.replace(command, config=config)
+    if not training or command.options["check"]:  # in this process alone
+        os.environ.pop("TF_CONFIG", None)  # of which libraries know, too
+        alone = "auto" if config.strategy == "multi_worker" else config.strategy
+        config = dataclasses.replace(config, workers=1, strategy=alone)
+    if config.workers > 1 and not supervised:
+        name = config.run_name or free_name(Path(config.runs_dir))
+        return supervisor.start_cluster(argv, dataclasses.replace(config, run_name=name))
+    return _run_here(dataclasses.replace(command, config=config), source)
 
 
 def _run_here(command: Command, source: Source) -> int:
     """Runs a command in this process."""
-    if command.name in ("train", "predict"):
-        _prepare(command.config)
+    config, options, training = command.config, command.options, command.name == "train"
     here = Path.cwd()
-    callbacks = _load(source, command.config)
-    config = command.config
+    with interruptible():
+        _import_libraries(config.debug)
+        from ctl_core.cluster.strategy import prepare
+        from ctl_core.console import quiet_libraries
+
+        if training:
+            prepare(config)  # before callbacks.py may start TensorFlow otherwise
+        quiet_libraries(not config.debug)
+        callbacks = load_callbacks(source)
     if source.path != source.stands_for:
         config = dataclasses.replace(config, callbacks=command.trained_with)
     if Path.cwd() != here:  # callbacks.py has gone elsewhere; the run stays where it was to be
-        config = dataclasses.replace(config, runs_dir=here / config.runs_dir)  # type: ignore[arg-type]
-    if command.name == "train":
-        options = command.options
-        if options["check"]:
-            from ctl_core.rehearsal import check
+        config = dataclasses.replace(config, runs_dir=str(here / config.runs_dir))
+    if not training:
+        from ctl_core.tools import commands
 
-            state = check(callbacks, config)
-        else:
-            from ctl_core.trainer import train
+        with interruptible():
+            getattr(commands, command.name)(callbacks, config, options)
+        return 0
+    if options["check"]:
+        from ctl_core.rehearsal import check
 
-            state = train(callbacks, config, bool(options["continue"]), options["note"])
-        return int(state.diverged) if state.stopped_by is None else 128 + state.stopped_by
-    with interruptible():
-        return _use_run(dataclasses.replace(command, config=config), callbacks)
+        state = check(callbacks, config)
+    else:
+        from ctl_core.trainer import train
 
-
-def _prepare(config: Config) -> None:
-    """Starts TensorFlow as the settings have it, before callbacks.py may start it otherwise."""
-    with interruptible():
-        _import_libraries(config.debug)
-    from ctl_core.cluster.strategy import prepare
-
-    prepare(config)
-
-
-def _load(source: Source, config: Config) -> ModuleType:
-    """Imports the file with the hooks."""
-    with interruptible():
-        _import_libraries(config.debug)
-        from ctl_core.console import quiet_libraries
-
-        quiet_libraries(not config.debug)
-        return load_callbacks(source)
+        state = train(callbacks, config, options["continue"], options["note"])
+    return int(state.diverged) if state.stopped_by is None else 128 + state.stopped_by
 
 
 def _import_libraries(debug: bool) -> None:
@@ -245,16 +190,9 @@ def _import_libraries(debug: bool) -> None:
         with _silence(debug):
             importlib.import_module("keras")
             importlib.import_module("tensorflow")
-    except ModuleNotFoundError as error:
-        raise SetupError(_missing(error.name)) from error
     except Exception as error:
-        # TensorFlow's own is the whole traceback of the one that it followed.
-        first = error.__context__ if "Traceback (" in str(error) else None
-        raise SetupError(
-            f"TensorFlow cannot be imported: {brief(first or error)}; if this Python and machine "
-            f"are right for it, install it anew: {sys.executable} -m pip install --force-reinstall "
-            "--editable ."
-        ) from error
+        again = f"install it anew: {_INSTALL} --force-reinstall"
+        raise SetupError(f"TensorFlow cannot be imported: {brief(error)}; {again}") from error
     finally:
         gc.enable()
     gc.freeze()
@@ -279,15 +217,6 @@ def _silence(debug: bool) -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
-
-
-def _use_run(command: Command, callbacks: ModuleType) -> int:
-    """Runs evaluate, predict or export on a run's checkpoint."""
-    from ctl_core.tools import commands
-
-    run = getattr(commands, command.name)
-    run(callbacks, command.config, command.options)
-    return 0
 
 
 if __name__ == "__main__":

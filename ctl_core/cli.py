@@ -1,4 +1,4 @@
-"""What a command line says: the command, its own options, and the settings.
+"""The command line: the commands, what each takes, and whose settings it means.
 
 Settings come from the defaults, then config.yaml, then ``CTL_*`` environment variables, then flags.
 A run that is there already has its own config.yaml, which takes the place of the project's.
@@ -6,26 +6,85 @@ A run that is there already has its own config.yaml, which takes the place of th
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import functools
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError, create_model
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from ctl_core.callbacks_file import DEFAULT
 from ctl_core.cluster.rendezvous import LONGEST
 from ctl_core.cluster.task import is_in_cluster
 from ctl_core.errors import PeerLost, SetupError, one_line
 from ctl_core.files import from_here
-from ctl_core.flags import read_flags
-from ctl_core.layers import Layer, checked, environment, flat, merge, read_file
-from ctl_core.options import default_options, options_of
-from ctl_core.settings import Config, explain, label, nearest, shown
+from ctl_core.layers import (
+    ENV_PREFIX,
+    Layer,
+    flatten,
+    lay_over,
+    merge,
+    read_environment,
+    read_file,
+    resolve,
+)
+from ctl_core.settings import (
+    SETTINGS,
+    Config,
+    Count,
+    check_path,
+    declare,
+    explain,
+    label,
+    nearest,
+    shown,
+)
 from ctl_core.sources import read_source
+
+_File = Annotated[
+    str | None,
+    AfterValidator(lambda path: None if path is None else os.path.abspath(check_path(path))),
+]
+_Checkpoint = Count | Literal["best"] | None
+COMMANDS = {
+    "train": "train, or resume a run",
+    "evaluate": "evaluate a run's checkpoint",
+    "predict": "write a run's predictions to a file",
+    "export": "write a run's model for TensorFlow Serving",
+    "hooks": "print the table of hooks",
+}
+_OPTIONS: dict[str, Any] = {
+    "config": (list[str] | None, declare(None, "settings file, again for more; null: config.yaml")),
+    "continue": (bool, declare(False, "train on where a hook has ended a run (StopTraining)")),
+    "check": (bool, declare(False, "try everything once, in seconds and a temporary folder")),
+    "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
+    "checkpoint": (_Checkpoint, declare(None, "step, or best; null: the newest", "best")),
+    "watch": (bool, declare(False, "evaluate each checkpoint of a run that is being trained")),
+    "input": (_File, declare(None, "a .npy file, or a .npz file of named inputs")),
+    "dataset": (str | None, declare(None, "which set, if create_eval_dataset has several")),
+    "output": (_File, declare(None, "where to write; null: in the folder of the run")),
+}
+_OF_ALL = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
+# Of each command its own options, and the settings of a run that it takes.
+FLAGS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "train": (("config", "continue", "check", "note"), tuple(SETTINGS)),
+    "evaluate": (("config", "checkpoint", "watch"), (*_OF_ALL, "eval_batch_size", "limit_eval")),
+    "predict": (("config", "checkpoint", "input", "dataset", "output"), _OF_ALL),
+    "export": (("config", "checkpoint", "output"), _OF_ALL),
+}
+# What is known of a command before the settings of its run are.
+_FIRST = ("run_name", "runs_dir", "fork")
+# What a run does not take over from the one that it begins from.
+_NOT_FORKED = ("workers", "run_name", "runs_dir", "fork", "init_from")
+# How long evaluate --watch waits for a run to begin (seconds).
+BEGINNING = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,153 +108,150 @@ class Command:
     trained_with: str = DEFAULT
 
 
-# What says how a run is watched; the run does not keep it.
-_OF_A_START = ("debug",)
-# What is known of a command before the settings of its run are.
-_FIRST = ("run_name", "runs_dir", "fork", "strategy")
-# What a run does not take over from the one that it begins from.
-_NOT_FORKED = ("workers", "run_name", "runs_dir", "fork", "init_from")
-# How long evaluate --watch waits for a run to begin (seconds).
-BEGINNING = 30.0
-
-
-def parse_command(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Command:
-    """Parses ``<command> [flags]``, where the command is one of ``OPTIONS``.
+def parse_command(argv: Sequence[str]) -> Command:
+    """Parses ``<command> [flags]``, where the command is one of ``FLAGS``.
 
     Of a command that uses a run, a word before the flags is its name.
 
     A run that is there has its own config.yaml, as resolved when it was trained last, in place of
-    the project's; files named by ``--config`` go before it. Only what says how a run is watched and
-    where this process runs is the project's, and in a cluster ``workers`` is left to that.
+    the project's; files named by ``--config`` go before it. Only ``debug`` is the project's.
 
     Raises:
         SetupError: anything is unknown, of the wrong type, out of range or missing.
         SystemExit: ``--help`` was asked for and printed.
     """
-    command, words = argv[0], _with_name(argv)
-    env, named = environment(environ)
-    flags = read_flags(command, words)
-    options = _options(command, named, flags)
-    named = options.pop("config")
+    command, *words = argv
+    training = command == "train"
+    if not training and words and not words[0].startswith("-"):
+        words[0] = f"--run-name={words[0]}"
+    flags, options = read_flags(command, words)
+    if options.get("check") and options["note"]:
+        raise SetupError("note: a check is no run; leave one out.")
+    above = [read_environment(), flags]
+    variable = os.environ.get(f"{ENV_PREFIX}CONFIG", "").split(os.pathsep)
+    named = options.pop("config") or [path for path in variable if path]
     project = [read_file(Path(path), required=bool(named)) for path in named or ["config.yaml"]]
-    place: Layer = {}
-    for layer in (*project, env, flags):
-        place |= {key: layer[key] for key in _FIRST if key in layer}
-    near = checked(place)
-    notes = []
-    run = _run(command, near, options)
-    if run is not None and not os.path.isfile(run / "config.yaml"):
-        run = None
-    source, files, trained_with = run, project, DEFAULT
-    if run is None and command == "train":
-        source = _forked(place | {"runs_dir": ("", near.runs_dir)})
+    near = resolve([layer.only(_FIRST) for layer in (*project, *above)])
+    runs_dir, name = Path(near.runs_dir), near.run_name
+    if not training:
+        run: Path | None = find_run(runs_dir, name, BEGINNING if options.get("watch") else 0)
+    else:
+        run = runs_dir / name if name and (runs_dir / name / "config.yaml").is_file() else None
+    source = run
+    if training and source is None and near.fork:
+        with contextlib.suppress(SetupError):  # training says that there is none
+            source = read_source("fork", near.fork, near.runs_dir).run
+    notes: list[str] = []
+    files, trained_with = project, DEFAULT
     if source is not None:
         own = read_file(source / "config.yaml")
-        trained_with = str(own.get("callbacks", ("", DEFAULT))[1])
-        clustered = command == "train" and is_in_cluster(environ)
-        others = _NOT_FORKED if run is None else ("workers",) * clustered
-        own = _of_this_start({key: own[key] for key in own if key not in others}, project[-1])
-        if command == "train" and not named and (differ := _differ(own, project[0], env | flags)):
-            where = label(from_here(source))
-            begins = f"fork: goes on with the settings of {where}"
+        if not own.values:
+            raise SetupError(f"{label(from_here(source))}: config.yaml is empty; put it back.")
+        trained_with = str(own.values.get("callbacks", DEFAULT))
+        here = {"debug", *(_NOT_FORKED if run is None else ())}
+        own = own.only(
+            own.values.keys() - here - ({"workers"} if training and is_in_cluster() else set())
+        )
+        files = [*(layer.only(here) for layer in project), own, *(project if named else ())]
+        if training and not named and (differ := _compare(own, project[0], above)):
             notes.append(
-                f"{begins if run is None else f'{where}: has its own settings'}: {differ}; "
+                f"{label(from_here(source))} goes on with its own settings: {differ}; "
                 "--config config.yaml takes those of the file."
             )
-        files = [own, *(project if named else ())]
+    config = merge(files, above, project)
     if run is not None:
-        flags |= {"run_name": ("run_name", run.name), "runs_dir": ("runs_dir", str(run.parent))}
-    if command != "train":
-        _leave_out_workers(command, [*files, env, flags])
-    config = merge(files, [env, flags], (named or ["config.yaml"])[-1], project)
+        config = dataclasses.replace(config, run_name=run.name, runs_dir=str(run.parent))
+    if not training:
+        config = dataclasses.replace(config, workers=1)  # whatever has trained it
     config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
     return Command(command, config, options, notes, run, trained_with)
 
 
-def _with_name(argv: Sequence[str]) -> Sequence[str]:
-    """Returns what follows a command; a word at the beginning, the name of a run, is a flag then.
+def read_flags(command: str, words: Sequence[str]) -> tuple[Layer, dict[str, Any]]:
+    """Reads the flags of a command: settings, and its options.
 
     Raises:
-        SetupError: another run is named as well.
+        SetupError: one is unknown, lacks its value, or has a wrong one.
     """
-    command, *words = argv
-    if command == "train" or not words or words[0].startswith("-"):
-        return words
-    name, *words = words
-    words = [f"--run-name={name}", *words]
-    if (other := read_flags(command, words)["run_name"][1]) != name:
-        raise SetupError(f"run_name: name one run, not both {shown(name)} and {shown(other)}.")
-    return words
-
-
-def _options(command: str, named: Sequence[str] | None, flags: Layer) -> dict[str, Any]:
-    """Takes a command's own options, and ``config``, out of the flags.
-
-    Raises:
-        SetupError: one is wrong, or does not go with another.
-    """
-    known = options_of(command)
-    chosen = {key: flags.pop(key)[1] for key in known.model_fields if key in flags}
-    try:
-        values = known(**{"config": named, **chosen}).model_dump()
-    except ValidationError as error:
-        raise SetupError(explain(error, known.model_fields)) from error
-    if values.get("check") and values["note"]:
-        raise SetupError("note: a check is no run; leave one out.")
-    return values
-
-
-def _run(command: str, near: Config, options: Mapping[str, Any]) -> Path | None:
-    """Returns the folder of the run that a command is of; of a training, whether there or not."""
-    if command == "train":
-        return Path(near.runs_dir, near.run_name) if near.run_name else None
-    waits = BEGINNING if options.get("watch") and near.run_name is not None else 0
-    return find_run(Path(near.runs_dir), near.run_name, waits)
-
-
-def _leave_out_workers(command: str, layers: Sequence[Layer]) -> None:
-    """Lets a trained run be used in one process, whatever trained it.
-
-    Raises:
-        SetupError: a flag, the last of the layers, says otherwise.
-    """
-    flags = layers[-1]
-    if checked({key: flags[key] for key in flags if key == "workers"}).workers > 1:
-        raise SetupError(f"workers: {command} uses a run in one process; leave it out.")
-    for layer in layers:
-        layer.pop("workers", None)
-
-
-def _of_this_start(own: Layer, project: Layer) -> Layer:
-    """Returns a run's own settings with the project's of what is of a start, not of the run."""
-    kept = {name: value for name, value in own.items() if name not in _OF_A_START}
-    return kept | {name: project[name] for name in _OF_A_START if name in project}
-
-
-def _forked(place: Layer) -> Path | None:
-    """Returns the folder of the run that another begins from, if it does and is there."""
-    text, runs_dir = (place.get(name, ("", None))[1] for name in ("fork", "runs_dir"))
-    with contextlib.suppress(SetupError):  # training says that there is none
-        folder = read_source("fork", text, runs_dir).run if text is not None else None
-        if folder is not None and (folder / "config.yaml").is_file():
-            return folder
-    return None
-
-
-def _differ(own: Layer, project: Layer, above: Layer) -> str:
-    """Says what a run and config.yaml have otherwise, and neither variable nor flag says."""
-    if "steps" in above or "epochs" in above:
-        above = above | dict.fromkeys(("steps", "epochs"), ("", None))
-    before, after, known = (
-        flat({name: value for name, (_, value) in layer.items()}) for layer in (own, project, above)
+    others, hparams = _split_hparams(words)
+    options = {name: _OPTIONS[name] for name in FLAGS[command][0]}
+    settings = {name: (SETTINGS[name].annotation, SETTINGS[name]) for name in FLAGS[command][1]}
+    fields: dict[str, Any] = options | settings
+    del fields["hparams"]
+    source: Any = CliSettingsSource(
+        create_model(command, __base__=BaseSettings, __doc__=_describe(command), **fields),
+        cli_prog_name=f"python -m ctl_core {command}",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+        cli_parse_none_str="null",
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
     )
-    before = dataclasses.asdict(Config()) | before  # an earlier engine did not have them all
+    source.root_parser.usage = f"%(prog)s {'[NAME] ' * (command != 'train')}[--SETTING VALUE ...]"
+    try:
+        found = source(args=others)()
+    except SettingsError as error:
+        raise SetupError(_explain_flag(str(error), fields)) from error
+    model = create_model(command, **options)
+    try:
+        chosen = model(**{name: found.pop(name) for name in options if name in found})
+    except ValidationError as error:
+        raise SetupError(explain(error, model.model_fields)) from error
+    return Layer(found | ({"hparams": hparams} if hparams else {})), chosen.model_dump()
+
+
+def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Takes the flags for hparams out; ``--hparams.a.b 3`` is {a: {b: "3"}}."""
+    others: list[str] = []
+    hparams: dict[str, Any] = {}
+    rest = iter(words)
+    for word in rest:
+        flag, equals, text = word.partition("=")
+        if flag.split(".")[0] != "--hparams":
+            others.append(word)
+            continue
+        value: Any = text if equals else next(rest, "--")
+        if "." not in flag or (not equals and value.startswith("--")):
+            raise SetupError(f"{label(flag)}: expected a name and a value: --hparams.width 64.")
+        for name in reversed(flag.split(".")[1:]):
+            value = {name: value}
+        hparams = lay_over(hparams, value, "hparams")
+    return others, hparams
+
+
+def _describe(command: str) -> str:
+    return (
+        f"{COMMANDS[command].capitalize()}. Settings come from the defaults, then config.yaml, or "
+        "the run's own where it is there already, then the environment "
+        f"({ENV_PREFIX}BATCH_SIZE=32), then these flags; --hparams.NAME VALUE is one of yours."
+    )
+
+
+def _explain_flag(text: str, known: Iterable[str]) -> str:
+    """Says in one line which flag is wrong, and which one may have been meant."""
+    text = text.removeprefix("error parsing CLI: ")
+    unknown = re.match(r"unrecognized arguments: (\S*)", text)
+    if unknown is None:
+        return one_line(text.replace("one argument", "a value after it"))
+    flag = unknown[1].partition("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected word {shown(flag)}: settings are given as --name value."
+    names = [name.replace("_", "-") for name in known]
+    near = nearest(flag.strip("-").replace("_", "-"), names, "--")
+    return f"unknown setting {label(flag)}{near}"
+
+
+def _compare(own: Layer, project: Layer, above: Sequence[Layer]) -> str:
+    """Says what a run and config.yaml have otherwise, and neither variable nor flag says."""
+    said = {"debug", "run_name", "runs_dir"}.union(*(flatten(layer.values) for layer in above))
+    before, after = flatten(own.values), flatten(project.values)
     if "callbacks" in after:
         after["callbacks"] = from_here(str(after["callbacks"]))
     found = [
-        f"{name} {shown(before.get(name), 30)} (config.yaml: {shown(value, 30)})"
+        f"{name} {shown(before[name], 30)} (config.yaml: {shown(value, 30)})"
         for name, value in after.items()
-        if name not in (*known, "run_name", "runs_dir") and before.get(name) != value
+        if name not in said and name in before and before[name] != value
     ]
     return ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
 
@@ -208,13 +264,12 @@ def as_evaluator(command: Command) -> Command:
     Raises:
         PeerLost: none has begun after as long as workers wait for each other.
     """
-    config = command.config
+    config = dataclasses.replace(command.config, workers=1)
     try:
         run = find_run(Path(config.runs_dir), config.run_name, LONGEST)
     except SetupError as error:
         raise PeerLost(f"after {LONGEST:.0f} s, there is no run to evaluate: {error}") from None
-    options = default_options("evaluate") | {"watch": True}
-    config = dataclasses.replace(config, workers=1)
+    options = {"checkpoint": None, "watch": True}
     return dataclasses.replace(command, name="evaluate", config=config, options=options, run=run)
 
 
@@ -230,21 +285,18 @@ def find_run(runs_dir: Path, run_name: str | None, waits: float = 0) -> Path:
         SetupError: there is no such run.
     """
     end = time.monotonic() + waits
-    while waits and run_name and not (runs_dir / run_name / "config.yaml").is_file():
-        if time.monotonic() > end:
+    while run_name and not (runs_dir / run_name / "config.yaml").is_file():
+        if time.monotonic() >= end:
             break
         time.sleep(0.2)
-    runs = [path.parent for path in runs_dir.glob("*/config.yaml")]
-    if not runs:
-        raise SetupError(f"{label(from_here(runs_dir))}: no run there yet; train one first.")
-    if run_name is None:
-        return max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime)
-    for run in runs:
-        if run.name == run_name:
-            return run
-    names = sorted(run.name for run in runs)
+    runs = {path.parent.name: path.parent for path in sorted(runs_dir.glob("*/config.yaml"))}
     where = label(from_here(runs_dir))
-    raise SetupError(
-        f"run_name: no run {shown(run_name)} in {where}{nearest(run_name, names)} "
-        f"(there: {one_line(', '.join(names), 100)})"
-    )
+    if not runs:
+        raise SetupError(f"{where}: no run there yet; train one first.")
+    if run_name is None:
+        return max(runs.values(), key=lambda run: (run / "config.yaml").stat().st_mtime)
+    if run_name not in runs:
+        there = f" (there: {one_line(', '.join(runs), 100)})"
+        near = nearest(run_name, runs)
+        raise SetupError(f"run_name: no run {shown(run_name)} in {where}{near}{there}")
+    return runs[run_name]

@@ -10,17 +10,18 @@ from pathlib import Path
 import tensorflow as tf
 from tensorboard.plugins.hparams import api as hp
 
-from ctl_core.layers import OF_PLACE, flat
+from ctl_core.layers import flatten
 from ctl_core.settings import Config
 
 # Of the file: one for a run, however often it was started.
 SUFFIX = ".hparams"
 # Columns of every run, beside the hparams, so that the page can compare all of them.
 _ALWAYS = ("batch_size", "learning_rate", "lr_schedule", "warmup", "steps", "epochs", "seed")
-# No columns: they change no weight.
+# No columns: they say where, how long and how watched a run is trained, and change no weight.
 _LEFT_OUT = (
-    *(*OF_PLACE, "eval_every", "eval_batch_size", "limit_eval"),
-    *("log_every", "detect_anomaly"),
+    *("run_name", "runs_dir", "callbacks", "listener", "debug", "profile", "workers", "strategy"),
+    *("virtual_devices", "max_restarts", "max_time", "ckpt_every", "keep_best", "eval_every"),
+    *("eval_batch_size", "limit_eval", "log_every", "detect_anomaly"),
 )
 
 
@@ -34,10 +35,10 @@ def write_hparams(folder: Path, name: str, config: Config) -> None:
     Raises:
         OSError: it cannot be written; also as TensorFlow's own ``tf.errors.OpError``.
     """
-    defaults = flat(dataclasses.asdict(Config()))
+    defaults = flatten(dataclasses.asdict(Config()))
     values = {
         setting: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-        for setting, value in flat(dataclasses.asdict(config)).items()
+        for setting, value in flatten(dataclasses.asdict(config)).items()
         if setting not in _LEFT_OUT and value is not None
         if setting in _ALWAYS or value != defaults.get(setting)
     }

@@ -1,7 +1,6 @@
-"""Where settings come from: defaults < config.yaml < ``CTL_*`` environment variables < flags.
+"""Layers of settings: defaults < config.yaml < ``CTL_*`` environment variables < flags.
 
-A layer is what one of these says. It holds what to call each value in a message, so that whatever
-is wrong is said of the file, variable or flag that has it.
+A layer is what one of these says. A mistake is said of the file, variable or flag that has it.
 """
 
 from __future__ import annotations
@@ -10,76 +9,37 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
+from pydantic import create_model
 from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from ctl_core.errors import SetupError, one_line, reason
 from ctl_core.files import written_whole
-from ctl_core.settings import SETTINGS, WORDS, Config, kind_of, label, nearest, shown
+from ctl_core.settings import SETTINGS, Config, label, nearest, shown
 
 ENV_PREFIX = "CTL_"
-# Settings of where and how long a run is trained, which change none of its values.
-OF_PLACE = (
-    *("run_name", "runs_dir", "callbacks", "listener", "debug", "profile"),
-    *("workers", "strategy", "virtual_devices"),
-    *("max_restarts", "max_time", "ckpt_every", "keep_best"),
-)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML in which 1e-3 is a number and a date is a text, and each name stands once."""
+    """Reads YAML in which 1e-3 is a number, and each name stands once."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
-        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self._depth += 1
-        if self._depth > 60:  # before Python's own end, which takes seconds to reach
-            raise yaml.YAMLError("nested too deeply")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        before = set()
-        for name in (name for name, _ in node.value if isinstance(name, yaml.ScalarNode)):
-            if (name.tag, name.value) in before:  # of which PyYAML would take the last one
-                why = f"{name.value} stands there twice"
-                raise yaml.MarkedYAMLError(problem=why, problem_mark=name.start_mark)
-            before.add((name.tag, name.value))
-        return node
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            return str(node.value)  # what looks like a number and is none, such as 0x_, is a text
-
-
-class Word(str):
-    """The value of a flag as written, for an hparam that may be a text."""
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [name.value for name, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            why = f"{twice[0]} stands there twice"
+            raise yaml.MarkedYAMLError(problem=why, problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
     """Writes what ``_Loader`` reads back as it was."""
 
 
-# What is not printable, such as other line ends than PyYAML's own, comes back from quotes only.
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
-    ),
-)
 for _resolver in (_Loader, _Dumper):
     _resolver.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -88,8 +48,30 @@ for _resolver in (_Loader, _Dumper):
     )
 
 
-# What one source says: name -> (what to call it in a message, value).
-Layer = dict[str, tuple[str, Any]]
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What one source says.
+
+    Attributes:
+        values: the settings, by name
+        place: what stands before a setting's name in a message
+    """
+
+    values: dict[str, Any]
+    place: str = ""
+
+    def where(self, name: str) -> str:
+        """Names a setting as this source has it."""
+        return self.place + (name.upper() if self.place == ENV_PREFIX else name)
+
+    def only(self, names: Container[str]) -> Layer:
+        """Returns these of its settings alone."""
+        return Layer({name: self.values[name] for name in self.values if name in names}, self.place)
+
+    @property
+    def hparams(self) -> tuple[Any, str]:
+        """The values of hparams, and how they are named."""
+        return self.values.get("hparams") or {}, self.where("hparams")
 
 
 def load_config(path: str | Path, **overrides: Any) -> Config:
@@ -98,237 +80,190 @@ def load_config(path: str | Path, **overrides: Any) -> Config:
     Raises:
         SetupError: the file is missing or wrong, or a setting is.
     """
-    for name in overrides:
-        if name not in SETTINGS:
-            raise SetupError(f"unknown setting {name!r}{nearest(name, SETTINGS)}")
-    given: Layer = {name: (name, value) for name, value in overrides.items()}
-    checked(given)
-    return merge([read_file(Path(path))], [given], str(path))
-
-
-def load_yaml(text: str) -> Any:
-    """Reads YAML.
-
-    Raises:
-        ValueError: it is none; with where and why.
-    """
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or error
-        raise ValueError(f"{line}no valid YAML: {one_line(problem, 120)}") from error
+    return merge([read_file(Path(path))], [Layer(overrides)], reads=False)
 
 
 def read_value(text: str) -> Any:
     """Reads the text of a flag or variable as YAML; what is none is a text."""
-    with contextlib.suppress(ValueError):
-        return load_yaml(text) if text else ""
-    return str(text)
-
-
-def read_text(setting: FieldInfo, text: Any) -> Any:
-    """Reads what a flag or variable says of a setting."""
-    if text == "null" and type(None) in get_args(setting.annotation):
-        return None  # as in a file
-    if kind_of(setting) in (int, float, bool, dict) and isinstance(text, str):
-        value = read_value(text)
-        return text if value is None else value
+    with contextlib.suppress(yaml.YAMLError, ValueError):
+        return yaml.load(text, Loader=_Loader)
     return text
 
 
 def read_file(path: Path, required: bool = True) -> Layer:
-    """Reads one YAML file of settings; a missing file that was not asked for is an empty one."""
+    """Reads one YAML file of settings; a missing file that was not asked for is an empty one.
+
+    Raises:
+        SetupError: it cannot be read, or has a setting that is none.
+    """
     where = label(path)
     try:
-        content = load_yaml(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader) or {}
     except FileNotFoundError:
-        if required:
-            raise SetupError(f"{where}: there is no such settings file.") from None
-        return {}
-    except UnicodeDecodeError as error:
-        raise SetupError(f"{where}: cannot be read as a settings file: {error}") from error
+        if not required:
+            return Layer({})
+        raise SetupError(f"{where}: there is no such settings file.") from None
     except OSError as error:
-        raise SetupError(f"{where}: cannot be read as a settings file: {reason(error)}.") from error
-    except ValueError as error:
-        raise SetupError(f"{where}: {error}.") from error
-    of_run = (path.parent / "train.log").exists()
-    if not (content and isinstance(content, dict)) and of_run:
-        raise SetupError(
-            f"{where}: is damaged, so that the settings of this run are not known; remove it and "
-            "start the run with all of them (its command is in env.json), or put back a copy."
-        )
-    if content is None:
-        return {}
+        raise SetupError(f"{where}: cannot be read: {reason(error)}.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise SetupError(f"{where}: no valid YAML: {one_line(error, 200)}.") from error
     if not isinstance(content, dict):
-        raise SetupError(
-            f"{where}: expected lines of the form 'name: value', got {shown(content)}."
-        )
-    if of_run:  # of an earlier engine, which its checkpoints will tell
-        content = {key: value for key, value in content.items() if key in SETTINGS}
-    for key in content:
-        if key not in SETTINGS:
-            raise SetupError(f"{where}: unknown setting {shown(key)}{nearest(str(key), SETTINGS)}")
-    return _with_hparams(
-        {
-            str(name): (f"{where}: {name}", value)
-            for name, value in content.items()
-            if value is not None
-        }
-    )
+        raise SetupError(f"{where}: expected lines of the form 'name: value'.")
+    if (path.parent / "train.log").exists():  # of an earlier engine, as its checkpoints will tell
+        content = {name: value for name, value in content.items() if name in SETTINGS}
+    for name in content:
+        if name not in SETTINGS:
+            near = nearest(str(name), SETTINGS)
+            raise SetupError(f"{where}: unknown setting {shown(name)}{near}")
+    return Layer(content, f"{where}: ")
 
 
-def environment(environ: Mapping[str, str]) -> tuple[Layer, list[str] | None]:
-    """Reads the ``CTL_*`` variables; one that is empty says nothing.
+class _Variables(EnvSettingsSource):
+    """Reads ``CTL_*`` variables; ``CTL_HPARAMS`` is YAML, ``CTL_HPARAMS__WIDTH`` one of them."""
 
-    Returns:
-        What they say, and the settings files that they name.
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        return read_value(value)
+
+
+def read_environment() -> Layer:
+    """Reads the ``CTL_*`` variables but ``CTL_CONFIG``; one that is empty says nothing.
+
+    Raises:
+        SetupError: one is no setting.
     """
-    layer: Layer = {}
-    files = None
-    for name, text in sorted(environ.items()):
-        if not name.startswith(ENV_PREFIX) or not text:
-            continue
-        key = name[len(ENV_PREFIX) :].lower()
-        if key == "config":
-            url = re.match(r"[A-Za-z][\w+.-]*://", text)
-            files = [text] if url else [path for path in text.split(os.pathsep) if path]
-        elif key not in SETTINGS:
-            known = [known.upper() for known in (*SETTINGS, "config")]
-            hint = nearest(key.upper(), known, ENV_PREFIX)
-            raise SetupError(f"unknown setting {label(name)} in the environment{hint}")
-        else:
-            if kind_of(SETTINGS[key]) is bool:  # what others write for a switch
-                text = {"0": "false", "1": "true"}.get(text, text)
-            layer[key] = (name, read_text(SETTINGS[key], text))
-    return _with_hparams(layer), files
+    known = [f"{ENV_PREFIX}{name.upper()}" for name in (*SETTINGS, "config")]
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name.split("__")[0] not in known:
+            near = nearest(name, known)
+            raise SetupError(f"unknown setting {label(name)} in the environment{near}")
+    fields: dict[str, Any] = {name: (each.annotation, each) for name, each in SETTINGS.items()}
+    source = _Variables(
+        create_model("Variables", __base__=BaseSettings, **fields),
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        env_parse_none_str="null",
+    )
+    return Layer(source(), ENV_PREFIX)
 
 
-def _with_hparams(layer: Layer) -> Layer:
-    """Refuses hparams that are no names with values, before they are laid over others."""
-    checked({key: layer[key] for key in ("hparams",) if key in layer})
-    return layer
+def resolve(layers: Sequence[Layer]) -> Config:
+    """Lays later values over earlier ones; a complaint says where the wrong one comes from.
 
+    ``--epochs 3`` over ``steps: 600`` in a file means three epochs, not a conflict.
 
-def checked(layer: Layer) -> Config:
-    """Checks values; a complaint says where the wrong one comes from."""
+    Raises:
+        SetupError: a value is wrong.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for one, other in (("steps", "epochs"), ("epochs", "steps")):
+            if layer.values.get(one) is not None:
+                merged.pop(other, None)
+        merged |= layer.values
     try:
-        return Config(**{name: value for name, (_, value) in layer.items()})
+        return Config(**merged)
     except SetupError as error:
         name, colon, words = str(error).partition(": ")
-        where = layer[name][0] if name in layer else name
-        raise SetupError(f"{where}{colon}{words}") from error.__cause__
+        places = (layer.where(name) for layer in reversed(layers) if name in layer.values)
+        raise SetupError(f"{next(places, name)}{colon}{words}") from error.__cause__
 
 
 def merge(
-    files: Sequence[Layer], above: Sequence[Layer], file: str, others: Sequence[Layer] = ()
+    files: Sequence[Layer], above: Sequence[Layer], others: Sequence[Layer] = (), reads: bool = True
 ) -> Config:
-    """Lays later values over earlier ones; hparams are merged name by name, at any depth.
+    """Merges layers; hparams name by name, at any depth.
 
-    ``--epochs 3`` over ``steps: 600`` in a file means three epochs, not a conflict. What is above
-    the files does not change the type of an hparam, and has no names that no file has, unless no
-    file has any.
+    What is above the files does not change the type of an hparam, and has no names that no file
+    has, unless no file has any: a slip would train with the old value.
 
     Args:
         files: what settings files say
         above: what variables and flags say
-        file: the name of the one that a new hparam is to be written into
         others: files of which only the names of hparams count, as the project's for a run that has
             settings of its own
+        reads: whether texts above the files are numbers, true, false where the files have these
 
     Raises:
         SetupError: a value is wrong, or an hparam unknown.
     """
-    merged: Layer = {}
-    hparams: dict[str, Any] = {}
     known: dict[str, Any] = {}
+    hparams: dict[str, Any] = {}
     for layer in (*others, *files):
-        known = laid_over(known, layer.get("hparams", ("", {}))[1], "")
-    for number, layer in enumerate((*files, *above)):
-        for one, other in (("steps", "epochs"), ("epochs", "steps")):
-            if one in layer and other not in layer:
-                merged.pop(other, None)
-        merged |= layer
-        if "hparams" in layer:
-            where, over = layer["hparams"]
-            if number >= len(files):
-                _refuse_unknown(known, over, where, file)
-            hparams = laid_over(hparams, over, where, typed=number >= len(files))
-    return checked(merged | {"hparams": ("hparams", hparams)})
+        known = lay_over(known, *layer.hparams)
+    for layer in files:
+        hparams = lay_over(hparams, *layer.hparams)
+    for layer in above:
+        hparams = lay_over(hparams, *layer.hparams, known, reads)
+    return resolve([*files, *above, Layer({"hparams": hparams})])
 
 
-def laid_over(
-    below: Mapping[str, Any], over: Mapping[str, Any], where: str, typed: bool = False
+def lay_over(
+    below: Mapping[str, Any],
+    over: Any,
+    where: str,
+    known: Mapping[str, Any] | None = None,
+    reads: bool = False,
 ) -> dict[str, Any]:
-    """Lays one dict over another, name by name, also in the dicts within.
+    """Lays hparams over others, name by name, also in the dicts within.
 
     Args:
         below: what is there
         over: what is laid over it
         where: what to call ``over`` in a message
-        typed: whether values have the types of those that they replace
+        known: names that there may be, all if it is empty; values keep the type of what is there.
+            None: whatever is said is taken
+        reads: whether texts may be read as other values
 
     Raises:
-        SetupError: a value has another type.
+        SetupError: a name is unknown, or a value has another type.
     """
+    if not isinstance(over, dict):
+        raise SetupError(f"{where}: expected names with values, got {shown(over)}.")
     merged = dict(below)
     for name, value in over.items():
-        inner, old = f"{where}.{name}", below.get(name)
-        if typed:
-            value = _like(old, value, inner)
+        inner, old, inside = f"{where}.{name}", below.get(name), None
+        if known and name not in known:
+            there = [str(each) for each in known]
+            near = nearest(str(name), there) or f" (there: {one_line(', '.join(there), 100)})."
+            raise SetupError(
+                f"{label(inner)}: no settings file has it{near} A new one is to be written there "
+                "first."
+            )
+        if known is not None:
+            value, inside = _convert(value, old, inner, reads), known.get(name)
+            inside = inside if isinstance(inside, dict) else {}
         if isinstance(value, dict):
-            value = laid_over(old if isinstance(old, dict) else {}, value, inner, typed)
+            value = lay_over(old if isinstance(old, dict) else {}, value, inner, inside, reads)
         merged[name] = value
     return merged
 
 
-def _refuse_unknown(
-    known: Mapping[str, Any], over: Mapping[str, Any], where: str, file: str
-) -> None:
-    """Refuses names that are not among others, where there are any; also in the dicts within.
-
-    Raises:
-        SetupError: a name is unknown: with it, a run would be trained with the old value.
-    """
-    for name, value in over.items() if known else ():
-        if name not in known:
-            others = [str(other) for other in known]
-            near = nearest(str(name), others) or f" (there: {one_line(', '.join(others), 100)})."
-            raise SetupError(
-                f"{label(f'{where}.{name}')}: is not among the hparams of {label(file)}{near} "
-                "A new one is to be written there first."
-            )
-        if isinstance(value, dict) and isinstance(known[name], dict):
-            _refuse_unknown(known[name], value, f"{where}.{name}", file)
-
-
-def _like(old: Any, value: Any, where: str) -> Any:
+def _convert(value: Any, old: Any, where: str, reads: bool) -> Any:
     """Returns a value with the type of the one that it replaces; null has none.
 
     Raises:
         SetupError: it has another.
     """
-    if isinstance(value, Word):
+    if reads and isinstance(value, str):
         read = read_value(value)
-        value = read if read is None or type(old) is not str or type(read) is str else str(value)
-    sort, other = (list if type(each) is tuple else type(each) for each in (old, value))
+        value = value if isinstance(old, str) and not isinstance(read, str | None) else read
+    sort, other = type(old), type(value)
     if old is None or value is None or sort is other:
         return value
-    with contextlib.suppress(OverflowError):
-        if {sort, other} == {int, float} and sort(value) == value:
-            return sort(value)
+    if {sort, other} == {int, float} and sort(value) == value:
+        return sort(value)
     raise SetupError(
-        f"{label(where)}: expected {WORDS[sort]}, as the settings file has it "
-        f"({shown(old, 40)}), got {shown(value)}."
+        f"{label(where)}: expected a value such as {shown(old, 40)}, which a settings file has, "
+        f"got {shown(value)}."
     )
 
 
-def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Returns values by name, those of hparams by names like hparams.width."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        inner = flat(value, f"{above}{name}.") if isinstance(value, dict) else {}
+        inner = flatten(value, f"{above}{name}.") if isinstance(value, dict) else {}
         found |= inner or {f"{above}{name}": value}
     return found
 

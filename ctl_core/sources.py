@@ -6,7 +6,6 @@ What cannot be begun from is refused before the new run has a folder.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def check_start(config: Config) -> None:
         SetupError: there is no such run, checkpoint or file; or the run began otherwise.
     """
     if (run := _begun(config)) is not None:
-        began = read_file(run / "config.yaml", required=False).get("fork", ("", None))[1]
+        began = read_file(run / "config.yaml", required=False).values.get("fork")
         if config.fork is not None and began != config.fork:
             how = "by itself" if began is None else f"from {began}"
             raise SetupError(
@@ -81,14 +80,10 @@ def from_anywhere(config: Config) -> Config:
         return dataclasses.replace(config, fork=None, init_from=None)
     places: dict[str, Any] = {}
     for name, text in (("fork", config.fork), ("init_from", config.init_from)):
-        if text is None:
-            continue
-        if name == "init_from" and _is_weights(text):
-            places[name] = os.path.abspath(text)
-            continue
-        source = read_source(name, text, config.runs_dir)
-        step = "" if source.step is None else f"@{source.step}"
-        places[name] = f"{source.run.absolute()}{step}"
+        if text is not None and (name == "fork" or not _is_weights(text)):
+            source = read_source(name, text, config.runs_dir)
+            step = "" if source.step is None else f"@{source.step}"
+            places[name] = f"{source.run.absolute()}{step}"
     return dataclasses.replace(config, **places)
 
 

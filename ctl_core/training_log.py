@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from ctl_core.errors import SetupError, one_line
-from ctl_core.layers import flat, load_config
+from ctl_core.layers import flatten, load_config
 from ctl_core.provenance import commit
 from ctl_core.settings import Config, shown
 
@@ -60,7 +60,7 @@ def _changed(config: Config) -> str:
     project, where = Config(), "the defaults"
     with contextlib.suppress(SetupError):
         project, where = load_config("config.yaml"), "config.yaml"
-    before, after = (flat(dataclasses.asdict(each)) for each in (project, config))
+    before, after = (flatten(dataclasses.asdict(each)) for each in (project, config))
     found = [
         f"{name} {shown(value, 40)}"
         for name, value in after.items()

@@ -51,7 +51,6 @@ QUICK = (
     "test_rate.py",
     "test_reduction.py",
     "test_settings.py",
-    "test_settings_of_runs.py",
     "test_layout.py",
     "test_splits.py",
 )

@@ -134,7 +134,7 @@ def _is_at_end(run: Run, state: State, engine: Path) -> bool:
     if newest.progress.get("ended") is not None:
         return True
     own = read_file(run.config_file)  # each start of the training writes it
-    last, epochs = (own.get(name, ("", None))[1] for name in ("steps", "epochs"))
+    last, epochs = (own.values.get(name) for name in ("steps", "epochs"))
     if epochs is not None and state.data.source.steps_per_epoch is not None:
         last = int(epochs) * state.data.source.steps_per_epoch
     return last is not None and newest.step >= int(last)

@@ -16,9 +16,9 @@ LAYERS = """
     signals source_lines splits table types
     compat console files gpus helpers nested settings variables
     ahead averaging callbacks_file collectives defaults elements fitting groups layers
-    learning_rate listeners options process_state profile raw record recording run_lock selection
-    staging task tracking training_mode
-    batch_norm checks.hooks flags folder freezing hparams_page randomness rate_schedule rendezvous
+    learning_rate listeners process_state profile raw record recording run_lock selection staging
+    task tracking training_mode
+    batch_norm checks.hooks folder freezing hparams_page randomness rate_schedule rendezvous
     sources summary supervisor sync training_log units
     checks.position cli divergence hooks run_folder strategy
     __main__ anomaly batches forking kinds micro_batches pairs returned schedule vocabularies

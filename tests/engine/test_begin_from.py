@@ -80,7 +80,10 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no run": ({"fork": "nobody"}, r"^fork: there is no run 'nobody' \(there: a\); name a run"),
     "no step": ({"fork": "a@3"}, r"^fork: .*a has no checkpoint of step 3 \(there: 4, 2\)\.$"),
-    "both": ({"fork": "a", "init_from": "a"}, r"^fork and init_from: give one of the two\.$"),
+    "both": (
+        {"fork": "a", "init_from": "a"},
+        r"^fork and init_from: give one of the two, got a and a\.$",
+    ),
     "no file": (
         {"init_from": "/none/m.keras"},
         r"^init_from: there is no run '/none/m\.keras'.*, a \.keras or \.weights\.h5 file",

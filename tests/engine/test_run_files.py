@@ -165,7 +165,7 @@ def test_an_export_replaces_nothing(project: Path, capsys: pytest.CaptureFixture
     for flags, words in (
         (["--output", "callbacks.py"], "callbacks.py/1 cannot be written: "),
         (["--output", "not/there"], "cannot be written: No such file or directory; name another"),
-        (["--output", ""], "output: expected the name of a file or folder, got ''"),
+        (["--output", ""], "output: expected a path in the file system, got ''"),
     ):
         assert main(["export", *flags]) == 2
         error = capsys.readouterr().err

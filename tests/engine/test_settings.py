@@ -1,35 +1,34 @@
-"""Settings: where they come from, which goes before which, and what is said of wrong ones."""
+"""Settings as users see them: where they come from, what goes before what, runs, ``--help``."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 import ctl_core
-from ctl_core.cli import parse_command
+from ctl_core.__main__ import main
+from ctl_core.cli import COMMANDS, FLAGS
 from ctl_core.errors import SetupError
 from ctl_core.layers import load_config, write_config
 from ctl_core.settings import SETTINGS, Config
-from tests.helpers.settings import TYPED, resolve
+from tests.helpers.settings import make_run, parse
 
 pytestmark = pytest.mark.usefixtures("folder")
 
-FIELDS = list(SETTINGS)
-
-# For each setting a value for the file, one for the environment and one for a flag, as written
-# there, and what each is in Python. All differ from the default.
+# For each setting what the file, the environment and a flag say, as written there, and what each
+# is in Python. All differ from the default.
 VALUES: dict[str, list[tuple[str, Any]]] = {
     "steps": [("30", 30), ("40", 40), ("50", 50)],
     "epochs": [("3", 3), ("4", 4), ("5", 5)],
     "overfit_batches": [("1", 1), ("2", 2), ("3", 3)],
-    "batch_size": [("8", 8), ("16", 16), ("0x20", 32)],
+    "batch_size": [("8", 8), ("16", 16), ("32", 32)],
     "accumulate_steps": [("2", 2), ("3", 3), ("4", 4)],
     "last_batch": [("keep", "keep"), ("drop", "drop"), ("keep", "keep")],
     "precision": [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16")],
@@ -44,8 +43,8 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "run_name": [("'3'", "3"), ("4", "4"), ("2024-01-05", "2024-01-05")],
     "fork": [("a", "a"), ("a@3", "a@3"), ("b/c@best", "b/c@best")],
     "init_from": [("a", "a"), ("m.keras", "m.keras"), ("b/c@best", "b/c@best")],
-    "ckpt_every": [("0", 0), ("5", 5), ("6", 6)],
-    "eval_every": [("0", 0), ("5", 5), ("6", 6)],
+    "ckpt_every": [("0", 0), ("1epoch", "1epoch"), ("10min", "10min")],
+    "eval_every": [("0", 0), ("5", 5), ("2epochs", "2epochs")],
     "eval_batch_size": [("32", 32), ("64", 64), ("8", 8)],
     "limit_eval": [("3", 3), ("5", 5), ("1", 1)],
     "max_time": [("7h30m", "7h30m"), ("45min", "45min"), ("90s", "90s")],
@@ -59,165 +58,83 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "deterministic": [("true", True), ("1", True), ("", True)],
     "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
     "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
-    "callbacks": [("experiments/gan.py", "experiments/gan.py"), ("b c.py", "b c.py"), ("d", "d")],
+    "callbacks": [("experiments/gan.py", "experiments/gan.py"), ("b, c.py", "b, c.py"), ("d", "d")],
     "listener": [("a.B", "a.B"), ("a.b:C", "a.b:C"), ("c.D", "c.D")],
     "debug": [("yes", True), ("true", True), ("", True)],
-}
+}  # fmt: skip
 
 
-def flag_of(name: str, text: str) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    return [f"{flag}={text}"] if text else [flag]
+def resolve(*flags: str, config: str | None = None, **environ: str) -> Config:
+    return parse("train", *flags, config=config, **environ).config
+
+
+def refuse(*flags: str, config: str | None = None, **environ: str) -> str:
+    with pytest.raises(SetupError) as caught:
+        resolve(*flags, config=config, **environ)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- What goes before what ---------------------------------------------------------------------
 
 
 def test_the_table_above_knows_every_setting() -> None:
-    assert [*VALUES, "hparams"] == FIELDS
-
-
-def test_without_anything_the_defaults_hold() -> None:
+    assert [*VALUES, "hparams"] == [*SETTINGS]
     assert resolve() == Config()
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_defaults_give_way_to_the_file_the_environment_and_flags(name: str) -> None:
-    (file, in_file), (variable, in_environment), (flag, in_flag) = VALUES[name]
+    (file, in_file), (variable, in_environment), (text, in_flag) = VALUES[name]
     config, environ = f"{name}: {file}\n", {f"CTL_{name.upper()}": variable}
-    flags = flag_of(name, flag)
+    flag = "--" + name.replace("_", "-") + f"={text}" * bool(text)
     for settings, expected in (
         (resolve(config=config), in_file),
-        (resolve(config=config, environ=environ), in_environment),
-        (resolve(*flags, config=config, environ=environ), in_flag),
-        (resolve(config="", environ=environ), in_environment),
-        (resolve(*flags, config="", environ=environ), in_flag),
-        (resolve(*flags, config=config), in_flag),
-        (resolve(*flags, config=""), in_flag),
+        (resolve(config=config, **environ), in_environment),
+        (resolve(flag, config=config, **environ), in_flag),
+        (resolve(flag, config=""), in_flag),
     ):
         value = getattr(settings, name)
         assert (value, type(value)) == (expected, type(expected))
         assert dataclasses.replace(settings, **{name: getattr(Config(), name)}) == Config()
 
 
-def test_switches_can_be_switched_off_again() -> None:
+def test_switches_and_values_are_taken_back() -> None:
     for name in ("deterministic", "debug"):
         assert getattr(resolve(f"--no-{name}", config=f"{name}: true"), name) is False
         off = {f"CTL_{name.upper()}": "0"}
-        assert getattr(resolve(config=f"{name}: true", environ=off), name) is False
-        assert getattr(resolve(f"--{name}", config="", environ=off), name) is True
-
-
-def test_a_setting_is_taken_back_by_null() -> None:
-    Path("config.yaml").write_text("early_stop: loss:3\nlimit_eval: 4\nema: 0.9\n")
-    flags = ["--steps=1", "--early-stop", "null", "--ema=null"]
-    config = parse_command(["train", *flags], {"CTL_LIMIT_EVAL": "null"}).config
-    assert config.early_stop is config.ema is config.limit_eval is None
+        assert getattr(resolve(config=f"{name}: true", **off), name) is False
+        assert getattr(resolve(f"--{name}", config="", **off), name) is True
+    config = "early_stop: loss:3\nlimit_eval: 4\nema: 0.9\n"
+    found = resolve("--early-stop", "null", "--ema=null", config=config, CTL_LIMIT_EVAL="null")
+    assert found == Config()
 
 
 def test_epochs_of_a_higher_layer_replace_steps_of_a_lower_one() -> None:
     assert resolve("--epochs", "3", config="steps: 600") == Config(epochs=3)
     assert resolve("--steps", "3", config="epochs: 600") == Config(steps=3)
-    assert resolve(config="steps: 600", environ={"CTL_EPOCHS": "2"}) == Config(epochs=2)
-    assert resolve("--steps", "5", environ={"CTL_EPOCHS": "2"}) == Config(steps=5)
+    assert resolve(config="steps: 600", CTL_EPOCHS="2") == Config(epochs=2)
+    assert resolve("--steps", "5", CTL_EPOCHS="2") == Config(steps=5)
 
 
-HPARAMS = "hparams: {width: 32, name: base, layers: {first: 1, second: 2}, rates: [1, 2]}"
-
-
-def test_hparams_are_merged_name_by_name() -> None:
-    environ = {"CTL_HPARAMS": "{width: 64, layers: {second: 3}}"}
-    flags = ("--hparams.name", "wide", "--hparams.layers.first=5", "--hparams.rates", "[3]")
-    assert resolve(config=HPARAMS).hparams == {
-        "width": 32,
-        "name": "base",
-        "layers": {"first": 1, "second": 2},
-        "rates": [1, 2],
-    }
-    assert resolve(*flags, environ=environ).hparams == {
-        "width": 64,
-        "name": "wide",
-        "layers": {"first": 5, "second": 3},
-        "rates": [3],
-    }
-
-
-TEXTS: dict[str, Any] = {
-    "64": 64, "-1": -1, "1e-3": 0.001, "-2.5E+2": -250.0, ".5": 0.5, "1_000": 1000, "true": True,
-    "null": None, "": "", "relu": "relu", "'64'": "64", "'1e-3'": "1e-3", "1e-3x": "1e-3x",
-    "[1, 1e2, a]": [1, 100.0, "a"], "{a: {b: 2}}": {"a": {"b": 2}}, "[not yaml": "[not yaml",
-    "a: b: c": "a: b: c", "ümlaut …": "ümlaut …",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_hparams_have_the_same_types_everywhere_and_come_back(text: str) -> None:
-    value = TEXTS[text]
-    found = resolve("--hparams.x", text).hparams["x"]
-    assert (found, type(found)) == (value, type(value))
-    assert resolve(f"--hparams.x={text}").hparams == {"x": value}
-    plain = Config(hparams={"x": value})
-    write_config(plain, Path("config.yaml"))
-    assert resolve() == plain and load_config("config.yaml") == plain
-    if text and not text.startswith("[not") and ": b:" not in text:
-        assert resolve(config=f"hparams:\n  x: {text}\n") == plain
-        assert resolve(config="", environ={"CTL_HPARAMS": f"{{x: {text}}}"}) == plain
-
-
-def test_the_resolved_config_comes_back_equal(folder: Path) -> None:
-    every = Config(
-        steps=30, batch_size=12, accumulate_steps=3, precision="bfloat16", learning_rate=1e-5,
-        seed=2**32 - 1, run_name="007", ckpt_every=0, eval_every=7, strategy="mirrored",
-        virtual_devices=2, deterministic=True, runs_dir="some where: else",
-        debug=True, hparams={"a": {"b": [1, "2", 1e-5, None, True]}, "yes": "no", "1": "null"},
-    )  # fmt: skip
-    for config in (Config(), every, Config(epochs=3)):
-        write_config(config, folder / "resolved.yaml")
-        assert load_config(folder / "resolved.yaml") == config
-        assert resolve("--config", "resolved.yaml") == config
-        assert list(yaml.safe_load((folder / "resolved.yaml").read_text())) == FIELDS
-    assert os.listdir(folder) == ["resolved.yaml"]
-
-
-def test_load_config_takes_settings_on_top(folder: Path) -> None:
-    (folder / "my.yaml").write_text(HPARAMS + "\nsteps: 3\n")
-    config = load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
-    assert (config.steps, config.epochs) == (None, 2)
-    assert config.hparams["layers"] == {"first": 9, "second": 2}
-    assert ctl_core.load_config(folder / "my.yaml", steps=None) == dataclasses.replace(
-        load_config("my.yaml"), steps=None
+def test_several_files() -> None:
+    """Which take the place of config.yaml; a later one goes before."""
+    Path("base.yaml").write_text("steps: 3\nseed: 1\nhparams: {width: 32, deep: {a: 1, b: 2}}\n")
+    Path("big.yaml").write_bytes(
+        b"\xef\xbb\xbfepochs: 2\r\nseed: 2\r\nhparams: {width: wide, deep: {b: 9}}\r\n"
     )
-    with pytest.raises(SetupError, match=r"unknown setting 'step'; did you mean 'steps'\?"):
-        load_config("my.yaml", step=2)
-    with pytest.raises(SetupError, match=r"nowhere.yaml: there is no such settings file"):
-        load_config("nowhere.yaml")
+    expected = Config(epochs=2, seed=2, hparams={"width": "wide", "deep": {"a": 1, "b": 9}})
+    files = ("--config", "base.yaml", "--config", "big.yaml")
+    assert resolve(*files, config="batch_size: 7\n") == expected
+    assert resolve(CTL_CONFIG=os.pathsep.join(files[1::2])) == expected
+    both = resolve("--config=big.yaml", CTL_CONFIG="base.yaml")
+    assert both == dataclasses.replace(expected, hparams={"width": "wide", "deep": {"b": 9}})
+    assert refuse(*files, "--config=none.yaml") == "none.yaml: there is no such settings file."
 
 
-def test_every_setting_is_used_somewhere() -> None:
-    """Somewhere else in the engine than where settings are read."""
-    engine = Path(ctl_core.__file__).parent
-    sources = [p.read_text() for p in engine.rglob("*.py") if p.stem not in ("settings", "cli")]
-    for name in FIELDS:
-        assert any(re.search(rf"\bconfig\.{name}(_steps)?\b", text) for text in sources), name
+# ---- hparams -----------------------------------------------------------------------------------
 
-
-def test_other_config_files() -> None:
-    for name, text in (("base", "steps: 3\nseed: 1\n" + HPARAMS), ("big", "epochs: 2\nseed: 2\n")):
-        Path(f"{name}.yaml").write_text(text)
-    Path("config.yaml").write_text("batch_size: 7\n")  # of which nothing is taken
-    Path("bom.yaml").write_bytes(b"\xef\xbb\xbfseed: 3\r\nsteps: 4\r\n")
-    Path("more.yaml").write_text("hparams: {width: wide, layers: {second: 9}}")
-    hparams = yaml.safe_load(HPARAMS)["hparams"]
-    expected = Config(epochs=2, seed=2, hparams=hparams)
-    files = ["base.yaml", "big.yaml"]
-    assert resolve("--config", files[0], "--config", files[1]) == expected
-    assert resolve(environ={"CTL_CONFIG": os.pathsep.join(files)}) == expected
-    assert resolve("--config", files[1], "--config=base.yaml").steps == 3
-    both = resolve("--config", "bom.yaml", environ={"CTL_CONFIG": files[1]})
-    assert both == Config(seed=3, steps=4)
-    changed = resolve("--config", files[0], "--config", "more.yaml").hparams
-    assert changed == {**hparams, "width": "wide", "layers": {"first": 1, "second": 9}}
-    with pytest.raises(SetupError, match=r"^none.yaml: there is no such settings file"):
-        resolve("--config", files[0], "--config", "none.yaml")
-
-
+TYPED = "hparams: {n: 3, x: 1.5, sure: true, t: base, l: [1], d: {n: 1}, nothing: null}"
 KEPT: list[tuple[str, str, Any]] = [
     ("n", "4", 4), ("n", "1e3", 1000), ("x", "2", 2.0), ("x", "null", None), ("sure", "no", False),
     ("t", "7", "7"), ("t", "007", "007"), ("t", "'8'", "8"), ("t", "null", None),
@@ -226,46 +143,244 @@ KEPT: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "value"), KEPT)
-def test_hparams_keep_the_type_that_config_yaml_gives_them(
-    name: str, text: str, value: Any
-) -> None:
-    found: Any = resolve(f"--hparams.{name}", text, config=TYPED).hparams
-    for each in name.split("."):
-        found = found[each]
-    assert (found, type(found)) == (value, type(value))
-    if name in ("n", "x"):
-        environ = {"CTL_HPARAMS": f"{{{name}: {text}}}"}
-        assert resolve(config=TYPED, environ=environ).hparams[name] == value
+def test_hparams_keep_the_type_that_a_file_gives_them(name: str, text: str, value: Any) -> None:
+    variable = "CTL_HPARAMS__" + name.replace(".", "__").upper()
+    words = (f"--hparams.{name}", text), (f"--hparams.{name}={text}",), ()
+    for flags in words:
+        environ = {} if flags else {variable: text}
+        found: Any = resolve(*flags, config=TYPED, **environ).hparams
+        for each in name.split("."):
+            found = found[each]
+        assert (found, type(found)) == (value, type(value))
+
+
+TEXTS: dict[str, Any] = {
+    "64": 64, "-1": -1, "1e-3": 0.001, "-2.5E+2": -250.0, ".5": 0.5, "true": True, "null": None,
+    "relu": "relu", "'64'": "64", "'1e-3'": "1e-3", "1e-3x": "1e-3x",
+    "[1, 1e2, a]": [1, 100.0, "a"],
+    "{a: {b: 2}}": {"a": {"b": 2}}, "[not yaml": "[not yaml", "ümlaut …": "ümlaut …",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_hparams_are_read_alike_everywhere_and_come_back(text: str) -> None:
+    plain = Config(hparams={"x": TEXTS[text]})
+    found = resolve("--hparams.x", text, config="")
+    assert found == plain and type(found.hparams["x"]) is type(TEXTS[text])
+    write_config(plain, Path("config.yaml"))
+    assert resolve() == load_config("config.yaml") == plain
+    if text != "[not yaml":
+        assert resolve(config=f"hparams:\n  x: {text}\n") == plain
+
+
+def test_hparams_are_merged_name_by_name() -> None:
+    config = "hparams: {width: 32, name: base, layers: {first: 1, second: 2}, rates: [1, 2]}"
+    flags = ("--hparams.name", "wide", "--hparams.layers.first=5", "--hparams.rates", "[3]")
+    environ = {"CTL_HPARAMS": "{width: 64, layers: {second: 3}}", "CTL_HPARAMS__LAYERS__FIRST": "9"}
+    assert resolve(*flags, config=config, **environ).hparams == {
+        "width": 64,
+        "name": "wide",
+        "layers": {"first": 5, "second": 3},
+        "rates": [3],
+    }
 
 
 def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
     """Else a slip in its name would train with the old value; a new one is written down first."""
-    text = "hparams: {width: 3, optimizer: {momentum: 0.9}, rates: {}, deep: null}\n"
-    Path("config.yaml").write_text(text)
-
-    def refused(*flags: str, environ: dict[str, str] | None = None) -> str:
-        with pytest.raises(SetupError) as caught:
-            resolve(*flags, environ=environ)
-        return str(caught.value)
-
-    assert refused("--hparams.widht", "4") == (
-        "--hparams.widht: is not among the hparams of config.yaml; did you mean 'width'? "
+    config = "hparams: {width: 3, optimizer: {momentum: 0.9}, rates: {}, deep: null}\n"
+    said = refuse("--hparams.widht", "4", config=config)
+    assert said == (
+        "hparams.widht: no settings file has it; did you mean 'width'? "
         "A new one is to be written there first."
     )
-    said = refused("--hparams.optimizer.momentun", "3")
-    assert "'momentum'" in said and said.startswith("--hparams.optimizer.momentun: is not among")
-    assert "(there: width, optimizer, rates, deep). A new" in refused("--hparams.q", "4")
-    assert "CTL_HPARAMS.widht: is" in refused(environ={"CTL_HPARAMS": "{widht: 4}"})
-    Path("big.yaml").write_text("hparams: {height: 2}\n")
-    named = ("--config", "config.yaml", "--config", "big.yaml")
-    assert "of big.yaml" in refused(*named, "--hparams.widht", "4")
-    with pytest.raises(SetupError, match=r"^hparams\.widht: is not among the hparams of my\.yaml"):
-        load_config(shutil.copy("config.yaml", "my.yaml"), hparams={"widht": 4})
-
-    found = resolve(*named, "--hparams.height", "4", "--hparams.rates.a", "1").hparams
-    assert found["height"] == 4 and found["rates"] == {"a": 1}
+    assert "'momentum'" in refuse("--hparams.optimizer.momentun", "3")
+    assert "(there: width, optimizer, rates, deep). A new" in refuse("--hparams.q", "4")
+    assert "CTL_HPARAMS.widht: no" in refuse(CTL_HPARAMS="{widht: 4}")
+    assert "'width'" in refuse(CTL_HPARAMS__WIDHT="4")
+    assert "expected a value such as 3" in refuse("--hparams.width", "wide")
+    with pytest.raises(SetupError, match=r"^hparams\.widht: no settings file has it"):
+        load_config("config.yaml", hparams={"widht": 4})
+    assert resolve("--hparams.rates.a", "1").hparams["rates"] == {"a": 1}
     assert resolve("--hparams.deep.x", "1").hparams["deep"] == {"x": 1}
     for none in ("", "hparams: {}\n"):  # where there are none, they are free
-        environ = {"CTL_HPARAMS": "{a: 1}"}
-        free = resolve("--hparams.b", "2", config=none, environ=environ).hparams
+        free = resolve("--hparams.b", "2", config=none, CTL_HPARAMS="{a: 1}").hparams
         assert free == {"a": 1, "b": 2}
+
+
+# ---- Mistakes ----------------------------------------------------------------------------------
+
+WRONG: dict[tuple[str, ...], str] = {
+    ("--jit-compile=3",): "--jit-compile",
+    ("--ckpt-every=1epoh",): "ckpt_every: expected a whole number or 10min, got '1epoh'.",
+    ("--early-stop=loss",): "such as loss:3, got 'loss'.",
+    ("--seed=-1",): "seed: expected a number from 0 up, got '-1'.",
+    ("--ema=1",): "ema: expected a number below 1",
+    ("--runs-dir=gs://bucket/x",): "runs_dir: expected a path in the file system, got 'gs:",
+    ("--runs-dir",): "--runs-dir: expected a value",
+    ("--hparams.width",): "--hparams.width: expected a name and a value",
+    ("--hparams", "{}"): "--hparams: expected a name and a value",
+    ("--detect-anomaly", "--jit-compile"): "detect_anomaly: needs --no-jit-compile",
+    ("--check", "--note=x"): "note: a check is no run",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_wrong_flags(flags: tuple[str, ...]) -> None:
+    assert WRONG[flags] in refuse(*flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    {
+        "seed: 1\nseed: 2\n": "no valid YAML: seed stands there twice in",
+        "- seed\n": "expected lines of the form 'name: value'",
+        "hparams: 3\n": "hparams: expected names with values, got 3",
+        "profile: 5:06\n": "profile: expected a text (in quotes, if it looks like a number)",
+    }.items(),
+)
+def test_wrong_files(text: str, said: str) -> None:
+    assert refuse(config=text).startswith(f"config.yaml: {said}")
+
+
+def test_settings_from_python() -> None:
+    found = Config(steps=np.int64(3), learning_rate=np.float32(0.5), runs_dir=Path("x"))  # type: ignore[arg-type]
+    assert found == Config(steps=3, learning_rate=0.5, runs_dir="x")
+    assert type(found.steps) is int and type(found.runs_dir) is str
+    for wrong, said in (
+        ({"foo": 3}, "unknown setting 'foo'"),
+        ({"fork": "a", "init_from": "b"}, "fork and init_from: give one of the two, got a and b."),
+        ({"batch_size": None}, "batch_size: expected a whole number, got None."),
+        ({"hparams": {"a": np.zeros(2)}}, "hparams: no file can hold these"),
+    ):
+        with pytest.raises(SetupError, match=f"^{re.escape(said)}"):
+            Config(**wrong)
+    Path("my.yaml").write_text("steps: 3\nhparams: {layers: {first: 1, second: 2}}\n")
+    config = ctl_core.load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
+    assert config == Config(epochs=2, hparams={"layers": {"first": 9, "second": 2}})
+    with pytest.raises(SetupError, match=r"unknown setting 'step'; did you mean 'steps'\?"):
+        load_config("my.yaml", step=2)
+
+
+# ---- Runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export"])
+def test_a_trained_run_is_used_with_its_own_settings(command: str) -> None:
+    own = Config(steps=9, batch_size=3, run_name="old", workers=3, debug=True, hparams={"width": 7})
+    for name, age in (("old", 20), ("new", 10)):
+        write_config(dataclasses.replace(own, run_name=name), Path("own.yaml"))
+        make_run(name, Path("own.yaml").read_text(), age)
+    Path("config.yaml").write_text("steps: 1\nbatch_size: 64\nema: 0.9\nhparams: {width: 1}\n")
+
+    def use(*words: str, **environ: str) -> Any:
+        return parse(command, *words, **environ)
+
+    # How a run was watched, and by how many processes trained, says nothing about how it is used.
+    expected = dataclasses.replace(own, debug=False, workers=1)
+    for words in (["old"], ["--run-name", "old"], ["old", "--run-name", "old"]):
+        found = use(*words, "--checkpoint", "3")
+        assert found.config == expected and found.run == Path("runs/old")
+        assert found.options["checkpoint"] == 3
+    assert use().config == dataclasses.replace(expected, run_name="new")
+    assert use(CTL_RUN_NAME="old", CTL_WORKERS="2").config == expected
+    assert use("old", "--batch-size", "5", CTL_BATCH_SIZE="6").config.batch_size == 5
+    assert use("old", "--debug", "--checkpoint=best").config.debug is True
+    Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\nhparams: {width: x}\n")
+    other = dataclasses.replace(expected, batch_size=11, hparams={"width": "x"})
+    assert use("--config", "mine.yaml").config == other
+    for words, said in (
+        (["--runs-dir", "elsewhere"], "elsewhere: no run there yet"),
+        (["--checkpoint", "last"], "checkpoint: expected a whole number or best, got 'last'."),
+        (["odl"], "run_name: no run 'odl' in runs; did you mean 'old'? (there: new, old)"),
+        (["--workers", "2"], "unknown setting --workers"),
+    ):
+        with pytest.raises(SetupError, match=f"^{re.escape(said)}"):
+            use(*words)
+
+
+def test_a_run_goes_on_with_its_own_settings() -> None:
+    """Flags and files that are named go before; hparams that it does not have are the project's."""
+    project = "steps: 600\nearly_stop: loss:3\nhparams: {old: 1}\n"
+    first = resolve("--run-name=a", "--batch-size=8", "--early-stop=null", config=project)
+    write_config(first, Path("own.yaml"))
+    make_run("a", Path("own.yaml").read_text())
+    Path("config.yaml").write_text(project.replace("old: 1", "old: 2, new: 2") + "seed: 4\n")
+    found = parse("train", "--run-name=a", "--hparams.new=3")
+    assert found.config == dataclasses.replace(first, hparams={"old": 1, "new": 3})
+    assert resolve("--run-name=a").hparams == {"old": 1}
+    (note,) = found.notes
+    assert note.startswith("runs/a goes on with its own settings: early_stop None (config.yaml:")
+    assert "seed 0 (config.yaml: 4)" in note and "new" not in note
+    Path("mine.yaml").write_text("seed: 5\nepochs: 2\n")
+    found = parse("train", "--run-name=a", "--config=mine.yaml")
+    assert not found.notes
+    assert (found.config.seed, found.config.epochs, found.config.batch_size) == (5, 2, 8)
+    assert "'new'" in refuse("--run-name=a", "--hparams.neww=3")
+
+
+def test_a_fork_has_the_settings_of_its_run() -> None:
+    make_run("a", "steps: 5\nseed: 3\nworkers: 2\nrun_name: a\nfork: b\n")
+    Path("runs/a/ckpt").mkdir()
+    found = resolve("--fork=a", "--run-name=c", config="seed: 4\n")
+    assert found == Config(steps=5, seed=3, run_name="c", fork="a")
+
+
+def test_folders_without_settings_and_with_old_ones() -> None:
+    """A cluster's supervisor makes a folder for logs; an earlier engine had other settings."""
+    Path("runs/a").mkdir(parents=True)
+    assert resolve("--run-name=a", config="seed: 3\n") == Config(seed=3, run_name="a")
+    (make_run("old", "steps: 9\ncurves: true\n") / "train.log").touch()
+    assert resolve("--run-name=old", config="") == Config(steps=9, run_name="old")
+    make_run("lost", "")
+    assert "runs/lost: config.yaml is empty" in refuse("--run-name=lost")
+
+
+def test_the_resolved_settings_come_back_equal(folder: Path) -> None:
+    every = Config(
+        steps=30, accumulate_steps=3, learning_rate=1e-5, run_name="007", ckpt_every="1epoch",
+        runs_dir="some where: else", hparams={"a": {"b": [1, "2", 1e-5, None, True]}, "1": "null"},
+    )  # fmt: skip
+    for config in (Config(), every, Config(epochs=3)):
+        write_config(config, folder / "resolved.yaml")
+        assert load_config(folder / "resolved.yaml") == config
+        assert resolve("--config", "resolved.yaml") == config
+        assert list(yaml.safe_load((folder / "resolved.yaml").read_text())) == [*SETTINGS]
+    assert os.listdir(folder) == ["resolved.yaml"]
+
+
+# ---- Help --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_help_shows_the_flags_of_a_command(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "CTL_BATCH_SIZE" in shown and len(shown.splitlines()) < 80
+    flags = {*re.findall(r"^  --([a-z-]+)", shown, re.MULTILINE)}
+    options, settings = FLAGS[command]
+    names = {*options, *settings} - {"hparams"}
+    assert flags == {name.replace("_", "-") for name in names}
+    text = " ".join(shown.split())
+    for name in set(settings) - {"hparams"}:
+        default = getattr(Config(), name)
+        value = "null" if default is None else default
+        assert f"{SETTINGS[name].description} (default: {value})" in text, name
+
+
+def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == main(["-h"]) == 0
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    for command, text in COMMANDS.items():
+        assert len(re.findall(rf"^  {command} +{re.escape(text)}$", shown, re.MULTILINE)) == 3
+
+
+def test_every_setting_is_used_somewhere() -> None:
+    """Somewhere else in the engine than where settings are read."""
+    engine = Path(ctl_core.__file__).parent
+    sources = [p.read_text() for p in engine.rglob("*.py") if p.stem not in ("settings", "cli")]
+    for name in SETTINGS:
+        assert any(re.search(rf"\bconfig\.{name}(_steps)?\b", text) for text in sources), name

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from ctl_core.cli import parse_command
-from ctl_core.settings import Config
-
-# Values of every type that an hparam may have.
-TYPED = "hparams: {n: 3, x: 1.5, sure: true, t: base, l: [1], d: {n: 1}, nothing: null}"
+from ctl_core.cli import Command, parse_command
 
 
 @pytest.fixture
@@ -23,16 +20,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def resolve(
-    *flags: str, config: str | None = None, environ: dict[str, str] | None = None
-) -> Config:
-    """Returns the settings of ``train`` with these flags, config.yaml and environment."""
+def parse(*words: str, config: str | None = None, **environ: str) -> Command:
+    """Returns a command line as it is read with this config.yaml and environment."""
     if config is not None:
         Path("config.yaml").write_text(config)
-    return parse_command(["train", *flags], environ or {}).config
+    with mock.patch.dict(os.environ, environ):
+        return parse_command(words)
 
 
-def make_run(name: str, age: int, text: str = "") -> Path:
+def make_run(name: str, text: str = "seed: 0\n", age: int = 0) -> Path:
+    """Writes the config.yaml of a run, so many seconds old."""
     run = Path("runs") / name
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(text)

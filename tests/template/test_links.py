@@ -13,8 +13,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from ctl_core.__main__ import main
-from ctl_core.cli import parse_command
-from ctl_core.options import COMMANDS
+from ctl_core.cli import COMMANDS, parse_command
 from tests.helpers.rendering import EXAMPLES, ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -115,6 +114,6 @@ def test_commands_are_understood(
             if arguments[0] == "hooks" or "--help" in arguments:
                 assert main(arguments if "--help" in arguments else ["hooks", "--help"]) == 0, line
             else:
-                parse_command(arguments, {})
+                parse_command(arguments)
             seen += 1
     assert seen > 3
