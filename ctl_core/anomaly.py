@@ -14,8 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.hooks import Hook, Hooks
-from ctl_core.run_state.tracking import ENGINE, is_own_file
-from ctl_core.source_lines import file_name
+from ctl_core.source_lines import ENGINE, file_name, is_own_file
 
 # What a check says: the type of the op, its graph, what it gave, and its name.
 _FOUND = re.compile(
@@ -23,9 +22,13 @@ _FOUND = re.compile(
     r"\s+\[\[.*?\{\{node (.*?)/CheckNumericsV2",
     re.DOTALL,
 )
-# The hooks whose work functions of step.py do.
-_STEP = f"{ENGINE}/step.py"
-_DOES = {"run_model": "create_model", "loss_of": "create_loss", "apply_gradients": "create_opt"}
+# The hooks whose work functions of these files do.
+_STEP = (f"{ENGINE}/step.py", f"{ENGINE}/forward.py")
+_DOES = {
+    "run_model": "create_model",
+    "compute_loss": "create_loss",
+    "apply_gradients": "create_opt",
+}
 # Of the names of all ops that compute gradients.
 _SCOPE = "gradient_tape/"
 
@@ -93,9 +96,9 @@ def _place(op: Any, hooks: Hooks) -> str:
     if made := hooks.made(frames):
         return made
     # Before the step there may be lines of the program that called the engine.
-    first = next((n for n, frame in enumerate(frames) if frame[0] == _STEP), 0)
+    first = next((n for n, frame in enumerate(frames) if frame[0] in _STEP), 0)
     own = [f"{file_name(file)}:{line}" for file, line in frames[first:] if is_own_file(file)]
-    inside = [frame.name for frame in op.traceback if frame.filename == _STEP]
+    inside = [frame.name for frame in op.traceback if frame.filename in _STEP]
     does = next((_DOES[name] for name in reversed(inside) if name in _DOES), None)
     if does is None:
         return f"the step ({own[-1]})" if own else "the step"

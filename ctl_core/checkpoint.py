@@ -49,7 +49,7 @@ from ctl_core.run_state.record import (
     sync_files,
     write_record,
 )
-from ctl_core.run_state.vocabularies import Vocabularies
+from ctl_core.run_state.vocabularies import ADAPTED, Vocabularies
 from ctl_core.selection import best_step
 from ctl_core.sources import NOT_BEGUN
 from ctl_core.state import Progress, State, check_hook_state
@@ -57,7 +57,6 @@ from ctl_core.state import Progress, State, check_hook_state
 _WRITING_TABLES = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
 # The hooks whose variables a resumed run cannot do without; others may change between two starts.
 _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
-ADAPTED = ("StringLookup", "IntegerLookup", "Discretization", "Normalization")
 
 
 class CheckpointFacade:
@@ -159,7 +158,7 @@ class Checkpoints:
         self._engine = self._folder / "engine"
         recording = state.recording
         layers = recording.layers
-        adapted = [layer for layer in layers if type(layer).__name__ in ADAPTED]
+        adapted = [layer for layer in layers if isinstance(layer, ADAPTED)]
         learnt = {f"{number}/{layer.name}": layer for number, layer in enumerate(adapted)}
         self._vocabularies = Vocabularies(learnt, state.hooks)
         own = [v for name, v in recording.variables.items() if "/StateVar" in name]

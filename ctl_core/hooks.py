@@ -180,10 +180,10 @@ class Hooks:
         hooks = (getattr(self, spec.name) for spec in TABLE if spec.kind == "in the graph")
         return [hook for hook in hooks if hook is not None]
 
-    def data_functions(self) -> dict[str, Any]:
-        """The functions of the hooks that make data, by name."""
+    def data_functions(self) -> list[Callable[..., Any]]:
+        """The functions of the hooks that make data."""
         hooks = (self.create_dataset, self.make_batches, self.create_eval_dataset)
-        return {hook.name: hook.function for hook in hooks if hook is not None}
+        return [hook.function for hook in hooks if hook is not None]
 
     def attribute_error(self, error: BaseException, otherwise: str = "the step") -> str:
         """Says in one line which hook an op belongs to that failed while a graph was running.

@@ -5,10 +5,20 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import sysconfig
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+ENGINE = str(Path(__file__).parent)
+_NOT_OURS = (
+    ENGINE,
+    sysconfig.get_paths()["stdlib"],
+    "site-packages",
+    "dist-packages",
+    "__autograph_generated",
+)
 
 
 def code_of(function: Callable[..., Any]) -> types.CodeType | None:
@@ -38,6 +48,11 @@ def file_name(path: str) -> str:
     label = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(path)
     number = re.search(r"\d+", " ".join(label or ()))
     return f"cell {number[0]}" if number else "cell" if "ipykernel" in path else Path(path).name
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a source file is the user's own: of no library, and not made by AutoGraph."""
+    return not any(part in name for part in _NOT_OURS)
 
 
 def frames_in(text: str) -> list[tuple[str, int]]:

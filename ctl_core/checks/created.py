@@ -14,8 +14,8 @@ from ctl_core.compat import max_to_keep
 from ctl_core.errors import SetupError
 from ctl_core.helpers import sample_weight
 from ctl_core.hooks import Hook, Hooks
+from ctl_core.model.variables import variable_name
 from ctl_core.numerics.groups import OptimizerGroups
-from ctl_core.run_state.tracking import find, variable_name
 from ctl_core.settings import nearest
 from ctl_core.types import Loss
 
@@ -137,25 +137,6 @@ def check_variables(hook: Hook, variables: dict[str, list[Any]]) -> None:
                 f"the variable {variable_name(variable)} is trained in "
                 "float16, in which most updates are lost; use the policy mixed_float16, or "
                 "precision: float16, which keep variables in float32."
-            )
-
-
-def check_optimizers_of_replicas(hook: Hook, optimizer: Any) -> None:
-    """Refuses what Keras' optimizers do in a branch of the graph, where replicas cannot meet."""
-    for one in find({"optimizer": optimizer}).optimizers:
-        said = f"{hook}: {type(one).__name__} with "
-        if one.gradient_accumulation_steps:
-            steps = one.gradient_accumulation_steps
-            raise SetupError(
-                f"{said}gradient_accumulation_steps={steps} works on one replica only; leave it "
-                f"out, and set accumulate_steps: {steps}, with a batch_size {steps} times as large."
-            )
-        if one.use_ema and one.ema_overwrite_frequency:
-            every = one.ema_overwrite_frequency
-            raise SetupError(
-                f"{said}ema_overwrite_frequency={every} works on one replica only; leave it out, "
-                f"and let a hook of every_steps[{every}] call "
-                "optimizer.finalize_variable_values(train_model.trainable_variables)."
             )
 
 

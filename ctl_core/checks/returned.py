@@ -8,9 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.compat import flatten_layers
 from ctl_core.errors import SetupError
 from ctl_core.hooks import Hook, describe
-from ctl_core.run_state.tracking import find, variable_name
+from ctl_core.model.variables import variable_name, walk
 
 
 def kind_of(value: Any) -> str:
@@ -173,7 +174,8 @@ def checked_extra(
     extra = tf.cast(tf.convert_to_tensor(extra_loss, dtype_hint=dtype), dtype)
     if extra.shape.rank in (0, None):
         return extra
-    for layer in reversed(find({"": model}).layers):  # the inner ones first
+    layers = [layer for item in walk(model) for layer in flatten_layers(item)]
+    for layer in reversed(layers):  # the inner ones first
         for added in layer.losses:
             if tf.is_tensor(added) and added.shape.rank not in (0, None):
                 raise create_model.reject(

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.sync import Cluster
 from ctl_core.errors import RunError
-from ctl_core.run_state.tracking import plain_variable, variable_name
+from ctl_core.model.variables import plain_variable, variable_name
 
 _ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
 

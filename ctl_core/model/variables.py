@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -55,9 +56,9 @@ def walk(model: Any) -> Iterator[Any]:
     It follows attributes, containers and what functions enclose.
     """
     seen: dict[int, Any] = {}
-    waiting = [model]
+    waiting = collections.deque([model])
     while waiting:
-        item = waiting.pop(0)
+        item = waiting.popleft()
         if id(item) in seen:
             continue
         seen[id(item)] = item

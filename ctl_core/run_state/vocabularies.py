@@ -16,11 +16,19 @@ from typing import Any
 import keras
 import numpy as np
 
+from ctl_core.compat import flatten_layers
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, brief
 from ctl_core.files import written_whole
 from ctl_core.hooks import Hooks
-from ctl_core.run_state.tracking import find
+from ctl_core.model.variables import walk
+
+ADAPTED = (
+    keras.layers.StringLookup,  # within a TextVectorization, too
+    keras.layers.IntegerLookup,
+    keras.layers.Discretization,
+    keras.layers.Normalization,
+)
 
 
 class Vocabularies:
@@ -33,9 +41,11 @@ class Vocabularies:
             for path, layer in adapted.items()
             if not isinstance(layer, keras.layers.Normalization)
         }
-        of_data = find(hooks.data_functions()).adapted
-        mine = set(map(id, self._layers.values()))
-        self._of_data = {path: layer for path, layer in of_data.items() if id(layer) not in mine}
+        mine = set(map(id, adapted.values()))
+        of_data = [layer for layer in _layers_of_data(hooks) if id(layer) not in mine]
+        self._of_data = {
+            f"data/{number}/{type(layer).__name__}": layer for number, layer in enumerate(of_data)
+        }
         self._text: str | None = None
 
     def __bool__(self) -> bool:
@@ -88,6 +98,17 @@ class Vocabularies:
             console.say(f"{'; '.join(said)}: those of the checkpoint are used.")
         self._text = None
         return said
+
+
+def _layers_of_data(hooks: Hooks) -> list[keras.Layer]:
+    """Returns the adapted layers that the hooks which make data enclose or have as globals."""
+    found: dict[int, keras.Layer] = {}
+    for function in hooks.data_functions():
+        named = getattr(function, "__globals__", {}).values()
+        named = [value for value in named if isinstance(value, keras.Layer)]
+        layers = [layer for item in (*walk(function), *named) for layer in flatten_layers(item)]
+        found |= {id(layer): layer for layer in layers if isinstance(layer, ADAPTED)}
+    return list(found.values())
 
 
 def _learnt(layers: Mapping[str, keras.Layer]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ LAYERS = """
     compat console files gpus helpers nested settings variables
     ahead averaging callbacks_file collectives defaults elements fitting groups layers
     learning_rate listeners process_state profile raw record recording run_lock selection staging
-    task tracking training_mode
+    task training_mode
     batch_norm checks.hooks folder freezing hparams_page randomness rate_schedule rendezvous
     sources summary supervisor sync training_log units
     checks.position cli divergence hooks run_folder strategy

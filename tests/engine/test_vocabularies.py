@@ -82,17 +82,30 @@ def test_more_data_since_change_no_number_of_a_checkpoint(
     assert "as create_model made it" not in capsys.readouterr().out.splitlines()[-2]
 
 
-def test_a_vocabulary_that_data_are_read_with_must_be_the_same(train: Train) -> None:
+VECTORIZE: Any = None
+
+
+@pytest.mark.parametrize("place", ["enclosed", "global"])
+def test_a_vocabulary_that_data_are_read_with_must_be_the_same(
+    train: Train, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     def hooks(words: Any) -> SimpleNamespace:
         vectorize = keras.layers.TextVectorization(output_mode="tf_idf")
         vectorize.adapt(words)
+        monkeypatch.setitem(globals(), "VECTORIZE", vectorize if place == "global" else None)
 
-        def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-            data = tf.data.Dataset.from_tensor_slices((WORDS, TARGET)).batch(per_replica_batch_size)
-            return data.map(lambda word, target: (vectorize(word)[:, :5], target))
+        def read(layer: Any, batch_size: int) -> tf.data.Dataset:
+            data = tf.data.Dataset.from_tensor_slices((WORDS, TARGET)).batch(batch_size)
+            return data.map(lambda word, target: (layer(word)[:, :5], target))
+
+        def read_enclosed(per_replica_batch_size: int) -> tf.data.Dataset:
+            return read(vectorize, per_replica_batch_size)
+
+        def read_global(per_replica_batch_size: int) -> tf.data.Dataset:
+            return read(VECTORIZE, per_replica_batch_size)
 
         return make_hooks(
-            create_dataset=create_dataset,
+            create_dataset=read_global if place == "global" else read_enclosed,
             create_model=lambda: keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)]),
         )
 
