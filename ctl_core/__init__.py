@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ctl_core.collectives import all_reduce as all_reduce
     from ctl_core.collectives import num_replicas as num_replicas
     from ctl_core.collectives import replica_id as replica_id
+    from ctl_core.commands.check import check as check
     from ctl_core.console import report as report
     from ctl_core.console import show_step as show_step
     from ctl_core.errors import CtlError as CtlError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ctl_core.listeners import Listener as Listener
     from ctl_core.model.variables import regularization as regularization
     from ctl_core.model.variables import trainable_variables as trainable_variables
-    from ctl_core.rehearsal import check as check
     from ctl_core.serving.load import LoadedModel as LoadedModel
     from ctl_core.serving.load import load as load
     from ctl_core.settings import Config as Config
@@ -50,7 +50,7 @@ _HOME = {
     "StopTraining": "errors",
     "all_gather": "collectives",
     "all_reduce": "collectives",
-    "check": "rehearsal",
+    "check": "commands.check",
     "deferred": "helpers",
     "leading_dimension": "helpers",
     "load": "serving.load",

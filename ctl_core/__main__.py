@@ -154,7 +154,9 @@ def _run_here(command: Command, source: Source) -> int:
         from ctl_core.console import quiet_libraries
 
         if training:
-            prepare(config)  # before callbacks.py may start TensorFlow otherwise
+            devices = max(3 if options["check"] else 1, config.virtual_devices)
+            # Before callbacks.py may start TensorFlow otherwise; a check compares devices.
+            prepare(dataclasses.replace(config, virtual_devices=devices))
         quiet_libraries(not config.debug)
         callbacks = load_callbacks(source)
     if source.path != source.stands_for:
@@ -168,7 +170,7 @@ def _run_here(command: Command, source: Source) -> int:
             getattr(commands, command.name)(callbacks, config, options)
         return 0
     if options["check"]:
-        from ctl_core.rehearsal import check
+        from ctl_core.commands.check import check
 
         state = check(callbacks, config)
     else:

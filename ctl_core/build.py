@@ -35,7 +35,7 @@ from ctl_core.checks.created import (
 from ctl_core.checks.returned import expect
 from ctl_core.cluster.strategy import create_strategy, distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
-from ctl_core.compat import scratch_graph, written_resources
+from ctl_core.compat import scratch_graph
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError, brief
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
@@ -63,16 +63,29 @@ from ctl_core.training_mode import inference
 from ctl_core.units import count_batches
 
 
-def create_state(callbacks: Any, config: Config, run: Run, console: Console) -> State:
+def create_state(
+    callbacks: Any,
+    config: Config,
+    run: Run,
+    console: Console,
+    strategy: tf.distribute.Strategy | None = None,
+) -> State:
     """Calls the create hooks, builds every variable, and checks what the hooks return.
 
     Nothing is read from a checkpoint and nothing is trained.
+
+    Args:
+        callbacks: the hooks
+        config: the settings
+        run: its folder
+        console: for warnings
+        strategy: whose replicas train; default: what the settings ask for
 
     Raises:
         SetupError: a setting or a hook cannot work; the message says which and why.
     """
     keras.utils.set_random_seed(config.seed)
-    strategy = create_strategy(config)
+    strategy = strategy or create_strategy(config)
     cluster = Cluster(strategy, run.task)
     cluster.check_settings(config)
     hooks, warnings = load_hooks(callbacks, config)
@@ -248,13 +261,12 @@ class _Builder:
         check_groups(hook, dict(parts.optimizers), variables)
         check_variables(self.hooks.create_model, variables)
         if complaint := of_sample_weights(self.hooks, self.data.share_spec):
-            self.console.warn(complaint)
+            self.console.warn_once(complaint)
         with self.recording.during("create_opt"):
             for name, one in parts.optimizers.items():
                 build = getattr(one, "build", None)
                 if callable(build) and not getattr(one, "built", False):
                     build(variables[name])
-        handles = {id(handle) for handle in written_resources(graph)}
         generators = set(map(id, self.recording.generators))
         moved = {
             id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
@@ -264,12 +276,12 @@ class _Builder:
         }
         written = tuple(
             Written(v, moved.get(id(v)), id(v) in moved or is_summed(v))
-            for v in self.recording.variables.values()
+            for v in self.recording.find_written(graph, self.strategy)
             if id(v) not in generators
-            and handles & {id(p.handle) for p in self.strategy.experimental_local_results(v)}
         )
         names = [part for one in named for each in one.values() for part in each.parts]
-        return dataclasses.replace(parts, written=written), names
+        scalar = frozenset(name for one in named for name in one if one[name].is_scalar)
+        return dataclasses.replace(parts, written=written, scalar_losses=scalar), names
 
     def _record_captured(self, graph: Any) -> None:
         """Records the variables that hooks use and others have made, as at import."""

@@ -46,17 +46,20 @@ class Objective:
             batch (sum(loss_per_batch) + w extra_loss) / B, still to be divided by sum(w) / B
         variables: that are trained, those of frozen layers left out
         parts: of the loss, by name
+        is_scalar: whether loss_per_batch is one number
     """
 
     value: tf.Tensor
     variables: list[Any]
     parts: dict[str, Any]
+    is_scalar: bool
 
 
 def run_model(parts: Parts, moment: Moment, batch: Any, training: bool) -> Any:
     """Returns the model's output for a batch, in float32 where precision is lower."""
-    inputs = make_model_input(parts, moment, batch, training)
     hook, what, model = parts.model_for(training)
+    training = training and not parts.quiet
+    inputs = make_model_input(parts, moment, batch, training)
     return to_float32(call_made(hook, what, call_model, model, inputs, training))
 
 
@@ -68,7 +71,7 @@ def make_model_input(parts: Parts, moment: Moment, batch: Any, training: bool) -
 
 def compute_loss(parts: Parts, moment: Moment, batch: Any, output: Any, training: bool) -> Any:
     """Returns what ``train_loss`` makes of the model's output, in float32."""
-    hooks = parts.hooks
+    hooks, training = parts.hooks, training and not parts.quiet
     values = {"batch": batch, "training": training, **parts.values(moment)}
     loss_input = something(hooks.loss_pre, hooks.loss_pre.in_graph(output=output, **values), values)
     train_loss = parts.train_loss
@@ -155,7 +158,8 @@ def compute_objectives(
             )
         else:
             value = (total + tf.cast(weight, total.dtype) * extra) / parts.shape.batch
-        found[name] = Objective(value, list(variables), loss_parts)
+        is_scalar = getattr(loss_per_batch, "shape", tf.TensorShape([])).rank == 0
+        found[name] = Objective(value, list(variables), loss_parts, is_scalar)
     return found, {"output": output, "batch": batch, "loss": loss, "weight": weight}
 
 
@@ -264,10 +268,10 @@ def _existing(
     """Leaves out the variables that the loss does not depend on."""
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     idle = [variable_name(v) for g, v in zip(gradients, variables, strict=True) if g is None]
-    if idle:
+    if idle and not parts.quiet:  # then another part of the model may have run
         more = " and others" if len(idle) > 5 else ""
         warn(f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated.", once=True)
-    if variables and not pairs:
+    if variables and not pairs and not parts.quiet:
         raise parts.hooks.grad_pre.reject(
             "the loss depends on none of the trainable_vars "
             f"({', '.join(variable_name(v) for v in variables[:5])})."

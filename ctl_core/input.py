@@ -176,11 +176,12 @@ def take_share(batch: Any, examples: Any, index: Any, shares: int, replicas: int
     if not sure:  # a stand-in
         size = tf.maximum(size, 1)
         first = tf.minimum(first, examples - size)
-    part = tf.nest.map_structure(lambda tensor: _take_rows(tensor, first, size), batch)
+    part = tf.nest.map_structure(lambda tensor: take_rows(tensor, first, size), batch)
     return Share(part, rows, present, together)
 
 
-def _take_rows(tensor: Any, first: Any, size: Any) -> Any:
+def take_rows(tensor: Any, first: Any, size: Any) -> Any:
+    """Returns so many rows of a tensor from ``first`` on; a scalar is that of all rows."""
     if isinstance(tensor, tf.SparseTensor):
         start = tf.one_hot(0, tensor.shape.rank, tf.cast(first, tf.int64), dtype=tf.int64)
         rows = tf.cast(tf.reshape(size, [1]), tf.int64)

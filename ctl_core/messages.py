@@ -18,7 +18,7 @@ from ctl_core.files import from_here
 from ctl_core.metric_values import evaluation
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.state import State
-from ctl_core.summary import describe_parameters
+from ctl_core.summary import describe_nature, describe_parameters
 
 
 def last_step(state: State, console: Console) -> int:
@@ -51,6 +51,9 @@ def announce(state: State, console: Console, start: int, last: int, resumed: boo
     if start < last and not state.ended and not resumed:
         model = describe_parameters(state.recording, state.train_model, state.train_loss)
         console.say(f"the model has {model}.")
+        nature = describe_nature(state.recording)
+        if nature and state.parts.shape.replicas > 1:
+            console.say(nature)
 
 
 def conclude(state: State, start: int, seconds: float, trained: bool, console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ctl_core.model.recording import Recording
@@ -29,3 +30,22 @@ def describe_parameters(recording: Recording, train_model: Any, train_loss: Any)
     shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:.2g} kB"
     of_them = f"{trained:,}" if trained < number else "all"
     return f"{number:,} parameters, {of_them} of them trainable, {shown}"
+
+
+def is_normalizing(layer: keras.Layer) -> bool:
+    """Whether a layer normalizes what each replica has of a batch by itself."""
+    kind = keras.layers.BatchNormalization
+    return isinstance(layer, kind) and layer.trainable and not layer.synchronized
+
+
+def describe_nature(recording: Recording) -> str | None:
+    """Says why weights depend on the number of replicas; None where no layer is known to."""
+    layers, kind = recording.layers, keras.random.SeedGenerator
+    noisy = [one for one in layers if any(isinstance(v, kind) for v in vars(one).values())]
+    names = sorted({type(layer).__name__ for layer in noisy})
+    said = [f"draws random numbers of its own ({', '.join(names)})"] * bool(names)
+    if any(map(is_normalizing, layers)):
+        said.append("normalizes its own part of a batch (BatchNormalization; not so synchronized)")
+    if not said:
+        return None
+    return f"by nature, weights depend on the number of replicas: each {' and '.join(said)}."

@@ -17,6 +17,7 @@ from typing import Any
 from ctl_core.build import create_state
 from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
+from ctl_core.checks.ratio import check_losses
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import TICK, is_supervised
@@ -94,6 +95,7 @@ def train(
         begun(config, run, console),
     ):
         state = create_state(callbacks, config, run, console)
+        check_losses(state, console)
         trainer = Trainer(state, run, console, signals)
         trainer.restore(go_on)
         trainer.train(source)

@@ -44,7 +44,7 @@ QUICK = (
     "test_golden.py",
     "test_hook_state.py",
     "test_jit.py",
-    "test_pairs.py",
+    "test_losses.py",
     "test_profile.py",
     "test_pythons.py",
     "test_randomness.py",

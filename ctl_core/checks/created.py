@@ -130,13 +130,23 @@ def check_groups(hook: Hook, optimizers: dict[str, Any], variables: dict[str, li
 
 
 def check_variables(hook: Hook, variables: dict[str, list[Any]]) -> None:
-    """Refuses to train float16 variables: most updates are too small to change them."""
+    """Refuses variables that would not be trained as they should be.
+
+    Of float16, most updates are too small to change them; and those that Keras' optimizers
+    overwrite with what it calls their gradient.
+    """
     for variable in (variable for several in variables.values() for variable in several):
         if tf.as_dtype(variable.dtype) == tf.float16:
             raise hook.reject(
                 f"the variable {variable_name(variable)} is trained in "
                 "float16, in which most updates are lost; use the policy mixed_float16, or "
                 "precision: float16, which keep variables in float32."
+            )
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise hook.reject(
+                f"the variable {variable_name(variable)} is overwritten with its gradient, as by "
+                'quantize("float8"), which sums and clips of gradients would change; leave it '
+                "out: precision: bfloat16 computes in less, too."
             )
 
 

@@ -29,7 +29,6 @@ from ctl_core.compat import (
     global_seed_generator,
     stages,
     with_called,
-    written_resources,
 )
 from ctl_core.errors import RunError
 from ctl_core.forward import compute_loss, keep_if, run_model, sum_loss, weigh_batch
@@ -110,13 +109,8 @@ class Evaluation:
             graph = one.run_steps.get_concrete_function(iter(dataset), number).graph
             own = [v for metric in one.metrics.values() for v in metric.variables]
             mine = {id(plain_variable(v)) for v in [*own, *one.sums.values()]}
-            handles = {id(handle) for handle in written_resources(graph)}
-            local = self._parts.strategy.experimental_local_results
-            touched = [
-                v
-                for v in recording.variables.values()
-                if id(v) not in mine and handles & {id(part.handle) for part in local(v)}
-            ]
+            written = recording.find_written(graph, self._parts.strategy)
+            touched = [v for v in written if id(v) not in mine]
             ops = with_called(graph.get_operations())
             one.exchanges = any(op.type.startswith("Collective") for op in ops)
             one.kept = ReplicaCopies(self._parts.strategy, touched)

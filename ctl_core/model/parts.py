@@ -65,7 +65,9 @@ class Parts:
         rate_schedule: what assigns ``lr`` at each step, or None
         train_metrics, loss_parts: Keras metrics by name
         average: the moving average of the weights, or None
+        scalar_losses: the objectives whose loss is one number for a batch
         written: what the forward pass writes
+        quiet: whether steps run the model as an evaluation does, without noise, for a check
     """
 
     hooks: Hooks
@@ -86,7 +88,9 @@ class Parts:
     train_metrics: Mapping[str, keras.Metric] = dataclasses.field(default_factory=dict)
     loss_parts: Mapping[str, keras.Metric] = dataclasses.field(default_factory=dict)
     average: WeightAverage | None = None
+    scalar_losses: frozenset[str] = frozenset()
     written: tuple[Written, ...] = ()
+    quiet: bool = False
 
     def model_for(self, training: bool) -> tuple[Hook, str, Model]:
         """Returns the model that is run, and, for messages, the hook that made it and its name."""

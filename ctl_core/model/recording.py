@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.compat import flatten_layers
+from ctl_core.compat import flatten_layers, written_resources
 from ctl_core.model.variables import plain_variable
 
 
@@ -138,6 +138,12 @@ class Recording:
                 numbers[name] += 1
                 found[name if numbers[name] == 1 else f"{name}#{numbers[name]}"] = variable
         return found
+
+    def find_written(self, graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+        """Returns the variables that a graph writes, on whichever replica."""
+        handles = {id(handle) for handle in written_resources(graph)}
+        local = strategy.experimental_local_results
+        return [v for v in self.variables.values() if handles & {id(p.handle) for p in local(v)}]
 
     @property
     def layers(self) -> list[keras.Layer]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.errors import one_line
+from ctl_core.compat import with_called
+from ctl_core.errors import SetupError
 from ctl_core.nested import any_number, input_names, structured
 from ctl_core.serving.inference import Inference
 from ctl_core.serving.predict import make_dense
@@ -51,9 +52,7 @@ def save_model(inference: Inference, folder: Path) -> None:
         signatures = {"serving_default": by_name, "serve": by_name}
         tf.saved_model.save(module, str(folder), signatures)
     except AssertionError as error:  # a resource of another kind
-        raise inference.hook.reject(
-            f"uses something that cannot be saved: {one_line(error, 200)}"
-        ) from error
+        raise SetupError(describe_resource(inference)) from error
 
 
 def find_tables(graph: Any) -> list[Any]:
@@ -62,3 +61,17 @@ def find_tables(graph: Any) -> list[Any]:
     kind = tf.saved_model.experimental.TrackableResource
     tables = [one for one in gc.get_objects() if issubclass(type(one), kind)]
     return [one for one in tables if id(one.resource_handle) in captured]
+
+
+def describe_resource(inference: Inference) -> str:
+    """Says which hook uses something that no SavedModel can hold, by the op that takes it."""
+    for op in with_called(inference.run.graph.get_operations()):
+        held = op.type.startswith(("ReadVariable", "Lookup", "ResourceGather"))
+        if not held and any(one.dtype == tf.resource for one in op.inputs):
+            frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
+            if made := inference.parts.hooks.made(frames):
+                return (
+                    f"{made}: {op.type} uses an object that cannot be saved; leave it out, or make "
+                    "it a variable, a table or a layer."
+                )
+    return f"{inference.hook}: uses an object that cannot be saved."

@@ -29,9 +29,9 @@ LAYERS = """
     evaluate inference step
     predict stretches
     build export graph
-    restore trainer
-    load rehearsal watch
-    commands
+    ratio restore
+    devices load trainer watch
+    check commands
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 BY_ROOM = ("checks.hooks", "checks.position")  # what is called as another room has it, too

@@ -1,9 +1,10 @@
-"""``train --check``: everything is tried once, what is wrong is said, and nothing stays."""
+"""``train --check``: devices are compared, everything is tried once, and nothing stays."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
+from tests.golden.catalogue import NAMES, SETTINGS, load_program
 from tests.helpers.cases import assert_weights, dropout_model, make_hooks, regression_data, sliced
 from tests.helpers.project import EVALUATED
 
 Check = Callable[..., ctl_core.State]
+Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -42,12 +46,142 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 def hooks(**more: Any) -> Any:
     inputs, target = regression_data()
     own = {"create_eval_dataset": sliced((inputs[:64], target[:64]))}
-    return make_hooks(**{**own, "create_model": dropout_model, **more})
+    return make_hooks(**{**own, **more})
+
+
+class Counting(keras.layers.Layer):
+    """Counts its examples, as for a warm-up."""
+
+    def build(self, shape: Any) -> None:
+        options = {"dtype": "int64", "initializer": "zeros", "trainable": False}
+        self.seen = self.add_weight(shape=(), name="seen", **options)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.seen.assign_add(tf.shape(inputs, out_type=tf.int64)[0])
+        return inputs
+
+
+class Centring(keras.layers.Layer):
+    """Subtracts a moving average of its batch, exchanged or not."""
+
+    def __init__(self, exchanges: bool) -> None:
+        super().__init__()
+        self.exchanges = exchanges
+
+    def build(self, shape: Any) -> None:
+        self.average = self.add_weight(shape=(shape[-1],), name="average", trainable=False)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            mean = tf.reduce_mean(inputs, 0)
+            mean = ctl_core.all_reduce(mean, "mean") if self.exchanges else mean
+            self.average.assign(0.9 * self.average + 0.1 * mean)
+        return inputs - self.average
+
+
+class Worst(keras.metrics.Metric):
+    """The largest error: no sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="worst")
+        self.worst = self.add_weight(shape=(), initializer="zeros", name="worst")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.worst.assign(tf.maximum(self.worst, tf.reduce_max(tf.abs(y_true - y_pred))))
+
+    def result(self) -> Any:
+        return self.worst
+
+
+def with_layer(layer: Callable[[], keras.layers.Layer]) -> Callable[[], keras.Model]:
+    return lambda: keras.Sequential([keras.Input((5,)), layer(), keras.layers.Dense(1)])
+
+
+def sum_of_pairs(pair: Any) -> Any:
+    return tf.reduce_sum((pair[0] - pair[1][:, 0]) ** 2)
+
+
+# Mistakes that train without a word, and how the line begins that names each.
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a counter": (
+        {"create_model": with_layer(Counting)},
+        r"test_check.py:\d+: assigns to train_model/counting/seen \(of the layer 'counting', "
+        r"Counting\) .*\[one device 30, three 10\]",
+    ),
+    "an average": (
+        {"create_model": with_layer(lambda: Centring(False))},
+        r"test_check.py:\d+: assigns to train_model/centring/average .*all_reduce",
+    ),
+    "a metric of maxima": (
+        {"create_metrics": lambda: {"worst": Worst()}},
+        r"metric_pre .*'worst' of create_metrics \(test_check.py:\d+\) .* give .*all_gather",
+    ),
+    "a sum over pairs": (
+        {"create_loss": lambda: sum_of_pairs},
+        r"create_loss \(test_check.py:\d+\): the loss, .*differs",
+    ),
+    "a part that each replica adds": (
+        {
+            "grad_pre": lambda loss, train_model: (
+                loss * tf.cast(ctl_core.num_replicas(), tf.float32),
+                0.0,
+                train_model.trainable_variables,
+            )
+        },
+        r"grad_pre \(test_check.py:\d+\): the loss, .*summed twice",
+    ),
+    "an update by replicas": (
+        {"update_pre": lambda gradients, batch: ([g * len(batch[0]) for g in gradients], [])},
+        r"update_pre \(test_check.py:\d+\): the update of .*/kernel differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_differs_on_three_devices_is_named(check: Check, name: str) -> None:
+    more, message = WRONG[name]
+    with pytest.raises(ctl_core.SetupError, match=rf"^check: {message}"):
+        check(hooks(**more))
+
+
+def test_what_is_exchanged_is_well(check: Check, capsys: Output) -> None:
+    check(hooks(create_model=with_layer(lambda: Centring(True))))
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_numbers_that_are_drawn_while_tracing_are_refused(check: Check) -> None:
+    def input_pre(batch: Any, training: bool) -> Any:
+        noise = np.random.normal(size=5).astype("float32")
+        return batch[0] + noise if training else batch[0]
+
+    with pytest.raises(ctl_core.SetupError, match=r"^input_pre \(test_check.py:\d+\): has other"):
+        check(hooks(input_pre=input_pre))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_what_trains_rightly_is_well(check: Check, name: str, capsys: Output) -> None:
+    program = load_program(name)
+    check(program.hooks(), **{**SETTINGS, **program.settings})
+    said = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert all("the loss does not depend on" in line for line in said), said
+
+
+def test_an_object_that_no_export_can_hold_is_named(check: Check) -> None:
+    numbers = iter(tf.data.Dataset.range(10**6))
+
+    def serve(inputs: Any) -> Any:
+        return inputs[0] + 0.0 * tf.cast(next(numbers), tf.float32)
+
+    serve.input_signature = [(tf.TensorSpec([None, 5]),)]  # type: ignore[attr-defined]
+    with pytest.raises(ctl_core.SetupError, match=r"^serve \(test_check.py:\d+\): IteratorGetNext"):
+        check(hooks(serve=serve))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_every_hook_runs_once_with_what_it_would_have(
-    check: Check, tmp_path: Path, replicas: int, capsys: pytest.CaptureFixture[str]
+    check: Check, tmp_path: Path, replicas: int, capsys: Output
 ) -> None:
     ran: list[Any] = []
 
@@ -62,17 +196,12 @@ def test_every_hook_runs_once_with_what_it_would_have(
         ran.append(("stop", step))
         raise ctl_core.StopTraining("Enough.")
 
-    examples: list[int] = []
-
-    def eval_pre(loss: Any) -> Any:
-        return tf.reduce_sum(loss), tf.py_function(count(examples), [loss], "float32")
-
     own = hooks(
+        create_model=dropout_model,
         every_steps={3: note("third"), 10: [ctl_core.deferred(lambda step: ran.append(step))]},
         at_step={10_000: [stop, note("late")]},
         after_eval=lambda metrics, step: ran.append((sorted(metrics), step)),
         at_end=lambda reason: ran.append(reason),
-        eval_pre=eval_pre,
     )
     state = check(own, virtual_devices=replicas, keep_best="loss", ckpt_every="10min", warmup=50)
     assert ran == [
@@ -83,32 +212,23 @@ def test_every_hook_runs_once_with_what_it_would_have(
         (["loss"], 2),
         "done",
     ]
-    assert sum(examples) == 16  # a global batch
     assert state.step == 2 and not (tmp_path / "runs").exists()
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("check of run: ")
     assert said[-1].startswith("check: all well, ") and said[-1].endswith(" s")
     found = "".join(f"{line}\n" for line in said)
     for part in (
-        "  create_dataset (cases.py:",
-        f"batches of (float32[{16 // replicas}, 5], float32[{16 // replicas}, 1])",
+        "  by nature, weights depend on the number of replicas: each draws random numbers of its "
+        "own (Dropout) and normalizes its own part of a batch",
+        "  devices: a step and an evaluation on one and on 3 were compared",
         "89 parameters, 73 of them trainable",
-        "  at_step[10000] (test_check.py:",
         "late ran, as after step 10000",
         "stop ran, as after step 10000; it ends training there. Enough.",
         "  evaluation: loss ",
-        "  checkpoint: written and read back, ",
-        f"  predictions: output [{16 // replicas}, 1]",
+        "  checkpoint: written, and read back",
+        "  evaluate, predict, export, load: they give output",
     ):
         assert part in found
-
-
-def count(examples: list[int]) -> Any:
-    def number(loss: Any) -> float:
-        examples.append(loss.shape[0])
-        return 0.0
-
-    return number
 
 
 def test_a_run_that_is_there_is_neither_read_nor_locked(check: Check, tmp_path: Path) -> None:
@@ -126,21 +246,21 @@ def test_a_run_that_is_there_is_neither_read_nor_locked(check: Check, tmp_path: 
 
 
 def test_it_is_an_option_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     (tmp_path / "callbacks.py").write_text(EVALUATED + "\n\nat_step = {10000: lambda: None}\n")
     (tmp_path / "config.yaml").write_text("epochs: 60\nbatch_size: 16\n")
     monkeypatch.chdir(tmp_path)
     there = sorted(os.listdir(tmp_path))
     assert main(["train", "--check"]) == 0
-    assert "check: all well" in capsys.readouterr().out
+    assert re.search(r"check: all well, [\d.]+ s\n$", capsys.readouterr().out)
     (tmp_path / "callbacks.py").write_text(EVALUATED + "\n\nat_step = {10000: lambda: x}\n")
     assert main(["train", "--check"]) == 1
     assert capsys.readouterr().err.startswith("error: at_step[10000] (callbacks.py:")
     assert sorted(os.listdir(tmp_path)) == there
 
 
-def test_a_signal_ends_it(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_ends_it(check: Check, capsys: Output) -> None:
     before = signal.getsignal(signal.SIGTERM)
     ends: list[str] = []
 
@@ -160,64 +280,6 @@ def test_weights_are_what_two_steps_make_of_them(check: Check, tmp_path: Path) -
     config = ctl_core.Config(
         steps=2, batch_size=16, run_name="two", runs_dir=str(tmp_path / "runs")
     )
-    two = ctl_core.train(hooks(), config)
-    state = check(hooks(every_steps={7: lambda loss: None}))
-    assert_weights(state, two, rtol=1e-5)
-
-
-class Spread(keras.layers.Layer):
-    """Adds how much the means of a batch's columns differ, with those of all replicas if asked."""
-
-    def __init__(self, exchange: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.exchange = exchange
-
-    def call(self, inputs: Any) -> Any:
-        self.add_loss(tf.math.reduce_std(self.exchange(tf.reduce_mean(inputs, axis=0))))
-        return inputs
-
-
-def of_pairs(exchange: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a loss of each example with the mean of all outputs of the batch."""
-
-    def loss(loss_input: Any) -> Any:
-        output = loss_input[0][:, 0]
-        return tf.abs(output - exchange(tf.reduce_mean(output)))
-
-    return loss
-
-
-def mean_of_all(value: Any) -> Any:
-    return ctl_core.all_reduce(value, "mean")
-
-
-def mean_by_strategy(value: Any) -> Any:
-    replica = tf.distribute.get_replica_context()
-    return replica.all_reduce(tf.distribute.ReduceOp.MEAN, value) if replica else value
-
-
-@pytest.mark.parametrize("exchange", [None, mean_of_all, mean_by_strategy])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_loss_of_the_batch_as_a_whole_is_said(
-    check: Check,
-    capsys: pytest.CaptureFixture[str],
-    replicas: int,
-    exchange: Callable[[Any], Any] | None,
-) -> None:
-    """As dropout_model's has no such loss, the other tests' checks have no warning."""
-    mean: Callable[[Any], Any] = exchange or (lambda value: value)
-
-    def create_model() -> keras.Model:
-        return keras.Sequential([keras.Input((5,)), Spread(mean), keras.layers.Dense(1)])
-
-    check(
-        hooks(create_model=create_model, create_loss=lambda: of_pairs(mean)),
-        virtual_devices=replicas,
-    )
-    warned = [line for line in capsys.readouterr().out.splitlines() if "as a whole" in line]
-    if exchange is not None:
-        assert not warned
-        return
-    names = [line.removeprefix("warning: ").split(" (")[0] for line in warned]
-    assert names == ["create_loss", "create_model"]
-    assert "in the mean of both" in warned[0] and "what is added to the loss is" in warned[1]
+    own = {"create_model": dropout_model}
+    two = ctl_core.train(hooks(**own), config)
+    assert_weights(check(hooks(**own, every_steps={7: lambda loss: None})), two, rtol=1e-5)

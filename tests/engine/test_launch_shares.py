@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 import ctl_core
-from ctl_core import rehearsal
 from ctl_core.__main__ import main
 from ctl_core.cluster import supervisor
 from ctl_core.cluster.gpus import share_gpus, visible_gpus
 from ctl_core.cluster.supervisor import supervise
+from ctl_core.commands import check
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config
 from ctl_core.tools import commands
@@ -105,5 +105,5 @@ def test_a_trained_run_is_used_and_one_checked_in_no_cluster(
     monkeypatch.setattr(commands, "evaluate", evaluate)
     assert main(["evaluate", "--run-name", "a"]) == 0
     monkeypatch.setenv("TF_CONFIG", json.dumps(PLACE))
-    monkeypatch.setattr(rehearsal, "check", evaluate)
+    monkeypatch.setattr(check, "check", evaluate)
     assert main(["train", "--check", "--run-name", "a", "--workers", "2"]) == 0

@@ -149,23 +149,19 @@ def test_a_policy_of_the_models_own_is_put_back(train: engine.Train) -> None:
     assert keras.config.dtype_policy().name == "float32"
 
 
-UNNOTICED = pytest.mark.xfail(strict=True, reason="noticed by the first checkpoint, no earlier")
-
-
-@UNNOTICED
-def test_codes_that_replicas_do_not_exchange_are_refused(train: engine.Train) -> None:
+def test_codes_that_replicas_do_not_exchange_are_refused(train: engine.Train, runs: Path) -> None:
     alone = codebook.hooks(exchange=lambda values: values)
     assert train(alone, **{**SETTINGS, "steps": 1}).step == 1
+    config = ctl_core.Config(**SETTINGS, runs_dir=str(runs))
     with pytest.raises(ctl_core.SetupError, match=r"codebook.py:\d+: assigns to train_model/cod"):
-        train(alone, **{**SETTINGS, "steps": 2}, virtual_devices=2)
+        ctl_core.check(alone, config)
 
 
-@UNNOTICED
 def test_codes_that_each_micro_batch_moves_are_pointed_out(
-    train: engine.Train, capsys: pytest.CaptureFixture[str]
+    runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {**SETTINGS, "steps": 1, "virtual_devices": 2, "accumulate_steps": 2}
-    train(codebook.hooks(), **settings)
+    config = ctl_core.Config(**SETTINGS, accumulate_steps=2, runs_dir=str(runs))
+    ctl_core.check(codebook.hooks(), config)
     said = " ".join(capsys.readouterr().out.split())
     for name in ("codes", "counts", "sums"):
         assert f"assigns to train_model/codebook/{name} (of the layer 'codebook', Codebook)" in said

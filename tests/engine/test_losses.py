@@ -1,0 +1,166 @@
+"""A loss that is one number: a mean over the batch is refused before training, others train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.helpers.cases import assert_weights, dropout_model, make_hooks, regression_data
+from tests.helpers.fixtures import Train
+
+Loss = Callable[[Any], Any]
+X, Y = regression_data()
+
+
+def warnings(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+
+
+class Noisy(keras.Model):
+    """Draws in each call, whether it trains or not, as a VAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.seeds = keras.layers.Dense(5), keras.random.SeedGenerator(3)
+
+    def call(self, inputs: Any) -> Any:
+        mean = self.mean(inputs)
+        return mean + 0.3 * keras.random.normal(tf.shape(mean), seed=self.seeds), mean
+
+
+def vae_loss(loss_input: Any) -> Any:
+    (made, mean), inputs = loss_input
+    return tf.reduce_mean(tf.reduce_sum((made - inputs) ** 2, 1) + 0.5 * tf.reduce_sum(mean**2, 1))
+
+
+def dice(pair: Any) -> Any:
+    output, target = tf.sigmoid(pair[0]), tf.cast(pair[1] > 0, tf.float32)
+    both, either = tf.reduce_sum(output * target, 1), tf.reduce_sum(output + target, 1)
+    return 1.0 - tf.reduce_mean((2.0 * both + 1.0) / (either + 1.0))
+
+
+def mean_error(pair: Any) -> Any:
+    return tf.reduce_mean((pair[0] - pair[1]) ** 2)
+
+
+def sum_error(pair: Any) -> Any:
+    return tf.reduce_sum((pair[0] - pair[1]) ** 2)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("loss", [vae_loss, dice, mean_error])
+def test_a_mean_is_refused(train: Train, loss: Loss, replicas: int) -> None:
+    more: dict[str, Any] = {}
+    if loss is vae_loss:
+        more = {"create_model": Noisy, "loss_pre": lambda output, batch: (output, batch[0])}
+    hooks = make_hooks(create_loss=lambda: loss, **more)
+    with pytest.raises(ctl_core.SetupError, match=r"^create_loss \(test_losses.py:\d+\): .*mean"):
+        train(hooks, steps=1, virtual_devices=replicas)
+
+
+def test_grad_pre_is_named_where_it_takes_the_mean(train: Train) -> None:
+    def grad_pre(loss: Any, train_model: Any) -> Any:
+        return tf.reduce_mean(loss), 0.0, train_model.trainable_variables
+
+    with pytest.raises(ctl_core.SetupError, match=r"^grad_pre \(test_losses.py:\d+\): .*mean"):
+        train(make_hooks(grad_pre=grad_pre), steps=1)
+
+
+def test_of_two_vectors_the_cure_is_their_shape(train: Train) -> None:
+    data = tf.data.Dataset.from_tensor_slices((X, Y[:, 0]))
+    loss = keras.losses.MeanSquaredError(reduction="none")
+    hooks = make_hooks(
+        create_dataset=lambda: data.batch(8),
+        loss_pre=lambda output, batch: (output[:, 0], batch[1]),
+        create_loss=lambda: lambda pair: loss(pair[1], pair[0]),
+    )
+    with pytest.raises(ctl_core.SetupError, match=r"shape \[b, 1\], with value\[:, None\]"):
+        train(hooks, steps=1)
+
+
+def barlow(pair: Any) -> Any:
+    """Of features that do not correlate, so that less is found the more examples there are."""
+    features = tf.random.stateless_normal([tf.shape(pair[0])[0], 20], [1, 2]) + 0.0 * pair[0]
+    size = tf.cast(tf.shape(features)[0], tf.float32)
+    correlation = tf.matmul(features, features, transpose_a=True) / size
+    return tf.reduce_sum((correlation - tf.linalg.diag(tf.linalg.diag_part(correlation))) ** 2)
+
+
+TRAINS: dict[str, Loss] = {
+    "a sum": sum_error,
+    "a sum and a constant": lambda pair: sum_error(pair) + 3.0,
+    "a root": lambda pair: tf.sqrt(sum_error(pair)),
+    "correlations": barlow,
+    "signs that differ": lambda pair: tf.reduce_mean(pair[0] * tf.sign(pair[1])) - 0.01,
+}
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_what_is_no_mean_trains(
+    train: Train, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(make_hooks(create_loss=lambda: TRAINS[name]), steps=1).step == 1
+    said = warnings(capsys)
+    assert len(said) == (name == "a root"), said
+    assert all("create_loss (test_losses.py" in line and "as a whole" in line for line in said)
+
+
+def contrastive(inputs: Any) -> Any:
+    logits = tf.matmul(inputs, inputs, transpose_b=True)
+    labels = tf.range(tf.shape(inputs)[0])
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, 0.1 * logits))
+
+
+def test_a_mean_with_negatives_out_of_the_batch_is_pointed_out(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = make_hooks(
+        loss_pre=lambda output, batch: output + batch[0], create_loss=lambda: contrastive
+    )
+    assert train(hooks, steps=1, batch_size=8).step == 1
+    (said,) = warnings(capsys)
+    assert "ctl_core.all_gather" in said
+
+
+def test_a_loss_of_each_example_with_every_other_is_refused(train: Train) -> None:
+    """What broadcasting makes of [b, 1] and [b]."""
+    data = tf.data.Dataset.from_tensor_slices((X, Y[:, 0]))
+    hooks = make_hooks(
+        create_dataset=lambda: data.batch(8),
+        create_loss=lambda: lambda pair: (pair[0] - pair[1]) ** 2,
+    )
+    message = r"^create_loss \(test_losses.py:\d+\): Sub of the shapes \[8, 1\] and \[8\] gives"
+    with pytest.raises(ctl_core.SetupError, match=message):
+        train(hooks, steps=1, batch_size=8)
+
+
+def test_what_is_tried_changes_nothing(train: Train) -> None:
+    """Neither the order of the data, nor random numbers, nor what the forward pass writes."""
+
+    def hooks(loss: Loss) -> Any:
+        data = tf.data.Dataset.from_tensor_slices((X, Y))
+        return make_hooks(
+            create_dataset=lambda: data.shuffle(64, seed=1).batch(8),
+            create_model=dropout_model,
+            create_loss=lambda: loss,
+        )
+
+    each = lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)  # noqa: E731
+    tried = train(hooks(sum_error), steps=5, run_name="tried")
+    state = train(hooks(each), steps=5, run_name="not")
+    assert_weights(tried, state, rtol=1e-5)
+
+
+def test_variables_that_are_overwritten_with_their_gradient_are_refused(train: Train) -> None:
+    def create_model() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.layers[0].quantize("float8")
+        return model
+
+    with pytest.raises(ctl_core.SetupError, match="is overwritten with its gradient"):
+        train(make_hooks(create_model=create_model), steps=1)
