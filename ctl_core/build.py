@@ -35,7 +35,7 @@ from ctl_core.checks.created import (
 from ctl_core.checks.returned import expect
 from ctl_core.cluster.strategy import create_strategy, distribute, local_replicas
 from ctl_core.cluster.sync import Cluster
-from ctl_core.compat import scratch_graph
+from ctl_core.compat import captured_variables, scratch_graph
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError, brief
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
@@ -403,16 +403,6 @@ class TrackableLoss(tf.Module):
     def __call__(self, loss_input: Any) -> Any:
         """Returns what the function returns."""
         return self._function()(loss_input)
-
-
-def captured_variables(graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
-    """Returns the variables that a graph uses and that are outside of it, in their order.
-
-    ``_watched_variables``: a FuncGraph that is no tf.function's has no public list of them.
-    """
-    local = strategy.experimental_local_results
-    watched = {id(part.handle): part for v in graph._watched_variables for part in local(v)}
-    return [watched[id(outer)] for outer, _ in graph.captures if id(outer) in watched]
 
 
 def as_trackable(loss: Any) -> Any:

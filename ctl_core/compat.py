@@ -28,6 +28,16 @@ def flatten_layers(model: Any) -> list[keras.Layer]:
     return list(model._flatten_layers()) if isinstance(model, keras.Layer) else []
 
 
+def captured_variables(graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+    """Returns the variables that a graph uses and that are outside of it, in their order.
+
+    ``_watched_variables``: a FuncGraph that is no tf.function's has no public list of them.
+    """
+    local = strategy.experimental_local_results
+    watched = {id(part.handle): part for v in graph._watched_variables for part in local(v)}
+    return [watched[id(outer)] for outer, _ in graph.captures if id(outer) in watched]
+
+
 def global_seed_generator() -> keras.random.SeedGenerator | None:
     """Returns the generator that ``keras.random`` draws from without a seed, if it has drawn."""
     from keras.src.backend.common import global_state

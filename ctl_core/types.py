@@ -25,14 +25,3 @@ class Optimizer(Protocol):
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], /) -> Any:
         """Updates the variables by their gradients, which are summed over the replicas."""
-
-
-class Batches(Protocol):
-    """What a step draws its batches from: the input, or elements drawn before."""
-
-    @property
-    def strategy(self) -> Any:
-        """Whose replicas get them."""
-
-    def next_batch(self, watch: bool, index: Any = None, /) -> Any:
-        """Returns a batch for each local replica, of the micro-batch of an index."""

@@ -27,6 +27,19 @@ def test_tuned_parts() -> None:
     assert compat.tuned_parts(inner.batch(2)) == {"nested"}
 
 
+def test_captured_variables() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        first, second, unused = (tf.Variable(value) for value in (1.0, 2.0, 3.0))
+    with compat.scratch_graph("test").as_default() as graph:
+        inside = second * first * tf.constant(4.0)
+    assert inside.graph is graph
+    captured = compat.captured_variables(graph, strategy)
+    handles = [variable.handle for variable in captured]
+    local = [strategy.experimental_local_results(v)[0].handle for v in (first, second, unused)]
+    assert {*map(id, handles)} == {*map(id, local[:2])}
+
+
 def test_global_seed_generator() -> None:
     keras.utils.set_random_seed(1)
     assert compat.global_seed_generator() is None
