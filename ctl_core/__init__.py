@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ctl_core.helpers import unpack as unpack
     from ctl_core.helpers import weighted as weighted
     from ctl_core.layers import load_config as load_config
-    from ctl_core.listeners import Listener as Listener
     from ctl_core.model.variables import regularization as regularization
     from ctl_core.model.variables import trainable_variables as trainable_variables
+    from ctl_core.run.listeners import Listener as Listener
     from ctl_core.serving.load import LoadedModel as LoadedModel
     from ctl_core.serving.load import load as load
     from ctl_core.settings import Config as Config
@@ -42,7 +42,7 @@ __version__ = "1.0.0"
 _HOME = {
     "Config": "settings",
     "CtlError": "errors",
-    "Listener": "listeners",
+    "Listener": "run.listeners",
     "LoadedModel": "serving.load",
     "RunError": "errors",
     "SetupError": "errors",

@@ -53,7 +53,7 @@ from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes
 from ctl_core.numerics.rate_schedule import schedule_of, wanted
-from ctl_core.run_folder import Run
+from ctl_core.run.folder import Run
 from ctl_core.run_state.folder import repair_list
 from ctl_core.settings import Config
 from ctl_core.state import State

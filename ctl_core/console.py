@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere.
 
 Every message also goes to train.log, by way of the standard logging module. What is written to
-metrics.jsonl and TensorBoard is run_folder.py's part, which listens here.
+metrics.jsonl and TensorBoard is the part of listeners, see run/listeners.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import operator
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
-
-from ctl_core.metric_values import worded
 
 LOG = logging.getLogger("ctl_core")
 LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
@@ -152,7 +150,7 @@ class Console:
         numbers = {name: _scalar(name, value) for name, value in _flat(values)}
         for listener in self.listeners:
             listener(step, split, numbers)
-        text = worded(numbers)
+        text = format_values(numbers)
         now = time.monotonic()
         self._measure(step)
         if split == "train":
@@ -196,6 +194,22 @@ class Console:
         else:
             # In one piece: another thread may print, too.
             print(f"{text}\n", end="", file=self._terminal.file, flush=True)
+
+
+def format_values(values: Mapping[str, Any]) -> str:
+    """Returns values as a person reads them: ``loss 0.2247  accuracy 0.9499``."""
+    return "  ".join(f"{name} {value:.4g}".replace("nan", "NaN") for name, value in values.items())
+
+
+def format_evaluation(values: Mapping[str, Any], of: int, step: int) -> str:
+    """Returns the values of an evaluation with its step, where that is another than the run's.
+
+    Args:
+        values: of the evaluation
+        of: the step that it is of
+        step: that the run has come to
+    """
+    return f"evaluation{f' of step {of}' * (of != step)}: {format_values(values)}"
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -12,10 +12,9 @@ import tensorflow as tf
 from ctl_core.anomaly import describe_anomaly
 from ctl_core.batches import describe_shortage
 from ctl_core.checks.returned import bad_weight
-from ctl_core.console import Console
+from ctl_core.console import Console, format_evaluation
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
-from ctl_core.metric_values import evaluation
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.state import State
 from ctl_core.summary import describe_nature, describe_parameters
@@ -65,16 +64,11 @@ def conclude(state: State, start: int, seconds: float, trained: bool, console: C
     console.say(closing(state, start, seconds))
 
 
-def ending(state: State) -> tuple[str, str]:
-    """Returns how training has ended, in a word, and a line that says so, for training_log.md."""
-    how = "diverged" if state.diverged else "ended" if state.ended else "done"
+def name_ending(state: State) -> str:
+    """Returns how training has ended, in the word that listeners hear."""
     if state.stopped_by is not None:
-        name = "max_time" if state.timed_out else signal.Signals(state.stopped_by).name
-        how, words = "stopped", f"stopped by {name}"
-    else:
-        words = "ended early" if state.ended and not state.diverged else how
-    values = evaluation(state.metrics, state.progress.evaluated, state.step)
-    return how, f"{words} at step {state.step}" + f"; {values}" * bool(state.metrics)
+        return "stopped"
+    return "diverged" if state.diverged else "ended" if state.ended else "done"
 
 
 def opening(state: State, start: int, last: int, resumed: bool) -> str:
@@ -112,7 +106,7 @@ def closing(state: State, start: int, seconds: float) -> str:
     """Says how training has ended, after how many steps and with what evaluation."""
     parts = [f"step {state.step}", f"{state.step - start} steps in {seconds:.1f} s"]
     if state.metrics:
-        parts.append(evaluation(state.metrics, state.progress.evaluated, state.step))
+        parts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
     if state.stopped_by is not None:
         name = signal.Signals(state.stopped_by).name
         again = f"--run-name {Path(state.run_dir).name}"

@@ -11,7 +11,7 @@ import time
 from ctl_core.console import LOG
 from ctl_core.errors import brief
 from ctl_core.numerics.learning_rate import rates_used
-from ctl_core.run_folder import Run
+from ctl_core.run.summaries import Summaries
 from ctl_core.state import State
 
 # Between two measurements, at least so many seconds.
@@ -26,14 +26,14 @@ class Pace:
     evaluations and checkpoints left out.
     """
 
-    def __init__(self, state: State, run: Run) -> None:
+    def __init__(self, state: State, summaries: Summaries) -> None:
         """Begins to count.
 
         Args:
             state: of the run, which is about to be trained
-            run: whose files are open
+            summaries: of the run
         """
-        self._state, self._run = state, run
+        self._state, self._summaries = state, summaries
         self._written_at, self._warned = -PAUSE, False
         self._busy, self._step, self._examples = 0.0, state.step, state.progress.examples
 
@@ -49,7 +49,7 @@ class Pace:
             values["examples_per_second"] = (examples - self._examples) / taken
         self._busy, self._step, self._examples = busy, state.step, examples
         values = {f"progress/{name}": value for name, value in values.items()}
-        self._run.write_scalars(state.step, "train", values)
+        self._summaries.values(state.step, "train", values)
         self._written_at = now
 
     def _rates(self) -> dict[str, float]:

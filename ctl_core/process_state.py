@@ -1,7 +1,7 @@
 """What a run changes in its process, put back at its end: in a notebook, another run may follow.
 
 That trains as it would in a process of its own. The seeds are set anew by each run; signal
-handlers are the part of cluster/signals.py, log and summaries that of run_folder.py.
+handlers are the part of cluster/signals.py, log and summaries that of run/.
 """
 
 from __future__ import annotations

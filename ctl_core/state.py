@@ -14,12 +14,12 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.errors import RunError, one_line
 from ctl_core.hooks import Hooks
 from ctl_core.input import Input
-from ctl_core.metric_values import read_metrics
 from ctl_core.model.parts import Parts
 from ctl_core.model.recording import Recording
 from ctl_core.numerics.learning_rate import LearningRate
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.profile import Clock
+from ctl_core.run.metrics import FILE, read_metrics
 from ctl_core.settings import Config
 
 
@@ -178,7 +178,7 @@ class State:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: step, split and values by name, from the first on."""
-        return read_metrics(self.run_dir)
+        return read_metrics(self.run_dir / FILE)
 
     @property
     def hook_state(self) -> dict[str, Any]:

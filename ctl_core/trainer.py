@@ -27,14 +27,13 @@ from ctl_core.errors import HookFailed, RunError, SetupError, StopTraining, one_
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
 from ctl_core.initial_weights import load_initial_weights
-from ctl_core.listeners import Listener, Listeners
 from ctl_core.messages import (
     announce,
     attributed,
     conclude,
-    ending,
     last_step,
     look_at_rate,
+    name_ending,
     note_losses,
 )
 from ctl_core.metrics import log
@@ -45,16 +44,14 @@ from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
 from ctl_core.pace import Pace
 from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
-from ctl_core.run_folder import Run, session
+from ctl_core.run.folder import Run, open_session
+from ctl_core.run.listeners import Listener, find_listener
 from ctl_core.run_state.forking import begun
 from ctl_core.schedule import MOST_STEPS, ChunkLength, Deadlines, Schedule
 from ctl_core.selection import Selection, best_step
 from ctl_core.settings import Config
 from ctl_core.state import State, check_hook_state
 from ctl_core.table import OBSERVED
-
-# Between two checkpoints, metrics and summaries are put on the disk at most so often (seconds).
-FLUSH_INTERVAL = 1.0
 
 
 def train(
@@ -84,11 +81,12 @@ def train(
         PeerLost: another process of the cluster is gone.
     """
     task, source = task_of(config), source_of(callbacks)
-    run = Run(config, task, note, listeners=Listeners(config.listener, listeners))
+    named = [find_listener(config.listener)] if config.listener is not None else []
+    run = Run(config, task, note, listeners=[*listeners, *named])
     console = Console(shown=run.is_shown)
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
-        session(run, console),
+        open_session(run, console),
         process_state(config),
         peers(task),
         Signals(console, SAME_SIGNAL - 2 * TICK * is_supervised()) as signals,
@@ -117,7 +115,7 @@ class Trainer:
         self.state = state
         self.start = self.last = 0
         self.checkpoints = Checkpoints(state, console)
-        self.functions = StepFunctions(state, console, run.graph_writer("train"))
+        self.functions = StepFunctions(state, console, run.summaries.graph_writer("train"))
         self._run = run
         self._console = console
         self._sync = SyncedSignal(state.cluster, signals)
@@ -176,7 +174,7 @@ class Trainer:
             self._check_step(schedule)
         if state.cluster.task.chief:
             run.open(state.config, self.start, going_on, source, self.functions.devices)
-            console.listeners += [Pace(state, run).look, run.write]
+            console.listeners += [Pace(state, run.summaries).look, run.write]
         announce(state, console, self.start, target, self._resumed)
         run.steps_taken = lambda: state.step - self.start
         state.clock = Clock()
@@ -193,11 +191,10 @@ class Trainer:
         finally:
             self.checkpoints.close()
             self._profile.end()
-        run.flush()
         console.stop()
         conclude(state, self.start, time.monotonic() - seconds, going_on, console)
         if going_on:
-            run.ended(*ending(state))
+            run.end(name_ending(state))
 
     def _loop(self, schedule: Schedule) -> None:
         state, clock = self.state, self.state.clock
@@ -228,7 +225,6 @@ class Trainer:
                 self._evaluate(step, schedule)
             if step == stop or self.checkpoints.save_requested:
                 self._save(step, schedule)
-        self._run.flush()
         with clock.time("checkpoints"):
             self.checkpoints.save_if_due(True)
             self.checkpoints.wait()
@@ -267,7 +263,7 @@ class Trainer:
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
         """Runs host hooks after a step; returns whether one ends training."""
         state, ended = self.state, False
-        with self._run.writer("train").as_default(step=step):
+        with self._run.summaries.writer("train").as_default(step=step):
             try:
                 for hook in due:
                     with state.recording.watch(str(hook)):
@@ -361,7 +357,7 @@ class Trainer:
         """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
         due = schedule.save_due(step)
         saving = due or self.checkpoints.save_requested
-        self._run.flush(0.0 if saving else FLUSH_INTERVAL)
+        self._run.tell_saved()
         if saving:
             with self.state.clock.time("checkpoints"):
                 self.checkpoints.save_if_due(due)

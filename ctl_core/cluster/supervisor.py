@@ -30,7 +30,7 @@ from ctl_core.cluster.signals import INTERRUPTED, Counted
 from ctl_core.cluster.task import is_in_cluster
 from ctl_core.errors import PeerLost, SetupError, reason
 from ctl_core.files import is_stdout
-from ctl_core.run_lock import locked, taken
+from ctl_core.run.lock import is_locked, refuse_second
 
 if TYPE_CHECKING:
     from ctl_core.settings import Config
@@ -124,8 +124,8 @@ def supervise(
     Raises:
         SetupError: a worker cannot be started, or another process is training the run.
     """
-    if locked(folder / "train.log"):
-        raise taken(folder)
+    if is_locked(folder / "train.log"):
+        raise refuse_second(folder)
     with _count_signals() as signals:
         for restarts in range(max_restarts + 1):
             with start_workers(command, folder, workers, gpus, restarts) as started:

@@ -25,14 +25,13 @@ from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare, task_of
 from ctl_core.cluster.sync import peers
 from ctl_core.cluster.task import Task
-from ctl_core.console import LOG, Console
+from ctl_core.console import LOG, Console, format_values
 from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, brief
 from ctl_core.hooks import Hook, Hooks, load_hooks
-from ctl_core.listeners import find_listener
-from ctl_core.metric_values import worded
 from ctl_core.nested import output_names
 from ctl_core.process_state import process_state
-from ctl_core.run_folder import Run, session
+from ctl_core.run.folder import Run, open_session
+from ctl_core.run.listeners import find_listener
 from ctl_core.serving.export import save_model
 from ctl_core.serving.inference import create_inference
 from ctl_core.serving.predict import predict_outputs
@@ -122,7 +121,7 @@ def _compare(hooks: Hooks, state: State, config: Config, console: _Console) -> I
             strategy = tf.distribute.OneDeviceStrategy(names[0])
         own = dataclasses.replace(short, accumulate_steps=micro_batches)
         run = Run(own, Task(), reading=True)
-        with session(run, console), process_state(own):
+        with open_session(run, console), process_state(own):
             return observe(create_state(tried, own, run, console, strategy), console)
 
     try:
@@ -146,7 +145,7 @@ def _shorten(config: Config) -> Config:
 def _try_everything(hooks: Hooks, config: Config, console: _Console, signals: Signals) -> State:
     """Trains two steps, with all host hooks."""
     run = Run(config, task_of(config))
-    with session(run, console), process_state(config), peers(run.task):
+    with open_session(run, console), process_state(config), peers(run.task):
         rehearsed = _rehearse(hooks, config, console)
         state = create_state(rehearsed, _shorten(config), run, console)
         parameters = describe_parameters(state.recording, state.train_model, state.train_loss)
@@ -220,7 +219,7 @@ class _Console(Console):
         """Hands values to the listeners, and shows those of the evaluation."""
         super().values(step, split, values)
         if split == "eval":
-            self.done("evaluation", worded(values))
+            self.done("evaluation", format_values(values))
 
     def line(self, text: str) -> None:
         """Prints a line."""

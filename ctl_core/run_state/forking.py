@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
 from ctl_core.files import from_here
-from ctl_core.run_folder import Run
+from ctl_core.run.folder import Run
 from ctl_core.run_state.folder import copy_checkpoint
 from ctl_core.run_state.record import Damaged, read_record, saved_steps
 from ctl_core.selection import best_step

@@ -14,7 +14,7 @@ from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 from ctl_core.process_state import process_state
-from ctl_core.run_folder import Run, session
+from ctl_core.run.folder import Run, open_session
 from ctl_core.run_state.record import Record
 from ctl_core.settings import Config
 from ctl_core.state import State
@@ -32,7 +32,7 @@ def open_run(
     # Nobody need count the training data.
     config = dataclasses.replace(config, steps=None, epochs=None, ckpt_every=0, eval_every=0)
     run = Run(config, Task(), reading=True)
-    with session(run, console), process_state(config):
+    with open_session(run, console), process_state(config):
         yield create_state(callbacks, config, run, console), run, console
 
 

@@ -7,7 +7,6 @@ those of metrics.jsonl, and tb/watch.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import signal
 import threading
@@ -16,16 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
 from ctl_core.checkpoint import Checkpoints
-from ctl_core.console import Console
-from ctl_core.errors import SetupError, reason
-from ctl_core.files import from_here, refuse_links, written_whole
+from ctl_core.console import Console, format_values
+from ctl_core.errors import SetupError
+from ctl_core.files import from_here, refuse_links
 from ctl_core.layers import read_file
-from ctl_core.metric_values import read_metrics, storable, worded
 from ctl_core.model.freezing import read_flags
-from ctl_core.run_folder import Run
+from ctl_core.run.folder import Run
+from ctl_core.run.listeners import Listeners
+from ctl_core.run.metrics import MetricsFile, read_metrics
+from ctl_core.run.summaries import Summaries
 from ctl_core.run_state.record import Damaged, read_record, saved_steps
 from ctl_core.serving.restore import missing_checkpoint, restore_weights
 from ctl_core.state import State
@@ -61,9 +60,11 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
     console.say(f"{run.shown}: watching; the values go to {from_here(file)}.")
     checkpoints = Checkpoints(state, console)
     seen = _find_evaluated(file, _read_stamps(engine))
-    writer, values = _Writer(file, console), dict[str, float]()
+    summaries, values = Summaries(run.path / "tb"), dict[str, float]()
+    listeners = Listeners([MetricsFile(file), summaries])
+    listeners.start(run.path, {}, max(seen, default=0))
     number, left_at = 0, math.inf
-    with _ended_by_signals(console):
+    with contextlib.closing(summaries), _ended_by_signals(console):
         while True:
             held = run.is_held()  # before looking: what is there when nobody trains is all
             stamps = _read_stamps(engine)
@@ -76,8 +77,8 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
                     if _read_stamps(engine).get(step) == stamps[step]:
                         raise
                     continue  # deleted, or written again, while it was read
-                console.say(f"step {step}  eval: {worded(values)}")
-                writer.write(step, values)
+                console.say(f"step {step}  eval: {format_values(values)}")
+                listeners.tell("values", step, "watch", values)
                 number += 1
                 continue
             if held is not False:
@@ -105,7 +106,7 @@ def _read_stamps(engine: Path) -> dict[int, int]:
 
 def _find_evaluated(file: Path, stamps: dict[int, int]) -> dict[int, int]:
     """Returns those checkpoints that the file has values of, written after they were."""
-    steps = {line["step"] for line in read_metrics(file.parent, FILE)}
+    steps = {line["step"] for line in read_metrics(file)}
     written = file.stat().st_mtime_ns if steps else 0
     return {step: at for step, at in stamps.items() if step in steps and at <= written}
 
@@ -138,34 +139,6 @@ def _is_at_end(run: Run, state: State, engine: Path) -> bool:
     if epochs is not None and state.data.source.steps_per_epoch is not None:
         last = int(epochs) * state.data.source.steps_per_epoch
     return last is not None and newest.step >= int(last)
-
-
-class _Writer:
-    """Writes the values by step: watch.jsonl, in which each step stands once, and tb/watch."""
-
-    def __init__(self, file: Path, console: Console) -> None:
-        self._file, self._console = file, console
-        self._summaries: Any = None
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Writes the values of a step; where that cannot be, says so once."""
-        file = self._file
-        lines = {line["step"]: line for line in read_metrics(file.parent, FILE)}
-        lines[step] = {"step": step, "split": "watch", **storable(values)}
-        try:
-            with written_whole(file) as beside:
-                beside.write_text("".join(json.dumps(lines[n]) + "\n" for n in sorted(lines)))
-            self._summaries = self._summaries or tf.summary.create_file_writer(
-                str(file.parent / "tb" / "watch")
-            )
-            with self._summaries.as_default(step=step):
-                for name, value in values.items():
-                    tf.summary.scalar(name, value)
-        except (OSError, tf.errors.OpError) as error:
-            self._console.warn_once(
-                f"{from_here(file)} cannot be written: {reason(error)}; the values are only shown "
-                "here."
-            )
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def test_an_entry_at_the_start_and_a_line_at_each_end(cli: Cli) -> None:
         "# Training log\n\n## runs/a\n\n- Expected: wider helps\n"
         r"- Settings: steps 10, batch_size 8, eval_every 4" + "\n"
         rf"- {TIME}: begins, no commit" + "\n"
-        rf"- {TIME}: runs/a stopped by SIGINT at step 6; evaluation of step 4: loss \S+" + "\n",
+        rf"- {TIME}: runs/a stopped at step 6; evaluation of step 4: loss \S+" + "\n",
         text,
     ), text
     LOG.write_text(f"{text}\nMy own words.\n")
@@ -50,11 +50,11 @@ def test_no_entry_without_a_note_and_a_failure_is_a_result(cli: Cli) -> None:
     assert not LOG.exists()
     failing = "def fail(step):\n    raise ValueError('enough')\n\n\nevery_steps = {5: fail}\n"
     assert cli(source_of(every_steps=failing), "--note", "x").code == 1
-    assert re.search(r"runs/a failed: every_steps\[5\] .*: ValueError: enough\n$", LOG.read_text())
+    assert LOG.read_text().endswith("runs/a failed at step 5\n")
 
 
-def test_a_training_log_that_cannot_be_written_is_one_line(cli: Cli) -> None:
+def test_a_training_log_that_cannot_be_written_ends_no_training(cli: Cli) -> None:
     LOG.mkdir()
     outcome = cli(source_of(), "--note", "x")
-    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
-    assert "training_log.md: Is a directory" in outcome.err
+    assert (outcome.code, outcome.out.count("training goes on without it")) == (0, 1)
+    assert "training_log.md" in outcome.out

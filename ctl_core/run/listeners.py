@@ -1,4 +1,4 @@
-"""What listens to a run: a class of one's own, such as the template's tracker.py.
+"""What listens to a run: metrics.jsonl, TensorBoard, and classes of one's own.
 
 The setting ``listener`` names one, and ``train(..., listeners=[...])`` takes objects. They hear the
 run in the process of the chief, in the thread that trains, between two calls of the graph: what a
@@ -8,7 +8,6 @@ listener takes is the training's time. One that raises is warned of once and hea
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from ctl_core.console import LOG, warn
 from ctl_core.errors import SetupError, brief
-from ctl_core.settings import Config, nearest
+from ctl_core.settings import nearest
 
 
 class Listener:
@@ -73,22 +72,17 @@ def find_listener(name: str) -> type[Listener]:
 class Listeners:
     """The listeners of one run; without any, it does nothing."""
 
-    def __init__(self, name: str | None = None, given: Sequence[Listener] = ()) -> None:
-        """Takes objects, and the name of a class, which is made into one when the run starts.
-
-        Raises:
-            SetupError: ``find_listener`` refuses the name.
-        """
-        named = [find_listener(name)] if name is not None else []
-        self._given: list[Listener | type[Listener]] = [*given, *named]
+    def __init__(self, listeners: Sequence[Listener | type[Listener]] = ()) -> None:
+        """Takes objects, and classes of which one is made when the run starts."""
+        self._given = list(listeners)
         self._hearing: list[Listener] = []
 
-    def start(self, folder: Path, config: Config, step: int) -> None:
+    def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
         """Calls ``start`` of each; only then do they hear the rest."""
         for each in self._given:
             with self._guard(each):
                 listener = each() if isinstance(each, type) else each
-                listener.start(folder, dataclasses.asdict(config), step)
+                listener.start(folder, config, step)
                 self._hearing.append(listener)
 
     def tell(self, method: str, *values: Any) -> None:
@@ -113,6 +107,6 @@ def _line_in(error: BaseException) -> str:
     """Returns where in the listener's own file something was raised, if it came so far."""
     for frame in traceback.extract_tb(error.__traceback__):
         file = Path(frame.filename)
-        if "importlib" not in frame.filename and not file.is_relative_to(Path(__file__).parent):
+        if "importlib" not in frame.filename and not file.is_relative_to(Path(__file__).parents[1]):
             return f" ({file.name}:{frame.lineno})"
     return ""

@@ -15,7 +15,7 @@ from ctl_core import __version__
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "numpy")
 
 
-def provenance(devices: Sequence[str]) -> dict[str, Any]:
+def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
     """Returns versions, commit, host, devices and command line.
 
     Args:
@@ -31,7 +31,7 @@ def provenance(devices: Sequence[str]) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    revision, dirty = commit()
+    revision, dirty = read_commit()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -44,7 +44,7 @@ def provenance(devices: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def commit() -> tuple[str | None, bool | None]:
+def read_commit() -> tuple[str | None, bool | None]:
     """Returns the commit of the current folder, and whether files differ from it, or None."""
     name = _git("rev-parse", "HEAD")
     changes = None if name is None else _git("status", "--porcelain", "--untracked-files=no")

@@ -14,7 +14,7 @@ from ctl_core.errors import SetupError
 from ctl_core.files import from_here
 
 
-def locked(log: Path) -> bool | None:
+def is_locked(log: Path) -> bool | None:
     """Whether a process holds this file of a run; None where there are no locks to tell.
 
     Looking takes the lock for an instant, which training waits out.
@@ -38,7 +38,7 @@ def locked(log: Path) -> bool | None:
     return False
 
 
-def taken(folder: Path) -> SetupError:
+def refuse_second(folder: Path) -> SetupError:
     """Returns what to say of a run that another process is training."""
     return SetupError(
         f"{from_here(folder)}: another process is training this run; stop it, or choose another "
