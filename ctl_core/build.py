@@ -52,7 +52,7 @@ from ctl_core.numerics.batch_norm import moving_statistics
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes
-from ctl_core.numerics.rate_schedule import schedule_of, wanted
+from ctl_core.numerics.rate_schedule import schedule_of
 from ctl_core.run.folder import Run
 from ctl_core.run_state.folder import repair_list
 from ctl_core.settings import Config
@@ -317,9 +317,7 @@ class _Builder:
         return dataclasses.replace(
             parts,
             loss_scale=LossScale() if "float16" in computed else None,
-            rate_schedule=schedule_of(config, self._own_rate, parts.lr, self.console)
-            if wanted(config)
-            else None,
+            rate_schedule=schedule_of(config, self._own_rate, parts.lr, self.console),
             average=average,
         )
 

@@ -7,7 +7,7 @@ due hooks name. What a step does is step.py's part.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -15,10 +15,8 @@ import tensorflow as tf
 from ctl_core.anomaly import numerics_checked
 from ctl_core.checks.returned import assert_weights
 from ctl_core.compat import scratch_graph, with_called
-from ctl_core.console import Console
-from ctl_core.hooks import Hook
 from ctl_core.model.freezing import read_flags
-from ctl_core.numerics.joining import all_for_host, differing
+from ctl_core.numerics.joining import all_for_host
 from ctl_core.numerics.not_finite import Noted, Notes, of_step
 from ctl_core.state import State
 from ctl_core.step import StepResult, train_step
@@ -33,14 +31,12 @@ class StepFunctions:
         noted: which steps of the last calls had losses that are not finite; None: nobody looks
     """
 
-    def __init__(self, state: State, console: Console, summaries: tf.summary.SummaryWriter) -> None:
+    def __init__(self, state: State, summaries: tf.summary.SummaryWriter) -> None:
         """``summaries`` writes those of the hooks in the graph."""
         self.devices = tuple(state.strategy.extended.worker_devices)
         self.noted: Noted | None = None
         self._state = state
-        self._console = console
         self._summaries = summaries
-        self._told: set[str] = set()
         self._traced: list[Any] = []
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str] | None], Any] = {}
         self._frozen: tuple[bool, ...] = ()
@@ -65,18 +61,11 @@ class StepFunctions:
         """Returns whether a step that returns these may be the last of a loop."""
         return fetches == LOSS and self._stacks
 
-    def train_step(
-        self, fetches: frozenset[str], due: Sequence[Hook] = (), steps: int = 1
-    ) -> dict[str, Any]:
-        """Takes one step, or some if they can loop; returns what the last has for the due hooks."""
+    def train_step(self, fetches: frozenset[str], steps: int = 1) -> dict[str, Any]:
+        """Takes one step, or some if they can loop; returns the values of the last."""
         how_many = [tf.constant(steps, tf.int64)] if self.can_loop(fetches) else []
         pieces, found, _, noted = self.trace(fetches)(*how_many)
         self._note(noted)
-        for name, why in differing(pieces).items():
-            if name not in self._told:
-                hooks = ", ".join(str(hook) for hook in due if name in hook.arguments)
-                self._console.say(f"{hooks}: {name} {why}")
-            self._told.add(name)
         return {**found, **all_for_host(pieces)}
 
     def operations(self) -> Iterator[Any]:

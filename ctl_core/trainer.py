@@ -23,7 +23,7 @@ from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.supervisor import TICK, is_supervised
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.console import Console
-from ctl_core.errors import HookFailed, RunError, SetupError, StopTraining, one_line
+from ctl_core.errors import HookFailed, SetupError, StopTraining, one_line
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
 from ctl_core.initial_weights import load_initial_weights
@@ -38,7 +38,6 @@ from ctl_core.messages import (
 )
 from ctl_core.metrics import log
 from ctl_core.model.parts import Moment
-from ctl_core.numerics.learning_rate import why_ignored
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
 from ctl_core.pace import Pace
@@ -115,7 +114,7 @@ class Trainer:
         self.state = state
         self.start = self.last = 0
         self.checkpoints = Checkpoints(state, console)
-        self.functions = StepFunctions(state, console, run.summaries.graph_writer("train"))
+        self.functions = StepFunctions(state, run.summaries.graph_writer("train"))
         self._run = run
         self._console = console
         self._sync = SyncedSignal(state.cluster, signals)
@@ -254,10 +253,10 @@ class Trainer:
         if steps := min(stop - step - (alone and not loops), self._steps_per_call.limit):
             with self._steps_per_call.timed(steps):
                 if loops and step + steps == stop:
-                    return stop, self.functions.train_step(fetches, due, steps)
+                    return stop, self.functions.train_step(fetches, steps)
                 self.functions.train_steps(steps)
         if alone and step + steps + 1 == stop and steps < self._steps_per_call.limit:
-            return stop, self.functions.train_step(fetches, due)
+            return stop, self.functions.train_step(fetches)
         return step + steps, {}
 
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
@@ -270,8 +269,6 @@ class Trainer:
                         hook(**self._host_values(step), **values)
                     if "state" in hook.arguments:
                         check_hook_state(state.hook_state, str(hook))
-                    if why := why_ignored(state.parts.optimizers):
-                        raise RunError(f"{hook}: {why}.")
             except StopTraining as asked:
                 self._console.say(f"step {step}: a hook ends training. {asked}".rstrip())
                 ended = True

@@ -66,27 +66,6 @@ def all_for_host(pieces: dict[str, list[Any]]) -> dict[str, Any]:
     }
 
 
-_UNLIKE = (
-    "has shapes {shapes} on the replicas or micro-batches of this step, so that it is a "
-    "tf.RaggedTensor (a list where even the rank differs); where all fit, it is a tensor."
-)
-
-
-def differing(pieces: dict[str, list[Any]]) -> dict[str, str]:
-    """Says of each name in which shapes what it has differs, if it does."""
-    shapes = {name: _unlike(several) for name, several in pieces.items()}
-    return {name: _UNLIKE.format(shapes=some) for name, some in shapes.items() if some}
-
-
-def _unlike(structures: Sequence[Any]) -> str | None:
-    """Says which shapes the first tensors have that do not fit, if any, of several structures."""
-    for values in zip(*map(tf.nest.flatten, structures), strict=True):
-        if not _fit(values):
-            shapes = sorted({tuple(value.shape) for value in values})
-            return " and ".join(str(list(shape)) for shape in shapes[:3])
-    return None
-
-
 def _fit(values: Sequence[Any]) -> bool:
     """Whether dense values agree in all dimensions but the first; others always can be joined."""
     first = values[0]

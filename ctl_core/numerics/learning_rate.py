@@ -224,14 +224,6 @@ def rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any], create_opt: 
     return Scheduled(next(iter(optimizers.values())), create_opt)
 
 
-def why_ignored(optimizers: Mapping[str, Any]) -> str | None:
-    """Says that a hook has set an attribute that Keras' optimizers neither have nor read."""
-    for optimizer in optimizers.values():
-        if type(optimizer).__module__.startswith("keras.") and "lr" in vars(optimizer):
-            return "sets optimizer.lr, which nothing reads; change the rate by lr.assign(x)"
-    return None
-
-
 def rates_used(lr: Rate, optimizers: Mapping[str, Any]) -> dict[str, float]:
     """Returns the rates that the optimizers use now, by objective; of a single one, under "".
 

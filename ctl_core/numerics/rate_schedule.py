@@ -72,15 +72,10 @@ class RateSchedule:
         return config.learning_rate * curve
 
 
-def wanted(config: Config) -> bool:
-    """Whether the settings ask for a rate that changes."""
-    return config.lr_schedule != "constant" or config.warmup > 0
-
-
 def schedule_of(
     config: Config, lr: LearningRate, used: Rate, console: Console
 ) -> RateSchedule | None:
-    """Makes the schedule; where the optimizer has one of its own, that goes before.
+    """Makes the schedule, if one is asked for; one that the optimizer has of its own goes before.
 
     Args:
         config: the settings
@@ -88,6 +83,8 @@ def schedule_of(
         used: the rate that the optimizer uses
         console: for a warning
     """
+    if config.lr_schedule == "constant" and not config.warmup:
+        return None
     if used is not lr:
         console.warn(
             "lr_schedule and warmup change nothing: create_opt gives the optimizer a schedule of "

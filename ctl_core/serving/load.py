@@ -77,7 +77,7 @@ class LoadedModel:
 def load(
     run: str | Path, checkpoint: int | str | None = None, callbacks: Any = None
 ) -> LoadedModel:
-    """Loads the model of a run, on the GPU if there is one, and runs it once.
+    """Loads the model of a run, on the GPU if there is one.
 
     The hooks are those of the project: the run's own settings say which file. Where that is gone,
     the run's copy is taken, and a line says so; as does one where the file has changed since. What
@@ -110,7 +110,6 @@ def load(
             callbacks = load_callbacks(source, project)
         with restore_run(callbacks, config, name, console) as (state, record, _):
             made = create_inference(state)
-            _warm_up(made)
     metrics = dict(record.progress["metrics"])
     return LoadedModel(
         made.model, made.input_spec, made.output_spec, made.step, metrics, config, made
@@ -166,18 +165,3 @@ def _state_kept() -> Iterator[None]:
             sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
-
-
-def _warm_up(made: Inference) -> None:
-    """Runs the model once on zeros, so that the first call takes no longer than others.
-
-    Not where a text is an input, since there is none that a model can be expected to take.
-    """
-    specs = tf.nest.flatten(made.input_spec)
-    if not all(
-        isinstance(s, tf.TensorSpec) and s.shape.rank and s.dtype != tf.string for s in specs
-    ):
-        return
-    zeros = [tf.zeros([size or 1 for size in spec.shape], spec.dtype) for spec in specs]
-    with contextlib.suppress(tf.errors.OpError):  # zeros may be nothing for this model
-        made.run(tf.nest.pack_sequence_as(made.input_spec, zeros))

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.errors import SetupError
 from tests.helpers.cases import (
     FEATURES,
-    assert_weights,
     make_hooks,
     regression_data,
     sgd,
@@ -117,26 +115,6 @@ def test_micro_batches_run_one_after_the_other(train: Train) -> None:
     assert events == one * 8
 
 
-def test_a_resumed_run_goes_on_with_the_next_micro_batch(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        data = tf.data.Dataset.from_tensor_slices(regression_data()).shuffle(30, seed=5)
-        return data.batch(per_replica_batch_size)
-
-    hooks = make_hooks(create_dataset=create_dataset)
-    whole = train(hooks, steps=10, accumulate_steps=2, run_name="whole")
-    train(hooks, steps=4, accumulate_steps=2, run_name="parts")
-    parts = train(hooks, steps=10, accumulate_steps=2, run_name="parts")
-    assert_weights(parts, whole, rtol=0)
-    assert "reading and dropping" not in capsys.readouterr().out
-    train(hooks, steps=4, accumulate_steps=2, run_name="other")
-    other = train(hooks, steps=10, accumulate_steps=1, run_name="other")
-    assert_weights(other, whole.train_model.get_weights())
-    output = " ".join(capsys.readouterr().out.split())
-    assert "reading and dropping 64 examples" in output and "accumulate_steps 2" in output
-
-
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_pass_ends_with_its_last_full_global_batch(train: Train, filtered: bool) -> None:
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
@@ -149,14 +127,3 @@ def test_a_pass_ends_with_its_last_full_global_batch(train: Train, filtered: boo
         make_hooks(create_dataset=create_dataset), steps=None, epochs=2, accumulate_steps=4
     )
     assert state.step == 2 * (100 // BATCH)
-
-
-def test_a_batch_that_cannot_be_shared_out_is_refused(train: Train) -> None:
-    with pytest.raises(SetupError) as error:
-        train(make_hooks(), batch_size=20, virtual_devices=2, accumulate_steps=4)
-    message = str(error.value)
-    assert "batch_size: 20" in message and "2 replicas" in message
-    assert "accumulate_steps 4" in message and "a multiple of 8" in message
-    hooks = make_hooks(create_dataset=lambda per_replica_batch_size: sliced(regression_data())(12))
-    with pytest.raises(SetupError, match="expected batches of 4"):
-        train(hooks, accumulate_steps=4)

@@ -60,14 +60,6 @@ def error_of(model: Any, size: int = 50) -> float:
     return float(((model(inputs).numpy() - target) ** 2).mean())
 
 
-def test_without_an_average_in_the_checkpoint_a_run_does_not_go_on(train: Train) -> None:
-    train(hooks(), steps=2)
-    with pytest.raises(ctl_core.SetupError, match=r"does not fit .* eval_model/.* is new"):
-        train(hooks(create_eval_model=copied, update_post=follow), steps=4)
-    train(hooks(create_eval_model=copied, update_post=follow), steps=2, run_name="b")
-    assert train(hooks(), steps=4, run_name="b").step == 4  # without it again, it does
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_shared_weights_and_elements_that_only_the_evaluation_has(
     train: Train, replicas: int

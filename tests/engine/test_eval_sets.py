@@ -170,24 +170,6 @@ def test_the_values_of_a_set_decide(train: Train) -> None:
     assert list(state.progress.best) == ["keep_best=a/loss:min"]
 
 
-@pytest.mark.parametrize(
-    ("replicas", "accumulate", "size"), [(1, 1, None), (2, 1, None), (3, 2, None), (2, 1, 6)]
-)
-def test_the_first_batches_are_evaluated(
-    train: Train, replicas: int, accumulate: int, size: int | None
-) -> None:
-    """However many take part, as many examples: of the step's size, or of the evaluation's."""
-    hooks = sets_hooks({"long": first(90), "short": first(7)})
-    settings = {"virtual_devices": replicas, "accumulate_steps": accumulate, "limit_eval": 2}
-    state = train(hooks, steps=0, batch_size=12, eval_batch_size=size, **settings)
-    assert_values(state.metrics, expected({"long": 2 * (size or 12), "short": 7}))
-
-
-def test_a_limit_beyond_the_data_is_none(train: Train) -> None:
-    state = train(eval_hooks(23), steps=0, limit_eval=2**31 - 1)
-    assert_values(state.metrics, evaluated_by_hand(23))
-
-
 @pytest.mark.parametrize(("weight", "of"), [(-1.0, "-2"), (np.nan, "nan"), (np.inf, "inf")])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_batch_that_weighs_less_than_nothing(
@@ -237,7 +219,7 @@ def test_evaluate_and_predict_with_several_sets(
     assert main(["evaluate"]) == 0
     assert "eval: val/loss " in capsys.readouterr().out
     assert main(["predict", "--dataset", "test"]) == 0
-    with np.load("runs/a/predictions.npz") as file:
+    with np.load("runs/a/predictions-test.npz") as file:
         assert file["output"].shape == (63, 1)  # whatever limit_eval says
     capsys.readouterr()
     for flags, said in (

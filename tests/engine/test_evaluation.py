@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import keras
 import numpy as np
 
-from ctl_core.evaluate import evaluate
 from tests.helpers.cases import (
     FEATURES,
     eval_hooks,
@@ -33,13 +30,3 @@ def test_eval_pre_and_regularisation(train: Train) -> None:
     hooks = eval_hooks(23, create_model=create_model, eval_pre=lambda loss: (3 * loss, 0.0))
     tripled = train(hooks, steps=0, run_name="tripled")
     np.testing.assert_allclose(tripled.metrics["loss"], 3 * plain, rtol=1e-5)
-
-
-def test_a_signal_ends_an_evaluation_early(train: Train) -> None:
-    state = train(eval_hooks(100), steps=0)
-    assert state.evaluation is not None
-    one = state.evaluation.sets[""]
-    one.data = one.data.dataset.repeat(50)  # type: ignore[assignment]
-    assert evaluate(state.evaluation, lambda word: dataclasses.replace(word, signal=15)) is None
-    values = evaluate(state.evaluation)
-    assert values is not None and values["seen"] == 5000

@@ -13,17 +13,15 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.cases import (
-    FEATURES,
     assert_weights,
     l2_model,
     regression_data,
-    set_weights,
     small_model,
     squared_error,
     synchronized_model,
 )
 from tests.helpers.fixtures import Train
-from tests.helpers.kept import examples, hooks, keep, of_replicas, of_steps, plain, shuffled
+from tests.helpers.kept import examples, hooks, keep, of_replicas, of_steps, plain
 
 
 @pytest.mark.parametrize("form", [of_replicas, of_steps])
@@ -59,23 +57,6 @@ def test_weights_are_those_of_a_plain_loop(
     assert state.step == 3 * -(-number // batch_size)
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_other_replicas(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its position is reached by reading: whole steps of real examples, not of stand-ins."""
-    some = hooks(create_dataset=shuffled(19))
-    whole = keep(train, some, run_name="whole")
-    for steps, settings in ((3, {}), (4, {"virtual_devices": 2}), (9, {"accumulate_steps": 4})):
-        state = keep(train, some, steps=steps, epochs=None, **settings)
-    assert "reading and dropping 27 examples" in capsys.readouterr().out
-    assert_weights(state, whole)
-    keep(train, some, run_name="other", steps=4, epochs=None)
-    state = keep(train, some, run_name="other", steps=5, epochs=None, last_batch="drop")
-    assert "since it was saved with last_batch keep." in capsys.readouterr().out
-    assert state.step == 5
-
-
 @pytest.mark.parametrize(("replicas", "accumulate"), [(2, 1), (1, 2), (2, 2)])
 def test_batch_weight_of_nobody_counts_for_nothing(
     train: Train, replicas: int, accumulate: int
@@ -105,83 +86,6 @@ def test_synchronized_batch_normalization(train: Train, number: int, replicas: i
     # Divided by the spread of two examples, rounding shows, and how depends on the processor.
     for weight, other in zip(state.train_model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(weight, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("number", [10, 14])
-def test_moving_statistics_count_each_example_once(train: Train, number: int) -> None:
-    """A replica without examples keeps its own; one of r of R goes N r / R times as far."""
-
-    def still(gradients: Any) -> Any:
-        return [tf.zeros_like(gradient) for gradient in gradients], gradients
-
-    some = hooks(
-        create_dataset=of_replicas(number),
-        create_model=lambda: synchronized_model(False),
-        update_pre=still,
-    )
-    state = keep(train, some, virtual_devices=2)
-    first, norm, _ = state.train_model.layers
-    hidden = first(regression_data()[0][:number]).numpy()
-    mean, variance = np.zeros([2, 8]), np.ones([2, 8])
-    for _ in range(3):
-        for rows in (hidden[:8], hidden[8:]):
-            for replica, share in enumerate((rows[:4], rows[4:])):
-                if len(share):
-                    part = 0.1 * 2 * len(share) / len(rows)
-                    mean[replica] += part * (share.mean(0) - mean[replica])
-                    variance[replica] += part * (share.var(0) - variance[replica])
-    np.testing.assert_allclose(norm.moving_mean, mean.mean(0), atol=1e-6)
-    np.testing.assert_allclose(norm.moving_variance, variance.mean(0), atol=1e-6)
-
-
-class Counter(keras.layers.Layer):
-    """Draws random numbers in two ways, adds noise of one, and keeps a statistic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seeds = keras.random.SeedGenerator(3)
-        self.generator = tf.random.Generator.from_seed(5)
-        self.calls = self.add_weight(shape=(), dtype="int64", trainable=False, initializer="zeros")
-
-    def call(self, inputs: Any) -> Any:
-        self.calls.assign_add(1)
-        noise = keras.random.normal(tf.shape(inputs), seed=self.seeds)
-        return inputs + 0.1 * noise + 0.1 * self.generator.normal(tf.shape(inputs))
-
-
-def noisy_model() -> keras.Model:
-    model = keras.Sequential([keras.Input((FEATURES,)), Counter(), keras.layers.Dense(1)])
-    set_weights(model.layers[1])
-    return model
-
-
-def test_an_empty_micro_batch_writes_nothing_and_draws_nothing(train: Train) -> None:
-    state = keep(
-        train, hooks(create_dataset=of_replicas(3), create_model=noisy_model), accumulate_steps=2
-    )
-    layer = state.train_model.layers[0]
-    assert int(layer.calls) == 3
-    once = keras.random.SeedGenerator(3)
-    for _ in range(3):
-        keras.random.normal((3, FEATURES), seed=once)
-    np.testing.assert_array_equal(layer.seeds.state, once.state)
-
-
-def test_a_replica_without_examples_draws_nothing_also_when_resumed(train: Train) -> None:
-    """Its generators fall behind the other replica's; a checkpoint holds those of both."""
-
-    def model() -> keras.Model:
-        layers = [keras.Input((FEATURES,)), keras.layers.Dropout(0.5, seed=1)]
-        return set_weights(keras.Sequential([*layers, keras.layers.Dense(1)]))
-
-    some = hooks(create_dataset=of_replicas(10), create_model=model)
-    whole = keep(train, some, virtual_devices=2, run_name="whole")
-    states = whole.strategy.experimental_local_results(whole.found.generators[0])
-    first, second = (int(state.numpy()[1]) for state in states)
-    assert first > second > 0
-    for steps in (2, 3, 6):
-        state = keep(train, some, virtual_devices=2, steps=steps, epochs=None)
-    assert_weights(state, whole, 0)
 
 
 def test_train_metrics_are_of_each_example_once(train: Train) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.cases import make_hooks, regression_data, sgd, sliced
+from tests.helpers.cases import make_hooks, regression_data, sgd
 from tests.helpers.fixtures import Train
 from tests.helpers.project import Cli, refused
 
@@ -61,46 +60,6 @@ FLAGS = ("train", "--run-name", "a", "--steps", "6", "--batch-size", "16")
 def by_hand(x: np.ndarray, weights: list[np.ndarray]) -> np.ndarray:
     hidden = np.tanh((x.astype("float64") / 255 - 0.5) @ weights[0] + weights[1])
     return np.asarray(hidden @ weights[2] + weights[3])
-
-
-def test_load_predict_and_export_are_the_same_from_raw_inputs_on(cli: Cli) -> None:
-    outcome = cli(SCALED, "--ckpt-every", "3", command=FLAGS)
-    assert outcome.code == 0, outcome
-    x = np.random.default_rng(1).integers(0, 256, (16, 5)).astype("uint8")
-    np.save("x.npy", x)
-    assert cli(None, "--input", "x.npy", command=("predict",)).code == 0
-    assert cli(None, command=("export",)).code == 0
-    served = ctl_core.load("runs/a")
-    assert served.step == 6 and served.settings.batch_size == 16 and served.metrics["loss"] > 0
-    assert served.input_spec == tf.TensorSpec([None, 5], tf.uint8)
-    found = served(x).numpy()
-    np.testing.assert_allclose(found, by_hand(x, served.model.get_weights()), rtol=1e-5)
-    with np.load("runs/a/predictions-x.npz") as file:
-        np.testing.assert_array_equal(found, file["output"])
-    exported = tf.saved_model.load("runs/a/export/1")
-    np.testing.assert_array_equal(found, exported.serve(x))
-    by_name = exported.signatures["serving_default"](inputs=tf.constant(x))
-    np.testing.assert_array_equal(found, by_name["output"])
-    examples = [
-        tf.train.Example(
-            features=tf.train.Features(
-                feature={"inputs": tf.train.Feature(int64_list=tf.train.Int64List(value=row))}
-            )
-        ).SerializeToString()
-        for row in x
-    ]
-    of_examples = exported.signatures["tf_example"](examples=tf.constant(examples))["output"]
-    np.testing.assert_array_equal(found, of_examples)
-    np.testing.assert_array_equal(found, served(x.tolist()))  # as JSON has it
-    np.testing.assert_array_equal(found, served(tf.constant(x)))
-    np.testing.assert_allclose(served(x[:1]), found[:1], rtol=1e-6)  # of another size
-    assert cli(None, command=("predict",)).code == 0  # the evaluation data, batches of 16
-    whole = np.concatenate([served(part) for part in np.split(sys.modules["callbacks"].x, 3)])
-    with np.load("runs/a/predictions.npz") as file:
-        np.testing.assert_array_equal(whole, file["output"])
-    earlier = ctl_core.load("runs/a", checkpoint=3)
-    assert earlier.step == 3 and abs(earlier(x).numpy() - found).max() > 1e-4
-    assert repr(served) == "LoadedModel(a, step=6, inputs=(inputs uint8 [None, 5]))"
 
 
 # A model of a dict within a dict, and one of a tuple.
@@ -210,41 +169,7 @@ def serve(inputs):
     np.testing.assert_allclose(served(x), moved, rtol=1e-4)
 
 
-def both(batch: Any) -> Any:
-    return batch[0] + 0.0 * batch[1]
-
-
-def test_what_a_client_sends_by_default(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    """The part of a batch that input_pre uses; the model's input, if targets are among it."""
-    inputs, target = regression_data()
-
-    def loaded(**hooks: Any) -> ctl_core.LoadedModel:
-        own = make_hooks(create_opt=sgd, **hooks)
-        state = train(own, steps=2, run_name=str(len(hooks)) + str(random.random()))
-        return ctl_core.load(state.run_dir, callbacks=own)
-
-    data = {"x": inputs, "more": {"y": target, "unused": target}, "z": target}
-    served = loaded(
-        create_dataset=sliced(data),
-        input_pre=lambda batch: batch["x"] * batch["more"]["y"],
-        loss_pre=lambda output, batch: (output, batch["z"]),
-        grad_pre=lambda loss, train_model: (loss, 0.0, train_model.trainable_variables),
-    )
-    assert served.input_spec.keys() == {"x", "more"} and served.input_spec["more"].keys() == {"y"}
-    sent = {"x": inputs[:7], "more": {"y": target[:7]}}
-    expected = served.model(inputs[:7] * target[:7])
-    np.testing.assert_allclose(served(sent), expected, rtol=1e-5)
-    assert capsys.readouterr().out.count("input_pre") == 0
-    served = loaded(input_pre=both)
-    assert served.input_spec == tf.TensorSpec([None, 5], tf.float32)
-    np.testing.assert_allclose(served(inputs[:7]), served.model(inputs[:7]), rtol=1e-5)
-    said = capsys.readouterr().out
-    assert "uses batch[0] and batch[1], so that clients send the model's input itself" in said
-    with pytest.raises(ctl_core.SetupError, match=r"serve .*: it is not plain what a client sends"):
-        loaded(input_pre=both, serve=lambda inputs: inputs)
-
-
-def test_create_inference_model(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_create_inference_model(train: Train) -> None:
     inputs = regression_data()[0]
     calls: list[str] = []
 
@@ -274,12 +199,6 @@ def test_create_inference_model(train: Train, capsys: pytest.CaptureFixture[str]
         loaded(copied)(inputs),
         ctl_core.load(state.run_dir, callbacks=make_hooks(create_opt=sgd))(inputs),
     )
-    capsys.readouterr()
-    head = loaded(lambda model: keras.Sequential([keras.Input((8,)), model.layers[1]]))
-    assert "takes float32 [None, 8], which input_pre does not return; clients send" in (
-        capsys.readouterr().out
-    )
-    np.testing.assert_allclose(head(hidden), state.train_model(inputs[:7]), rtol=1e-5, atol=1e-6)
     for hook, said in (
         (lambda model: 3, "returned an int, expected inference model, a callable"),
         (lambda model: 1 / 0, "create_inference_model (test_load.py"),

@@ -125,16 +125,3 @@ def test_setting_the_optimizers_learning_rate_says_what_to_do(train: Train) -> N
     with pytest.raises(HookFailed, match=r"at_step\[2\] \(test_rate.py:.*lr.assign\(x\)") as error:
         train(make_hooks(create_opt=sgd, at_step={2: slower}))
     assert "float" not in str(error.value)
-
-
-def test_arithmetic_while_training_gives_values(train: Train) -> None:
-    """What a hook keeps of the rate does not change when the rate does: as for a ramp."""
-    kept: list[Any] = []
-
-    def ramp(step: int, lr: Any) -> None:
-        if not kept:
-            kept.append(lr * 10)
-        lr.assign(kept[0] * (step / STEPS))
-
-    state = train(make_hooks(every_steps={1: ramp}), steps=STEPS, learning_rate=RATE)
-    assert float(state.lr) == pytest.approx(RATE * 10)

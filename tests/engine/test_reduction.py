@@ -151,22 +151,6 @@ def test_an_option_of_a_keras_optimizer_does_what_it_does_in_a_plain_loop(
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("around", [lambda one: one, lambda one: {"": one}])
-def test_what_keras_optimizers_do_on_one_replica_only_is_refused_on_two(
-    train: Train, around: Callable[[Any], Any]
-) -> None:
-    said = (
-        "with gradient_accumulation_steps=3 works .* set accumulate_steps: 3, with",
-        r"with ema_overwrite_frequency=4 works .* every_steps\[4\] call optimizer.finalize",
-    )
-    for options, words in zip(ON_ONE_REPLICA, said, strict=True):
-        hooks = with_options(**options)
-        create_opt = hooks.create_opt
-        hooks.create_opt = lambda lr, create=create_opt: around(create(lr))
-        with pytest.raises(ctl_core.SetupError, match=r"create_opt \(.*\): SGD " + words):
-            train(hooks, steps=1, virtual_devices=2)
-
-
 def test_keras_sums_in_the_method_that_is_replaced() -> None:
     """Fails if Keras renames it."""
     strategy = tf.distribute.MirroredStrategy(

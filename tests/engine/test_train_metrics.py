@@ -140,10 +140,3 @@ def test_the_default_takes_the_target_and_the_output(train: Train) -> None:
     assert [line["accuracy"] for line in logged(state.run_dir)] == pytest.approx(
         [line["accuracy"] for line in by_hand()]
     )
-
-
-def test_without_metrics_nothing_is_logged_and_no_graph_call_added(train: Train) -> None:
-    own = hooks()
-    del own.create_train_metrics
-    state = train(own, steps=STEPS, **SETTINGS)
-    assert logged(state.run_dir) == []

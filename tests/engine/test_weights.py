@@ -100,8 +100,8 @@ def test_float16_scales_the_loss_and_divides_by_the_words(train: Train) -> None:
     pairs = zip(state.train_model.get_weights(), trained_by_hand().get_weights(), strict=True)
     for weight, reference in pairs:
         np.testing.assert_allclose(weight, reference, rtol=0.02, atol=2e-3)
-    assert state.context.loss_scale is not None
-    assert int(state.context.loss_scale.finite.numpy()) == STEPS
+    assert state.parts.loss_scale is not None
+    assert int(state.parts.loss_scale.finite.numpy()) == STEPS
 
 
 def test_a_batch_weight_of_the_examples_is_the_default(train: Train) -> None:
@@ -132,17 +132,6 @@ def test_every_objective_is_divided(train: Train) -> None:
         factor = 3.0 if index == len(gradients) - 1 else 1.0
         variable.assign(variable - RATE * factor * tf.convert_to_tensor(gradient))
     assert_weights(state, model.get_weights(), rtol=1e-5)
-
-
-def test_a_mean_over_the_words_is_refused_and_their_sum_is_not(train: Train) -> None:
-    def mean(loss_input: Any) -> Any:
-        return tf.reduce_sum(word_loss(loss_input)) / tf.reduce_sum(loss_input[1]["mask"])
-
-    with pytest.raises(ctl_core.SetupError, match="it is a mean over the batch"):
-        train(word_hooks(create_loss=lambda: mean), steps=1, batch_size=BATCH)
-    hooks = word_hooks(create_loss=lambda: lambda pair: tf.reduce_sum(word_loss(pair)))
-    state = train(hooks, steps=STEPS, batch_size=BATCH, learning_rate=RATE)
-    assert_weights(state, trained_by_hand(), rtol=1e-5)
 
 
 NO_WEIGHTS: dict[str, tuple[Any, str]] = {
