@@ -36,11 +36,6 @@ def bucketed(global_batch_size: int) -> tf.data.Dataset:
     return bucket_by_length(words(), length_of, BOUNDARIES, global_batch_size)
 
 
-def per_replica(per_replica_batch_size: int) -> tf.data.Dataset:
-    sizes = [per_replica_batch_size] * 3
-    return words().bucket_by_sequence_length(length_of, BOUNDARIES, sizes)
-
-
 class Mean(keras.Model):
     """The mean over the padded length, too: what is padded otherwise trains otherwise."""
 
@@ -135,21 +130,3 @@ def test_global_batches_that_are_cut_up_train_alike(
     )
     assert_weights(two, one, rtol=1e-5)
     assert own.create_dataset is ragged or "leaves out" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("fixed", [False, True])
-def test_grouping_per_replica_is_warned_of(
-    train: Train, capsys: pytest.CaptureFixture[str], replicas: int, fixed: bool
-) -> None:
-    def padded(per_replica_batch_size: int) -> tf.data.Dataset:
-        return words().padded_batch(per_replica_batch_size, drop_remainder=True)
-
-    make = padded if fixed else per_replica
-    own = hooks([], make, every_steps={})
-    train(own, steps=2, batch_size=BATCH, virtual_devices=replicas)
-    output = capsys.readouterr().out
-    assert ("batches of one step have different shapes" in output) == (replicas > 1)
-    if replicas > 1:
-        assert "warning: create_dataset (test_buckets.py:" in output
-        assert "global_batch_size" in output and "ctl_core.data.bucket_by_length" in output
