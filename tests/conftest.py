@@ -41,7 +41,6 @@ QUICK = (
     "test_console.py",
     "test_digits_data.py",
     "test_errors.py",
-    "test_golden.py",
     "test_hook_state.py",
     "test_jit.py",
     "test_losses.py",
