@@ -20,7 +20,6 @@ from ctl_core.build import Alone
 from ctl_core.checkpoint import is_summed
 from ctl_core.checks.ratio import draws_numbers
 from ctl_core.compat import scratch_graph, with_called
-from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.forward import forward_backward
 from ctl_core.graph import StepFunctions
@@ -38,7 +37,7 @@ TOLERANCE = 1e-3
 Values = dict[tuple[str, str], list[np.ndarray]]
 
 
-def observe(state: State, console: Console) -> Values:
+def observe(state: State) -> Values:
     """Takes steps and evaluates; variables and data are as before.
 
     Returns:
@@ -51,7 +50,7 @@ def observe(state: State, console: Console) -> Values:
     for quiet in (True, False):
         parts = dataclasses.replace(state.parts, quiet=quiet)
         run = dataclasses.replace(state, parts=parts)
-        functions = StepFunctions(run, console, tf.summary.create_noop_writer())
+        functions = StepFunctions(run, tf.summary.create_noop_writer())
         with copies.put_back_after():
             for _ in range(1 if quiet else 2):
                 found = functions.train_step(FETCHES)

@@ -122,7 +122,7 @@ def _compare(hooks: Hooks, state: State, config: Config, console: _Console) -> I
         own = dataclasses.replace(short, accumulate_steps=micro_batches)
         run = Run(own, Task(), reading=True)
         with open_session(run, console), process_state(own):
-            return observe(create_state(tried, own, run, console, strategy), console)
+            return observe(create_state(tried, own, run, console, strategy))
 
     try:
         one, three = run(1), run(DEVICES)
