@@ -16,13 +16,17 @@ found out on a dataset that is made for it, from the same seed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ctl_core.compat import scratch_graph
+from ctl_core.errors import brief
 from ctl_core.hooks import Hook, Hooks, describe
+from ctl_core.readers.reader import Reader
+from ctl_core.readers.sources import is_reader
 from ctl_core.settings import Config
 
 
@@ -77,7 +81,10 @@ class BatchSource:
         whole: whether each element is a share by itself
         endless: whether a pass has no end
         steps_per_epoch: global batches in a pass; None where there is no end, or nobody counted
+        reader: knows the position of the dataset that was made last, if that can be saved by it
     """
+
+    reader: Reader | None = None
 
     def __init__(
         self, hooks: Hooks, config: Config, shape: BatchShape, per_replica: int | None = None
@@ -96,6 +103,7 @@ class BatchSource:
         self.shape = shape
         self.per_replica_batch_size = per_replica or shape.per_replica
         self._hooks, self._config = hooks, config
+        self._read: Reader | None = None
         self._by_rows = hooks.count_examples.is_default
         self._own_batches = not hooks.make_batches.is_default
         self._hook = hooks.make_batches if self._own_batches else hooks.create_dataset
@@ -121,7 +129,13 @@ class BatchSource:
         }
         hooks = self._hooks
         keras.utils.set_random_seed(self._config.seed)
-        dataset = check_dataset(hooks.create_dataset, hooks.create_dataset(**sizes))
+        made = hooks.create_dataset(**sizes)
+        self._read = open_reader(
+            hooks.create_dataset, made, lambda: hooks.create_dataset(**sizes), self._read
+        )
+        if self._read is not None:
+            made = self._read.read_elements(endless=self._own_batches)
+        dataset = check_dataset(hooks.create_dataset, made)
         if not self._own_batches:
             return dataset
         if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
@@ -132,13 +146,35 @@ class BatchSource:
     def make(self) -> tf.data.Dataset:
         """Returns the endless dataset whose elements are global batches, or shares."""
         dataset, self._unread = self._unread, None
-        dataset = self._make_pass(self.call_hooks() if dataset is None else dataset)
-        dataset = dataset if self.endless else dataset.repeat()
+        dataset = self.call_hooks() if dataset is None else dataset
+        self.reader = None
+        if self._read is not None and not self._own_batches:
+            dataset = self._read_batches(self._read)
+            self.reader = None if self._config.overfit_batches else self._read
+        else:
+            dataset = self._make_pass(dataset)
+            dataset = dataset if self.endless else dataset.repeat()
         if number := self._config.overfit_batches:
             # Kept as they were read first: neither a shuffle nor noise makes others of them.
             elements = number * (self.shape.shares if self.whole else 1)
             return dataset.take(elements).cache().repeat()
         return dataset
+
+    def _read_batches(self, reader: Reader) -> tf.data.Dataset:
+        shape, whole = self.shape, self.whole
+        keeps = self._config.keeps_last_batch and not whole
+
+        def count(element: Any) -> int:
+            tensors = tf.nest.map_structure(tf.constant, element)
+            return int(self._hooks.count_examples.in_graph(batch=tensors))
+
+        return reader.read_batches(
+            shape.batch // shape.shares if whole else shape.batch,
+            None if whole or keeps else shape.batch,
+            shape.shares if whole else 1,
+            keeps,
+            count if whole or self._pass_as_is else None,
+        )
 
     def count_pass(self) -> int:
         """Returns how many examples a pass has: read once more, after it had too few."""
@@ -227,6 +263,27 @@ class BatchSource:
         return dataset.take(_count_elements(dataset) // shares * shares)
 
 
+def open_reader(
+    hook: Hook, made: Any, remake: Callable[[], Any], before: Reader | None = None
+) -> Reader | None:
+    """Returns a reader of what a hook made, the same one as before of the same object.
+
+    Returns:
+        None if it is no reader in Python.
+
+    Raises:
+        SetupError: it cannot be read.
+    """
+    if not is_reader(made):
+        return None
+    if before is not None and before.made is made:
+        return before
+    try:
+        return Reader(made, remake)
+    except Exception as error:
+        raise hook.reject(f"reading the data: {brief(error)}") from error
+
+
 def check_dataset(hook: Hook, made: Any) -> tf.data.Dataset:
     """Returns what a hook made.
 
@@ -235,7 +292,7 @@ def check_dataset(hook: Hook, made: Any) -> tf.data.Dataset:
     """
     if not isinstance(made, tf.data.Dataset):
         what = "nothing" if made is None else f"a {type(made).__name__}"
-        raise hook.reject(f"returned {what}, expected a tf.data.Dataset.")
+        raise hook.reject(f"returned {what}, expected a tf.data.Dataset, or a reader.")
     return made
 
 

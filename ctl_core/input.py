@@ -46,6 +46,7 @@ class Input:
         source: makes the dataset
         shape: of a global batch
         dataset: what ``iterator`` reads
+        reader: the reader in Python that knows the position, if there is one
         iterator: its position; part of every checkpoint
         share_spec: of the batch of one share
         unit: how many batches are read at once, see units.py; 0: one by one
@@ -54,7 +55,7 @@ class Input:
     def __init__(self, strategy: tf.distribute.Strategy, source: BatchSource) -> None:
         """Begins to read when ``begin`` is called."""
         self.strategy, self.source, self.shape = strategy, source, source.shape
-        self.dataset = source.make()
+        self.dataset, self.reader = source.make(), source.reader
         self.iterator: Any = None
         self.unit = 0
         element = self.dataset.element_spec
@@ -112,10 +113,12 @@ class Input:
 
     def count_examples(self, steps: int) -> int:
         """Returns how many examples so many steps had, since it was last asked."""
-        if self._counted is None:
-            return steps * self.shape.batch
-        examples = int(self._counted.numpy())
-        self._counted.assign(0)
+        examples = steps * self.shape.batch
+        if self._counted is not None:
+            examples = int(self._counted.numpy())
+            self._counted.assign(0)
+        if self.reader is not None:
+            self.reader.note_used(examples)
         return examples
 
     def begin(self, unit: int = 0) -> None:
@@ -129,7 +132,7 @@ class Input:
     def begin_anew(self) -> None:
         """Reads the data from their start, by another iterator."""
         with global_seed_generator_kept():
-            self.dataset = self.source.make()
+            self.dataset, self.reader = self.source.make(), self.source.reader
         self.begin(self.unit)
 
     def skip(self, examples: int) -> None:
@@ -139,6 +142,8 @@ class Input:
             _skip_elements(self.iterator, tf.constant(steps, tf.int64))
         else:
             _skip_rows(self.iterator, tf.constant(examples, tf.int64))
+        if self.reader is not None:
+            self.reader.note_used(examples)
 
 
 def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> tuple[Any, ...]:

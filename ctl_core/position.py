@@ -34,7 +34,10 @@ class InputPosition:
         self._state = state
         self._console = console
         self._made: Any = None
-        self._why_not = why_not_checkpointable(state.data.dataset)
+        reader = state.data.reader
+        self._why_not = reader.why_not if reader else why_not_checkpointable(state.data.dataset)
+        # Of a reader in Python, the position is a text.
+        self._text: Any = tf.Variable("", dtype=tf.string, trainable=False) if reader else None
 
     def describe(self) -> dict[str, Any]:
         """Returns what a position belongs to; a number of devices is not part of it."""
@@ -44,25 +47,29 @@ class InputPosition:
             "per_replica_batch_size": data.source.per_replica_batch_size,
             "last_batch": config.last_batch,
             "overfit_batches": config.overfit_batches,
-            "unit": data.unit,
+            "unit": 0 if data.reader else data.unit,
             "whole": data.shape.shares if data.source.whole else 0,
             "folder": os.getcwd(),
         }
 
     def _part(self) -> GraphCheckpoint:
-        iterator = self._state.data.iterator
+        iterator = self._state.data.iterator if self._text is None else self._text
         if self._made is None or self._made.input is not iterator:
             self._made = GraphCheckpoint(input=iterator)
         return self._made  # type: ignore[no-any-return]
 
     def save(self, prefix: Path) -> bool:
         """Writes the position; returns whether it is there, and whole."""
-        why = self._why_not
+        why, reader = self._why_not, self._state.data.reader
         try:
+            if reader and why is None:
+                self._text.assign(reader.write_position())
             if why is None:
                 self._part().write(str(prefix))
         except tf.errors.FailedPreconditionError as error:
             why = op_message(error, 120)
+        except ValueError as error:
+            why = str(error)
         if why is not None:
             self._console.warn_once(
                 f"the position in the training data cannot be saved exactly ({why}); a resumed "
@@ -87,6 +94,8 @@ class InputPosition:
                 self._part().read(regular(str(prefix)))
             except (*UNREADABLE, Damaged):
                 why = "the saved position does not fit the data any more, or its file is damaged"
+        if why is None and state.data.reader:
+            why = state.data.reader.go_to(self._text.numpy().decode())
         if state.cluster.all(why is None):
             return
         self._console.warn(

@@ -14,7 +14,6 @@ LONGEST = (
     "test_programs.py",
     "test_program_ways.py",
     "test_documents.py",
-    "test_readers.py",
     "test_reading.py",
     "test_state.py",
     "test_last_batch.py",

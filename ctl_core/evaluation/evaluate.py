@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.ahead import read_ahead
-from ctl_core.batches import check_dataset, count_rows, widths_vary
+from ctl_core.batches import check_dataset, count_rows, open_reader, widths_vary
 from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import checked_extra, expect
 from ctl_core.cluster.strategy import local_replicas
@@ -217,11 +217,18 @@ def create_evaluation(parts: Parts, config: Config) -> Evaluation | None:
             )
         named = dataclasses.replace(hook, name=f"{hook.name}['{name}']") if name else hook
 
-        def make(name: str = name, named: Hook = named, made: Any = None) -> tf.data.Dataset:
-            made = call() if made is None else made
-            return prepare(parts, named, made[name] if name else made, batch, config.limit_eval)
+        def remake(name: str = name) -> Any:
+            made = call()
+            return made[name] if name else made
 
-        dataset = make(made=first)
+        def make(named: Hook = named, remake: Callable[[], Any] = remake) -> tf.data.Dataset:
+            return prepare(parts, named, remake(), batch, config.limit_eval)
+
+        made = first[name] if name else first
+        reader = open_reader(named, made, remake)
+        if reader is not None:  # begins anew by itself
+            made = reader.read_elements()
+        dataset = prepare(parts, named, made, batch, config.limit_eval)
         # A shuffle has another order in each pass, unless it is made anew.
         shuffles = any("Shuffle" in type(stage).__name__ for stage in stages(dataset))
         own = create_metrics(hooks.create_metrics)

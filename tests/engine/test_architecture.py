@@ -12,21 +12,20 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    buckets console errors index joining not_finite precision provenance reduction saved signals
-    source_lines splits table types
+    buckets console errors index joining not_finite precision provenance readers.sources reduction
+    saved signals source_lines splits table types
     compat files gpus helpers nested settings variables
-    ahead averaging callbacks_file collectives defaults elements fitting groups layers
-    learning_rate listeners lock process_state profile raw record recording selection staging task
-    training_mode
+    ahead averaging callbacks_file collectives defaults fitting groups layers learning_rate
+    listeners lock process_state profile raw record recording selection staging task training_mode
     batch_norm checks.hooks freezing randomness rate_schedule rendezvous run.metrics
     run_state.folder sources summaries summary supervisor sync training_log units
     checks.position cli divergence hooks run.folder strategy
-    __main__ anomaly batches forking kinds micro_batches pairs returned schedule vocabularies
-    created input parts stream
-    examples state
-    initial_weights messages metrics pace position
-    checkpoint forward
-    evaluate inference step
+    __main__ anomaly examples forking micro_batches pairs reader returned schedule vocabularies
+    batches created
+    input parts
+    metrics state
+    forward initial_weights messages pace position
+    checkpoint evaluate inference step
     predict stretches
     build export graph
     ratio restore

@@ -71,6 +71,22 @@ def create_dataset():  # here
 def create_dataset():  # here
     return tf.data.Dataset.from_tensor_slices(small.data()).take(7).batch(16, True)
 -> create_dataset | fewer | batch
+== a reader is empty
+def create_dataset():  # here
+    return iter([])
+-> create_dataset | has no element
+== a reader has fewer examples than a batch
+def create_dataset():  # here
+    return iter([[part[:7] for part in small.data()]])
+-> create_dataset | 7 examples | --batch-size
+== a reader for an evaluation has no end
+class Unending(keras.utils.PyDataset):
+    num_batches = None
+    def __getitem__(self, index):
+        return small.data()
+def create_eval_dataset():  # here
+    return Unending()
+-> create_eval_dataset | endless
 == an evaluation has no end
 def create_eval_dataset():  # here
     return small.create_eval_dataset(16).repeat()
@@ -307,6 +323,25 @@ def read(number, pair):
 def create_dataset():
     return small.create_dataset(16).repeat(3).enumerate().map(read)
 -> create_dataset | OSError: no such image
+== a reader
+def read():
+    yield small.data()
+    raise OSError("block 7 is corrupt")  # here
+def create_dataset():
+    return read()
+-> create_dataset | OSError: block 7 is corrupt
+== a reader whose elements change
+def read():
+    yield small.data()
+    yield tuple(part.astype("int32") for part in small.data())
+def create_dataset():  # here
+    return read()
+-> create_dataset | int32 | float32
+== a reader that can be read once
+batches = iter([small.data()])
+def create_dataset():  # here
+    return batches
+-> create_dataset | made outside
 """
 )
 

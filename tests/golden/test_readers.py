@@ -1,0 +1,395 @@
+"""Readers in Python: the weights of a plain loop over them, stopped, and on other devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.readers.saved import read_literal, write_literal
+from tests.golden import compare, engine, small
+
+Batch = tuple[np.ndarray, np.ndarray]
+SIZE = 10  # of elements: no batch of 16 is one, and a pass of 100 examples leaves 4 over
+
+
+class Batches(keras.utils.PyDataset):
+    """As Keras' documentation has it, shuffled after each epoch."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.x, self.y = small.data()
+        self.random = np.random.default_rng(7)
+        self.order = self.random.permutation(len(self.x))
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.x) / SIZE)
+
+    def __getitem__(self, index: int) -> Batch:
+        rows = self.order[index * SIZE : (index + 1) * SIZE]
+        return self.x[rows], self.y[rows]
+
+    def on_epoch_end(self) -> None:
+        self.random.shuffle(self.order)
+
+
+class Loader:
+    """In the shape of torchdata's StatefulDataLoader: the loader has the state, iter begins at it.
+
+    Passes are shuffled, and examples get noise, by one generator: nothing but the state leads to
+    the middle of a pass.
+    """
+
+    def __init__(self) -> None:
+        self.x, self.y = small.data()
+        self.random = np.random.default_rng(3)
+        self.order = np.zeros(0, int)
+        self.position = 0
+        self.loaded = False
+
+    def state_dict(self) -> dict[Any, Any]:
+        state = self.random.bit_generator.state
+        return {"random": state, "order": self.order, "position": self.position, 3: (b"", None)}
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        assert state[3] == (b"", None)
+        self.random.bit_generator.state = state["random"]
+        self.order, self.position, self.loaded = state["order"], state["position"], True
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self.loaded or not len(self.order):
+            self.order, self.position = self.random.permutation(len(self.x)), 0
+        self.loaded = False
+        while self.position < len(self.order):
+            rows = self.order[self.position : self.position + SIZE]
+            self.position += SIZE
+            noise = self.random.normal(size=self.x[rows].shape).astype("float32")
+            yield self.x[rows] + 0.01 * noise, self.y[rows]
+
+
+class Endless:
+    """An iterator with a state of its own that never ends."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Endless:
+        return self
+
+    def __next__(self) -> Batch:
+        x, y = small.data()
+        rows = (np.arange(SIZE) + self.number * SIZE) % len(x)
+        self.number += 1
+        return x[rows] + np.float32(0.01 * self.number), y[rows]
+
+    def get_state(self) -> bytes:
+        return str(self.number).encode()
+
+    def set_state(self, state: bytes) -> None:
+        self.number = int(state.decode())
+
+
+def generate() -> Iterator[Batch]:
+    x, y = small.data()
+    for first in range(0, len(x), SIZE):
+        yield x[first : first + SIZE], y[first : first + SIZE]
+
+
+def load_by_grain() -> Any:
+    """A shuffled pass, with noise that depends on an example's place in it."""
+    grain = pytest.importorskip("grain")
+    x, y = small.data()
+
+    def blur(row: int, random: np.random.Generator) -> Batch:
+        return x[row] + random.normal(scale=0.01, size=x[row].shape).astype("float32"), y[row]
+
+    rows = grain.MapDataset.range(len(x)).seed(5).shuffle()
+    return rows.random_map(blur).batch(SIZE).to_iter_dataset()
+
+
+def load_by_a_loader_of_grain() -> Any:
+    grain = pytest.importorskip("grain")
+    sampler = grain.samplers.IndexSampler(100, shuffle=True, seed=2, num_epochs=3)
+    x, y = small.data()
+
+    class Pick(grain.transforms.Map):  # type: ignore[misc, name-defined]
+        def map(self, row: int) -> Batch:
+            return x[row], y[row]
+
+    source = grain.sources.RangeDataSource(0, 100, 1)
+    operations = [Pick(), grain.transforms.Batch(SIZE)]
+    return grain.DataLoader(data_source=source, sampler=sampler, operations=operations)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "a PyDataset": Batches,
+    "a PyDataset read by threads": functools.partial(Batches, workers=3),
+    "state_dict": Loader,
+    "get_state": Endless,
+    "grain": load_by_grain,
+    "grain's loader": load_by_a_loader_of_grain,
+    "grain's iterator": lambda: iter(load_by_grain()),
+}
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+def read_passes(make: Callable[[], Any]) -> Iterator[list[Batch]]:
+    """The passes of a plain loop; of a reader without an end, parts of it."""
+    reader = make()
+    while True:
+        if isinstance(reader, Endless):
+            yield [next(reader) for _ in range(80)]
+        elif isinstance(reader, keras.utils.PyDataset):
+            yield [reader[index] for index in range(len(reader))]
+            reader.on_epoch_end()
+        else:
+            yield list(reader)
+            reader = make() if hasattr(reader, "__next__") else reader
+
+
+def train_plainly(make: Callable[[], Any], steps: int, batch: int, keep: bool = False) -> Any:
+    def read_batches() -> Iterator[Batch]:
+        for batches in read_passes(make):
+            x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+            for first in range(0, len(x) if keep else len(x) - batch + 1, batch):
+                yield x[first : first + batch], y[first : first + batch]
+
+    dataset = tf.data.Dataset.from_generator(
+        read_batches,
+        output_signature=(tf.TensorSpec([None, small.FEATURES]), tf.TensorSpec([None, 1])),
+    )
+    return small.plain(steps, batches=dataset).get_weights()
+
+
+def hooks_of(make: Callable[[], Any], **own: Any) -> Any:
+    return small.hooks(create_dataset=lambda: make(), **own)
+
+
+def run(train: engine.Train, make: Callable[[], Any], steps: int | None, **more: Any) -> Any:
+    settings = {"learning_rate": small.RATE, "ckpt_every": 5, "seed": 3, **more}
+    return train(hooks_of(make), steps=steps, **settings)
+
+
+def assert_same(one: Any, other: Any, exact: bool = True) -> None:
+    pairs = zip(one.train_model.get_weights(), other.train_model.get_weights(), strict=True)
+    assert not exact or all(np.array_equal(*pair) for pair in pairs)
+    compare.assert_close(one.train_model.weights, other.train_model.weights)
+
+
+@EACH
+def test_weights_of_a_plain_loop_stopped_and_on_other_devices(
+    train: engine.Train, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """In the middle of elements and at the ends of passes, which have six batches of 16."""
+    make = KINDS[kind]
+    whole = run(train, make, 20, run_name="whole")
+    compare.assert_close(whole.train_model.weights, train_plainly(make, 20, 16))
+    for steps in (4, 6, 13, 20):
+        parts = run(train, make, steps)
+    assert_same(parts, whole)
+    for steps, devices in ((6, 3), (7, 2), (20, 1)):
+        parts = run(train, make, steps, run_name="others", virtual_devices=devices)
+    assert_same(parts, whole, exact=False)
+    assert "dropping" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["a PyDataset", "state_dict", "grain"])
+def test_a_run_that_failed_goes_on_from_its_checkpoint(train: engine.Train, kind: str) -> None:
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    whole = run(train, KINDS[kind], 20, run_name="whole")
+    failing = hooks_of(KINDS[kind], at_step={8: fail})
+    settings = {"learning_rate": small.RATE, "ckpt_every": 5, "seed": 3}
+    with pytest.raises(ctl_core.RunError, match="the disk is gone"):
+        train(failing, steps=20, **settings)
+    assert_same(run(train, KINDS[kind], 20), whole)
+
+
+@pytest.mark.parametrize("kind", ["a PyDataset", "state_dict"])
+def test_the_last_batch_is_kept(train: engine.Train, kind: str) -> None:
+    """Each example counts once an epoch, also on devices that have none of the last four."""
+    make = KINDS[kind]
+    more: dict[str, Any] = {"last_batch": "keep", "virtual_devices": 5}
+    whole = run(train, make, None, epochs=2, run_name="whole", **more)
+    assert whole.step == 14
+    compare.assert_close(whole.train_model.weights, train_plainly(make, 14, 16, keep=True))
+    for steps in (6, 7, 10, 14):
+        parts = run(train, make, steps, **more)
+    assert_same(parts, whole)
+
+
+def test_without_a_state_it_is_read_again(
+    train: engine.Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run(train, generate, 20, run_name="whole")
+    compare.assert_close(whole.train_model.weights, train_plainly(generate, 20, 16))
+    for steps in (4, 15, 20):
+        parts = run(train, generate, steps)
+    assert_same(parts, whole)
+    output = capsys.readouterr().out
+    assert "a generator has no get_state" in output and "dropping 240 examples" in output
+
+
+class Noisy(Batches):
+    """Gives other numbers each time that an item is read."""
+
+    def __getitem__(self, index: int) -> Batch:
+        x, y = super().__getitem__(index)
+        return x + np.random.default_rng().normal(size=x.shape).astype("float32"), y
+
+
+class Forgetful(Endless):
+    """Takes a state and does nothing with it."""
+
+    def set_state(self, state: bytes) -> None:
+        pass
+
+
+class Unwritable(Endless):
+    """Has a state that cannot be written down without pickle."""
+
+    def get_state(self) -> Any:
+        return {"of": [object()]}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Noisy, "it gives other elements than it did"),
+        (Forgetful, "it gives other elements than it did"),
+        (Unwritable, "the reader's state holds a object"),
+    ],
+)
+def test_a_state_that_does_not_lead_back_is_not_trusted(
+    train: engine.Train, capsys: pytest.CaptureFixture[str], make: Callable[[], Any], why: str
+) -> None:
+    run(train, make, 5)
+    run(train, make, 9)
+    output = capsys.readouterr().out
+    assert why in output and "dropping 80 examples" in output
+
+
+def test_states_with_a_tensor_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for its module: the state of a sampler's generator is such a tensor."""
+
+    class Tensor:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def detach(self) -> Tensor:
+            return self
+
+        cpu = detach
+
+        def numpy(self) -> np.ndarray:
+            return self.array
+
+    Tensor.__module__ = "torch"
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(from_numpy=Tensor))
+    text = write_literal({"generator": Tensor(np.arange(5, dtype="uint8"))})
+    found = read_literal(text)["generator"]
+    assert isinstance(found, Tensor) and found.array.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_one_that_is_made_outside_begins_at_its_start(train: engine.Train) -> None:
+    """Whatever the checks before training have read of it."""
+    reader = Endless()
+    state = run(train, lambda: reader, 9)
+    compare.assert_close(state.train_model.weights, train_plainly(Endless, 9, 16))
+
+
+# ---- Elements ----------------------------------------------------------------------------------
+
+
+class Padded(Endless):
+    """Batches of 12 as they are, each padded to another width."""
+
+    element_spec: Any = (tf.TensorSpec([None, None]), tf.TensorSpec([None, 1]))
+
+    def __next__(self) -> Batch:
+        x, y = super().__next__()
+        wide = np.pad(x, [(0, 2), (0, self.number % 3)])
+        return wide, np.pad(y, [(0, 2), (0, 0)])
+
+
+class Graphs(Padded):
+    """Of six examples each, which have two nodes."""
+
+    element_spec = None
+
+    def __next__(self) -> Any:
+        x, y = super().__next__()
+        return {"nodes": x[:, : small.FEATURES], "target": y[:6]}
+
+
+OWN_ELEMENTS: dict[str, Any] = {
+    "padded": {
+        "create_dataset": lambda: Padded(),
+        "input_pre": lambda batch: batch[0][:, : small.FEATURES],
+    },
+    "graphs": {
+        "create_dataset": lambda: Graphs(),
+        "count_examples": lambda batch: tf.shape(batch["target"])[0],
+        "input_pre": lambda batch: batch["nodes"][::2],
+        "loss_pre": lambda output, batch: (output, batch["target"]),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OWN_ELEMENTS)
+def test_elements_that_are_batches_as_they_are(
+    train: engine.Train, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    hooks = small.hooks(**OWN_ELEMENTS[kind])
+    more = {"batch_size": 12, "virtual_devices": 2, "learning_rate": small.RATE}
+    whole = train(hooks, steps=9, run_name="whole", **more)
+    for steps in (4, 9):
+        parts = train(hooks, steps=steps, **more)
+    assert_same(parts, whole)
+    assert "dropping" not in capsys.readouterr().out
+
+
+def test_compiled_stretches(train: engine.Train) -> None:
+    """Batches are read many at once, and a checkpoint falls in the middle of them."""
+    whole = run(train, Loader, 30, run_name="whole", jit_compile=True)
+    for steps in (5, 13, 30):
+        parts = run(train, Loader, steps, jit_compile=True)
+    assert_same(parts, whole)
+    assert_same(whole, run(train, Loader, 30, run_name="plain"), exact=False)
+
+
+# ---- Evaluation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "get_state"])
+def test_evaluations_read_each_example_once_and_the_same_each_time(
+    train: engine.Train, kind: str
+) -> None:
+    """On a part of the data, so that their order shows; a set by name has a reader of its own."""
+    found: list[Any] = []
+    hooks = hooks_of(
+        Batches,
+        create_eval_dataset=lambda: {"a": KINDS[kind](), "b": generate()},
+        create_metrics=lambda: {"y": keras.metrics.Mean()},
+        metric_pre=lambda batch: {"y": (batch[1],)},
+        after_eval=lambda metrics: found.append(metrics),
+    )
+    more = {"eval_every": 2, "virtual_devices": 3, "learning_rate": small.RATE}
+    train(hooks, steps=4, **more)
+    assert len(found) == 2
+    for metrics in found:
+        np.testing.assert_allclose(metrics["a/y"], small.data()[1].mean(), rtol=1e-4)
+        np.testing.assert_allclose(metrics["b/y"], small.data()[1].mean(), rtol=1e-4)
+    train(hooks, steps=4, run_name="few", limit_eval=3, **more)
+    assert found[2]["a/y"] == pytest.approx(found[3]["a/y"], rel=1e-6)
+    assert found[2]["a/y"] != pytest.approx(found[0]["a/y"], rel=1e-3)
