@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,7 +48,6 @@ class Reader:
             ValueError: there is none; or whatever the reader raises.
         """
         self.made, self._remake = made, remake
-        self._lock = threading.Lock()
         self._turn = 0
         self._source = open_source(made)
         self._start = copy.deepcopy(self._source.get_state())
@@ -59,16 +57,15 @@ class Reader:
         self._begin([first])
         spec = getattr(made, "element_spec", None)
         self.spec = tf.nest.map_structure(_describe, first[1] if spec is None else spec)
-        self.why_not = None
-        if not self._source.has_state:
-            self.why_not = f"a {type(made).__name__} has no get_state and set_state"
+        why = f"a {type(made).__name__} has no get_state and set_state"
+        self.why_not = None if self._source.has_state else why
 
     # ---- Reading ---------------------------------------------------------------------------
 
-    def _begin(self, ahead: list[Any], position: Position | None = None) -> None:
-        """Notes that nothing is used yet of what the next dataset reads."""
-        self._ahead, self._position, self._fresh = ahead, position, True
-        self._skip = 0  # rows of what is read first
+    def _begin(self, ahead: list[Any], position: Position | None = None, skip: int = 0) -> None:
+        """Notes that nothing is used of what the next dataset reads, but rows of its first."""
+        self._ahead, self._position, self._skip = ahead, position, skip
+        self._fresh = True
         self._used = self._given = 0
         self._positions: collections.deque[tuple[int, Position]] = collections.deque()
 
@@ -94,45 +91,41 @@ class Reader:
 
     def _take_turn(self) -> int:
         """Begins to read for one dataset, and ends what is read for another."""
-        with self._lock:
-            self._turn += 1
-            if not self._fresh:
-                self._set_state(self._start)
-                self._begin([])
-            self._fresh = False
-            return self._turn
+        self._turn += 1
+        if not self._fresh:
+            self._set_state(self._start)
+            self._begin([])
+        self._fresh = False
+        return self._turn
 
     def _read_pass(self, turn: int) -> Iterator[tuple[Any, Any]]:
         """Yields states and elements of a pass, or of its rest; of the next if that is empty."""
         some = False
         for again in (False, True):
-            while True:
-                with self._lock:
-                    if turn != self._turn:
-                        return
-                    state, element = self._ahead.pop() if self._ahead else self._draw()
-                    if element is _END:
-                        break
+            while turn == self._turn:
+                state, element = self._ahead.pop() if self._ahead else self._draw()
+                if element is _END:
+                    break
                 some = True
                 self._check(element)
                 yield state, element
-            with self._lock:
-                if not some and not again and hasattr(self.made, "__next__"):
-                    self._open_anew()
-                else:
-                    self._source.begin_pass()
+            if turn != self._turn:
+                return
+            if not some and not again and hasattr(self.made, "__next__"):
+                self._open_anew()
+            else:
+                self._source.begin_pass()
             if some:
                 return
 
     def _check(self, element: Any) -> None:
         found = tf.nest.map_structure(_describe, element)
-        tf.nest.assert_same_structure(found, self.spec)
-        for one, spec in zip(tf.nest.flatten(found), tf.nest.flatten(self.spec), strict=True):
-            if not spec.is_compatible_with(one):
-                raise ValueError(
-                    f"an element holds {describe(one)}, expected {describe(spec)}; where sizes "
-                    "vary, give the reader an attribute element_spec of tf.TensorSpec with None"
-                )
+        pairs = zip(tf.nest.flatten(self.spec), tf.nest.flatten(found), strict=True)
+        if not all(spec.is_compatible_with(one) for spec, one in pairs):
+            raise ValueError(
+                f"an element is {describe(found)}, expected {describe(self.spec)}; where sizes "
+                "vary, give the reader an attribute element_spec of tf.TensorSpec with None"
+            )
 
     def read_elements(self, endless: bool = False) -> tf.data.Dataset:
         """Returns a pass of elements, the first one each time, or all passes."""
@@ -239,24 +232,20 @@ class Reader:
 
     def go_to(self, text: str) -> str | None:
         """Goes to a position that was saved, before anything is read; or returns why it cannot."""
-        with self._lock:
-            try:
-                self._go_to(read_literal(text))
-            except Exception as error:
-                return f"the reader does not take its state back: {brief(error)}"
+        try:
+            if (position := read_literal(text)) is None:  # nothing had been used
+                return None
+            state, rows, sum_of_row = position
+            self._fresh = False  # if it fails, the next dataset goes back to the start
+            self._set_state(state)
+            _, element = self._draw()
+            if element is _END or _sum_row(element, rows - 1) != sum_of_row:
+                raise ValueError("by it, it gives other elements than it did")
+            whole = rows == 0 or rows == _count_rows(element)
+        except Exception as error:
+            return f"the reader does not take its state back: {brief(error)}"
+        self._begin([] if whole else [(state, element)], position, 0 if whole else rows)
         return None
-
-    def _go_to(self, position: Position | None) -> None:
-        if position is None:  # nothing had been used
-            return
-        state, rows, sum_of_row = position
-        self._set_state(state)
-        _, element = self._draw()
-        if element is _END or _sum_row(element, rows - 1) != sum_of_row:
-            raise ValueError("by it, it gives other elements than it did")
-        whole = rows == 0 or rows == _count_rows(element)
-        self._begin([] if whole else [(state, element)], position)
-        self._skip = 0 if whole else rows
 
 
 def _group(

@@ -37,16 +37,14 @@ def _encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {_encode(key): _encode(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        parts = map(_encode, value)
-        return list(parts) if isinstance(value, list) else tuple(parts)
+        return (list if isinstance(value, list) else tuple)(map(_encode, value))
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         return {_ARRAY: (value.dtype.str, value.shape, value.tobytes(), type(value).__name__)}
     if type(value).__module__ == "torch" and type(value).__name__ == "Tensor":
         array = value.detach().cpu().numpy()
         return {_ARRAY: (array.dtype.str, array.shape, array.tobytes(), "Tensor")}
-    if value is None or type(value) in (bool, int, str, bytes):
-        return value
-    if type(value) is float and np.isfinite(value):
+    plain = value is None or type(value) in (bool, int, str, bytes)
+    if plain or (type(value) is float and np.isfinite(value)):
         return value
     raise ValueError(f"the reader's state holds a {type(value).__name__}: {value!r:.50}")
 

@@ -48,8 +48,10 @@ class IterableSource:
     def __init__(self, made: Any) -> None:
         self._made = made
         self.iterator = iter(made)
-        self._holds = find_methods(made) is not None
-        self.has_state = self._holds or find_methods(self.iterator) is not None
+        own = find_methods(made)
+        self._holds = own is not None  # or its iterator does
+        self._names = own or find_methods(self.iterator)
+        self.has_state = self._names is not None
         self.can_return = self.has_state or self.iterator is not made
 
     def begin_pass(self) -> None:
@@ -58,20 +60,17 @@ class IterableSource:
 
     def get_state(self) -> Any:
         """Returns where the next element is read; None without a state."""
-        owner = self._made if self._holds else self.iterator
-        names = find_methods(owner)
-        return getattr(owner, names[0])() if names else None
+        if self._names is None:
+            return None
+        return getattr(self._made if self._holds else self.iterator, self._names[0])()
 
     def set_state(self, state: Any) -> None:
-        """Reads on from a state."""
-        if not self._holds:
-            self.begin_pass()
-        owner = self._made if self._holds else self.iterator
-        names = find_methods(owner)
-        if names:
-            getattr(owner, names[1])(state)
-        if self._holds:
-            self.begin_pass()
+        """Reads on from a state; without one, from the start."""
+        if self._names and self._holds:
+            getattr(self._made, self._names[1])(state)
+        self.begin_pass()
+        if self._names and not self._holds:
+            getattr(self.iterator, self._names[1])(state)
 
 
 class PyDatasetSource:
@@ -91,9 +90,9 @@ class PyDatasetSource:
     @property
     def can_return(self) -> bool:
         """Whether no pass changes what it holds."""
-        plain, own = keras.utils.PyDataset, type(self._made)
-        names = ("on_epoch_begin", "on_epoch_end")
-        return all(getattr(own, name) is getattr(plain, name) for name in names)
+        own, plain = type(self._made), keras.utils.PyDataset
+        begin, end = plain.on_epoch_begin, plain.on_epoch_end
+        return own.on_epoch_begin is begin and own.on_epoch_end is end
 
     def begin_pass(self) -> None:
         """Reads the next pass, or what a state that was set says."""

@@ -248,13 +248,6 @@ class Noisy(Batches):
         return x + np.random.default_rng().normal(size=x.shape).astype("float32"), y
 
 
-class Forgetful(Endless):
-    """Takes a state and does nothing with it."""
-
-    def set_state(self, state: bytes) -> None:
-        pass
-
-
 class Unwritable(Endless):
     """Has a state that cannot be written down without pickle."""
 
@@ -266,7 +259,6 @@ class Unwritable(Endless):
     ("make", "why"),
     [
         (Noisy, "it gives other elements than it did"),
-        (Forgetful, "it gives other elements than it did"),
         (Unwritable, "the reader's state holds a object"),
     ],
 )
