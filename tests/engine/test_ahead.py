@@ -40,7 +40,7 @@ def evaluated(**hooks: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"virtual_devices": 2}, {"jit_compile": True}])
+@pytest.mark.parametrize("settings", [{"virtual_devices": 2}, {"jit_compile": True}])
 def test_no_iterator_of_a_plain_pipeline_has_one(
     train: Train, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:

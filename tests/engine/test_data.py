@@ -61,14 +61,6 @@ def test_seeds_are_unique_and_independent_of_the_batch_size() -> None:
     assert len({tuple(seed) for _, seed in singly}) == 60
 
 
-def test_types_and_shapes() -> None:
-    index, seed = index_shuffle_with_seeds(EXAMPLES, 4, 0).element_spec
-    assert (index.shape, index.dtype) == ([4], tf.int64)
-    assert (seed.shape, seed.dtype) == ([4, 2], tf.int64)
-    for dataset in (index_shuffle(9, 4, 0), with_seeds(tf.data.Dataset.range(3), 0)):
-        assert len(read(dataset, 50)) == 50, "the stream does not end"
-
-
 def noise(element: Any, seed: tf.Tensor) -> tf.Tensor:
     return tf.cast(element, tf.float32) + tf.random.stateless_normal([], seed)
 

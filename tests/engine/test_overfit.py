@@ -42,16 +42,6 @@ def adam_hooks(**more: Any) -> Any:
     return small.hooks(**{**own, **more})
 
 
-def test_one_and_several_replicas_micro_batches_and_per_replica_batches_see_the_same(
-    train: Train,
-) -> None:
-    own = adam_hooks(create_dataset=sliced(regression_data()))
-    shared = {"virtual_devices": 2, "accumulate_steps": 2}
-    one = train(own, steps=9, overfit_batches=2, run_name="one")
-    several = train(own, steps=9, overfit_batches=2, run_name="several", **shared)
-    assert_weights(several, one, rtol=2e-4)
-
-
 def test_more_than_there_are_goes_on_into_the_next_pass(train: Train) -> None:
     state = train(adam_hooks(create_dataset=sliced(regression_data())), steps=14, overfit_batches=7)
     pass_of = list(sliced(regression_data())(16).take(6))

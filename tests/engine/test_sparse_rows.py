@@ -16,12 +16,8 @@ from tests.helpers.fixtures import Train
 WORDS, BATCH, STEPS, RATE = 5, 16, 8, 0.1
 
 OPTIMIZERS: dict[str, Callable[[Any], keras.optimizers.Optimizer]] = {
-    "SGD": keras.optimizers.SGD,
     "momentum": lambda lr: keras.optimizers.SGD(lr, momentum=0.9),
-    "clipnorm": lambda lr: keras.optimizers.SGD(lr, clipnorm=0.05),
-    "clipvalue": lambda lr: keras.optimizers.SGD(lr, clipvalue=0.01),
     "global_clipnorm": lambda lr: keras.optimizers.SGD(lr, global_clipnorm=0.05),
-    "accumulated": lambda lr: keras.optimizers.SGD(lr, gradient_accumulation_steps=2),
     "Adagrad": lambda lr: keras.optimizers.Adagrad(lr),
 }
 
@@ -54,8 +50,9 @@ def by_hand(create_opt: Callable[[Any], Any], update_pre: Callable[[Any], Any]) 
     return model.get_weights()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("update_pre", [unclipped, clipped])
+@pytest.mark.parametrize(
+    ("name", "update_pre"), [*((name, unclipped) for name in OPTIMIZERS), ("momentum", clipped)]
+)
 def test_optimizers_get_what_a_dense_gradient_would_give_them(
     train: Train, name: str, update_pre: Callable[[Any], Any]
 ) -> None:

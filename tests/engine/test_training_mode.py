@@ -40,11 +40,6 @@ def noisy() -> keras.Model:
     return keras.Sequential([keras.Input((FEATURES,)), Noise(), *model.layers])
 
 
-def net_of(model: Any) -> keras.Model:
-    """Returns the Keras model in one that is wrapped."""
-    return getattr(model, "net", None) or model.__closure__[0].cell_contents
-
-
 def hooks(**own: Any) -> SimpleNamespace:
     return make_hooks(
         create_opt=sgd,
@@ -97,16 +92,3 @@ def test_a_function_around_the_model_is_evaluated_predicted_and_exported_without
     np.testing.assert_allclose(predicted, 2.0 * by_hand(net), rtol=1e-5, atol=1e-6)
     exported = tf.saved_model.load(str(commands.export(own, config, options)))
     np.testing.assert_allclose(exported.serve(X[:EVALUATED]), predicted, rtol=1e-5, atol=1e-6)
-
-
-def test_what_a_function_tells_its_layers_holds(train: Train) -> None:
-    """Noise that an evaluation is to have, and a teacher that is to have none."""
-    noise = keras.Sequential([keras.Input((FEATURES,)), Noise(), keras.layers.Dense(1)])
-    own = hooks(
-        create_model=lambda: (lambda net: lambda inputs: net(inputs, training=False))(noisy()),
-        create_eval_model=lambda train_model: lambda inputs: noise(inputs, training=True),
-    )
-    state = train(own, steps=2)
-    expected = np.asarray(noise(X[:EVALUATED], training=True)).mean()
-    assert state.metrics["mean"] == pytest.approx(expected, rel=1e-5)
-    assert not net_of(state.train_model).layers[2].moving_mean.numpy().any()

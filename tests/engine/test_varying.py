@@ -54,7 +54,7 @@ def tagger(seen: list[Any], **more: Any) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("settings", [{"virtual_devices": 2}, {"accumulate_steps": 2}])
+@pytest.mark.parametrize("settings", [{"virtual_devices": 2}])
 def test_host_hooks_see_what_does_not_fit_as_ragged(train: Train, settings: dict[str, Any]) -> None:
     seen: list[Any] = []
     train(tagger(seen), steps=3, batch_size=4, **settings)
