@@ -192,8 +192,7 @@ class Trainer:
             self._profile.end()
         console.stop()
         conclude(state, self.start, time.monotonic() - seconds, going_on, console)
-        if going_on:
-            run.end(name_ending(state))
+        run.end(name_ending(state))
 
     def _loop(self, schedule: Schedule) -> None:
         state, clock = self.state, self.state.clock

@@ -184,7 +184,8 @@ class Run:
             SetupError: one of the files cannot be written.
         """
         try:
-            if new or not self.config_file.exists():
+            begins = new or not self.config_file.exists()
+            if begins:
                 write_config(config, self.config_file)
                 self.not_begun.unlink(missing_ok=True)
             if new:
@@ -196,7 +197,7 @@ class Run:
         except OSError as error:
             raise self._refuse(error) from error
         self._start = step
-        if new:
+        if begins:
             self._listeners.start(self.path, dataclasses.asdict(config), step)
 
     def _refuse(self, error: OSError) -> SetupError:
