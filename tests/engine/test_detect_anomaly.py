@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests.golden.programs import embedding
-from tests.helpers.cases import assert_weights, kept_hooks, make_hooks
+from tests.helpers.cases import assert_weights, make_hooks, norm_model
 from tests.helpers.fixtures import Train
 from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import FLAGS, PIECES, Cli, failed, mistakes, refused, source_of, where
@@ -92,7 +92,9 @@ def test_step_op_hook_and_line(cli: Cli, name: str) -> None:
     tf.math.log(tf.constant(-1.0))  # what is no part of that training is not checked
 
 
-@pytest.mark.parametrize("hooks", [make_hooks, embedding.hooks, lambda: kept_hooks("plain")])
+@pytest.mark.parametrize(
+    "hooks", [make_hooks, embedding.hooks, lambda: make_hooks(create_model=norm_model)]
+)
 def test_a_run_without_any_has_the_same_weights(train: Train, hooks: Any) -> None:
     settings = {"batch_size": 8, "virtual_devices": 2, "last_batch": "keep"}
     plain = train(hooks(), run_name="plain", **settings)

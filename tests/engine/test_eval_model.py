@@ -49,10 +49,7 @@ def error_of(model: Any, size: int = 50) -> float:
     return float(((model(inputs).numpy() - target) ** 2).mean())
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_shared_weights_and_elements_that_only_the_evaluation_has(
-    train: Train, replicas: int
-) -> None:
+def test_shared_weights_and_elements_that_only_the_evaluation_has(train: Train) -> None:
     """A network of pairs, of which single examples are evaluated; built lazily."""
 
     class Pairs(keras.Model):
@@ -87,7 +84,7 @@ def test_shared_weights_and_elements_that_only_the_evaluation_has(
         eval_pre=lambda loss: (loss, 0.0),
         create_opt=sgd,
     )
-    state = train(own, steps=5, learning_rate=1e-4, virtual_devices=replicas)
+    state = train(own, steps=5, learning_rate=1e-4, virtual_devices=2)
     kernel, bias = state.train_model.get_weights()
     by_hand = (((inputs[:50] @ kernel + bias).sum(1) - target[:50, 0]) ** 2).mean()
     assert state.metrics["loss"] == pytest.approx(by_hand, rel=1e-5)

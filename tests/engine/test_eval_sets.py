@@ -88,10 +88,11 @@ def test_the_values_of_a_set_decide(train: Train) -> None:
 
 @pytest.mark.parametrize("weight", [-2.0, np.nan])
 def test_a_batch_that_weighs_less_than_nothing(train: Train, weight: float) -> None:
-    hooks = sets_hooks({"a": first(5), "odd": first(6)})
-    hooks.batch_weight = lambda batch: tf.where(tf.shape(batch[0])[0] == 6, weight, 16.0)
+    odd = lambda size: first(6)(size).map(lambda x, y: (x, y + 99.0))  # noqa: E731
+    hooks = sets_hooks({"a": first(5), "odd": odd})
+    hooks.batch_weight = lambda batch: tf.where(tf.reduce_min(batch[1]) > 50.0, weight, 8.0)
     with pytest.raises(ctl_core.RunError) as error:
-        train(hooks, steps=4, eval_every=2, virtual_devices=2, batch_size=12)
+        train(hooks, steps=4, eval_every=2, virtual_devices=2)
     assert re.search(r"batch_weight \(test_eval_sets.py:\d+\).*\['odd'\]", str(error.value))
 
 

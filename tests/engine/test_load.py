@@ -160,13 +160,6 @@ def serve(inputs):
     np.testing.assert_array_equal(
         exported(line=tf.constant(text))["output"], served({"line": text})
     )
-    same = "\n\ndef serve(inputs):\n    return tf.cast(inputs, tf.float32) / 255.0 - 0.25\n"
-    assert cli(SCALED + same, command=("predict",)).code == 0
-    served = ctl_core.load("runs/a")
-    with np.load("runs/a/predictions.npz") as file:  # batches, too: it gets their inputs
-        np.testing.assert_array_equal(file["output"][:16], served(x))
-    moved = by_hand(x + 0.25 * 255, served.model.get_weights())
-    np.testing.assert_allclose(served(x), moved, rtol=1e-4)
 
 
 def test_create_inference_model(train: Train) -> None:
@@ -181,27 +174,16 @@ def test_create_inference_model(train: Train) -> None:
     state = train(make_hooks(create_opt=sgd, create_inference_model=encoder), steps=3)
     assert calls == []  # training does without it
 
-    def loaded(hook: Any, **more: Any) -> ctl_core.LoadedModel:
-        own = make_hooks(create_opt=sgd, create_inference_model=hook, **more)
+    def loaded(hook: Any) -> ctl_core.LoadedModel:
+        own = make_hooks(create_opt=sgd, create_inference_model=hook)
         return ctl_core.load(state.run_dir, callbacks=own)
 
     kernel, bias = state.train_model.layers[0].get_weights()
     hidden = np.tanh(inputs[:7] @ kernel + bias)
     np.testing.assert_allclose(loaded(encoder)(inputs[:7]), hidden, rtol=1e-5, atol=1e-6)
     assert calls == ["made"]
-
-    def copied(model: Any) -> Any:
-        copy = keras.models.clone_model(model)
-        copy.set_weights(model.get_weights())
-        return copy
-
-    np.testing.assert_array_equal(
-        loaded(copied)(inputs),
-        ctl_core.load(state.run_dir, callbacks=make_hooks(create_opt=sgd))(inputs),
-    )
     for hook, said in (
         (lambda model: 3, "returned an int, expected inference model, a callable"),
-        (lambda model: 1 / 0, "create_inference_model (test_load.py"),
         (lambda model: keras.Sequential([keras.layers.Dense(2)]), "no checkpoint holds it"),
     ):
         with pytest.raises(ctl_core.SetupError) as error:

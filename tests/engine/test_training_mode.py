@@ -61,9 +61,8 @@ def assert_evaluates(values: dict[str, float], net: keras.Model) -> None:
     assert values["mean"] == pytest.approx(found.mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_function_around_the_model_is_evaluated_predicted_and_exported_without_noise(
-    train: Train, replicas: int, capsys: pytest.CaptureFixture[str]
+    train: Train,
 ) -> None:
     """So are layers in the hooks around the model, which are as in Keras while it trains."""
     augment, extra = Noise(), Noise()
@@ -74,7 +73,7 @@ def test_a_function_around_the_model_is_evaluated_predicted_and_exported_without
         loss_pre=lambda output, batch: (extra(output), batch[1]),
         metric_pre=lambda output: (extra(output),),
     )
-    state = train(own, steps=3, virtual_devices=replicas)
+    state = train(own, steps=3, virtual_devices=2)
     net = state.train_model
     assert_evaluates(state.metrics, net)
     served = ctl_core.load(state.run_dir, callbacks=own)

@@ -16,7 +16,6 @@ from tests.helpers.cases import (
     assert_weights,
     make_hooks,
     regression_data,
-    set_weights,
     sgd,
     sliced,
     small_model,
@@ -26,56 +25,10 @@ from tests.helpers.fixtures import Train
 
 BATCH, STEPS, RATE = 8, 6, 0.1
 
-# ---- batch_weight: words of sequences, some of them padding -----------------------------------
-
-random = np.random.default_rng(0)
-LENGTHS = np.append(random.integers(1, 7, 40), [3] + [0] * 7)  # at last, most is padding alone
-WORDS = random.integers(0, 9, (48, 6)).astype("int32")
-MASK = (np.arange(6) < LENGTHS[:, None]).astype("float32")
-WORDS_DATA = {"words": WORDS, "target": random.normal(size=(48, 6)).astype("float32"), "mask": MASK}
-
-
-def tagger() -> keras.Model:
-    """A number for each word; sparse gradients, dense ones and regularisation."""
-    regular = keras.regularizers.L2(0.05)
-    return set_weights(
-        keras.Sequential(
-            [
-                keras.Input((6,), dtype="int32"),
-                keras.layers.Embedding(9, 4),
-                keras.layers.Dense(4, activation="tanh"),
-                keras.layers.Dense(1, kernel_regularizer=regular),
-                keras.layers.Reshape((6,)),
-            ]
-        )
-    )
-
-
-def word_loss(loss_input: Any) -> Any:
-    output, batch = loss_input
-    return tf.reduce_sum(batch["mask"] * (output - batch["target"]) ** 2, axis=1)
-
-
-def words_in(batch: Any) -> Any:
-    return tf.reduce_sum(batch["mask"])
-
-
-def word_hooks(**hooks: Any) -> SimpleNamespace:
-    base = {
-        "create_dataset": sliced(WORDS_DATA),
-        "create_model": tagger,
-        "create_loss": lambda: word_loss,
-        "create_opt": sgd,
-        "input_pre": lambda batch: batch["words"],
-        "loss_pre": lambda output, batch: (output, batch),
-        "batch_weight": words_in,
-        "update_pre": unclipped,
-    }
-    return make_hooks(**{**base, **hooks})
-
+# ---- batch_weight ------------------------------------------------------------------------------
 
 NO_WEIGHTS: dict[str, tuple[Any, str]] = {
-    "one for each example": (lambda batch: tf.reduce_sum(batch["mask"], 1), r"float32\[8\]"),
+    "one for each example": (lambda batch: tf.ones_like(batch[1][:, 0]), r"float32\[8\]"),
     "nothing": (lambda batch: None, "nothing"),
     "negative": (lambda: -3.0, "-3.0"),
 }
@@ -86,7 +39,7 @@ def test_what_is_no_weight_is_refused(train: Train, name: str) -> None:
     hook, got = NO_WEIGHTS[name]
     message = rf"^batch_weight \(test_weights.py:\d+\): returned {got}, expected how much the batch"
     with pytest.raises(ctl_core.SetupError, match=message):
-        train(word_hooks(batch_weight=hook), steps=1, batch_size=BATCH)
+        train(make_hooks(batch_weight=hook), steps=1, batch_size=BATCH)
 
 
 @pytest.mark.parametrize(
@@ -102,21 +55,17 @@ def test_what_is_no_weight_is_refused(train: Train, name: str) -> None:
 )
 def test_a_weight_that_goes_wrong_ends_training(train: Train, settings: Any, value: float) -> None:
     """With the step and the value; the checkpoint before it stays."""
-
-    def weight(batch: Any) -> Any:
-        last = tf.reduce_all(batch["words"][0] == tf.constant(WORDS[40]))
-        return tf.where(last, value, 8.0) if value else tf.where(last, 0.0, words_in(batch))
-
-    data = dict(WORDS_DATA)
-    for name in data:  # all batches of the last step alike
-        data[name] = np.concatenate([data[name][:40], np.repeat(data[name][40:41], 8, 0)])
-    hooks = word_hooks(batch_weight=weight, create_dataset=sliced(data))
+    inputs, target = (part.copy() for part in regression_data())
+    target[40:48] = 99.0  # of the sixth step
+    hooks = make_hooks(
+        create_dataset=sliced((inputs, target)),
+        batch_weight=lambda batch: tf.where(tf.reduce_min(batch[1]) > 50.0, value, 4.0),
+    )
     what = r"of all replicas is 0" if value == 0 else f"is {value:g}"
     message = rf"^batch_weight \(test_weights.py:\d+\): the weight of step 6 {what}; expected"
     with pytest.raises(ctl_core.RunError, match=message):
         train(hooks, steps=9, batch_size=BATCH, ckpt_every=4, **settings)
-    state = train(hooks, steps=4, batch_size=BATCH, ckpt_every=4, **settings)
-    assert state.step == 4
+    assert train(hooks, steps=4, batch_size=BATCH, ckpt_every=4, **settings).step == 4
 
 
 # ---- Sample weights: (x, y, w) batches, as Keras has them -------------------------------------
@@ -167,10 +116,6 @@ def test_sample_weights_are_those_of_keras_fit(train: Train, devices: int, colum
 THIRD = "the third element of a batch means sample weights, floating-point numbers of shape"
 NO_SAMPLE_WEIGHTS: dict[str, tuple[SimpleNamespace, str]] = {
     "numbers of the examples": (weighted_hooks(np.arange(48)), rf"^input_pre .*{THIRD}"),
-    "own input_pre": (
-        weighted_hooks(np.arange(48), input_pre=lambda batch: batch[0]),
-        rf"^loss_pre .*{THIRD}",
-    ),
     "four elements": (
         make_hooks(create_dataset=sliced((*regression_data(), *regression_data()))),
         "^input_pre .*the default takes a batch of two elements, inputs and targets, or of three",
