@@ -11,42 +11,14 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from tests.golden import small
 from tests.helpers.cases import (
-    eval_hooks,
     make_hooks,
     regression_data,
     sgd,
     small_model,
-    unclipped,
 )
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED
-
-STEPS, BATCH, RATE, DECAY = 12, 16, 0.1, 0.9
-
-
-def follow(train_model: Any, eval_model: Any) -> None:
-    for average, weight in zip(eval_model.variables, train_model.variables, strict=True):
-        average.assign(DECAY * average + (1 - DECAY) * weight)
-
-
-def hooks(**more: Any) -> Any:
-    return eval_hooks(50, create_opt=sgd, update_pre=unclipped, **more)
-
-
-def averaged(steps: int) -> tuple[keras.Model, keras.Model]:
-    """Weights and their average, of a plain loop."""
-    average = small_model()
-    for step in range(1, steps + 1):
-        model = small.plain(step, lambda _: RATE)
-        follow(model, average)
-    return model, average
-
-
-def error_of(model: Any, size: int = 50) -> float:
-    inputs, target = (part[:size] for part in regression_data())
-    return float(((model(inputs).numpy() - target) ** 2).mean())
 
 
 def test_shared_weights_and_elements_that_only_the_evaluation_has(train: Train) -> None:
@@ -88,14 +60,6 @@ def test_shared_weights_and_elements_that_only_the_evaluation_has(train: Train) 
     kernel, bias = state.train_model.get_weights()
     by_hand = (((inputs[:50] @ kernel + bias).sum(1) - target[:50, 0]) ** 2).mean()
     assert state.metrics["loss"] == pytest.approx(by_hand, rel=1e-5)
-
-
-def test_the_average_of_ema_is_what_shared_weights_have(train: Train) -> None:
-    doubled = hooks(create_eval_model=lambda train_model: lambda x: 2.0 * train_model(x))
-    more = {"steps": STEPS, "learning_rate": RATE, "ema": DECAY}
-    state = train(doubled, virtual_devices=2, **more)
-    _, average = averaged(STEPS)
-    assert state.metrics["loss"] == pytest.approx(error_of(lambda x: 2.0 * average(x)), rel=1e-4)
 
 
 AVERAGED = """

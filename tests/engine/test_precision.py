@@ -173,28 +173,25 @@ def test_float16_variables_are_not_trained(train: Train) -> None:
     assert message.startswith("create_model (test_precision.py:") and "mixed_float16" in message
 
 
-@pytest.mark.parametrize("kind", ["float64", "bfloat16"])
-def test_variables_of_another_type_are_trained_in_it(train: Train, kind: str) -> None:
+def test_variables_of_another_type_are_trained_in_it(train: Train) -> None:
     def loss_of(loss_input: Any) -> Any:
         output, target = loss_input
         return tf.reduce_sum((output - tf.cast(target, output.dtype)) ** 2, axis=1)
 
     data = sliced(regression_data())
     hooks = make_hooks(
-        create_model=with_policy(kind),
+        create_model=with_policy("float64"),
         create_loss=lambda: loss_of,
         create_opt=lambda lr: keras.optimizers.SGD(0.125),
     )
     state = train(hooks, steps=4, virtual_devices=2)
     before = keras.config.dtype_policy()
-    model, update = with_policy(kind if kind == "float64" else "float32")(), hooks.create_opt(0)
+    model, update = with_policy("float64")(), hooks.create_opt(0)
     keras.config.set_dtype_policy(before)
     for batch in data(BATCH).take(4):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(loss_of((model(batch[0]), batch[1])))
         update.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-    tolerance = 1e-12 if kind == "float64" else 0.02
     for variable, other in zip(state.train_model.variables, model.variables, strict=True):
-        assert variable.dtype == kind
-        found = tf.cast(variable.value, tf.float64).numpy()
-        np.testing.assert_allclose(found, other.numpy(), rtol=tolerance, atol=tolerance)
+        assert variable.dtype == "float64"
+        np.testing.assert_allclose(variable.numpy(), other.numpy(), rtol=1e-12)

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.tools import commands
 from tests.helpers.cases import sgd
 from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli
 
 WORDS = 11
 LENGTHS = [3, 3, 5, 5, 4, 4, 4, 4, 2, 2, 6, 6]
@@ -63,42 +63,12 @@ def test_host_hooks_see_what_does_not_fit_as_ragged(train: Train) -> None:
     assert third.row_lengths().numpy().tolist() == [2, 2, 6, 6]
 
 
-PROGRAM = """\
-import keras
-import tensorflow as tf
-
-import ctl_core
-
-LENGTHS = [3, 3, 5, 5, 4, 4, 4, 4, 2, 2, 6, 6]
-tokens = tf.ragged.range(1, tf.constant(LENGTHS) + 1)
-data = tf.data.Dataset.from_tensor_slices((tokens, tokens % 2))
-
-
-def create_dataset(per_replica_batch_size):
-    dense = data.map(lambda x, y: (tf.convert_to_tensor(x), tf.convert_to_tensor(y)))
-    return dense.padded_batch(per_replica_batch_size, drop_remainder=True)
-
-
-def create_eval_dataset():
-    return create_dataset(2)
-
-
-def create_model():
-    layers = [keras.layers.Embedding(11, 4), keras.layers.Dense(2)]
-    return keras.Sequential([keras.Input((None,), dtype="int32"), *layers])
-
-
-def create_loss():
-    each = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-    return lambda pair: tf.reduce_sum(each(pair[1], pair[0]), -1)
-"""
-
-
-def test_predictions_of_varying_width_are_written(cli: Cli) -> None:
-    """A tagger of sequences, each evaluation batch as wide as its longest."""
-    assert cli(PROGRAM).code == 0
-    assert cli(PROGRAM, command=("predict", "--run-name", "a")).code == 0
-    with np.load("runs/a/predictions.npz") as file:
+def test_predictions_of_varying_width_are_written(train: Train) -> None:
+    """Each evaluation batch is as wide as its longest sentence."""
+    hooks = tagger([], create_eval_dataset=lambda: sentences())
+    state = train(hooks, steps=2, batch_size=2)
+    options = {"input": None, "output": None, "checkpoint": None}
+    with np.load(commands.predict(hooks, state.config, options)) as file:
         output, lengths = file["output"], file["output.lengths"]
     assert output.shape == (12, 6, 2) and lengths.tolist() == LENGTHS
     assert not output[0, 3:].any() and output[0, :3].all()
