@@ -36,26 +36,22 @@ def test_a_mean_in_the_loss_is_refused(train: Train) -> None:
     hooks = make_hooks(create_loss=lambda: mean, create_model=dropout_model)
     with pytest.raises(ctl_core.SetupError, match=r"create_loss \(test_trial.py:\d+\): the loss"):
         train(hooks, steps=1)
-    hooks = make_hooks(
-        grad_pre=lambda loss, train_model: (
-            tf.reduce_mean(loss),
-            0.0,
-            train_model.trainable_variables,
-        )
-    )
+
+    def grad_pre(loss: Any, train_model: Any) -> Any:
+        return tf.reduce_mean(loss), 0.0, train_model.trainable_variables
+
     with pytest.raises(ctl_core.SetupError, match=r"grad_pre .* as a mean over the batch is"):
-        train(hooks, steps=1, virtual_devices=2)
+        train(make_hooks(grad_pre=grad_pre), steps=1, virtual_devices=2)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_trial_changes_no_bit_of_a_run(train: Train, replicas: int) -> None:
+def test_the_trial_changes_no_bit_of_a_run(train: Train) -> None:
     """The sum as one number trains as one number per example does, Dropout and shuffle included."""
     trained = []
     for name, loss in (("sum", total), ("each", squared_error)):
         hooks = make_hooks(
             create_dataset=shuffled, create_loss=lambda one=loss: one, create_model=dropout_model
         )
-        state = train(hooks, steps=9, run_name=name, virtual_devices=replicas)
+        state = train(hooks, steps=9, run_name=name, virtual_devices=2)
         trained.append([np.array(v) for v in state.train_model.variables])
     for one, other in zip(*trained, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
@@ -70,8 +66,6 @@ def contrastive(loss_input: Any) -> Any:
 NO_VERDICT: dict[str, Callable[[Any], Any]] = {
     "contrastive": contrastive,
     "zero": lambda loss_input: 0.0 * mean(loss_input),
-    "noise": lambda loss_input: mean(loss_input) * tf.random.stateless_uniform([], [1, 2], 1, 2)
-    * tf.cast(tf.shape(loss_input[0])[0], tf.float32) ** 1.5,
     "only this batch size": lambda loss_input: mean((tf.ensure_shape(loss_input[0], [16, 1]),
                                                      loss_input[1])),
 }  # fmt: skip
