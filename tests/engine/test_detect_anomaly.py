@@ -117,7 +117,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "words"),
-    [("--jit-compile", "of which jit_compile makes one"), ("--precision=float16", "loss scale")],
+    [("--jit-compile", "needs --no-jit-compile"), ("--precision=float16", "loss scale")],
 )
 def test_what_it_is_refused_with(cli: Cli, flag: str, words: str) -> None:
     refused(cli(source_of(), "--detect-anomaly", flag), "error: detect_anomaly: ", words)
