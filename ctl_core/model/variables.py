@@ -65,15 +65,15 @@ def walk(model: Any) -> Iterator[Any]:
         if isinstance(item, keras.Layer | tf.Variable):
             yield item
         elif isinstance(item, dict):
-            waiting += item.values()
+            waiting.extend(item.values())
         elif isinstance(item, list | tuple):
-            waiting += item
+            waiting.extend(item)
         elif isinstance(item, types.FunctionType):
-            waiting += [cell.cell_contents for cell in item.__closure__ or ()]
+            waiting.extend(cell.cell_contents for cell in item.__closure__ or ())
         elif isinstance(item, types.MethodType):
-            waiting += [item.__self__, item.__func__]
+            waiting.extend([item.__self__, item.__func__])
         elif isinstance(item, tf.Module) or not _is_of_library(item):
-            waiting += vars(item).values() if hasattr(item, "__dict__") else ()
+            waiting.extend(vars(item).values() if hasattr(item, "__dict__") else ())
 
 
 def _is_of_library(item: Any) -> bool:

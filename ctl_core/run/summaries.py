@@ -13,6 +13,8 @@ import tensorflow as tf
 from tensorboard.plugins.hparams import api as hp
 
 from ctl_core.compat import GraphWriter
+from ctl_core.errors import RunError, reason
+from ctl_core.files import from_here
 from ctl_core.layers import flatten
 from ctl_core.run.listeners import Listener
 from ctl_core.settings import Config
@@ -52,18 +54,27 @@ class Summaries(Listener):
                 tf.summary.scalar(name, value)
 
     def end(self, step: int, how: str) -> None:
-        """Writes what the HParams page shows."""
-        write_hparams(self._folder, self._config)
+        """Writes what the HParams page shows, unless training has failed."""
+        if how != "failed":
+            write_hparams(self._folder, self._config)
 
     def writer(self, split: str) -> tf.summary.SummaryWriter:
-        """Returns the summary writer of ``train`` or ``eval``, created on first use."""
+        """Returns the summary writer of ``train`` or ``eval``, created on first use.
+
+        Raises:
+            RunError: its file cannot be written.
+        """
         if split not in self._writers:
             folder = str(self._folder / split)
-            writer = (
-                tf.summary.create_file_writer(folder, flush_millis=_TOGETHER)
-                if self._writes
-                else tf.summary.create_noop_writer()
-            )
+            try:
+                writer = (
+                    tf.summary.create_file_writer(folder, flush_millis=_TOGETHER)
+                    if self._writes
+                    else tf.summary.create_noop_writer()
+                )
+            except tf.errors.OpError as error:
+                place = from_here(self._folder)
+                raise RunError(f"{place}: cannot be written: {reason(error)}.") from error
             # TensorFlow flushes whenever an ``as_default`` ends, so after each step with a hook.
             self._flushes.append(writer.flush)
             writer.flush = lambda: None

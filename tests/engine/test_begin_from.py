@@ -12,9 +12,16 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.errors import SetupError
-from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, shuffled
+from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, regression_data
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import values
+
+
+def shuffled(batch_size: int) -> tf.data.Dataset:
+    """One pass, reshuffled each time; what is left over at its end is no whole batch."""
+    examples = tf.data.Dataset.from_tensor_slices(regression_data())
+    return examples.shuffle(40, seed=3).batch(batch_size, drop_remainder=True)
+
 
 SHORT = {"batch_size": 10, "learning_rate": 0.05, "ckpt_every": 2}
 
