@@ -123,7 +123,7 @@ def test_a_damaged_newest_checkpoint_falls_back(
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("part", ["input-10-0.index", "input-10-0.data-00000-of-00001"])
+@pytest.mark.parametrize("part", ["input-10.index", "input-10.data-00000-of-00001"])
 @pytest.mark.parametrize("damage", [cut_short, Path.unlink])
 def test_a_damaged_input_position_is_reached_by_skipping(
     train: Train,

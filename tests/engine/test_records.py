@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import ctl_core
-from ctl_core.run_state.record import FORMAT
 from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import Blocks, seeded
@@ -49,7 +48,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "ckpt-9.json is no file; it is called ckpt-9.json.aside now",
     ),
     "a pipe for the position": (
-        lambda engine: replace_by_pipe(engine / "input-9-0.index"),
+        lambda engine: replace_by_pipe(engine / "input-9.index"),
         "by reading and dropping 144 examples",
     ),
 }
@@ -121,34 +120,3 @@ def test_a_hook_goes_back_to_a_checkpoint_and_training_goes_on(train: Train, rep
     train(undisturbed, run_name="undisturbed", **settings)
     for step, batch in enumerate(batches, start=1):
         np.testing.assert_array_equal(batch, seen[step])
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ({"format": 99, "engine": "9.9.0"}, "was written by ctl_core 9.9.0 and is of format 99"),
-        ({"colour": 3, "engine": "9.9.0"}, "was written by ctl_core 9.9.0 and has colour"),
-    ],
-)
-def test_a_record_of_a_newer_engine_is_not_damaged(
-    train: Train, tmp_path: Path, said: dict[str, Any], words: str
-) -> None:
-    """Both versions are named; nothing is trained from an earlier checkpoint, and nothing lost."""
-    train(make_hooks(), steps=9, ckpt_every=3)
-    engine = tmp_path / "runs/run/ckpt/engine"
-    written = json.loads((engine / "ckpt-9.json").read_text())
-    assert (written["format"], written["engine"]) == (FORMAT, ctl_core.__version__)
-    alter(engine, **said)
-    before = sorted(path.name for path in engine.iterdir())
-    with pytest.raises(ctl_core.SetupError, match=words) as error:
-        train(make_hooks(), steps=12, ckpt_every=3)
-    assert f"ctl_core {ctl_core.__version__} (format {FORMAT}) does not know" in str(error.value)
-    assert sorted(path.name for path in engine.iterdir()) == before
-
-
-def test_a_record_that_names_files_of_records_is_read(train: Train, tmp_path: Path) -> None:
-    """As engines before 0.4 wrote it."""
-    whole = train(make_hooks(), steps=12, run_name="whole")
-    train(make_hooks(), steps=9)
-    alter(tmp_path / "runs/run/ckpt/engine", records=["0123abcd"])
-    assert_weights(train(make_hooks(), steps=12), whole, rtol=0)
