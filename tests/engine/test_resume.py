@@ -65,13 +65,6 @@ def test_killed_and_terminated_equal_the_whole(project: Project, whole: str) -> 
     assert project.compare("killed", whole) == "27 tensors and 105 lines of metrics"
 
 
-def weights(train: Train, name: str, cuts: list[int], replicas: list[int]) -> list[np.ndarray]:
-    for steps, count in zip(cuts, replicas, strict=True):
-        hooks = make_hooks(create_dataset=unbatched_shuffle)
-        state = train(hooks, steps=steps, virtual_devices=count, run_name=name)
-    return state.train_model.get_weights()  # type: ignore[no-any-return]
-
-
 def test_an_extra_checkpoint_changes_no_bit_of_batch_statistics(train: Train) -> None:
     """Each replica goes on with its own moving statistics, not with their mean."""
 
@@ -88,16 +81,6 @@ def test_an_extra_checkpoint_changes_no_bit_of_batch_statistics(train: Train) ->
 def unbatched_shuffle(per_replica_batch_size: int) -> tf.data.Dataset:
     dataset = tf.data.Dataset.from_tensor_slices(regression_data())
     return dataset.shuffle(40, seed=3).batch(per_replica_batch_size)
-
-
-def test_resuming_on_another_number_of_replicas_goes_on_with_the_next_example(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = weights(train, "whole", [17], [1])
-    parts = weights(train, "parts", [5, 11, 17], [1, 2, 4])
-    for one, other in zip(whole, parts, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert "saved with 1 replica, batch_size 16" in capsys.readouterr().out
 
 
 def test_a_changed_learning_rate_replaces_the_one_in_the_checkpoint(train: Train) -> None:
