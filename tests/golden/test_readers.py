@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.readers.saved import read_literal, write_literal
 from tests.golden import compare, engine, small
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -269,28 +266,6 @@ def test_a_state_that_does_not_lead_back_is_not_trusted(
     run(train, make, 9)
     output = capsys.readouterr().out
     assert why in output and "dropping 80 examples" in output
-
-
-def test_states_with_a_tensor_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for its module: the state of a sampler's generator is such a tensor."""
-
-    class Tensor:
-        def __init__(self, array: np.ndarray) -> None:
-            self.array = array
-
-        def detach(self) -> Tensor:
-            return self
-
-        cpu = detach
-
-        def numpy(self) -> np.ndarray:
-            return self.array
-
-    Tensor.__module__ = "torch"
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(from_numpy=Tensor))
-    text = write_literal({"generator": Tensor(np.arange(5, dtype="uint8"))})
-    found = read_literal(text)["generator"]
-    assert isinstance(found, Tensor) and found.array.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_one_that_is_made_outside_begins_at_its_start(train: engine.Train) -> None:
