@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.hooks import Hook, Hooks
-from ctl_core.source_lines import ENGINE, file_name, is_own_file
+from ctl_core.source_lines import ENGINE, file_name, frames_of, is_own_file
 
 # What a check says: the type of the op, its graph, what it gave, and its name.
 _FOUND = re.compile(
@@ -92,7 +92,7 @@ def _forward_ops(op: Any, ops: list[Any]) -> list[Any]:
 
 def _place(op: Any, hooks: Hooks) -> str:
     """Returns the hook that made an op, and the user's line: ``create_model (model.py:24)``."""
-    frames = [(frame.filename, frame.lineno) for frame in op.traceback]
+    frames = frames_of(op)
     if made := hooks.made(frames):
         return made
     # Before the step there may be lines of the program that called the engine.

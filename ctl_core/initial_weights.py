@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +186,8 @@ def _by_name(wanted: dict[str, Any], places: dict[int, str], offered: list[_Weig
 
     how, pairs = max(ways, key=lambda way: len(fitting(way[1])))
     taken = fitting(pairs)
-    different = [
-        f"{name} has shape {variable.shape.as_list()}, there {pairs[name].shape}"
-        if name in pairs
-        else f"{name} is not there"
-        for name, variable in wanted.items()
-        if name not in taken
-    ]
+    offered_shapes = {name: weight.shape for name, weight in pairs.items()}
+    different = _describe_others(dict(zip(wanted, shapes, strict=True)), offered_shapes, taken)
     used = {id(weight) for weight in pairs.values()}
     unused = [weight.name for weight in offered if id(weight) not in used]
 
@@ -201,6 +196,19 @@ def _by_name(wanted: dict[str, Any], places: dict[int, str], offered: list[_Weig
             wanted[name].assign(weight.read())
 
     return _Fit(len(taken), len(wanted), how, different, unused, take)
+
+
+def _describe_others(
+    wanted: Mapping[str, Any], there: Mapping[str, Any], taken: Container[str]
+) -> list[str]:
+    """Says of each weight that is not taken how its shape differs, or that it is not there."""
+    return [
+        f"{name} has shape {list(shape)}, there {list(there[name])}"
+        if name in there
+        else f"{name} is not there"
+        for name, shape in wanted.items()
+        if name not in taken
+    ]
 
 
 def _places(model: Any) -> dict[int, str]:
@@ -244,13 +252,7 @@ def _of_keras_file(state: State, path: Path) -> _Fit:
     model.save_weights(own)
     wanted, there = _read(own, _shapes), _read(file, _shapes)
     taken = [name for name, shape in wanted.items() if there.get(name) == shape]
-    different = [
-        f"{name} has shape {list(shape)}, there {list(there[name])}"
-        if name in there
-        else f"{name} is not there"
-        for name, shape in wanted.items()
-        if name not in taken
-    ]
+    different = _describe_others(wanted, there, taken)
     # Keras' files hold a kernel with its adapter added up, and reading one makes both matrices of
     # the adapter 0, of which no gradient would ever move any: so none fits.
     adapters = [variable for layer in state.recording.layers for variable in adapter_of(layer)]

@@ -16,6 +16,7 @@ from ctl_core.console import Console, format_evaluation
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
 from ctl_core.numerics.not_finite import NEVER, Noted
+from ctl_core.source_lines import frames_of
 from ctl_core.state import State
 from ctl_core.summary import describe_nature, describe_parameters
 
@@ -205,7 +206,7 @@ def attributed(state: State, step: int) -> Iterator[None]:
 def _made_by(state: State, types: list[str]) -> str | None:
     """Returns the hook of the graph, and its line, that the first op of such a type is of."""
     for op in state.functions.operations():
-        frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
+        frames = frames_of(op)
         if op.type in types and (made := state.hooks.made(frames)):
             return made
     return None

@@ -55,6 +55,11 @@ def is_own_file(name: str) -> bool:
     return not any(part in name for part in _NOT_OURS)
 
 
+def frames_of(op: Any) -> list[tuple[str, int]]:
+    """Returns where an op of a graph was made: (file, line), outermost first."""
+    return [(frame.filename, frame.lineno) for frame in op.traceback or ()]
+
+
 def frames_in(text: str) -> list[tuple[str, int]]:
     """Reads the frames off a stack that is part of a message: (file, line), outermost first."""
     found = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in ', text, re.MULTILINE)

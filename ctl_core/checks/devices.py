@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,12 @@ from ctl_core.graph import StepFunctions
 from ctl_core.metrics import results
 from ctl_core.model.variables import plain_variable, variable_name
 from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.source_lines import file_name, frames_of, is_own_file
 from ctl_core.state import State
 from ctl_core.summary import is_normalizing
 
 FETCHES = frozenset({"loss", "gradients", "update_gradients", "output"})
 OF_STEP = ("output", "loss", "gradient", "update")  # the first that differs is the cause
-_LIBRARIES = ("tensorflow", "keras", "ctl_core", "autograph")
 TOLERANCE = 1e-3
 
 Values = dict[tuple[str, str], list[np.ndarray]]
@@ -98,7 +97,7 @@ def check_traces(state: State) -> None:
             continue
         values = [op.get_attr("value") for op in (first, second) if op.type == "Const"]
         if len(values) < 2 or values[0] != values[1]:
-            where = state.hooks.made(_frames(first)) or _line(state, first)
+            where = state.hooks.made(frames_of(first)) or _line(state, first)
             raise SetupError(
                 f"{where}: has other numbers each time that it is traced, which is once in a run: "
                 "all steps would have the same. Random numbers are those of tf.random or "
@@ -231,13 +230,9 @@ def _find_assignment(state: State, name: str) -> tuple[str, str]:
     return str(state.hooks.create_model), shown
 
 
-def _frames(op: Any) -> list[tuple[str, int]]:
-    return [(frame.filename, frame.lineno) for frame in op.traceback or ()]
-
-
 def _line(state: State, op: Any) -> str:
     """Returns ``callbacks.py:12``, the last line of the user's that an op was made at."""
-    for filename, line in reversed(_frames(op)):
-        if not {*Path(filename).parts} & {*_LIBRARIES} and not filename.startswith("<"):
-            return f"{Path(filename).name}:{line}"
+    for filename, line in reversed(frames_of(op)):
+        if is_own_file(filename):
+            return f"{file_name(filename)}:{line}"
     return str(state.hooks.create_model)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from ctl_core.errors import SetupError
 from ctl_core.hooks import Hooks
+from ctl_core.source_lines import frames_of
 
 # How many ops back from the loss the slip is looked for.
 _REACH = 50
@@ -40,7 +41,7 @@ def refuse_pairs(hooks: Hooks, loss: Any) -> None:
 
 
 def _describe(hooks: Hooks, op: Any, size: int | None) -> str:
-    frames = [(frame.filename, frame.lineno) for frame in op.traceback]
+    frames = frames_of(op)
     made = [hook for hook in (hooks.loss_pre, hooks.grad_pre) if hook.made(frames)]
     hook, size = made[0] if made else hooks.create_loss, size or "b"  # type: ignore[assignment]
     return (

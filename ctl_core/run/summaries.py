@@ -73,8 +73,10 @@ class Summaries(Listener):
                     else tf.summary.create_noop_writer()
                 )
             except tf.errors.OpError as error:
-                place = from_here(self._folder)
-                raise RunError(f"{place}: cannot be written: {reason(error)}.") from error
+                raise RunError(
+                    f"{from_here(self._folder.parent)}: the run folder cannot be written: "
+                    f"{reason(error)}; the checkpoints so far are kept."
+                ) from error
             # TensorFlow flushes whenever an ``as_default`` ends, so after each step with a hook.
             self._flushes.append(writer.flush)
             writer.flush = lambda: None

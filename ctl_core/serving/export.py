@@ -14,6 +14,7 @@ from ctl_core.errors import SetupError
 from ctl_core.nested import any_number, input_names, structured
 from ctl_core.serving.inference import Inference
 from ctl_core.serving.predict import make_dense
+from ctl_core.source_lines import frames_of
 
 
 def next_version(base: Path) -> Path:
@@ -68,7 +69,7 @@ def describe_resource(inference: Inference) -> str:
     for op in with_called(inference.run.graph.get_operations()):
         held = op.type.startswith(("ReadVariable", "Lookup", "ResourceGather"))
         if not held and any(one.dtype == tf.resource for one in op.inputs):
-            frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
+            frames = frames_of(op)
             if made := inference.parts.hooks.made(frames):
                 return (
                     f"{made}: {op.type} uses an object that cannot be saved; leave it out, or make "

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ctl_core
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
+
+
+def record(run: Path, step: int) -> Path:
+    return run / "ckpt" / "engine" / f"ckpt-{step}.json"
+
+
+def test_a_run_that_falls_back_to_an_earlier_checkpoint_has_what_that_one_holds(
+    train: Train,
+) -> None:
+    def count(step: int, state: dict[str, Any]) -> None:
+        state.setdefault("steps", []).append(step)
+
+    hooks = make_hooks(every_steps={1: count})
+    run = train(hooks, steps=9, ckpt_every=3).run_dir
+    # Written in the background, while hooks went on: each holds what was there at its step.
+    for step in (3, 6, 9):
+        kept = json.loads(record(run, step).read_text())["progress"]["hook_state"]
+        assert kept == {"steps": list(range(1, step + 1))}
+    record(run, 9).write_text("{")
+    assert train(hooks, steps=8).hook_state == {"steps": list(range(1, 9))}
+
 
 CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
@@ -22,6 +46,15 @@ def test_the_refusal_names_the_hook_and_the_checkpoint_before_stays(train: Train
     with pytest.raises(ctl_core.RunError, match=r"every_steps\[1\] .*test_hook_state.py:\d+.*loss"):
         train(hooks, ckpt_every=2)
     assert train(make_hooks(), steps=2).hook_state.keys() == {"loss"}
+
+
+def test_what_a_hook_keeps_as_it_ends_training_is_looked_at_too(train: Train) -> None:
+    def end(state: dict[str, Any]) -> None:
+        state["a"] = np.float32(1)
+        raise ctl_core.StopTraining
+
+    with pytest.raises(ctl_core.RunError, match=r"a host hook: state holds .*'a'.*float32"):
+        train(make_hooks(at_step={2: end}))
 
 
 def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) -> None:

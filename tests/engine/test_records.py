@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import ctl_core
+from ctl_core.run_state.record import FORMAT
 from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import Blocks, seeded
@@ -120,3 +121,17 @@ def test_a_hook_goes_back_to_a_checkpoint_and_training_goes_on(train: Train, rep
     train(undisturbed, run_name="undisturbed", **settings)
     for step, batch in enumerate(batches, start=1):
         np.testing.assert_array_equal(batch, seen[step])
+
+
+def test_a_record_of_a_newer_engine_is_not_damaged(train: Train, tmp_path: Path) -> None:
+    """Both versions are named; nothing is trained from an earlier checkpoint, and nothing lost."""
+    train(make_hooks(), steps=9, ckpt_every=3)
+    engine = tmp_path / "runs/run/ckpt/engine"
+    written = json.loads((engine / "ckpt-9.json").read_text())
+    assert (written["format"], written["engine"]) == (FORMAT, ctl_core.__version__)
+    alter(engine, format=99, engine="9.9.0", colour=3)
+    before = sorted(path.name for path in engine.iterdir())
+    with pytest.raises(ctl_core.SetupError, match=r"of ctl_core 9\.9\.0, and") as error:
+        train(make_hooks(), steps=12, ckpt_every=3)
+    assert f"{ctl_core.__version__} cannot go on from them" in str(error.value)
+    assert sorted(path.name for path in engine.iterdir()) == before
