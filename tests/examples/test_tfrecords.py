@@ -109,7 +109,7 @@ def test_splits_and_pictures(example: Example) -> None:
     assert shown["batch", 1].shape == (80, 320, 1)  # two rows of eight tiles of 10 × 10, enlarged
     assert {step for tag, step in shown if tag.startswith("confusion")} == {15, 30}
     example.command("predict", "--run-name", "a", "--dataset", "validation")
-    with np.load("runs/a/predictions.npz") as file:
+    with np.load("runs/a/predictions-validation.npz") as file:
         taken = file["output"].argmax(axis=1)
     labels = [each["label"] for each in found["validation"]]
     counts = np.zeros([10, 10])
