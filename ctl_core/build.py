@@ -134,8 +134,12 @@ class _Builder:
             source = BatchSource(self.hooks, self.config, self.shape, first)
             self.data = Input(self.strategy, source)
             self.cluster.check_data(self.hooks.create_dataset, source.call_hooks)
+        # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
+        with self.recording.during("engine"), tf.device("CPU:0"):
+            step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+        tf.summary.experimental.set_step(step)  # for hooks that ask; steps taken set theirs
         with self.strategy.scope(), self.recording.during("engine"):
-            parts = self._create_models()
+            parts = self._create_models(step)
             parts = self._create_optimizers(parts)
             parts, names = self._create_variables(parts)
             self._trace_update(parts)
@@ -166,12 +170,9 @@ class _Builder:
             computed_in=sorted(computed),
         )
 
-    def _create_models(self) -> Parts:
+    def _create_models(self, step: tf.Variable) -> Parts:
         """Calls ``create_model`` and ``create_loss``."""
         hooks, config = self.hooks, self.config
-        with tf.device("CPU:0"):  # one for all replicas, so that ``int(ckpt.step)`` works
-            step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
-        tf.summary.experimental.set_step(step)  # for hooks that ask; steps taken set theirs
         with self.recording.during("create_model"):
             train_model = create_callable(
                 hooks.create_model, "train_model", per_replica_batch_size=self.shape.per_replica

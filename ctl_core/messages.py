@@ -15,6 +15,7 @@ from ctl_core.checks.returned import bad_weight
 from ctl_core.console import Console, format_evaluation
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
+from ctl_core.helpers import DIFFER
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.source_lines import frames_of
 from ctl_core.state import State
@@ -190,6 +191,9 @@ def attributed(state: State, step: int) -> Iterator[None]:
         with state.cluster.peers():
             if state.cluster.lost(error):
                 raise
+        if "must have the same batch size in each component" in str(error):
+            failure = SetupError if step == 0 else RunError
+            raise failure(f"{hooks.create_dataset}: {DIFFER}.") from error
         if anomaly := describe_anomaly(error, hooks, state.functions.operations()):
             raise RunError(f"step {step + 1}: {anomaly}.") from error
         if why := bad_weight(str(error)):

@@ -113,7 +113,9 @@ def _create(state: State) -> Inference:
         to_input, of_batch = serve, make_input
     elif hooks.serve is not None:
         part = UsedPart(run_model_itself, _element_spec(state))
-        spec, to_input, of_batch = part.spec, serve, lambda batch: serve(part.take(batch))
+        sent_part = UsedPart(lambda sent: run(serve(sent)), part.spec)  # serve may use less of it
+        spec, to_input = sent_part.spec, lambda sent: serve(sent_part.fill(sent))
+        of_batch = lambda batch: serve(part.take(batch))  # noqa: E731
     else:
         part = UsedPart(lambda batch: run(make_input(batch)), _element_spec(state))
         spec, to_input, of_batch = part.spec, lambda sent: make_input(part.fill(sent)), make_input

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.errors import RunError, SetupError
+from ctl_core.errors import SetupError
 from tests.helpers.cases import make_hooks, regression_data, sgd
 from tests.helpers.fixtures import Train
 
@@ -163,13 +163,6 @@ def test_repeat_before_a_filter(train: Train) -> None:
     assert seen == plain_loop(make, 12)
 
 
-def test_a_shuffle_from_outside_of_the_hook_is_refused(train: Train) -> None:
-    """It would go on from where looking at the data has left it."""
-    outside = kept(ids()).shuffle(30)
-    with pytest.raises(SetupError, match=r"create_dataset.* made outside of it .* inside"):
-        train(trained_on([], lambda b: outside.batch(b)), steps=1, batch_size=BATCH)
-
-
 def test_every_evaluation_reads_the_same(train: Train) -> None:
     """A random part of the data: the one that a plain loop would evaluate, also after a resume."""
     inputs, target = regression_data()
@@ -192,25 +185,6 @@ def test_every_evaluation_reads_the_same(train: Train) -> None:
 
 
 # ---- What is left out -------------------------------------------------------------------------
-
-
-def by_file(batch_size: int) -> tf.data.Dataset:
-    """Batches of five files of 10 examples each: 8 and 2."""
-    return tf.data.Dataset.range(5).interleave(
-        lambda file: tf.data.Dataset.range(10 * file, 10 * file + 10).batch(batch_size)
-    )
-
-
-@pytest.mark.parametrize("settings", [{"steps": 9}, {"steps": None, "epochs": 1}])
-def test_elements_of_another_size_in_the_middle_of_a_pass_are_counted(
-    train: Train, capsys: pytest.CaptureFixture[str], settings: dict[str, Any]
-) -> None:
-    seen: list[Any] = []
-    train(trained_on(seen, by_file), batch_size=BATCH, **settings)
-    assert len(seen) == (settings["steps"] or 5)
-    output = capsys.readouterr().out
-    assert output.count("leaves out 10 examples in 5 elements that do not hold 8 each") == 1
-    assert "warning: create_dataset (test_reading.py:" in output
 
 
 # ---- What counts as examples ------------------------------------------------------------------
@@ -273,11 +247,11 @@ def test_graphs_without_a_hook_are_refused(train: Train) -> None:
         train(graph_hooks(MIXED), batch_size=4, steps=2)
     message = str(caught.value)
     assert "differ in their first dimension" in message and "def count_examples(batch)" in message
-    assert "float32[10, 1], int32[10]" in message and "\n" not in message
+    assert "create_dataset (test_reading.py" in message and "\n" not in message
 
 
 def test_graphs_that_look_like_examples_at_first_are_not_left_out(train: Train) -> None:
-    with pytest.raises(RunError, match=r"create_dataset.*differ in their first dimension"):
+    with pytest.raises(SetupError, match=r"create_dataset.*differ in their first dimension"):
         train(graph_hooks(UNLUCKY), batch_size=4, steps=12)
 
 

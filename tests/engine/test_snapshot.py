@@ -37,7 +37,7 @@ class Late(Background):
 def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
     """Checkpoints are written as late as can be."""
     monkeypatch.setattr(Late, "starts", [])
-    monkeypatch.setattr("ctl_core.run_state.writing.Background", Late)
+    monkeypatch.setattr("ctl_core.checkpoint.Background", Late)
     return Late
 
 

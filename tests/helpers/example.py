@@ -152,8 +152,9 @@ def assert_lives(example: Example, inputs: Any, dataset: str | None = None) -> N
     predict = ["predict"] if dataset is None else ["predict", "--dataset", dataset]
     for command in (["evaluate"], predict, ["export"]):
         example.command(*command, "--run-name", "whole")
-    with np.load(example.folder / "runs/whole/predictions.npz") as predictions:
-        assert predictions.files and all(len(predictions[name]) for name in predictions.files)
+    name = "predictions.npz" if dataset is None else f"predictions-{dataset}.npz"
+    with np.load(example.folder / "runs/whole" / name) as predictions:
+        assert predictions.files and all(len(predictions[each]) for each in predictions.files)
     named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
     np.savez(example.folder / "inputs.npz", **named)
     _use_elsewhere(example, example.arguments("parts", *flags))
