@@ -126,7 +126,8 @@ def change_gradients(
         if not gradients:  # all of this objective's variables are frozen
             updates[name], displays[name] = [], []
             continue
-        values = {**contributed, "gradients": gradients, **parts.values(moment)}
+        values = {**contributed, **parts.values(moment), "objective": name or None}
+        values |= {"gradients": gradients, "all_gradients": summed["gradients"]}
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
         with gradients_are_summed():
             result = hook.in_graph(**values)

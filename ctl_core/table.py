@@ -89,8 +89,9 @@ grad_pre(loss, output, batch, train_model, train_loss, lr, step, objective, turn
     default: weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
 
 update_pre(gradients, loss, output, batch, train_model, train_loss, lr, optimizer, step, objective,
-    turn) in the graph
-    From the gradients, summed over the replicas, to those that the optimizer applies.
+    turn, all_gradients) in the graph
+    From the gradients, summed over the replicas, to those that the optimizer applies; called once
+    for each objective, with its name; all_gradients are those of all, a dict by objective.
     returns: update_gradients, display_gradients
     default: NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display
 

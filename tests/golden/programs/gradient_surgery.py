@@ -1,0 +1,107 @@
+"""Two tasks whose gradients are projected where they conflict, after Yu et al. 2020 (PCGrad).
+
+Of each task's gradient of what both train, the part that works against the other task's is left
+out. Each task is an objective, with a head and an optimizer of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.golden.compare import BATCH, RATE, STEPS, Program
+
+RANDOM = np.random.default_rng(0)
+POINTS = RANDOM.normal(size=(44, 5)).astype("float32")
+TASKS = {
+    "sum": POINTS.sum(axis=1, keepdims=True),
+    "square": -(POINTS**2).sum(axis=1, keepdims=True),
+}
+
+# ---- callbacks.py -----------------------------------------------------------------------------
+
+
+def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((POINTS, TASKS)).batch(per_replica_batch_size)
+
+
+def create_model() -> keras.Model:
+    keras.utils.set_random_seed(2)
+    inputs = keras.Input((5,))
+    hidden = keras.layers.Dense(8, activation="tanh", name="shared")(inputs)
+    return keras.Model(inputs, {name: keras.layers.Dense(1, name=name)(hidden) for name in TASKS})
+
+
+def train_loss(loss_input: Any) -> Any:
+    output, target = loss_input
+    return {name: tf.reduce_sum((output[name] - target[name]) ** 2, 1) for name in TASKS}
+
+
+def create_opt(lr: Any) -> dict[str, keras.Optimizer]:
+    return {name: keras.optimizers.SGD(lr, momentum=0.5) for name in TASKS}
+
+
+def find_variables(model: keras.Model, name: str) -> list[Any]:
+    layers = [model.get_layer(one) for one in ("shared", name)]
+    return [variable for layer in layers for variable in layer.trainable_variables]
+
+
+def grad_pre(loss: Any, train_model: Any) -> Any:
+    return {name: (loss[name], 0.0, find_variables(train_model, name)) for name in TASKS}
+
+
+def update_pre(gradients: Any, objective: str, all_gradients: Any) -> Any:
+    (other,) = (given[:2] for name, given in all_gradients.items() if name != objective)
+    shared, head = gradients[:2], gradients[2:]
+    along = sum(tf.reduce_sum(one * two) for one, two in zip(shared, other, strict=True))
+    share = tf.minimum(along, 0.0) / sum(tf.reduce_sum(one**2) for one in other)
+    projected = [one - share * two for one, two in zip(shared, other, strict=True)]
+    return [*projected, *head], gradients
+
+
+# ---- The same as a plain loop -----------------------------------------------------------------
+
+
+def hooks() -> SimpleNamespace:
+    return SimpleNamespace(
+        create_dataset=create_dataset,
+        create_model=create_model,
+        create_loss=lambda: train_loss,
+        create_opt=create_opt,
+        grad_pre=grad_pre,
+        update_pre=update_pre,
+        every_steps={},
+    )
+
+
+@functools.cache
+def train_plainly() -> list[Any]:
+    model, optimizers, conflicts = create_model(), create_opt(RATE), 0
+    for inputs, target in create_dataset(BATCH).take(5).repeat().take(STEPS):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = train_loss((model(inputs), target))
+            means = {name: tf.reduce_mean(losses[name]) for name in TASKS}
+        gradients = {
+            name: [g.numpy() for g in tape.gradient(means[name], find_variables(model, name))]
+            for name in TASKS
+        }
+        flat = {name: np.concatenate([g.ravel() for g in gradients[name][:2]]) for name in TASKS}
+        for name, other in (("sum", "square"), ("square", "sum")):
+            along = float(flat[name] @ flat[other])
+            projected = gradients[name]
+            if along < 0.0:
+                conflicts += 1
+                share = along / float(flat[other] @ flat[other])
+                pairs = zip(gradients[name][:2], gradients[other][:2], strict=True)
+                projected = [one - share * two for one, two in pairs] + gradients[name][2:]
+            optimizers[name].apply(list(map(tf.constant, projected)), find_variables(model, name))
+    assert 0 < conflicts < 2 * STEPS
+    return model.weights  # type: ignore[no-any-return]
+
+
+PROGRAM = Program(hooks, train_plainly)
