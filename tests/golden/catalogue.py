@@ -26,7 +26,7 @@ def load_program(name: str) -> Program:
 
 @functools.cache
 def train_plainly(name: str) -> list[np.ndarray]:
-    return compare.read_numbers(load_program(name).plain())
+    return load_program(name).plain_weights()
 
 
 def assert_plain(name: str, weights: Iterable[Any], metrics: Any) -> None:

@@ -29,20 +29,20 @@ class Program:
     Attributes:
         hooks: makes the hooks anew
         plain: trains as a plain loop on one device for ``STEPS`` steps of ``BATCH`` examples with
-            ``RATE``; returns the variables, or their numbers, in the order of ``weights``
+            ``RATE``; returns the model, or variables in the order of ``weights``
         weights: of a trained state, the variables to compare
         metrics: the values of the last evaluation, as the plain loop has them
         settings: beside steps, batch size and learning rate
         accumulates: whether micro-batches have to give the same
         compiles: whether XLA can compile it
-        ignored: positions of weights whose true gradient is zero, see ``find_rounding``
+        ignored: positions of weights whose true gradient is zero: what they get is rounding
         frozen: positions of weights that training leaves where they are
         tolerance: relative, of the comparison with the plain loop
         absolute: how far numbers near zero may be from it
     """
 
     hooks: Callable[[], Any]
-    plain: Callable[[], Iterable[Any]]
+    plain: Callable[[], Any]
     weights: Callable[[Any], Iterable[Any]] = trained_weights
     metrics: Callable[[], Mapping[str, float]] = dict
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -52,6 +52,11 @@ class Program:
     frozen: Callable[[], frozenset[int]] = frozenset
     tolerance: float = 1e-5
     absolute: float = 1e-6
+
+    def plain_weights(self) -> list[np.ndarray]:
+        """Trains as a plain loop; returns the numbers that ``weights`` are compared with."""
+        trained = self.plain()
+        return read_numbers(getattr(trained, "weights", trained))
 
 
 def read_numbers(variables: Iterable[Any]) -> list[np.ndarray]:
@@ -75,41 +80,34 @@ def assert_close(
             np.testing.assert_allclose(value, other, tolerance, absolute, err_msg=name)
 
 
-def train_by_sgd(
-    model: keras.Model,
-    batches: tf.data.Dataset,
-    loss: Callable[[Any], Any],
-    variables: list[Any] | None = None,
-) -> keras.Model:
-    """Trains as a plain loop on one device, by plain SGD; returns the model.
+def whole_batches(create_dataset: Callable[[int], tf.data.Dataset]) -> tf.data.Dataset:
+    """Returns the ``STEPS`` batches of passes of 40 to 47 examples; what is left over is out."""
+    return create_dataset(BATCH).take(5).repeat().take(STEPS)
+
+
+def train_plainly(
+    model: Any,
+    batches: Iterable[Any],
+    mean_loss: Callable[[Any], Any],
+    optimizer: keras.Optimizer | None = None,
+    variables: Callable[[], list[Any]] | None = None,
+) -> Any:
+    """Trains as a plain loop on one device; returns the model.
 
     Args:
-        batches: one pass of (inputs, target), whole batches only
-        loss: of (output, target), one number for each example
-        variables: that are trained; default: all that can be
+        batches: one for each step
+        mean_loss: of a batch
+        optimizer: plain SGD if it is not said
+        variables: that are trained; without them all of the model's that can be
     """
-    optimizer = keras.optimizers.SGD(RATE)
-    variables = variables or model.trainable_variables
-    for inputs, target in batches.repeat().take(STEPS):
+    optimizer = optimizer or keras.optimizers.SGD(RATE)
+    for batch in batches:
         with tf.GradientTape() as tape:
-            mean = tf.reduce_mean(loss((model(inputs, training=True), target)))
-        optimizer.apply_gradients(zip(tape.gradient(mean, variables), variables, strict=True))
+            loss = mean_loss(batch)
+        trained = variables() if variables else model.trainable_variables
+        gradients = [tf.convert_to_tensor(one) for one in tape.gradient(loss, trained)]
+        optimizer.apply(gradients, trained)
     return model
-
-
-def find_rounding(gradients: Iterable[list[Any]]) -> frozenset[int]:
-    """Returns the positions of the weights whose true gradient is zero, as a plain loop has them.
-
-    Such as a bias that a softmax takes off again: its gradient is rounding, another on each number
-    of devices, which Adam blows up to full steps. No bound fits it. A gradient counts as zero if it
-    was never a millionth of the largest.
-
-    Args:
-        gradients: at each step, of each weight
-    """
-    sizes = [[float(np.abs(one).max()) for one in of_step] for of_step in gradients]
-    relative = np.array(sizes) / np.max(sizes, axis=1, keepdims=True)
-    return frozenset(np.flatnonzero(relative.max(axis=0) < 1e-6).tolist())
 
 
 def assert_moved(

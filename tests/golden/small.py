@@ -13,18 +13,25 @@ import tensorflow as tf
 EXAMPLES, FEATURES, BATCH, RATE = 100, 5, 16, 0.05
 
 
-def data() -> tuple[np.ndarray, np.ndarray]:
-    """Returns 100 examples of 5 features and a target each; batches of 16 leave a remainder."""
+def data(examples: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
+    """Returns examples of 5 features and a target each; of 100, batches of 16 leave a remainder."""
     random = np.random.default_rng(0)
     inputs = random.normal(size=(EXAMPLES, FEATURES)).astype("float32")
-    return inputs, (inputs @ random.normal(size=(FEATURES, 1)) + 0.5).astype("float32")
+    target = (inputs @ random.normal(size=(FEATURES, 1)) + 0.5).astype("float32")
+    return inputs[:examples], target[:examples]
 
 
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    """Reads the examples in their order; what is left over at the end is left out."""
-    return tf.data.Dataset.from_tensor_slices(data()).batch(
-        per_replica_batch_size, drop_remainder=True
-    )
+def slices(arrays: Any, drop_remainder: bool = False) -> Callable[[int], tf.data.Dataset]:
+    """Returns a create_dataset that reads arrays in their order."""
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices(arrays)
+        return examples.batch(per_replica_batch_size, drop_remainder=drop_remainder)
+
+    return create_dataset
+
+
+create_dataset = slices(data(), drop_remainder=True)
 
 
 def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:

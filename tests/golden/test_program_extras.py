@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,8 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden import compare, engine
-from tests.golden.compare import BATCH, RATE, STEPS, trained_weights
+from tests.golden.catalogue import SETTINGS
+from tests.golden.compare import STEPS, Program
 from tests.golden.programs import (
     codebook,
     diffusion,
@@ -29,62 +31,39 @@ from tests.golden.programs import (
     wgan_gp,
 )
 
-SETTINGS: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
-
-
-def find_parts(state: ctl_core.State) -> list[Any]:
-    return recommender.find_weights(state.train_model)
-
-
-def learn_from_global() -> SimpleNamespace:
-    """The teacher is in a global of the file, where no strategy sees it being made."""
-    return distillation.global_hooks()
-
-
-# By name: the hooks, the plain loop's variables, those of a state, and settings.
-VARIANTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], Any], Any]] = {
-    "adamw": (
+VARIANTS = {
+    "adamw": Program(
         partial(diffusion.hooks, diffusion.adamw),
-        lambda: diffusion.train_plainly(diffusion.adamw, 0.01).weights,
-        trained_weights,
-        {"learning_rate": 0.01},
+        partial(diffusion.train_plainly, diffusion.adamw, 0.01),
+        settings={"learning_rate": 0.01},
     ),
-    "adam": (
+    "adam": Program(
         partial(fine_tuning.hooks, fine_tuning.adam),
-        lambda: fine_tuning.train_plainly(fine_tuning.adam, 0.01).weights,
-        trained_weights,
-        {"learning_rate": 0.01},
+        partial(fine_tuning.train_plainly, fine_tuning.adam, 0.01),
+        settings={"learning_rate": 0.01},
     ),
-    "adagrad": (
-        partial(recommender.hooks, recommender.Module, recommender.adagrad),
-        lambda: recommender.find_weights(recommender.train_plainly(recommender.adagrad, 0.1)),
-        find_parts,
-        {"learning_rate": 0.1},
+    "adagrad": dataclasses.replace(
+        recommender.PROGRAM,
+        hooks=partial(recommender.hooks, recommender.Module, recommender.adagrad),
+        plain=lambda: recommender.find_weights(recommender.train_plainly(recommender.adagrad, 0.1)),
+        settings={"learning_rate": 0.1},
     ),
-    "a model of no base class": (
-        partial(recommender.hooks, recommender.Plain),
-        recommender.PROGRAM.plain,
-        find_parts,
-        {},
+    "a model of no base class": dataclasses.replace(
+        recommender.PROGRAM, hooks=partial(recommender.hooks, recommender.Plain)
     ),
-    "layers in a dict of a Keras model": (
-        partial(recommender.hooks, recommender.Model),
-        recommender.PROGRAM.plain,
-        find_parts,
-        {},
+    "layers in a dict of a Keras model": dataclasses.replace(
+        recommender.PROGRAM, hooks=partial(recommender.hooks, recommender.Model)
     ),
-    "all of the loss in create_loss": (vae.hooks, vae.PROGRAM.plain, vae.PROGRAM.weights, {}),
-    "a layer's own noise, on one device": (
+    "all of the loss in create_loss": dataclasses.replace(vae.PROGRAM, hooks=vae.hooks),
+    "a layer's own noise, on one device": Program(
         partial(vae.hooks, own_noise=True),
-        lambda: vae.train_plainly(own_noise=True).weights,
-        trained_weights,
-        {"virtual_devices": 1},
+        partial(vae.train_plainly, own_noise=True),
+        settings={"virtual_devices": 1},
     ),
-    "a teacher in a global": (
-        learn_from_global,
-        lambda: distillation.train_plainly().weights,
-        trained_weights,
-        distillation.PROGRAM.settings,
+    "a teacher in a global": Program(
+        distillation.global_hooks,
+        distillation.train_plainly,
+        settings=distillation.PROGRAM.settings,
     ),
 }
 
@@ -92,22 +71,20 @@ VARIANTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_ways_to_write_a_program(train: engine.Train, name: str) -> None:
-    create_hooks, plain, weights, settings = VARIANTS[name]
+    program = VARIANTS[name]
     teacher = compare.read_numbers(distillation.TEACHER.weights)
-    state = train(create_hooks(), **SETTINGS | {"virtual_devices": 2} | settings)
-    compare.assert_close(weights(state), plain())
+    state = train(program.hooks(), **SETTINGS | {"virtual_devices": 2} | program.settings)
+    compare.assert_close(program.weights(state), program.plain_weights())
     for value, other in zip(teacher, distillation.TEACHER.weights, strict=True):
         np.testing.assert_array_equal(value, other)
 
 
 def assert_resumes(
-    train: engine.Train, runs: Path, create_hooks: Callable[[], Any], at: int, **settings: Any
+    train: engine.Train, runs: Path, create_hooks: Callable[[], Any], at: int
 ) -> None:
     """Compares 12 steps in one go with two parts, each by objects made anew."""
-    settings = {**SETTINGS, **settings}
-    train(create_hooks(), **{**settings, "steps": 12}, run_name="whole")
-    for steps in (at, 12):
-        train(create_hooks(), **{**settings, "steps": steps}, run_name="parts")
+    for run_name, steps in (("whole", 12), ("parts", at), ("parts", 12)):
+        train(create_hooks(), **{**SETTINGS, "steps": steps}, run_name=run_name)
     compare.assert_same_checkpoint(runs / "parts", runs / "whole", 12)
 
 
@@ -172,7 +149,10 @@ def test_a_base_from_a_file_leaves_adapters_as_they_are_created(
     train: engine.Train, tmp_path: Path, suffix: str
 ) -> None:
     """Keras' load_weights would make both matrices of each 0."""
-    own, file = lora.hooks(lambda: lora.adapted(lora.create_base())), tmp_path / f"base.{suffix}"
+    own, file = (
+        lora.hooks(create_model=lambda: lora.adapted(lora.create_base())),
+        tmp_path / f"base.{suffix}",
+    )
     base = keras.models.load_model(lora.write_base())
     (base.save if suffix == "keras" else base.save_weights)(file)
     settings = {**SETTINGS, "init_from": str(file), "virtual_devices": 2}
@@ -184,7 +164,9 @@ def test_a_base_from_a_file_leaves_adapters_as_they_are_created(
 
 def test_a_file_of_a_trained_model_is_taken_without_its_optimizer(train: engine.Train) -> None:
     base = lora.write_base()
-    begun = train(lora.hooks(lora.create_base), **{**SETTINGS, "steps": 0}, init_from=base)
+    begun = train(
+        lora.hooks(create_model=lora.create_base), **{**SETTINGS, "steps": 0}, init_from=base
+    )
     compare.assert_close(begun.train_model.weights, keras.models.load_model(base).weights)
 
 

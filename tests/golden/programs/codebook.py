@@ -15,29 +15,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import compare, small
+from tests.golden.compare import Program, whole_batches
 
 FEATURES, CODES, SIZE = 6, 5, 3
 DECAY, BETA, EPSILON = 0.8, 0.25, 1e-5
 INPUTS = np.random.default_rng(0).normal(size=(44, FEATURES)).astype("float32")
-
-# ---- callbacks.py -----------------------------------------------------------------------------
-
-
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(INPUTS).batch(per_replica_batch_size)
+Exchange = Callable[[list[Any]], list[Any]]
 
 
-def over_replicas(value: Any) -> Any:
+def over_replicas(values: list[Any]) -> list[Any]:
     if replica := tf.distribute.get_replica_context():
-        value = replica.all_reduce(tf.distribute.ReduceOp.SUM, value)
-    return value
+        values = replica.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    return values
 
 
 class Codebook(keras.layers.Layer):
     """Replaces each vector by the nearest code; codes are moving averages of what they replace."""
 
-    def __init__(self, exchange: Callable[[Any], Any]) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         super().__init__(name="codebook")
         self.exchange = exchange
 
@@ -69,7 +65,7 @@ class Codebook(keras.layers.Layer):
 class Autoencoder(keras.Model):
     """Encoder, codebook, decoder; gradients go past the codebook, straight through."""
 
-    def __init__(self, exchange: Callable[[Any], Any]) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         super().__init__()
         keras.utils.set_random_seed(1)
         self.encoder = keras.layers.Dense(SIZE, activation="tanh")
@@ -82,71 +78,39 @@ class Autoencoder(keras.Model):
         return self.decoder(vectors + tf.stop_gradient(codes - vectors)), vectors, codes
 
 
-def create_model(exchange: Callable[[Any], Any] = over_replicas) -> keras.Model:
-    return Autoencoder(exchange)
-
-
 def loss_of_each(loss_input: Any) -> Any:
     (found, vectors, codes), inputs = loss_input
     commitment = tf.reduce_sum((vectors - tf.stop_gradient(codes)) ** 2, axis=1)
     return tf.reduce_sum((found - inputs) ** 2, axis=1) + BETA * commitment
 
 
-def create_loss() -> Any:
-    return loss_of_each
+create_dataset = small.slices(INPUTS)
 
 
-def create_opt(lr: Any) -> keras.Optimizer:
-    return keras.optimizers.SGD(lr)
-
-
-def input_pre(batch: Any) -> Any:
-    return batch
-
-
-def loss_pre(output: Any, batch: Any) -> Any:
-    return output, batch
-
-
-def update_pre(gradients: Any) -> Any:
-    return gradients, gradients
-
-
-# ---- The same as a plain loop -----------------------------------------------------------------
-
-
-def hooks(exchange: Callable[[Any], Any] = over_replicas) -> SimpleNamespace:
-    return SimpleNamespace(
+def hooks(exchange: Exchange = over_replicas) -> SimpleNamespace:
+    return small.hooks(
         create_dataset=create_dataset,
         create_eval_dataset=create_dataset,
-        create_model=functools.partial(create_model, exchange),
-        create_loss=create_loss,
-        create_opt=create_opt,
-        input_pre=input_pre,
-        loss_pre=loss_pre,
-        update_pre=update_pre,
-        every_steps={},
+        create_model=lambda: Autoencoder(exchange),
+        create_loss=lambda: loss_of_each,
+        input_pre=lambda batch: batch,
+        loss_pre=lambda output, batch: (output, batch),
     )
 
 
 @functools.cache
-def train_plainly() -> tuple[keras.Model, float]:
-    """Returns the model, and the mean loss of the data."""
-    model, optimizer = Autoencoder(exchange=lambda values: values), keras.optimizers.SGD(RATE)
-    model(INPUTS)
-    for inputs in create_dataset(BATCH).filter(lambda x: len(x) == BATCH).repeat().take(STEPS):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(loss_of_each((model(inputs, training=True), inputs)))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    return model, float(tf.reduce_mean(loss_of_each((model(INPUTS), INPUTS))))
+def train_plainly() -> keras.Model:
+    model = Autoencoder(exchange=lambda values: values)
+
+    def mean_loss(inputs: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(loss_of_each((model(inputs, training=True), inputs)))
+
+    return compare.train_plainly(model, whole_batches(create_dataset), mean_loss)
 
 
 def evaluate_plainly() -> dict[str, float]:
-    return {"loss": train_plainly()[1]}
+    return {"loss": float(tf.reduce_mean(loss_of_each((train_plainly()(INPUTS), INPUTS))))}
 
 
 # Each micro-batch would move the codes by itself.
-PROGRAM = Program(
-    hooks, lambda: train_plainly()[0].weights, metrics=evaluate_plainly, accumulates=False
-)
+PROGRAM = Program(hooks, train_plainly, metrics=evaluate_plainly, accumulates=False)

@@ -19,12 +19,11 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core import data
+from tests.golden import small
 from tests.golden.compare import BATCH, STEPS, Program
 
 IMAGES = np.random.default_rng(0).uniform(size=(40, 4, 4, 1)).astype("float32")
 FOLLOW = 0.9
-
-# ---- callbacks.py -----------------------------------------------------------------------------
 
 
 def with_noise(image: Any, seed: Any) -> Any:
@@ -69,6 +68,7 @@ class Diffusion(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.normalizer = keras.layers.Normalization()
+        self.normalizer.adapt(IMAGES)
         self.network = create_network()
         self.ema_network = keras.models.clone_model(self.network)
         self.ema_network.set_weights(self.network.get_weights())
@@ -92,13 +92,7 @@ class Diffusion(keras.Model):
 
 def create_model() -> keras.Model:
     keras.utils.set_random_seed(1)
-    model = Diffusion()
-    model.normalizer.adapt(IMAGES)
-    return model
-
-
-def create_loss() -> Any:
-    return absolute_error
+    return Diffusion()
 
 
 def absolute_error(loss_input: Any) -> Any:
@@ -106,22 +100,9 @@ def absolute_error(loss_input: Any) -> Any:
     return tf.reduce_mean(tf.abs(found - true), axis=[1, 2, 3])
 
 
-def input_pre(batch: Any) -> Any:
-    return batch
-
-
-def loss_pre(output: Any) -> Any:
-    return output["found_noises"], output["noises"]
-
-
-def grad_pre(loss: Any, train_model: Any) -> Any:
-    return loss, 0.0, train_model.network.trainable_variables
-
-
 def follow(train_model: Any) -> None:
-    for ema, weight in zip(
-        train_model.ema_network.weights, train_model.network.weights, strict=True
-    ):
+    pairs = zip(train_model.ema_network.weights, train_model.network.weights, strict=True)
+    for ema, weight in pairs:
         ema.assign(FOLLOW * ema + (1.0 - FOLLOW) * weight)
 
 
@@ -136,27 +117,20 @@ def metric_pre(output: Any) -> Any:
     }
 
 
-# ---- The same as a plain loop -----------------------------------------------------------------
-
-
-def sgd(lr: Any) -> keras.Optimizer:
-    return keras.optimizers.SGD(lr)
-
-
 def adamw(lr: Any) -> keras.Optimizer:
     return keras.optimizers.AdamW(lr, weight_decay=1e-2)
 
 
-def hooks(create_opt: Callable[[Any], keras.Optimizer] = sgd) -> SimpleNamespace:
-    return SimpleNamespace(
+def hooks(create_opt: Callable[[Any], keras.Optimizer] = small.create_opt) -> SimpleNamespace:
+    return small.hooks(
         create_dataset=create_dataset,
         create_eval_dataset=create_eval_dataset,
         create_model=create_model,
-        create_loss=create_loss,
+        create_loss=lambda: absolute_error,
         create_opt=create_opt,
-        input_pre=input_pre,
-        loss_pre=loss_pre,
-        grad_pre=grad_pre,
+        input_pre=lambda batch: batch,
+        loss_pre=lambda output: (output["found_noises"], output["noises"]),
+        grad_pre=lambda loss, train_model: (loss, 0.0, train_model.network.trainable_variables),
         update_post=follow,
         create_metrics=create_metrics,
         metric_pre=metric_pre,
@@ -172,15 +146,15 @@ def train_plainly(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> 
         with tf.GradientTape() as tape:
             output = model(batch, training=True)
             loss = tf.reduce_mean(tf.abs(output["found_noises"] - output["noises"]))
-        gradients = tape.gradient(loss, model.network.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.network.trainable_variables, strict=True))
+        variables = model.network.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
         for ema, weight in zip(model.ema_network.weights, model.network.weights, strict=True):
             ema.assign(FOLLOW * ema + (1.0 - FOLLOW) * weight)
     return model
 
 
 def evaluate_plainly() -> dict[str, float]:
-    output = train_plainly(sgd, 0.5)(next(iter(create_eval_dataset(21))), training=False)
+    output = train_plainly(small.create_opt, 0.5)(next(iter(create_eval_dataset(21))))
     noise = float(np.abs(output["found_noises"] - output["noises"]).mean())
     image = float(np.abs(output["found_images"] - output["images"]).mean())
     return {"loss": noise, "noise": noise, "image": image}
@@ -188,14 +162,14 @@ def evaluate_plainly() -> dict[str, float]:
 
 def find_statistics() -> frozenset[int]:
     """Of the inputs, which are known before training."""
-    model = train_plainly(sgd, 0.5)
+    model = train_plainly(small.create_opt, 0.5)
     known = {id(weight) for weight in model.normalizer.weights}
     return frozenset(i for i, weight in enumerate(model.weights) if id(weight) in known)
 
 
 PROGRAM = Program(
     hooks,
-    lambda: train_plainly(sgd, 0.5).weights,
+    lambda: train_plainly(small.create_opt, 0.5),
     metrics=evaluate_plainly,
     settings={"learning_rate": 0.5},
     frozen=find_statistics,

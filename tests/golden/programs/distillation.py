@@ -16,7 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, STEPS, Program
+from tests.golden import compare, small
+from tests.golden.compare import Program, whole_batches
 
 FEATURES, CLASSES = 6, 3
 RANDOM = np.random.default_rng(0)
@@ -24,8 +25,7 @@ INPUTS = RANDOM.normal(size=(40, FEATURES)).astype("float32")
 LABELS = RANDOM.integers(0, CLASSES, size=40)
 ALPHA, TEMPERATURE = 0.3, 4.0
 LEARNING_RATE = 0.5
-
-# ---- callbacks.py -----------------------------------------------------------------------------
+create_dataset = small.slices((INPUTS, LABELS))
 
 
 def create_teacher(seed: int = 1) -> keras.Model:
@@ -47,10 +47,6 @@ def create_teacher(seed: int = 1) -> keras.Model:
 TEACHER = create_teacher()
 
 
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).batch(per_replica_batch_size)
-
-
 def create_student(dropout: float = 0.0) -> keras.Model:
     keras.utils.set_random_seed(2)
     return keras.Sequential(
@@ -61,28 +57,6 @@ def create_student(dropout: float = 0.0) -> keras.Model:
             keras.layers.Dense(CLASSES),
         ]
     )
-
-
-def soft_and_hard(loss_input: Any) -> Any:
-    (student, teacher), label = loss_input
-    hard = keras.losses.sparse_categorical_crossentropy(label, student, from_logits=True)
-    soft = keras.losses.kl_divergence(
-        tf.nn.softmax(teacher / TEMPERATURE), tf.nn.softmax(student / TEMPERATURE)
-    )
-    return ALPHA * hard + (1.0 - ALPHA) * TEMPERATURE**2 * soft
-
-
-def create_loss() -> Any:
-    return soft_and_hard
-
-
-def create_opt(lr: Any) -> keras.Optimizer:
-    return keras.optimizers.SGD(lr)
-
-
-def ask_global(output: Any, batch: Any) -> Any:
-    inputs, label = batch
-    return (output, TEACHER(inputs, training=False)), label
 
 
 class Distiller(keras.Model):
@@ -97,6 +71,20 @@ class Distiller(keras.Model):
         return self.student(inputs, training=training)
 
 
+def soft_and_hard(loss_input: Any) -> Any:
+    (student, teacher), label = loss_input
+    hard = keras.losses.sparse_categorical_crossentropy(label, student, from_logits=True)
+    soft = keras.losses.kl_divergence(
+        tf.nn.softmax(teacher / TEMPERATURE), tf.nn.softmax(student / TEMPERATURE)
+    )
+    return ALPHA * hard + (1.0 - ALPHA) * TEMPERATURE**2 * soft
+
+
+def ask_global(output: Any, batch: Any) -> Any:
+    inputs, label = batch
+    return (output, TEACHER(inputs, training=False)), label
+
+
 def ask_model(output: Any, batch: Any, train_model: Any) -> Any:
     inputs, label = batch
     return (output, train_model.teacher(inputs, training=False)), label
@@ -106,43 +94,29 @@ def train_student(loss: Any, train_model: Any) -> Any:
     return loss, sum(train_model.student.losses), train_model.student.trainable_variables
 
 
+hooks = functools.partial(
+    small.hooks, create_dataset=create_dataset, create_loss=lambda: soft_and_hard
+)
+model_hooks = functools.partial(
+    hooks, create_model=Distiller, loss_pre=ask_model, grad_pre=train_student
+)
+
+
 def global_hooks(dropout: float = 0.0) -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_model=functools.partial(create_student, dropout),
-        create_loss=create_loss,
-        create_opt=create_opt,
-        loss_pre=ask_global,
-        every_steps={},
-    )
-
-
-def model_hooks() -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_model=Distiller,
-        create_loss=create_loss,
-        create_opt=create_opt,
-        loss_pre=ask_model,
-        grad_pre=train_student,
-        every_steps={},
-    )
-
-
-# ---- The same as a plain loop -----------------------------------------------------------------
+    return hooks(create_model=lambda: create_student(dropout), loss_pre=ask_global)
 
 
 @functools.cache
 def train_plainly() -> keras.Model:
-    student, optimizer = create_student(), keras.optimizers.SGD(LEARNING_RATE)
-    for inputs, label in create_dataset(BATCH).repeat().take(STEPS):
+    student = create_student()
+
+    def mean_loss(batch: Any) -> tf.Tensor:
+        inputs, label = batch
         teacher = TEACHER(inputs, training=False)
-        with tf.GradientTape() as tape:
-            output = student(inputs, training=True)
-            loss = tf.reduce_mean(soft_and_hard(((output, teacher), label)))
-        gradients = tape.gradient(loss, student.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, student.trainable_variables, strict=True))
-    return student
+        return tf.reduce_mean(soft_and_hard(((student(inputs, training=True), teacher), label)))
+
+    optimizer = keras.optimizers.SGD(LEARNING_RATE)
+    return compare.train_plainly(student, whole_batches(create_dataset), mean_loss, optimizer)
 
 
 def find_weights(state: Any) -> list[Any]:

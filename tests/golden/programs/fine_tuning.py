@@ -19,18 +19,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import compare, small
+from tests.golden.compare import RATE, Program, whole_batches
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(40, 4, 4, 1)).astype("float32")
 LABELS = RANDOM.integers(0, 2, size=(40, 1)).astype("float32")
 UNFREEZE, LOWERED = 9, 0.1
-
-# ---- callbacks.py -----------------------------------------------------------------------------
-
-
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(per_replica_batch_size)
+create_dataset = small.slices((IMAGES, LABELS))
 
 
 def create_base() -> keras.Model:
@@ -52,9 +48,11 @@ def create_base() -> keras.Model:
 class Classifier(keras.Model):
     """A new head on the base."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        keras.utils.set_random_seed(2)
         self.base = create_base()
+        self.base.trainable = False
         self.pool = keras.layers.GlobalAveragePooling2D()
         self.dropout = keras.layers.Dropout(dropout, seed=3)
         self.head = keras.layers.Dense(1)
@@ -63,20 +61,9 @@ class Classifier(keras.Model):
         return self.head(self.dropout(self.pool(self.base(images, training=False))))
 
 
-def create_model(dropout: float = 0.0) -> keras.Model:
-    keras.utils.set_random_seed(2)
-    model = Classifier(dropout)
-    model.base.trainable = False
-    return model
-
-
 def crossentropy(loss_input: Any) -> Any:
     output, label = loss_input
     return keras.losses.binary_crossentropy(label, output, from_logits=True)
-
-
-def create_loss() -> Any:
-    return crossentropy
 
 
 def unfreeze(train_model: Any, lr: Any) -> None:
@@ -87,9 +74,6 @@ def unfreeze(train_model: Any, lr: Any) -> None:
 def forget(optimizer: Any) -> None:
     for variable in optimizer.variables:
         variable.assign(tf.zeros_like(variable))
-
-
-# ---- The same as a plain loop -----------------------------------------------------------------
 
 
 def sgd(lr: Any) -> keras.Optimizer:
@@ -103,35 +87,26 @@ def adam(lr: Any) -> keras.Optimizer:
 def hooks(
     create_opt: Callable[[Any], keras.Optimizer] = sgd, dropout: float = 0.0, at: int = UNFREEZE
 ) -> SimpleNamespace:
-    return SimpleNamespace(
+    return small.hooks(
         create_dataset=create_dataset,
-        create_model=functools.partial(create_model, dropout),
-        create_loss=create_loss,
+        create_model=lambda: Classifier(dropout),
+        create_loss=lambda: crossentropy,
         create_opt=create_opt,
-        every_steps={},
         at_step={at: [unfreeze, forget]},
     )
 
 
 @functools.cache
 def train_plainly(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> keras.Model:
-    model = create_model()
-    model(IMAGES)
-    batches = iter(create_dataset(BATCH).repeat())
+    model = Classifier()
+    batches = [*whole_batches(create_dataset)]
 
-    def train_steps(steps: int, optimizer: keras.Optimizer) -> None:
-        for _ in range(steps):
-            images, labels = next(batches)
-            with tf.GradientTape() as tape:
-                logits = model(images, training=True)
-                loss = keras.losses.binary_crossentropy(labels, logits, from_logits=True)
-                loss = tf.reduce_mean(loss)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    def mean_loss(batch: Any) -> tf.Tensor:
+        return tf.reduce_mean(crossentropy((model(batch[0], training=True), batch[1])))
 
-    train_steps(UNFREEZE, create_opt(rate))
+    compare.train_plainly(model, batches[:UNFREEZE], mean_loss, create_opt(rate))
     model.base.trainable = True
-    train_steps(STEPS - UNFREEZE, create_opt(rate * LOWERED))
+    compare.train_plainly(model, batches[UNFREEZE:], mean_loss, create_opt(rate * LOWERED))
     return model
 
 
@@ -140,4 +115,4 @@ def find_statistics() -> frozenset[int]:
     return frozenset(i for i, weight in enumerate(weights) if weight.name.startswith("moving"))
 
 
-PROGRAM = Program(hooks, lambda: train_plainly(sgd, RATE).weights, frozen=find_statistics)
+PROGRAM = Program(hooks, lambda: train_plainly(sgd, RATE), frozen=find_statistics)

@@ -6,25 +6,20 @@ A metric that keeps a histogram of the answers sees the average; another follows
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import small
+from tests.golden.compare import RATE, Program, whole_batches
 
 RANDOM = np.random.default_rng(0)
 INPUTS = RANDOM.normal(size=(44, 5)).astype("float32")
 LABELS = (INPUTS[:, :1] + RANDOM.normal(size=(44, 1)) > 0).astype("float32")
 DECAY = 0.8
-
-# ---- callbacks.py -----------------------------------------------------------------------------
-
-
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).batch(per_replica_batch_size)
+create_dataset = small.slices((INPUTS, LABELS))
 
 
 def create_model() -> keras.Model:
@@ -50,23 +45,18 @@ def create_metrics() -> dict[str, keras.Metric]:
     return {"auc": keras.metrics.AUC(num_thresholds=20)}
 
 
-# ---- The same as a plain loop -----------------------------------------------------------------
-
-
-def hooks() -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_eval_dataset=create_dataset,
-        create_model=create_model,
-        create_loss=lambda: crossentropy,
-        create_opt=create_opt,
-        update_pre=lambda gradients: (gradients, gradients),
-        create_metrics=create_metrics,
-        metric_pre=lambda output, batch: (batch[1], output),
-        create_train_metrics=create_metrics,
-        train_metric_pre=lambda output, batch: (batch[1], output),
-        every_steps={},
-    )
+hooks = functools.partial(
+    small.hooks,
+    create_dataset=create_dataset,
+    create_eval_dataset=create_dataset,
+    create_model=create_model,
+    create_loss=lambda: crossentropy,
+    create_opt=create_opt,
+    create_metrics=create_metrics,
+    metric_pre=lambda output, batch: (batch[1], output),
+    create_train_metrics=create_metrics,
+    train_metric_pre=lambda output, batch: (batch[1], output),
+)
 
 
 @functools.cache
@@ -74,12 +64,12 @@ def train_plainly() -> tuple[keras.Model, keras.Model]:
     """Returns the model and its average."""
     model, average = create_model(), create_model()
     groups = create_opt(RATE, model)
-    for inputs, label in create_dataset(BATCH).take(5).repeat().take(STEPS):
+    for inputs, label in whole_batches(create_dataset):
         with tf.GradientTape(persistent=True) as tape:
             loss = tf.reduce_mean(crossentropy((model(inputs), label)))
         found = [tape.gradient(loss, variables) for _, variables in groups]
         for (optimizer, variables), gradients in zip(groups, found, strict=True):
-            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            optimizer.apply(gradients, variables)
         for mean, weight in zip(average.weights, model.weights, strict=True):
             mean.assign(DECAY * mean + (1.0 - DECAY) * weight)
     return model, average
@@ -93,7 +83,7 @@ def evaluate_plainly() -> dict[str, float]:
 
 PROGRAM = Program(
     hooks,
-    lambda: train_plainly()[0].weights,
+    lambda: train_plainly()[0],
     metrics=evaluate_plainly,
     settings={"ema": DECAY, "log_every": 5},
 )

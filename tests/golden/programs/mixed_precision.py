@@ -9,13 +9,13 @@ is skipped, and the scale falls.
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.golden import small
 from tests.golden.compare import BATCH, RATE, STEPS, Program
 
 OVERFLOW = 7
@@ -24,13 +24,7 @@ IMAGES = RANDOM.uniform(size=(96, 16)).astype("float32")
 LABELS = RANDOM.integers(0, 4, size=96)
 WEIGHTS = np.ones(96, "float32")
 WEIGHTS[OVERFLOW * BATCH - 1] = np.inf
-
-# ---- callbacks.py -----------------------------------------------------------------------------
-
-
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    data = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS, WEIGHTS))
-    return data.batch(per_replica_batch_size)
+create_dataset = small.slices((IMAGES, LABELS, WEIGHTS))
 
 
 def create_model() -> keras.Model:
@@ -44,42 +38,21 @@ def create_model() -> keras.Model:
     return keras.Model(inputs, outputs)
 
 
-def input_pre(batch: Any) -> Any:
-    return batch[0]
-
-
-def loss_pre(output: Any, batch: Any) -> Any:
-    return output, batch[1], batch[2]
-
-
 def weighted(loss_input: Any) -> Any:
     output, label, weight = loss_input
     return weight * keras.losses.sparse_categorical_crossentropy(label, output)
 
 
-def grad_pre(loss: Any, train_model: Any) -> Any:
-    return loss, 0.0, train_model.trainable_variables
-
-
-def update_pre(gradients: Any) -> Any:
-    return gradients, gradients
-
-
-def hooks() -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_model=create_model,
-        create_loss=lambda: weighted,
-        create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.5),
-        input_pre=input_pre,
-        loss_pre=loss_pre,
-        grad_pre=grad_pre,
-        update_pre=update_pre,
-        every_steps={},
-    )
-
-
-# ---- The same as a plain loop -----------------------------------------------------------------
+hooks = functools.partial(
+    small.hooks,
+    create_dataset=create_dataset,
+    create_model=create_model,
+    create_loss=lambda: weighted,
+    create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.5),
+    input_pre=lambda batch: batch[0],
+    loss_pre=lambda output, batch: (output, batch[1], batch[2]),
+    grad_pre=lambda loss, train_model: (loss, 0.0, train_model.trainable_variables),
+)
 
 
 @functools.cache

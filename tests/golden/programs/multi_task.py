@@ -7,26 +7,18 @@ the model: variables of the loss, which ``grad_pre`` names among what is trained
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import compare, small
+from tests.golden.compare import Program, whole_batches
 
-RANDOM = np.random.default_rng(0)
-POINTS = RANDOM.normal(size=(44, 5)).astype("float32")
-DEPTH = (POINTS @ RANDOM.normal(size=(5, 1)).astype("float32")).astype("float32")
-KIND = RANDOM.integers(0, 3, size=44)
-
-# ---- callbacks.py -----------------------------------------------------------------------------
-
-
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    examples = tf.data.Dataset.from_tensor_slices((POINTS, {"depth": DEPTH, "kind": KIND}))
-    return examples.batch(per_replica_batch_size)
+POINTS, DEPTH = small.data(44)
+KIND = np.random.default_rng(0).integers(0, 3, size=44)
+create_dataset = small.slices((POINTS, {"depth": DEPTH, "kind": KIND}))
 
 
 def create_model() -> keras.Model:
@@ -60,37 +52,29 @@ class UncertaintyLoss(tf.Module):
         return total
 
 
-def create_opt(lr: Any) -> keras.Optimizer:
-    return keras.optimizers.SGD(lr)
-
-
 def grad_pre(loss: Any, train_model: Any, train_loss: Any) -> Any:
     return loss, 0.0, [*train_model.trainable_variables, *train_loss.trainable_variables]
 
 
-# ---- The same as a plain loop -----------------------------------------------------------------
-
-
-def hooks() -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_model=create_model,
-        create_loss=UncertaintyLoss,
-        create_opt=create_opt,
-        grad_pre=grad_pre,
-        update_pre=lambda gradients: (gradients, gradients),
-        every_steps={},
-    )
+hooks = functools.partial(
+    small.hooks,
+    create_dataset=create_dataset,
+    create_model=create_model,
+    create_loss=UncertaintyLoss,
+    grad_pre=grad_pre,
+)
 
 
 @functools.cache
 def train_plainly() -> list[Any]:
-    model, loss, optimizer = create_model(), UncertaintyLoss(), keras.optimizers.SGD(RATE)
+    model, loss = create_model(), UncertaintyLoss()
     variables = [*model.trainable_variables, *loss.trainable_variables]
-    for inputs, target in create_dataset(BATCH).take(5).repeat().take(STEPS):
-        with tf.GradientTape() as tape:
-            total = tf.reduce_mean(loss((model(inputs), target)))
-        optimizer.apply_gradients(zip(tape.gradient(total, variables), variables, strict=True))
+
+    def mean_loss(batch: Any) -> tf.Tensor:
+        return tf.reduce_mean(loss((model(batch[0]), batch[1])))
+
+    batches = whole_batches(create_dataset)
+    compare.train_plainly(model, batches, mean_loss, variables=lambda: variables)
     return variables
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import compare, small
+from tests.golden.compare import Program, whole_batches
 
 RANDOM = np.random.default_rng(0)
 LENGTHS = RANDOM.integers(1, 5, size=44)
 VALUES = RANDOM.normal(size=LENGTHS.sum()).astype("float32")
 
-# ---- callbacks.py -----------------------------------------------------------------------------
-
 
 def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
     rows = tf.RaggedTensor.from_row_lengths(VALUES, LENGTHS)
     data = {"rows": rows, "sum": tf.reduce_sum(rows, axis=1), "length": LENGTHS}
-    return tf.data.Dataset.from_tensor_slices(data).batch(per_replica_batch_size)
+    return small.slices(data)(per_replica_batch_size)
 
 
 class Sums(tf.Module):
@@ -44,37 +41,28 @@ def squared_error(loss_input: Any) -> Any:
     return (output["sum"] - batch["sum"]) ** 2 + 0.1 * (output["length"] - length) ** 2
 
 
-# ---- The same as a plain loop -----------------------------------------------------------------
+hooks = functools.partial(
+    small.hooks,
+    create_dataset=create_dataset,
+    create_model=Sums,
+    create_loss=lambda: squared_error,
+    input_pre=lambda batch: batch["rows"],
+    loss_pre=lambda output, batch: (output, batch),
+)
 
 
-def hooks() -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_model=Sums,
-        create_loss=lambda: squared_error,
-        create_opt=lambda lr: keras.optimizers.SGD(lr),
-        input_pre=lambda batch: batch["rows"],
-        loss_pre=lambda output, batch: (output, batch),
-        update_pre=lambda gradients: (gradients, gradients),
-        every_steps={},
-    )
-
-
-@functools.cache
-def train_plainly() -> list[tf.Variable]:
+def train_plainly() -> tuple[tf.Variable, ...]:
     model = Sums()
-    for batch in create_dataset(BATCH).take(5).repeat().take(STEPS):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(squared_error((model(batch["rows"]), batch)))
-        variables = [model.scale, model.shift]
-        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-            variable.assign_sub(RATE * gradient)
-    return [model.scale, model.shift]
+
+    def mean_loss(batch: Any) -> tf.Tensor:
+        return tf.reduce_mean(squared_error((model(batch["rows"]), batch)))
+
+    return compare.train_plainly(model, whole_batches(create_dataset), mean_loss).variables  # type: ignore[no-any-return]
 
 
 PROGRAM = Program(
     hooks,
     train_plainly,
-    weights=lambda state: [state.train_model.scale, state.train_model.shift],
+    weights=lambda state: state.train_model.variables,
     compiles=False,  # rows are of no shape that XLA knows
 )

@@ -16,20 +16,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import compare, small
+from tests.golden.compare import RATE, Program, whole_batches
 
 RANDOM = np.random.default_rng(0)
 USERS = np.array([f"user {number}" for number in RANDOM.integers(0, 12, size=40)])
 ITEMS = np.array([f"item {number}" for number in RANDOM.integers(0, 5, size=40)])
 RATINGS = RANDOM.integers(1, 6, size=(40, 1)).astype("float32")
 SIZE = 4
-
-# ---- callbacks.py -----------------------------------------------------------------------------
-
-
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    columns = {"user": USERS, "item": ITEMS, "rating": RATINGS}
-    return tf.data.Dataset.from_tensor_slices(columns).batch(per_replica_batch_size)
+create_dataset = small.slices({"user": USERS, "item": ITEMS, "rating": RATINGS})
 
 
 def create_layers() -> dict[str, keras.layers.Layer]:
@@ -48,10 +43,19 @@ def create_layers() -> dict[str, keras.layers.Layer]:
     }
 
 
-def rate(layers: dict[str, keras.layers.Layer], inputs: dict[str, Any]) -> Any:
-    user, item = layers["user_id"](inputs["user"]), layers["item_id"](inputs["item"])
-    product = layers["user"](user) * layers["item"](item)
-    return layers["rating"](product) + layers["item_bias"](item)
+def rate(model: Any, inputs: dict[str, Any]) -> Any:
+    """What each of the models below does when it is called."""
+    user = model.parts["user_id"](inputs["user"])
+    item = model.parts["item_id"](inputs["item"])
+    product = model.parts["user"](user) * model.parts["item"](item)
+    return model.parts["rating"](product) + model.parts["item_bias"](item)
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.parts = create_layers()
+
+    __call__ = rate
 
 
 class Module(tf.Module):
@@ -59,16 +63,7 @@ class Module(tf.Module):
         super().__init__()
         self.parts = create_layers()
 
-    def __call__(self, inputs: dict[str, Any]) -> Any:
-        return rate(self.parts, inputs)
-
-
-class Plain:
-    def __init__(self) -> None:
-        self.parts = create_layers()
-
-    def __call__(self, inputs: dict[str, Any]) -> Any:
-        return rate(self.parts, inputs)
+    __call__ = rate
 
 
 class Model(keras.Model):
@@ -76,40 +71,7 @@ class Model(keras.Model):
         super().__init__()
         self.parts = create_layers()
 
-    def call(self, inputs: dict[str, Any]) -> Any:
-        return rate(self.parts, inputs)
-
-
-def squared_error(loss_input: Any) -> Any:
-    output, rating = loss_input
-    return tf.reduce_sum((output - rating) ** 2, axis=1)
-
-
-def create_loss() -> Any:
-    return squared_error
-
-
-def input_pre(batch: dict[str, Any]) -> Any:
-    return {"user": batch["user"], "item": batch["item"]}
-
-
-def loss_pre(output: Any, batch: dict[str, Any]) -> Any:
-    return output, batch["rating"]
-
-
-def create_metrics() -> dict[str, keras.Metric]:
-    return {"rmse": keras.metrics.RootMeanSquaredError()}
-
-
-def metric_pre(output: Any, batch: dict[str, Any]) -> Any:
-    return batch["rating"], output
-
-
-# ---- The same as a plain loop -----------------------------------------------------------------
-
-
-def sgd(lr: Any) -> keras.Optimizer:
-    return keras.optimizers.SGD(lr)
+    call = rate
 
 
 def adagrad(lr: Any) -> keras.Optimizer:
@@ -117,19 +79,18 @@ def adagrad(lr: Any) -> keras.Optimizer:
 
 
 def hooks(
-    create_model: Callable[[], Any] = Module, create_opt: Callable[[Any], keras.Optimizer] = sgd
+    create_model: Callable[[], Any] = Module,
+    create_opt: Callable[[Any], keras.Optimizer] = small.create_opt,
 ) -> SimpleNamespace:
-    return SimpleNamespace(
+    return small.hooks(
         create_dataset=create_dataset,
         create_eval_dataset=create_dataset,
         create_model=create_model,
-        create_loss=create_loss,
         create_opt=create_opt,
-        input_pre=input_pre,
-        loss_pre=loss_pre,
-        create_metrics=create_metrics,
-        metric_pre=metric_pre,
-        every_steps={},
+        input_pre=lambda batch: {"user": batch["user"], "item": batch["item"]},
+        loss_pre=lambda output, batch: (output, batch["rating"]),
+        create_metrics=lambda: {"rmse": keras.metrics.RootMeanSquaredError()},
+        metric_pre=lambda output, batch: (batch["rating"], output),
     )
 
 
@@ -138,29 +99,32 @@ def find_weights(model: Any) -> list[Any]:
 
 
 @functools.cache
-def train_plainly(create_opt: Callable[[Any], keras.Optimizer], lr: float) -> Any:
-    model, optimizer = Plain(), create_opt(lr)
-    model(input_pre(next(iter(create_dataset(BATCH)))))
-    for batch in create_dataset(BATCH).repeat().take(STEPS):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(batch) - batch["rating"]) ** 2)
-        gradients = tape.gradient(loss, find_weights(model))
-        assert sum(isinstance(gradient, tf.IndexedSlices) for gradient in gradients) == 3
-        # Keras 3 lets Adagrad square what each example gives to a row; Keras 2 added it up before,
-        # as a gradient does, and so does the engine.
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        optimizer.apply_gradients(zip(gradients, find_weights(model), strict=True))
+def train_plainly(
+    create_opt: Callable[[Any], keras.Optimizer] = small.create_opt, lr: float = RATE
+) -> Plain:
+    """Trains; what several examples give to a row is added up before it is squared.
+
+    Keras 3 lets Adagrad square what each example gives; Keras 2 added it up before, as a gradient
+    does, and so does the engine.
+    """
+    model = Plain()
+
+    def mean_loss(batch: Any) -> tf.Tensor:
+        return tf.reduce_mean((model(batch) - batch["rating"]) ** 2)
+
+    batches, optimizer = whole_batches(create_dataset), create_opt(lr)
+    compare.train_plainly(model, batches, mean_loss, optimizer, lambda: find_weights(model))
     return model
 
 
 def evaluate_plainly() -> dict[str, float]:
-    error = train_plainly(sgd, RATE)({"user": USERS, "item": ITEMS}).numpy() - RATINGS
+    error = train_plainly()({"user": USERS, "item": ITEMS}).numpy() - RATINGS
     return {"rmse": float(np.sqrt((error**2).mean()))}
 
 
 PROGRAM = Program(
     hooks,
-    lambda: find_weights(train_plainly(sgd, RATE)),
+    lambda: find_weights(train_plainly()),
     weights=lambda state: find_weights(state.train_model),
     metrics=evaluate_plainly,
     compiles=False,  # XLA has no strings

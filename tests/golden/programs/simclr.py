@@ -7,7 +7,6 @@ examples are the rows from where the replicas before it end. Nothing here starts
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -15,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import compare, small
+from tests.golden.compare import BATCH, Program, whole_batches
 
 FEATURES, TEMPERATURE = 6, 0.5
 RANDOM = np.random.default_rng(0)
@@ -24,17 +24,8 @@ VIEWS = tuple(
     (IMAGES + RANDOM.normal(scale=0.3, size=IMAGES.shape)).astype("float32") for _ in range(2)
 )
 EVALUATED = 19  # of the last batch, a second replica has none
-
-# ---- callbacks.py -----------------------------------------------------------------------------
-
-
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(VIEWS).batch(per_replica_batch_size)
-
-
-def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    views = tf.data.Dataset.from_tensor_slices(VIEWS)
-    return views.take(EVALUATED).batch(per_replica_batch_size)
+create_dataset = small.slices(VIEWS)
+create_eval_dataset = small.slices(tuple(view[:EVALUATED] for view in VIEWS))
 
 
 class Encoder(keras.Model):
@@ -42,16 +33,12 @@ class Encoder(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
+        keras.utils.set_random_seed(1)
         layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(4)]
         self.network = keras.Sequential([keras.Input((FEATURES,)), *layers])
 
     def call(self, views: Any) -> Any:
         return [tf.math.l2_normalize(self.network(view), axis=1) for view in views]
-
-
-def create_model() -> keras.Model:
-    keras.utils.set_random_seed(1)
-    return Encoder()
 
 
 def with_all(output: Any) -> Any:
@@ -83,65 +70,50 @@ def create_loss() -> Any:
     return contrastive
 
 
-def create_opt(lr: Any) -> keras.Optimizer:
-    return keras.optimizers.SGD(lr)
-
-
-def create_metrics() -> dict[str, keras.Metric]:
-    return {"accuracy": keras.metrics.Mean()}
-
-
 def found_itself(loss_input: Any) -> Any:
     own, of_one, _ = scores(loss_input)
     return tf.cast(tf.argmax(of_one, 1, tf.int32) == own, tf.float32)
 
 
-def metric_pre(output: Any) -> Any:
-    return found_itself(with_all(output))
-
-
-def hooks() -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_eval_dataset=create_eval_dataset,
-        create_model=create_model,
-        create_loss=create_loss,
-        create_opt=create_opt,
-        create_metrics=create_metrics,
-        input_pre=lambda batch: batch,
-        loss_pre=with_all,
-        metric_pre=metric_pre,
-        every_steps={},
-    )
-
-
-# ---- The same as a plain loop -----------------------------------------------------------------
+hooks = functools.partial(
+    small.hooks,
+    create_dataset=create_dataset,
+    create_eval_dataset=create_eval_dataset,
+    create_model=Encoder,
+    create_loss=create_loss,
+    create_metrics=lambda: {"accuracy": keras.metrics.Mean()},
+    input_pre=lambda batch: batch,
+    loss_pre=with_all,
+    metric_pre=lambda output: found_itself(with_all(output)),
+)
 
 
 @functools.cache
-def train_plainly() -> tuple[keras.Model, dict[str, float]]:
-    """Returns the model that a loop over whole batches trains, and what its evaluation says."""
-    model, optimizer = create_model(), keras.optimizers.SGD(RATE)
-    for views in create_dataset(BATCH).repeat().take(STEPS):
-        with tf.GradientTape() as tape:
-            output = model(views)
-            loss = tf.reduce_mean(contrastive((output, output, 0)))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    losses, found = [], []
-    for views in create_eval_dataset(BATCH):
+def train_plainly() -> keras.Model:
+    """Returns the model that a loop over whole batches trains: each has all embeddings."""
+    model = Encoder()
+
+    def mean_loss(views: Any) -> tf.Tensor:
         output = model(views)
-        losses.append(contrastive((output, output, 0)).numpy())
-        found.append(found_itself((output, output, 0)).numpy())
-    means = [float(np.concatenate(values).mean()) for values in (losses, found)]
-    return model, {"loss": means[0], "accuracy": means[1]}
+        return tf.reduce_mean(contrastive((output, output, 0)))
+
+    return compare.train_plainly(model, whole_batches(create_dataset), mean_loss)
+
+
+def evaluate_plainly() -> dict[str, float]:
+    values: dict[str, list[Any]] = {"loss": [], "accuracy": []}
+    for views in create_eval_dataset(BATCH):
+        output = train_plainly()(views)
+        values["loss"].append(contrastive((output, output, 0)))
+        values["accuracy"].append(found_itself((output, output, 0)))
+    return {name: float(np.concatenate(parts).mean()) for name, parts in values.items()}
 
 
 # A micro-batch has fewer negatives.
 PROGRAM = Program(
     hooks,
-    lambda: train_plainly()[0].weights,
-    metrics=lambda: train_plainly()[1],
+    train_plainly,
+    metrics=evaluate_plainly,
     settings={"eval_every": 5},
     accumulates=False,
 )

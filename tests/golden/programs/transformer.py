@@ -7,22 +7,20 @@ mean over all words that are no padding, which the hook ``batch_weight`` counts.
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import compare, small
+from tests.golden.compare import Program, whole_batches
 
 VOCABULARY, LONGEST, WIDTH = 11, 9, 8
 RANDOM = np.random.default_rng(3)
 SENTENCES = [
     RANDOM.integers(1, VOCABULARY, size=RANDOM.integers(2, LONGEST + 1)).tolist() for _ in range(44)
 ]
-
-# ---- callbacks.py -----------------------------------------------------------------------------
 
 
 def sentences() -> tf.data.Dataset:
@@ -78,38 +76,19 @@ def create_model() -> keras.Model:
     return Transformer()
 
 
-def create_loss() -> Any:
-    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-
-    def train_loss(loss_input: Any) -> Any:
-        output, target = loss_input
-        return tf.reduce_sum(cross_entropy(target, output) * real_words(target), axis=1)
-
-    return train_loss
-
-
 def real_words(target: Any) -> Any:
     return tf.cast(target > 0, tf.float32)
 
 
-def create_opt(lr: Any) -> keras.Optimizer:
-    return keras.optimizers.SGD(lr)
-
-
-def input_pre(batch: Any) -> Any:
-    return batch[:, :-1]
-
-
-def loss_pre(output: Any, batch: Any) -> Any:
-    return output, batch[:, 1:]
+def crossentropy(loss_input: Any) -> Any:
+    """Of a sentence: the sum over its words."""
+    output, target = loss_input
+    each = keras.losses.sparse_categorical_crossentropy(target, output, from_logits=True)
+    return tf.reduce_sum(each * real_words(target), axis=1)
 
 
 def batch_weight(batch: Any) -> Any:
     return tf.reduce_sum(real_words(batch[:, 1:]))
-
-
-def create_metrics() -> dict[str, keras.Metric]:
-    return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
 
 def metric_pre(output: Any, batch: Any) -> Any:
@@ -118,27 +97,21 @@ def metric_pre(output: Any, batch: Any) -> Any:
     return target, tf.reshape(output, [-1, VOCABULARY]), real_words(target)
 
 
-# ---- The same as a plain loop -----------------------------------------------------------------
+hooks = functools.partial(
+    small.hooks,
+    create_dataset=create_dataset,
+    create_eval_dataset=create_eval_dataset,
+    create_model=create_model,
+    create_loss=lambda: crossentropy,
+    input_pre=lambda batch: batch[:, :-1],
+    loss_pre=lambda output, batch: (output, batch[:, 1:]),
+    batch_weight=batch_weight,
+    create_metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
+    metric_pre=metric_pre,
+)
 
 
-def hooks() -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_eval_dataset=create_eval_dataset,
-        create_model=create_model,
-        create_loss=create_loss,
-        create_opt=create_opt,
-        input_pre=input_pre,
-        loss_pre=loss_pre,
-        batch_weight=batch_weight,
-        create_metrics=create_metrics,
-        metric_pre=metric_pre,
-        update_pre=lambda gradients: (gradients, gradients),
-        every_steps={},
-    )
-
-
-def mean_loss(model: keras.Model, batch: Any) -> Any:
+def find_mean_loss(model: keras.Model, batch: Any) -> Any:
     """The mean over all real words, and the regularisation."""
     target = batch[:, 1:]
     each = keras.losses.sparse_categorical_crossentropy(target, model(batch[:, :-1]), True)
@@ -148,16 +121,9 @@ def mean_loss(model: keras.Model, batch: Any) -> Any:
 
 @functools.cache
 def train_plainly() -> keras.Model:
-    """Returns the model as a plain loop on one device trains it."""
     keras.utils.set_random_seed(0)  # as the engine does, for the shuffle
-    batches = iter(create_dataset(BATCH).repeat().take(STEPS))
-    model, optimizer = create_model(), keras.optimizers.SGD(RATE)
-    for batch in batches:
-        with tf.GradientTape() as tape:
-            loss = mean_loss(model, batch)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    return model
+    batches, model = iter(whole_batches(create_dataset)), create_model()
+    return compare.train_plainly(model, batches, functools.partial(find_mean_loss, model))
 
 
 def evaluate_plainly() -> dict[str, float]:
@@ -165,7 +131,7 @@ def evaluate_plainly() -> dict[str, float]:
     whole = next(iter(create_eval_dataset(len(SENTENCES))))
     found, target = np.argmax(model(whole[:, :-1]), axis=-1), whole[:, 1:].numpy()
     accuracy = float((found == target)[target > 0].mean())
-    return {"loss": float(mean_loss(model, whole)), "accuracy": accuracy}
+    return {"loss": float(find_mean_loss(model, whole)), "accuracy": accuracy}
 
 
 def find_key_biases() -> frozenset[int]:
@@ -174,9 +140,4 @@ def find_key_biases() -> frozenset[int]:
     return frozenset(i for i, weight in enumerate(weights) if weight.path.endswith("key/bias"))
 
 
-PROGRAM = Program(
-    hooks,
-    lambda: train_plainly().weights,
-    metrics=evaluate_plainly,
-    ignored=find_key_biases,
-)
+PROGRAM = Program(hooks, train_plainly, metrics=evaluate_plainly, ignored=find_key_biases)

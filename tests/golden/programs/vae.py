@@ -17,12 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core import data
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import compare, small
+from tests.golden.compare import BATCH, STEPS, Program
 
 PIXELS, LATENT = 12, 2
 IMAGES = np.random.default_rng(0).uniform(size=(44, PIXELS)).astype("float32").round()
-
-# ---- callbacks.py -----------------------------------------------------------------------------
 
 
 def with_noise(image: Any, seed: Any) -> Any:
@@ -95,24 +94,11 @@ class Loss:
 
     def __init__(self, with_kl: bool) -> None:
         self.with_kl = with_kl
-        self.crossentropy = keras.losses.BinaryCrossentropy(reduction="none")
 
     def __call__(self, loss_input: Any) -> Any:
         (found, mean, log_variance), image = loss_input
-        loss = PIXELS * self.crossentropy(image, found)
+        loss = PIXELS * keras.losses.binary_crossentropy(image, found)
         return loss + kl_of(mean, log_variance) if self.with_kl else loss
-
-
-def create_opt(lr: Any) -> keras.Optimizer:
-    return keras.optimizers.SGD(lr)
-
-
-def input_pre(batch: Any) -> Any:
-    return batch
-
-
-def loss_pre(output: Any, batch: Any) -> Any:
-    return output, batch[0]
 
 
 def create_metrics() -> dict[str, keras.Metric]:
@@ -133,34 +119,32 @@ def metric_pre(output: Any, batch: Any) -> Any:
     }
 
 
-# ---- The same as a plain loop -----------------------------------------------------------------
-
-
 def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(
+    found = small.hooks(
         create_dataset=create_dataset,
         create_eval_dataset=create_eval_dataset,
-        create_model=functools.partial(create_model, own_noise, adds_loss),
+        create_model=lambda: create_model(own_noise, adds_loss),
         create_loss=lambda: Loss(with_kl=not adds_loss),
-        create_opt=create_opt,
-        input_pre=input_pre,
-        loss_pre=loss_pre,
+        input_pre=lambda batch: batch,
+        loss_pre=lambda output, batch: (output, batch[0]),
         create_metrics=create_metrics,
         metric_pre=metric_pre,
     )
+    del found.update_pre, found.every_steps  # those that every project has by default
+    return found
 
 
 @functools.cache
 def train_plainly(own_noise: bool = False) -> keras.Model:
-    model, optimizer = create_model(own_noise), keras.optimizers.SGD(RATE)
-    for image, noise in create_dataset(BATCH).take(STEPS):
-        with tf.GradientTape() as tape:
-            found, mean, log_variance = model((image, noise))
-            reconstruction = PIXELS * keras.losses.binary_crossentropy(image, found)
-            loss = tf.reduce_mean(reconstruction + kl_of(mean, log_variance))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    return model
+    model = create_model(own_noise)
+
+    def mean_loss(batch: Any) -> tf.Tensor:
+        image, _ = batch
+        found, mean, log_variance = model(batch)
+        reconstruction = PIXELS * keras.losses.binary_crossentropy(image, found)
+        return tf.reduce_mean(reconstruction + kl_of(mean, log_variance))
+
+    return compare.train_plainly(model, create_dataset(BATCH).take(STEPS), mean_loss)
 
 
 def evaluate_plainly() -> dict[str, float]:

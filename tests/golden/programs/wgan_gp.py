@@ -7,14 +7,14 @@ that any number of devices has the same.
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import small
+from tests.golden.compare import RATE, Program, whole_batches
 
 FEATURES, LATENT, PENALTY = 5, 3, 10.0
 RANDOM = np.random.default_rng(0)
@@ -24,13 +24,8 @@ DATA = {
     "between": RANDOM.uniform(size=(40, 4, 1)).astype("float32"),
 }
 
-# ---- callbacks.py -----------------------------------------------------------------------------
-
 turns = 3 * ["critic"] + ["generator"]
-
-
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(DATA).batch(per_replica_batch_size)
+create_dataset = small.slices(DATA)
 
 
 class GAN(keras.Model):
@@ -81,10 +76,6 @@ def input_pre(batch: Any, turn: int) -> Any:
     return {"real": batch["real"], "noise": batch["noise"][:, turn]}
 
 
-def loss_pre(output: Any, objective: str) -> Any:
-    return output, objective
-
-
 def grad_pre(
     loss: Any, output: Any, batch: Any, train_model: Any, objective: str, turn: int
 ) -> Any:
@@ -95,22 +86,17 @@ def grad_pre(
     return loss + steep, 0.0, variables, {"penalty": steep}
 
 
-def hooks() -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_model=create_model,
-        create_loss=create_loss,
-        create_opt=create_opt,
-        turns=turns,
-        input_pre=input_pre,
-        loss_pre=loss_pre,
-        grad_pre=grad_pre,
-        update_pre=lambda gradients: (gradients, gradients),
-        every_steps={},
-    )
-
-
-# ---- The same as a plain loop -----------------------------------------------------------------
+hooks = functools.partial(
+    small.hooks,
+    create_dataset=create_dataset,
+    create_model=create_model,
+    create_loss=create_loss,
+    create_opt=create_opt,
+    turns=turns,
+    input_pre=input_pre,
+    loss_pre=lambda output, objective: (output, objective),
+    grad_pre=grad_pre,
+)
 
 
 @functools.cache
@@ -118,7 +104,7 @@ def train_plainly() -> tuple[keras.Model, list[float]]:
     """Returns the model, and the mean penalties of the steps."""
     model, optimizers, penalties = create_model(), create_opt(RATE), []
     critic, generator = model.critic, model.generator
-    for batch in create_dataset(BATCH).repeat().take(STEPS):
+    for batch in whole_batches(create_dataset):
         found = []
         for turn in range(3):
             with tf.GradientTape() as tape:
@@ -145,6 +131,4 @@ def find_last_bias() -> frozenset[int]:
 
 
 # Micro-batches cannot go with turns, which the engine says.
-PROGRAM = Program(
-    hooks, lambda: train_plainly()[0].weights, accumulates=False, frozen=find_last_bias
-)
+PROGRAM = Program(hooks, lambda: train_plainly()[0], accumulates=False, frozen=find_last_bias)
