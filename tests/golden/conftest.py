@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tests.golden import engine
+from tests.golden import engine, small
 
 engine.start_devices()
 
@@ -27,6 +27,12 @@ def runs(tmp_path: Path) -> Path:
 def train(runs: Path) -> engine.Train:
     """``train(hooks, **settings)`` trains in this process and returns the trained state."""
     return functools.partial(engine.train, runs=runs)
+
+
+@pytest.fixture
+def train_small(runs: Path) -> engine.Train:
+    """``train_small(hooks, **settings)`` trains as ``small.plain`` does, for six steps."""
+    return functools.partial(engine.train, runs=runs, **small.settings(6))
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """A variational autoencoder, after Keras' example: encoder, sampling layer, decoder, KL term.
 
 The KL term is part of each example's loss, or a layer's ``add_loss`` with the mean over its batch,
-as many write it; both are one training. Noise is drawn from a seed of each example, so that any
-number of devices agrees; from the layer's own generator, as in the example, it is the plain loop's
-on one device, and each of several draws its own.
+as many write it; both are one training. Weights are regularised, too. Noise is drawn from a seed of
+each example, so that any number of devices agrees; from the layer's own generator, as in the
+example, it is the plain loop's on one device, and each of several draws its own.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class VAE(keras.Model):
     def __init__(self, own_noise: bool, adds_loss: bool) -> None:
         super().__init__()
         image = keras.Input((PIXELS,))
-        hidden = keras.layers.Dense(8, activation="relu")(image)
+        regular = keras.regularizers.L2(0.01)
+        hidden = keras.layers.Dense(8, activation="relu", kernel_regularizer=regular)(image)
         mean = keras.layers.Dense(LATENT)(hidden)
         log_variance = keras.layers.Dense(LATENT)(hidden)
         self.encoder = keras.Model(image, [mean, log_variance])
@@ -142,7 +143,7 @@ def train_plainly(own_noise: bool = False) -> keras.Model:
         image, _ = batch
         found, mean, log_variance = model(batch)
         reconstruction = PIXELS * keras.losses.binary_crossentropy(image, found)
-        return tf.reduce_mean(reconstruction + kl_of(mean, log_variance))
+        return tf.reduce_mean(reconstruction + kl_of(mean, log_variance)) + sum(model.losses)
 
     return compare.train_plainly(model, create_dataset(BATCH).take(STEPS), mean_loss)
 
@@ -154,7 +155,7 @@ def evaluate_plainly() -> dict[str, float]:
     kl = kl_of(mean, log_variance).numpy().mean()
     accuracy = ((found.numpy() > 0.5) == IMAGES).mean()
     return {
-        "loss": reconstruction + kl,
+        "loss": reconstruction + kl + float(sum(train_plainly().losses)),
         "reconstruction": reconstruction,
         "kl": kl,
         "accuracy": accuracy,

@@ -1,0 +1,178 @@
+"""What hooks may do: change the learning rate, write summaries, keep state, end, restore, begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import compare, engine, small
+
+
+@pytest.mark.parametrize("factor", [lambda lr: lr * 0.1, lambda lr: lr / 4.0], ids=["*", "/"])
+def test_a_product_of_lr_follows_it(train_small: engine.Train, factor: Any) -> None:
+    hooks = small.hooks(
+        create_opt=lambda lr: keras.optimizers.SGD(factor(lr)),
+        at_step={3: lambda lr: lr.assign(0.4)},
+    )
+    state = train_small(hooks)
+    plain = small.plain(6, lambda step: factor(small.RATE if step <= 3 else 0.4))
+    compare.assert_close(state.train_model.weights, plain.weights)
+
+
+def test_a_schedule_and_a_warm_up(train_small: engine.Train) -> None:
+    """Each step is made with the rate that hooks of the graph get."""
+
+    def note(batch: Any, lr: Any) -> Any:
+        tf.summary.scalar("lr", lr)
+        return batch[0]
+
+    state = train_small(small.hooks(input_pre=note), steps=8, lr_schedule="linear", warmup=2)
+    used = read_summaries(state.run_dir, "lr")
+    assert used[0] < used[2] == max(used) > used[-1]
+    plain = small.plain(8, lambda step: used[step - 1])
+    compare.assert_close(state.train_model.weights, plain.weights)
+
+
+def read_summaries(run: Path, tag: str) -> list[float]:
+    """Returns the values of a scalar summary of training, by their steps."""
+    found = {
+        event.step: float(tf.make_ndarray(value.tensor))
+        for file in (run / "tb" / "train").glob("events.out.tfevents.*")
+        for event in tf.compat.v1.train.summary_iterator(str(file))
+        for value in event.summary.value
+        if value.tag == tag
+    }
+    assert sorted(found) == [*range(1, len(found) + 1)]
+    return [found[step] for step in sorted(found)]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_summaries_in_hooks_of_the_graph(train_small: engine.Train, devices: int) -> None:
+    """Each step once, with its number, whatever the devices, also where a run goes on."""
+
+    def update_pre(gradients: Any, step: Any) -> Any:
+        tf.summary.scalar("step", tf.cast(step, tf.float32))
+        return gradients, gradients
+
+    for steps in (3, 5):
+        hooks = small.hooks(update_pre=update_pre)
+        state = train_small(hooks, steps=steps, virtual_devices=devices)
+    assert read_summaries(state.run_dir, "step") == [1, 2, 3, 4, 5]
+
+
+def test_at_step_runs_once_and_state_is_kept(train_small: engine.Train) -> None:
+    ran: list[int] = []
+
+    def count(state: dict[str, Any]) -> None:
+        state["count"] = state.get("count", 0) + 1
+
+    hooks = small.hooks(at_step={3: lambda step: ran.append(step)}, every_steps={1: count})
+    for steps in (3, 4, 6):
+        state = train_small(hooks, steps=steps)
+    assert ran == [3]
+    assert state.hook_state == {"count": 6}
+
+
+def test_a_hook_ends_training_and_it_stays_ended(train_small: engine.Train) -> None:
+    def stop(step: int) -> None:
+        raise ctl_core.StopTraining("enough")
+
+    reasons: list[str] = []
+    hooks = small.hooks(at_step={4: stop}, at_end=lambda reason: reasons.append(reason))
+    state = train_small(hooks, steps=9)
+    assert (state.step, reasons) == (4, ["ended"])
+    assert (state.run_dir / "ckpt" / "ckpt-4.index").is_file()
+    assert train_small(hooks, steps=9).step == 4
+
+
+def test_arguments_may_be_named_in_any_order(train_small: engine.Train) -> None:
+    seen: list[Any] = []
+    hooks = small.hooks(
+        every_steps={3: [lambda lr, step, loss: seen.append((step, float(lr), float(loss)))]},
+        grad_pre=lambda train_model, loss: (loss, 0.0, train_model.trainable_variables),
+    )
+    train_small(hooks)
+    assert [step for step, *_ in seen] == [3, 6]
+    assert all(lr == pytest.approx(small.RATE) and loss > 0 for _, lr, loss in seen)
+
+
+def momentum(lr: Any) -> keras.Optimizer:
+    return keras.optimizers.SGD(lr, momentum=0.5)
+
+
+def test_hooks_restore_and_keep_checkpoints_by_themselves(train_small: engine.Train) -> None:
+    """``create_ckpt`` says how many are kept; ``ckpt.restore`` goes back, weights and moments."""
+
+    def create_ckpt(ckpt_path: str, step: Any, lr: Any, optimizer: Any, train_model: Any) -> Any:
+        ckpt = tf.train.Checkpoint(step=step, lr=lr, optimizer=optimizer, train_model=train_model)
+        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=2)
+
+    seen: list[list[np.ndarray]] = []
+    hooks = small.hooks(
+        create_ckpt=create_ckpt,
+        create_opt=momentum,
+        every_steps={2: lambda manager: manager.save()},
+    )
+    state = train_small(hooks, steps=7, ckpt_every=0)
+    names = sorted(path.name for path in (state.run_dir / "ckpt").glob("ckpt-*.index"))
+    assert names == ["ckpt-6.index", "ckpt-7.index"]
+
+    def go_back(ckpt: Any, train_model: Any) -> None:
+        ckpt.restore(str(state.run_dir / "ckpt" / "ckpt-7"))
+        seen.append(train_model.get_weights())
+
+    hooks.at_step = {9: go_back}
+    train_small(hooks, steps=9, ckpt_every=0)
+    plain = small.create_model()
+
+    def mean_loss(batch: Any) -> tf.Tensor:
+        return tf.reduce_mean(small.squared_error((plain(batch[0]), batch[1])))
+
+    batches = small.create_dataset(small.BATCH).repeat().take(7)
+    compare.train_plainly(plain, batches, mean_loss, momentum(small.RATE))
+    compare.assert_close(seen[0], plain.weights)
+
+
+def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train_small: engine.Train) -> None:
+    """Also with all that hooks may ask of the manager."""
+
+    def create_ckpt(
+        ckpt_path: str, step: Any, lr: Any, optimizer: Any, train_model: Any, train_loss: Any
+    ) -> Any:
+        parts = {"step": step, "lr": lr, "optimizer": optimizer, "train_model": train_model}
+        ckpt = tf.train.Checkpoint(**parts, train_loss=train_loss)
+        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
+
+    seen: list[Any] = []
+
+    def look(manager: Any, train_model: Any) -> None:
+        weights = train_model.get_weights()
+        manager.restore()
+        seen.append((manager.max_to_keep, manager.checkpoints, manager.latest_checkpoint))
+        assert not np.array_equal(train_model.get_weights()[0], weights[0])
+
+    hooks = small.hooks(create_ckpt=create_ckpt, at_step={5: look})
+    state = train_small(hooks, ckpt_every=2)
+    paths = [str(state.run_dir / "ckpt" / f"ckpt-{step}") for step in (2, 4)]
+    assert seen == [(3, paths, paths[1])]
+    assert state.step == 6
+
+
+def test_fork_and_init_from(train_small: engine.Train) -> None:
+    """A fork goes on with data and moments, ``init_from`` begins with the weights alone."""
+    hooks = small.hooks(create_opt=momentum)
+    whole = train_small(hooks, steps=9, run_name="whole", ckpt_every=4)
+    forked = train_small(hooks, steps=9, run_name="forked", fork="whole@4")
+    for value, other in zip(forked.train_model.weights, whole.train_model.weights, strict=True):
+        np.testing.assert_array_equal(value.numpy(), other.numpy())
+    begun = train_small(small.hooks(), steps=2, run_name="begun", init_from="whole@8")
+    saved = tf.train.Checkpoint(train_model=small.create_model())
+    saved.read(str(whole.run_dir / "ckpt" / "ckpt-8")).expect_partial()
+    plain = small.plain(2, model=saved.train_model)
+    compare.assert_close(begun.train_model.weights, plain.weights)

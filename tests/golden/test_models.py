@@ -1,0 +1,164 @@
+"""What models of all kinds may rely on: training mode, late variables, frozen layers, averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import compare, engine, small
+
+
+class Wrapped(tf.Module):
+    """A model that takes no ``training``, around Keras layers."""
+
+    def __init__(self, net: keras.Model) -> None:
+        super().__init__()
+        self.net = net
+
+    def __call__(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+
+class NoArgument(keras.Model):
+    """A Keras model of one's own whose ``call`` has no ``training``."""
+
+    def __init__(self, net: keras.Model) -> None:
+        super().__init__()
+        self.net = net
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+
+class Switch(keras.layers.Layer):
+    """Shows whether it runs in training, as Dropout would by chance."""
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return inputs * (1.5 if training else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [(Wrapped, 1), (Wrapped, 2), (NoArgument, 2), (lambda net: lambda inputs: net(inputs), 2)],
+)
+def test_layers_train_as_in_training_and_are_evaluated_without_it(
+    train_small: engine.Train, kind: Any, devices: int
+) -> None:
+    nets: list[keras.Model] = []
+
+    def create_model() -> Any:
+        nets[:] = [small.model_with(Switch())]
+        return kind(nets[0])
+
+    hooks = small.hooks(
+        create_model=create_model,
+        create_eval_dataset=small.create_eval_dataset,
+        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+        grad_pre=lambda loss: (loss, 0.0, nets[0].trainable_variables),
+    )
+    state = train_small(hooks, virtual_devices=devices)
+    plain = small.plain(6, model=small.model_with(Switch()))
+    compare.assert_close(nets[0].weights, plain.weights)
+    assert state.metrics == pytest.approx(small.errors(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_dropout_drops_in_training_only(train_small: engine.Train, devices: int) -> None:
+    """Each replica draws a mask of its own."""
+    seen: list[np.ndarray] = []
+
+    def create_model() -> Wrapped:
+        dense = keras.layers.Dense(64, "relu", bias_initializer="ones")
+        dropout = keras.layers.Dropout(0.5, seed=1)
+        return Wrapped(keras.Sequential([keras.Input((5,)), dense, dropout]))
+
+    hooks = small.hooks(
+        create_model=create_model,
+        create_loss=lambda: lambda pair: tf.reduce_sum(pair[0], 1),
+        input_pre=lambda batch: 0.0 * batch[0],
+        create_eval_dataset=small.create_eval_dataset,
+        create_metrics=lambda: {"mean": keras.metrics.Mean()},
+        metric_pre=lambda output: (output,),
+        every_steps={1: lambda output: seen.append(output.numpy())},
+    )
+    state = train_small(hooks, steps=1, learning_rate=1e-9, virtual_devices=devices)
+    assert 0.3 < (seen[0] == 0).mean() < 0.7
+    assert set(np.unique(seen[0].round(5))) == {0.0, 2.0}
+    assert not np.array_equal(seen[0][:8], seen[0][8:])
+    assert state.metrics["mean"] == pytest.approx(1.0)
+
+
+class Lazy(keras.Model):
+    """Its variables are there after the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(8, "tanh", kernel_initializer="ones")
+        self.out = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.hidden(inputs))
+
+
+def test_variables_made_at_the_first_call_are_loaded(train_small: engine.Train) -> None:
+    hooks = small.hooks(create_model=Lazy, create_eval_dataset=small.create_eval_dataset)
+    state = train_small(hooks)
+    inputs, _ = small.data()
+    expected = state.train_model(inputs).numpy()
+    loaded = ctl_core.load(state.run_dir, callbacks=hooks)
+    np.testing.assert_allclose(loaded(inputs), expected, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(Lazy()(inputs), expected)
+    assert train_small(hooks).metrics == state.metrics
+
+
+def test_a_layer_of_a_module_is_frozen_from_the_next_step_on(train_small: engine.Train) -> None:
+    def freeze(train_model: Wrapped) -> None:
+        train_model.net.layers[0].trainable = False
+
+    seen: dict[int, list[np.ndarray]] = {}
+
+    def note(step: int, train_model: Wrapped) -> None:
+        seen[step] = train_model.net.get_weights()
+
+    hooks = small.hooks(
+        create_model=lambda: Wrapped(small.create_model()),
+        at_step={3: freeze},
+        every_steps={1: note},
+    )
+    train_small(hooks, steps=4)
+    state = train_small(hooks)  # frozen also where it goes on
+    for step in (2, 3):
+        assert not np.array_equal(seen[step][0], seen[step - 1][0])
+    for step in (4, 5, 6):
+        np.testing.assert_array_equal(seen[step][0], seen[3][0])
+        assert not np.array_equal(seen[step][2], seen[step - 1][2])
+    assert state.train_model.net.layers[0].trainable is False
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_average_is_evaluated_and_loaded_and_the_weights_are_trained(
+    train_small: engine.Train, devices: int
+) -> None:
+    seen: list[Any] = []
+    hooks = small.hooks(
+        create_eval_dataset=small.create_eval_dataset,
+        after_eval=lambda train_model: seen.append(train_model.get_weights()),
+    )
+    for steps in (4, 6):
+        state = train_small(hooks, steps=steps, ema=0.8, virtual_devices=devices)
+    compare.assert_close(state.train_model.weights, small.plain(6).weights)
+    average = small.create_model()
+    for step in range(1, 7):
+        pairs = zip(average.weights, small.plain(step).weights, strict=True)
+        for mean, weight in pairs:
+            mean.assign(0.8 * mean + 0.2 * weight)
+    assert state.metrics["loss"] == pytest.approx(small.errors(average)["loss"], rel=1e-5)
+    compare.assert_close(seen[-1], average.weights)  # as after_eval sees them
+    inputs, _ = small.data()
+    found = ctl_core.load(state.run_dir, callbacks=hooks)(inputs)
+    np.testing.assert_allclose(found, average(inputs), rtol=1e-5, atol=1e-6)
