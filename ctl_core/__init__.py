@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ctl_core.helpers import deferred as deferred
     from ctl_core.helpers import leading_dimension as leading_dimension
     from ctl_core.helpers import nan_to_zero as nan_to_zero
-    from ctl_core.helpers import trackable as trackable
     from ctl_core.helpers import unpack as unpack
     from ctl_core.helpers import weighted as weighted
     from ctl_core.layers import load_config as load_config
@@ -61,7 +60,6 @@ _HOME = {
     "replica_id": "collectives",
     "report": "console",
     "show_step": "console",
-    "trackable": "helpers",
     "train": "trainer",
     "trainable_variables": "model.variables",
     "unpack": "helpers",

@@ -22,9 +22,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.checks.contract import describe
 from ctl_core.compat import scratch_graph
 from ctl_core.errors import brief
-from ctl_core.hooks import Hook, Hooks, describe
+from ctl_core.hooks import Hook, Hooks
 from ctl_core.readers.reader import Reader
 from ctl_core.readers.sources import is_reader
 from ctl_core.settings import Config

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.cluster.strategy import distribute, local_replicas
 from ctl_core.compat import in_layer_call
 
 
@@ -147,3 +148,33 @@ def _context() -> tf.distribute.ReplicaContext | None:
             "only, not where all of them are handled at once"
         )
     return context
+
+
+class Alone(tf.distribute.ReplicaContext):
+    """A replica that meets no other: what is exchanged has the right shapes and no values."""
+
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function as if every replica of this process gave the same."""
+
+        def merge(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Any:
+            def of_all(part: Any) -> Any:
+                if not isinstance(part, tf.Tensor | tf.IndexedSlices):
+                    return part
+                return distribute(strategy, [part] * local_replicas(strategy))
+
+            args, kwargs = tf.nest.map_structure(of_all, (args, kwargs))
+            merged = merge_fn(strategy, *args, **kwargs)
+            return tf.nest.map_structure(
+                lambda part: strategy.experimental_local_results(part)[0], merged
+            )
+
+        return super().merge_call(merge, (args, kwargs or {}))
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Returns the value as it is."""
+        return tf.nest.map_structure(tf.identity, value)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Returns the value once for each replica."""
+        replicas = self.strategy.num_replicas_in_sync
+        return tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)

@@ -1,7 +1,7 @@
 """What one replica does with its share of a batch: forward, loss, gradients.
 
 The graph hooks are called here, in the order of the step; everything runs while a graph is traced.
-What a hook may return wrongly is refused in checks/returned.py.
+What hooks may return is checked as they are called (hooks.py), and in checks/returned.py.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.batches import cut_unless
-from ctl_core.checks.examples import examples_in
 from ctl_core.checks.returned import (
-    checked_extra,
-    checked_loss,
-    checked_objectives,
-    checked_weight,
-    not_negative,
-    something,
+    check_loss_value,
+    count_examples,
+    read_extra_loss,
+    read_weight,
+    split_objectives,
 )
 from ctl_core.collectives import counting_rows
 from ctl_core.console import warn
 from ctl_core.errors import CtlError, HookFailed
 from ctl_core.hooks import Hook
-from ctl_core.metrics import update_loss_parts, update_train_metrics
+from ctl_core.metrics import update_train_metrics
 from ctl_core.model.pairs import refuse_pairs
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.variables import variable_name
@@ -65,15 +63,14 @@ def run_model(parts: Parts, moment: Moment, batch: Any, training: bool) -> Any:
 
 def make_model_input(parts: Parts, moment: Moment, batch: Any, training: bool) -> Any:
     """Returns what the model is called with."""
-    hook, values = parts.hooks.input_pre, parts.values(moment)
-    return something(hook, hook.in_graph(batch=batch, training=training, **values), values)
+    return parts.hooks.input_pre.in_graph(batch=batch, training=training, **parts.values(moment))
 
 
 def compute_loss(parts: Parts, moment: Moment, batch: Any, output: Any, training: bool) -> Any:
     """Returns what ``train_loss`` makes of the model's output, in float32."""
     hooks, training = parts.hooks, training and not parts.quiet
     values = {"batch": batch, "training": training, **parts.values(moment)}
-    loss_input = something(hooks.loss_pre, hooks.loss_pre.in_graph(output=output, **values), values)
+    loss_input = hooks.loss_pre.in_graph(output=output, **values)
     train_loss = parts.train_loss
     return to_float32(
         call_made(hooks.create_loss, "train_loss", call, train_loss, loss_input, training)
@@ -98,7 +95,7 @@ def weigh_batch(
     if hook is None:
         return None
     weight = hook.in_graph(batch=batch, output=output, **parts.values(moment))
-    return keep_if(present, checked_weight(hook, weight))
+    return keep_if(present, read_weight(weight))
 
 
 def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
@@ -111,7 +108,7 @@ def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
     """
     hooks = parts.hooks
     refuse_pairs(hooks, loss)
-    loss = checked_loss(hooks.create_loss, loss, examples_in(hooks.count_examples, batch))
+    loss = check_loss_value(hooks.create_loss, loss, count_examples(hooks.count_examples, batch))
     return tf.reduce_sum(to_float32(loss))
 
 
@@ -146,12 +143,11 @@ def compute_objectives(
     weight = weigh_batch(parts, moment, batch, output, present)
     values = {"loss": loss, "output": output, "batch": batch, **parts.values(moment)}
     returned = hooks.grad_pre.in_graph(**values)
+    named = split_objectives(hooks.grad_pre, returned, parts.objective(moment))
     found = {}
-    for name, where, (loss_per_batch, extra_loss, variables, loss_parts) in checked_objectives(
-        hooks.grad_pre, returned, dict(parts.optimizers), objective=parts.objective(moment)
-    ):
+    for name, (loss_per_batch, extra_loss, variables, loss_parts) in named.items():
         total = keep_if(present, sum_loss(parts, loss_per_batch, batch))
-        extra = checked_extra(hooks.create_model, parts.train_model, extra_loss, total.dtype, where)
+        extra = read_extra_loss(extra_loss, total.dtype, hooks.grad_pre)
         if weight is None:
             value = total / tf.cast(examples, total.dtype) + keep_if(
                 present, extra * _part_of_batch(parts, rows, examples, total.dtype)
@@ -200,19 +196,15 @@ def forward_backward(
             name: _existing(parts, tape.gradient(scaled[name], one.variables), one.variables)
             for name, one in objectives.items()
         }
-        for one in objectives.values():
-            update_loss_parts(parts, moment, one.parts, batch, present)
-        update_train_metrics(parts, moment, batch, made["output"], made["loss"], present)
+        loss_parts = {key: v for one in objectives.values() for key, v in one.parts.items()}
+        update_train_metrics(parts, moment, loss_parts, made, present)
     found = {
         "loss": {name: one.value for name, one in objectives.items()},
         "gradients": {name: several for name, (several, _) in gradients.items()},
     }
     found |= {name: made[name] for name in ("output", "batch") if name in kept}
     if made["weight"] is not None:
-        weight = made["weight"]
-        if parts.shape.accumulate_steps > 1:  # in their sum, a negative one would not show
-            weight = not_negative(weight)
-        found["weight"] = weight / parts.shape.batch
+        found["weight"] = made["weight"] / parts.shape.batch
     return found, {name: variables for name, (_, variables) in gradients.items()}
 
 

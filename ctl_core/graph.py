@@ -13,13 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.anomaly import numerics_checked
-from ctl_core.checks.returned import assert_weights
 from ctl_core.compat import scratch_graph, with_called
 from ctl_core.model.freezing import read_flags
 from ctl_core.numerics.joining import all_for_host
 from ctl_core.numerics.not_finite import Noted, Notes, of_step
 from ctl_core.state import State
-from ctl_core.step import StepResult, train_step
+from ctl_core.step import train_step
 from ctl_core.stretches import LOSS, count_stacked_steps, train_one, train_stretches
 
 
@@ -114,7 +113,6 @@ class StepFunctions:
                 step = before + done + 1
                 with self._summaries.as_default(step):
                     result = train_step(parts, state.data, frozenset(), step)
-                self._assert_weights(step, result)
                 if result.noted:
                     arrays = notes.write(arrays, done, self._by_replica(result.noted))
                 return done + 1, arrays
@@ -144,7 +142,6 @@ class StepFunctions:
             with self._summaries.as_default(step):
                 take = train_one if self._stacks else train_step
                 result = take(parts, state.data, fetches, step)
-                self._assert_weights(step, result)
             noted = of_step(list(itertools.chain(*self._by_replica(result.noted))), step)
             values = result.fetch(fetches)
             taken = [noted, *tf.nest.flatten(values, expand_composites=True)]
@@ -172,13 +169,6 @@ class StepFunctions:
         with scratch_graph("loss").as_default():
             result = train_one(parts, data, LOSS, tf.constant(1, tf.int64))
             return tf.nest.map_structure(tf.type_spec_from_value, result.loss)
-
-    def _assert_weights(self, step: tf.Tensor, result: StepResult) -> None:
-        """Ends training where ``batch_weight`` has given no number above 0."""
-        if self._state.hooks.batch_weight is not None and not self._stacks:
-            for weights in self._by_replica(result.weights):
-                for one in weights:
-                    assert_weights(step, one)
 
     def _note(self, summary: tf.Tensor) -> None:
         """Keeps what a graph call has noted."""

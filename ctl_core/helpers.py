@@ -21,21 +21,6 @@ def nan_to_zero(gradient: Any) -> Any:
     return tf.where(is_nan, tf.zeros_like(gradient), gradient)
 
 
-def trackable(**objects: Any) -> dict[str, Any]:
-    """Returns those of the named objects that a ``tf.train.Checkpoint`` can hold.
-
-    A loss that is a plain function or a Keras loss has no state, and is left out.
-    """
-    kept = {}
-    for name, value in objects.items():
-        try:
-            tf.train.Checkpoint(**{name: value})
-        except ValueError:
-            continue
-        kept[name] = value
-    return kept
-
-
 DIFFER = (
     "the tensors of a batch differ in their first dimension, so that it is not clear how many "
     "examples it holds; batch after zip(), not before, or write a hook that says so, such as "

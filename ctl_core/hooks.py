@@ -6,44 +6,46 @@ Which there are, and what each may name, is in table.py; their defaults are in d
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import dis
 import functools
+import inspect
 import re
 import traceback
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from ctl_core import defaults
-from ctl_core.checks.hooks import (
-    arguments_of,
-    check_required,
-    in_order,
-    is_default,
-    listed,
-    misspelt,
-    scheduled,
-)
+from ctl_core.checks.contract import CONTRACT, describe, kind_of
 from ctl_core.compat import translated_stack
-from ctl_core.errors import CtlError, HookFailed, SetupError, brief
-from ctl_core.settings import Config
+from ctl_core.errors import CtlError, HookFailed, SetupError, brief, one_line
+from ctl_core.settings import Config, nearest
 from ctl_core.source_lines import code_of, file_name, frames_in, where
-from ctl_core.table import TABLE, Spec
+from ctl_core.table import COMMON, DEFERRED, SPECS, TABLE, Spec
 
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
     """One function of the user's, or a default, that is called with the arguments it names.
 
-    ``is_default``: it does what the engine's default does, such as the copy in callbacks.py.
+    Attributes:
+        name: as messages have it: ``update_pre``, ``every_steps[10]``
+        function: what is called
+        arguments: which it names
+        common: values that every hook may name
+        spec: its row of the table
+        is_default: whether it does what the default does, such as the copy in callbacks.py
     """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[str, ...]
     common: Mapping[str, Any]
+    spec: Spec
     is_default: bool
 
     @property
@@ -69,6 +71,7 @@ class Hook:
 
         Raises:
             HookFailed: the function raised; the message says at which line.
+            SetupError: it returned something else than the table says.
         """
         return self._call(call_function, values)
 
@@ -80,7 +83,7 @@ class Hook:
     def _call(self, call: Callable[..., Any], values: dict[str, Any]) -> Any:
         available = {**self.common, **values}
         try:
-            return call(self.function, {name: available[name] for name in self.arguments})
+            returned = call(self.function, {name: available[name] for name in self.arguments})
         except (CtlError, BrokenPipeError):
             raise
         except (Exception, SystemExit) as error:
@@ -88,6 +91,10 @@ class Hook:
             if "batch" in self.arguments and "batch" in values:
                 message += f" [batch: {describe(values['batch'])}]"
             raise HookFailed(message) from error
+        accepts = CONTRACT.get(self.spec.name)
+        if accepts is not None and not accepts(returned):
+            raise self.reject(f"returned {kind_of(returned)}, expected {self.spec.returns}.")
+        return returned
 
     def failure(self, error: BaseException) -> str:
         """Says in one line that this hook raised ``error``, and at which line of it."""
@@ -125,17 +132,6 @@ def call_function(function: Callable[..., Any], values: dict[str, Any]) -> Any:
 def convert_call() -> Any:
     """Returns ``call_function`` as AutoGraph converts it: what it calls is converted, too."""
     return tf.autograph.to_graph(call_function)
-
-
-def describe(element: Any) -> str:
-    """Writes down the structure of a batch: ``(float32[32, 8, 8], int64[32])``."""
-    if isinstance(element, dict):
-        return "{" + ", ".join(f"{key}: {describe(part)}" for key, part in element.items()) + "}"
-    if isinstance(element, tuple | list):
-        return "(" + ", ".join(describe(part) for part in element) + ")"
-    if hasattr(element, "dtype") and hasattr(element, "shape"):
-        return f"{tf.as_dtype(element.dtype).name}{element.shape.as_list()}"
-    return type(element).__name__
 
 
 HooksByStep = dict[int, tuple[Hook, ...]]
@@ -210,7 +206,7 @@ class Hooks:
 
 
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
-    """Reads the hooks off a module, any object with these attributes, or a dict; checks each.
+    """Reads the hooks off a module, any object with these attributes, or a dict.
 
     ``Hooks`` are returned as they are.
 
@@ -233,21 +229,123 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
         name = spec.name
 
         def make_hook(name: str, function: Any, spec: Spec = spec) -> Hook:
-            arguments = arguments_of(spec, name, function, origin)
-            return Hook(name, function, arguments, common, is_default(name, function))
+            arguments = read_arguments(spec, name, function, origin)
+            return Hook(name, function, arguments, common, spec, is_default(name, function))
+
+        def make_several(name: str, value: Any, make_hook: Any = make_hook) -> tuple[Hook, ...]:
+            several = value if isinstance(value, list | tuple) else [value]
+            return tuple(make_hook(name, function) for function in several)
 
         value = getattr(callbacks, name, getattr(defaults, name, None))
         if spec.kind == "names":
-            found[name] = listed(spec, value, origin)
-        elif spec.kind == "one or several":
-            found[name] = tuple(make_hook(*one) for one in in_order(spec, value))
+            found[name] = tuple(value or ())
         elif spec.kind == "by step":
             found[name] = {
-                step: tuple(make_hook(f"{name}[{step}]", function) for function in functions)
-                for step, functions in scheduled(spec, value, origin).items()
+                step: make_several(f"{name}[{step}]", functions)
+                for step, functions in read_schedule(spec, value, origin).items()
             }
+        elif spec.kind == "one or several":
+            found[name] = () if value is None else make_several(name, value)
         elif value is None and spec.kind != "required" and not hasattr(defaults, name):
             found[name] = None
         else:
             found[name] = make_hook(name, value)
-    return Hooks(**found), misspelt(callbacks, origin)
+    return Hooks(**found), find_misspelt(callbacks, origin)
+
+
+def check_required(callbacks: Any, origin: str) -> None:
+    """Refuses callbacks that lack what has no default."""
+    missing = [
+        spec for spec in TABLE if spec.kind == "required" and not hasattr(callbacks, spec.name)
+    ]
+    if not missing:
+        return
+    first = missing[0]
+    close = [name for name in dir(callbacks) if _find_meant(callbacks, name) == first.name]
+    raise SetupError(
+        f"{origin}: {', '.join(spec.name for spec in missing)} still to be written; the first is "
+        f"def {first.name}({', '.join(first.arguments)}), which returns {first.returns}."
+        + (f" There is a {close[0]}: is it misspelt?" if close else "")
+    )
+
+
+def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
+    """Returns functions by step, if that is what a value is."""
+    if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
+        raise SetupError(
+            f"{origin}: {spec.name} must be a dict {{N: function}} by numbers of steps from 1 up, "
+            f"got {one_line(repr(value), 60)}."
+        )
+    return value
+
+
+def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
+    """Returns the arguments that a hook's function names, if it may name all of them.
+
+    Args:
+        spec: the hook's row of the table
+        name: what to call the hook: ``update_pre``, ``every_steps[10]``
+        function: the user's, or a default
+        origin: where it comes from, if it is not known where it is defined
+    """
+    if not callable(function):
+        got = one_line(repr(function), 60)
+        raise SetupError(f"{origin}: {name} must be a function, got {got}.")
+    deferred = spec.kind == "by step" and getattr(function, "deferred", False)
+    valid = (*(DEFERRED if deferred else spec.arguments), *COMMON)
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        optional = parameter.default is not parameter.empty or "*" in str(parameter)
+        if parameter.name not in valid and not optional:
+            raise SetupError(
+                f"{where(function) if code_of(function) else origin}: "
+                f"{name}{' is @deferred and' * deferred} asks for '{parameter.name}'"
+                f"{nearest(parameter.name, valid) or ';'} it may name {', '.join(valid)}."
+            )
+    return tuple(argument for argument in parameters if argument in valid)
+
+
+def find_misspelt(callbacks: Any, origin: str) -> list[str]:
+    """Warns of what no hook uses but whose name is a hook's, all but a slip."""
+    return [
+        f"{origin}: {name} is no hook and is not used; did you mean {close}?"
+        for name in dir(callbacks)
+        if (close := _find_meant(callbacks, name))
+    ]
+
+
+def _find_meant(callbacks: Any, name: str) -> str | None:
+    """Returns the hook that an attribute looks like without being one."""
+    value = inspect.getattr_static(callbacks, name)
+    could_be = callable(value) or isinstance(value, dict | list)
+    if name in SPECS or name.startswith("_") or not could_be:
+        return None
+    short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
+    close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
+    return close[0] if close else None
+
+
+def is_default(name: str, function: Any) -> bool:
+    """Whether a function is the hook's default, or a copy of it in another file.
+
+    A docstring, annotations and comments change nothing; what its names stand for has to be the
+    same.
+    """
+    default = getattr(defaults, name, None)
+    if not (inspect.isfunction(function) and inspect.isfunction(default)):
+        return False
+    steps = list(_list_instructions(default.__code__))
+    names = {argument for _, argument in steps if isinstance(argument, str)}
+    return steps == list(_list_instructions(function.__code__)) and all(
+        function.__globals__.get(name) is vars(defaults)[name]
+        for name in names & vars(defaults).keys()
+    )
+
+
+def _list_instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
+    """Yields what a function does, operation by operation, with that of functions inside."""
+    for one in dis.get_instructions(code):
+        if isinstance(one.argval, types.CodeType):
+            yield from _list_instructions(one.argval)
+        else:
+            yield one.opname, one.argval

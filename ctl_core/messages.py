@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from ctl_core.anomaly import describe_anomaly
 from ctl_core.batches import describe_shortage
-from ctl_core.checks.returned import bad_weight
 from ctl_core.console import Console, format_evaluation
 from ctl_core.errors import RunError, SetupError, not_compiled, unknown_to_xla
 from ctl_core.files import from_here
@@ -196,8 +195,6 @@ def attributed(state: State, step: int) -> Iterator[None]:
             raise failure(f"{hooks.create_dataset}: {DIFFER}.") from error
         if anomaly := describe_anomaly(error, hooks, state.functions.operations()):
             raise RunError(f"step {step + 1}: {anomaly}.") from error
-        if why := bad_weight(str(error)):
-            raise RunError(f"{hooks.batch_weight}: {why}.") from error
         if state.config.jit_compile and (why := not_compiled(error)):
             where = _made_by(state, unknown_to_xla(error))
             texts = "_Arg" in unknown_to_xla(error)

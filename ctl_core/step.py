@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from ctl_core.checks.returned import check_update, expect, not_negative
+from ctl_core.checks.returned import check_update
 from ctl_core.collectives import counting_rows, replica_id
 from ctl_core.compat import (
     GraphWriter,
@@ -48,7 +48,6 @@ class StepResult:
         gradients, update_gradients, display_gradients: by objective
         output, batch: of the last turn, one for each micro-batch; empty where nobody asks for them
         noted: what ``not_finite.seen`` returned, by turn
-        weights: what a replica's batch and all batches weigh, by turn; only with ``batch_weight``
     """
 
     loss: dict[str, Any]
@@ -58,7 +57,6 @@ class StepResult:
     output: list[Any]
     batch: list[Any]
     noted: list[Any]
-    weights: list[Any]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Any]:
         """Returns the values of these names; of a single objective, without its name."""
@@ -96,8 +94,8 @@ def apply_update(
 
     Returns:
         ``loss``, if anybody asks for it, ``gradients``, ``update_gradients`` and
-        ``display_gradients``, each by objective; ``weights``; with a loss scale also ``finite``, a
-        scalar bool that is the same on every replica.
+        ``display_gradients``, each by objective; with a loss scale also ``finite``, a scalar bool
+        that is the same on every replica.
     """
     asks_for_loss = asks_for_loss or "loss" in parts.hooks.update_pre.arguments
     summed = sum_contributions(parts, contributed, asks_for_loss)
@@ -131,9 +129,8 @@ def change_gradients(
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
         with gradients_are_summed():
             result = hook.in_graph(**values)
-        names = ("update_gradients", "display_gradients")
-        update, displays[name] = expect(result, names, str(hook))
-        check_update(update, trained[name], str(hook))
+        update, displays[name] = result
+        check_update(hook, update, trained[name])
         updates[name] = list(update)
     return updates, displays
 
@@ -146,20 +143,18 @@ def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool
     values = {"gradients": contributed["gradients"]}
     if with_loss:
         values["loss"] = contributed["loss"]
-    own = contributed.get("weight")
-    if own is not None:
-        values["weight"] = not_negative(own)
+    if "weight" in contributed:
+        values["weight"] = contributed["weight"]
     values = sum_over_replicas(values, parts.shape.replicas, parts.in_executable)
-    weight, weights = values.pop("weight", None), []
+    weight = values.pop("weight", None)
     if scale := parts.loss_scale:
         values["gradients"] = {
             name: [scale.divide(gradient) for gradient in several]
             for name, several in values["gradients"].items()
         }
     if weight is not None:
-        weights = [tf.stack([own, weight]) * tf.cast(parts.shape.batch, weight.dtype)]
         values = tf.nest.map_structure(lambda value: divide(value, weight), values)
-    return {"loss": {}, **values, "weights": weights}
+    return {"loss": {}, **values}
 
 
 def apply_gradients(
@@ -228,11 +223,8 @@ def train_step(parts: Parts, data: Batches, fetches: frozenset[str], step: tf.Te
         field: {name: value for one in results for name, value in getattr(one, field).items()}
         for field in ("loss", "gradients", "update_gradients", "display_gradients")
     }
-    of_turns: dict[str, Any] = {
-        field: [value for one in results for value in getattr(one, field)]
-        for field in ("noted", "weights")
-    }
-    return dataclasses.replace(results[-1], **by_objective, **of_turns)
+    noted = [value for one in results for value in one.noted]
+    return dataclasses.replace(results[-1], **by_objective, noted=noted)
 
 
 def make_update(

@@ -12,10 +12,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from ctl_core.checks.returned import assert_weights
 from ctl_core.compat import GraphWriter
 from ctl_core.input import Input
 from ctl_core.model.parts import Parts
@@ -27,8 +25,6 @@ from ctl_core.units import Units
 LOSS = frozenset({"loss"})
 # A stack holds at most so many bytes, and so many steps: more gain nothing.
 STACK_BYTES, STACK_STEPS = 2**26, 100
-# The first step whose weights are wrong, and these; or such as are right.
-_WELL = (np.int64(0), np.ones(2, np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,20 +90,19 @@ def train_stretches(
 
     @tf.function(jit_compile=True, autograph=False)
     def stretch(stacked: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor) -> Any:
-        def take_one(done: tf.Tensor, _: Any, noted: Any, weights: Any) -> tuple[Any, ...]:
+        def take_one(done: tf.Tensor, _: Any, noted: Any) -> tuple[Any, ...]:
             step = before + tf.cast(done, tf.int64) + 1
             result = _take_step(parts, stacked, first + done, step, fetches)
             noted = then(noted, of_step(result.noted, step))
-            return done + 1, result.loss if loss_spec else {}, noted, _worse(weights, step, result)
+            return done + 1, result.loss if loss_spec else {}, noted
 
-        start = (tf.constant(0), no_loss, nothing(), _WELL)
+        start = (tf.constant(0), no_loss, nothing())
         return tf.while_loop(lambda done, *_: done < steps, take_one, start)[1:]
 
     def take_stretch(done: tf.Tensor, _: Any, noted: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor]:
         stacked, first, number = _draw_stack(parts, data, steps - done)
-        loss, own, weights = stretch(stacked, first, before + done, tf.cast(number, tf.int32))
-        with tf.control_dependencies([assert_weights(*weights)]):
-            return done + number, loss, then(noted, own)
+        loss, own = stretch(stacked, first, before + done, tf.cast(number, tf.int32))
+        return done + number, loss, then(noted, own)
 
     start = (tf.constant(0, tf.int64), no_loss, nothing())
     return tf.while_loop(lambda done, *_: done < steps, take_stretch, start)[1:]  # type: ignore[no-any-return]
@@ -117,16 +112,12 @@ def train_one(parts: Parts, data: Input, fetches: frozenset[str], step: tf.Tenso
     """Takes a single step, in one executable, and returns what ``train_step`` does."""
 
     @tf.function(jit_compile=True, autograph=False)
-    def one(stacked: Any, step: tf.Tensor) -> tuple[dict[str, Any], Any]:
+    def one(stacked: Any, step: tf.Tensor) -> dict[str, Any]:
         result = _take_step(parts, stacked, tf.constant(0), step, fetches)
-        return {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}, _worse(
-            _WELL, step, result
-        )
+        return {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
 
     stacked = _split(parts, tf.nest.map_structure(lambda part: part[None], next(data.iterator)))
-    fields, weights = one(stacked, step)
-    with tf.control_dependencies([assert_weights(*weights)]):
-        return StepResult(**tf.nest.map_structure(tf.identity, fields))
+    return StepResult(**one(stacked, step))
 
 
 def _take_step(
@@ -171,12 +162,3 @@ def _draw_stack(parts: Parts, data: Input, most: tf.Tensor) -> tuple[Any, tf.Ten
     ]
     stacked = tf.nest.pack_sequence_as(data.dataset.element_spec, stacked)
     return _split(parts, stacked), tf.constant(0), number
-
-
-def _worse(before: Any, step: tf.Tensor, result: StepResult) -> Any:
-    """Returns the step and the weights that are wrong first: nothing can be asserted here."""
-    for one in result.weights:
-        one = tf.cast(one, tf.float32)
-        bad = tf.logical_and(before[1][1] > 0, tf.logical_not(one[1] > 0))
-        before = tf.where(bad, step, before[0]), tf.where(bad, one, before[1])
-    return tuple(map(tf.convert_to_tensor, before))

@@ -26,7 +26,7 @@ make_batches(dataset, per_replica_batch_size, global_batch_size, input_context)
 
 count_examples(batch) in the graph
     Which dimension counts, where not all tensors have one row per example, as in graphs.
-    returns: how many examples a batch holds
+    returns: a whole number, how many examples a batch holds
     default: the first dimension, which all tensors have to share
 
 create_model(per_replica_batch_size) required
@@ -62,7 +62,7 @@ create_opt(lr, train_model)
 
 create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss)
     What a checkpoint holds and how many are kept.
-    returns: ckpt, manager
+    returns: 2 values: ckpt, manager
     default: all five, the newest 50
 
 input_pre(batch, lr, step, training, objective, turn) in the graph
@@ -84,15 +84,15 @@ batch_weight(batch, output, objective, turn) in the graph
 grad_pre(loss, output, batch, train_model, train_loss, lr, step, objective, turn) in the graph
     What is differentiated (the loss summed over the batch, plus terms that do not depend on the
     batch), and by which variables.
-    returns: loss_per_batch, extra_loss, trainable_vars, and, if any, a dict of its parts to log; or
-        a dict of such by objective
+    returns: 3 values: loss_per_batch, extra_loss, trainable_vars; 4 with a dict of the loss's parts
+        to log; or a dict of such by objective
     default: weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
 
 update_pre(gradients, loss, output, batch, train_model, train_loss, lr, optimizer, step, objective,
     turn, all_gradients) in the graph
     From the gradients, summed over the replicas, to those that the optimizer applies; called once
     for each objective, with its name; all_gradients are those of all, a dict by objective.
-    returns: update_gradients, display_gradients
+    returns: 2 values: update_gradients, a list; display_gradients
     default: NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display
 
 update_post(train_model, train_loss, eval_model, optimizer, lr, step, objective, turn) in the graph
@@ -111,7 +111,7 @@ turns() names
 create_train_metrics()
     What is measured while training, without leaving the graph for it: over all examples since the
     last line, which comes every log_every steps.
-    returns: dict of Keras metrics by name
+    returns: dict of Keras metrics by name, none of them loss
     default: {}
 
 train_metric_pre(loss, output, batch, train_model, step, objective, turn) in the graph
@@ -140,7 +140,7 @@ create_eval_dataset(per_replica_batch_size)
 
 create_metrics()
     What the evaluation measures beside the loss.
-    returns: dict of Keras metrics by name
+    returns: dict of Keras metrics by name, none of them loss
     default: {}
 
 metric_pre(output, batch, train_model) in the graph
@@ -150,7 +150,7 @@ metric_pre(output, batch, train_model) in the graph
 
 eval_pre(loss, output, batch, train_model, train_loss, lr, step) in the graph
     The loss that the evaluation reports.
-    returns: loss_per_batch, extra_loss
+    returns: 2 values: loss_per_batch, extra_loss
     default: weighted(loss, batch), regularization(train_model)
 
 after_eval(metrics, dev, step, train_model, train_loss, eval_model, lr, optimizer, ckpt, manager,

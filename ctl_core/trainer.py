@@ -36,7 +36,7 @@ from ctl_core.messages import (
     name_ending,
     note_losses,
 )
-from ctl_core.metrics import log
+from ctl_core.metrics import log_metrics
 from ctl_core.model.parts import Moment
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
@@ -219,7 +219,7 @@ class Trainer:
                 self._end(step, schedule)
             if step == stop:
                 self._profile.at(step)
-                log(state.parts, self._console, step, *schedule.log_due(step))
+                log_metrics(state.parts, self._console, step, *schedule.log_due(step))
                 self._evaluate(step, schedule)
             if step == stop or self.checkpoints.save_requested:
                 self._save(step, schedule)

@@ -15,14 +15,14 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.batches import make_placeholders
-from ctl_core.build import Alone
 from ctl_core.checkpoint import is_summed
 from ctl_core.checks.ratio import draws_numbers
+from ctl_core.collectives import Alone
 from ctl_core.compat import scratch_graph, with_called
 from ctl_core.errors import SetupError
 from ctl_core.forward import forward_backward
 from ctl_core.graph import StepFunctions
-from ctl_core.metrics import results
+from ctl_core.metrics import read_results
 from ctl_core.model.variables import plain_variable, variable_name
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.source_lines import file_name, frames_of, is_own_file
@@ -153,7 +153,7 @@ def _of_variables(state: State, exact: bool) -> Iterator[tuple[str, str, Any]]:
             several = [variable.read_value()] if is_summed(variable) else local
             yield "variable", name, [part.numpy() for part in several]
     if exact:
-        values = results(dict(parts.train_metrics), state.hooks.create_train_metrics)
+        values = read_results(parts.train_metrics, state.hooks.create_train_metrics)
         for name, value in values.items():
             yield "metric", name, [np.asarray(value)]
 

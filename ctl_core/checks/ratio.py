@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.batches import count_rows
-from ctl_core.build import Alone
-from ctl_core.checks.returned import checked_objectives
+from ctl_core.checks.returned import split_objectives
+from ctl_core.collectives import Alone
 from ctl_core.compat import drawing_from, global_seed_generator, with_called
 from ctl_core.console import Console
 from ctl_core.forward import run_model
@@ -150,11 +150,9 @@ def compute_scalars(parts: Parts, batch: Any) -> dict[str, tf.Tensor]:
             if len(inputs) == 2 and all(one.shape.rank == 1 for one in inputs):
                 found["of vectors"] = loss
         returned = hooks.grad_pre.in_graph(loss=loss, output=output, **values)
-        for name, _, given in checked_objectives(
-            hooks.grad_pre, returned, dict(parts.optimizers), parts.objective(moment)
-        ):
-            if name in parts.scalar_losses:
-                found[f"grad_pre/{name}"] = given[0]
+        named = split_objectives(hooks.grad_pre, returned, parts.objective(moment))
+        for name in parts.scalar_losses & named.keys():
+            found[f"grad_pre/{name}"] = named[name][0]
     return found
 
 

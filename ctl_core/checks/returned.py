@@ -1,246 +1,208 @@
-"""What hooks may return wrongly, and how a message says what it was."""
+"""What hooks return that would train another model than it seems: refused, in one line.
+
+What is not even of the right kind is refused when a hook is called, see contract.py.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from ctl_core.compat import flatten_layers
+from ctl_core.checks.contract import describe
+from ctl_core.compat import max_to_keep
 from ctl_core.errors import SetupError
-from ctl_core.hooks import Hook, describe
-from ctl_core.model.variables import variable_name, walk
+from ctl_core.helpers import sample_weight
+from ctl_core.hooks import Hook, Hooks
+from ctl_core.model.variables import variable_name
+from ctl_core.numerics.groups import OptimizerGroups
+
+# ---- Of the create hooks -------------------------------------------------------------------------
 
 
-def kind_of(value: Any) -> str:
-    """Says what a value is, for a message that expected something else."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    name = type(value).__name__
-    return f"a{'n' * (name[0] in 'aeiou')} {name}"
-
-
-def something(hook: Hook, value: Any, arguments: Mapping[str, Any]) -> Any:
-    """Returns what a hook returned, unless that is nothing.
-
-    Raises:
-        SetupError: it is.
-    """
-    if value is not None:
-        return value
-    nobodys = "objective" in hook.arguments and arguments.get("objective") is None
-    of_turns = "; in an evaluation it is nobody's turn, and objective is None" * nobodys
-    raise hook.reject(f"returned nothing; is a return missing{of_turns}?")
-
-
-def expect(values: Any, names: tuple[str, ...], where: str) -> tuple[Any, ...]:
-    """Checks that a hook returned as many values as it should.
-
-    Raises:
-        SetupError: it did not.
-    """
-    if isinstance(values, tuple | list) and len(values) == len(names):
-        return tuple(values)
-    got = f"{len(values)} values" if isinstance(values, tuple | list) else kind_of(values)
-    raise SetupError(f"{where}: returned {got}, expected {len(names)}: {', '.join(names)}.")
-
-
-def check_update(update: Any, variables: list[Any], where: str) -> None:
-    """Refuses update_gradients that do not fit the variables."""
-    if not isinstance(update, list | tuple):
-        raise SetupError(f"{where}: update_gradients must be a list, got {kind_of(update)}.")
-    if len(update) != len(variables):
-        raise SetupError(
-            f"{where}: returned {len(update)} update_gradients for {len(variables)} gradients; "
-            "return one for each, in the same order."
+def check_loss(hook: Hook, loss: Any) -> None:
+    """Refuses a Keras loss that averages, and what cannot be called with one argument."""
+    if getattr(loss, "reduction", None) not in ("sum", "none", None):
+        raise hook.reject(
+            f"{type(loss).__name__} has the reduction '{loss.reduction}', an average over one "
+            "replica's batch; the engine divides by the global batch size itself, so give it "
+            'reduction="sum" or reduction="none".'
         )
-    for gradient, variable in zip(update, variables, strict=True):
-        shape = getattr(gradient, "shape", None)
-        if shape is not None and not shape.is_compatible_with(tuple(variable.shape)):
-            raise SetupError(
-                f"{where}: the gradient of {variable_name(variable)} has shape {shape}, expected "
-                f"that of the variable, {tuple(variable.shape)}."
+    try:  # a decorated function is what the decorator has made of it
+        signature = inspect.signature(loss, follow_wrapped=False)
+    except ValueError:  # not written in Python
+        return
+    try:
+        signature.bind(None, **({"training": True} if "training" in signature.parameters else {}))
+    except TypeError:
+        raise hook.reject(
+            f"returned a loss of {signature}, but train_loss is called with one argument, what "
+            "loss_pre returns, by default the pair (output, target): return lambda pair: "
+            "loss(pair[1], pair[0])."
+        ) from None
+
+
+def check_optimizers(
+    hooks: Hooks, optimizers: Mapping[str, Any], objectives: Iterable[str], accumulate_steps: int
+) -> None:
+    """Refuses optimizers that would be stepped wrongly, and those that no objective steps.
+
+    Args:
+        hooks: of the run
+        optimizers: by objective
+        objectives: of grad_pre, in all turns
+        accumulate_steps: micro-batches in a batch
+    """
+    for optimizer in optimizers.values():
+        members = optimizer if isinstance(optimizer, OptimizerGroups) else [optimizer]
+        if any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in members):
+            raise hooks.create_opt.reject(
+                "returned a LossScaleOptimizer, but nothing here scales the loss for it; return "
+                "its inner_optimizer: precision: float16 does both."
             )
-        if kind := without_gradient_kind(gradient):
-            raise SetupError(
-                f"{where}: the gradient of {variable_name(variable)} has type {kind}, expected "
-                "floating-point numbers."
-            )
+    if {*objectives} != {*optimizers}:
+        raise hooks.create_opt.reject(
+            f"returned the optimizers {name_objectives(optimizers)}, but {hooks.grad_pre} the "
+            f"objectives {name_objectives(objectives)}{', in turns' * bool(hooks.turns)}; the "
+            "names must be the same."
+        )
+    if hooks.turns and accumulate_steps > 1:
+        raise SetupError(
+            f"accumulate_steps: {accumulate_steps} micro-batches cannot go with turns, in which "
+            "several updates are made on one batch; leave one of the two out."
+        )
 
 
-def without_gradient_kind(value: Any) -> str | None:
-    """Returns the type of a variable or a gradient if it is no floating-point one."""
-    dtype = tf.as_dtype(getattr(value, "dtype", tf.float32))
-    return dtype.name if dtype.is_integer or dtype.is_bool else None
+def check_variables(hook: Hook, variables: Iterable[Any]) -> None:
+    """Refuses variables whose updates get lost, or that are no sum of gradients."""
+    for variable in variables:
+        what = "is trained in float16, in which most updates are lost; use precision: float16, or"
+        if getattr(variable, "overwrite_with_gradient", False):  # of quantize("float8")
+            what = "is overwritten with its gradient, which replicas cannot sum; use"
+        elif tf.as_dtype(variable.dtype) != tf.float16:
+            continue
+        raise hook.reject(
+            f"the variable {variable_name(variable)} {what} precision: bfloat16, which keep "
+            "variables in float32."
+        )
 
 
-def names_of(names: Any) -> str:
+def check_manager(hook: Hook, manager: tf.train.CheckpointManager) -> None:
+    """Refuses a manager that leaves no checkpoint if a process is killed while saving."""
+    if max_to_keep(manager) == 1:
+        raise hook.reject(
+            "max_to_keep=1 deletes the only checkpoint before the next is whole; keep 2 or more."
+        )
+
+
+def find_double_weights(hooks: Hooks, element_spec: Any) -> str | None:
+    """Says what the default ``grad_pre`` does where a ``loss_pre`` may have read the weights."""
+    if hooks.loss_pre.is_default or not hooks.grad_pre.is_default:
+        return None
+    if sample_weight(element_spec) is None:
+        return None
+    return (
+        f"{hooks.grad_pre}: multiplies the loss by the third element of the batch, as sample "
+        "weights; if they are in the loss already, write grad_pre: return loss, "
+        "regularization(train_model), trainable_variables(train_model)."
+    )
+
+
+# ---- Of the hooks of a step ----------------------------------------------------------------------
+
+
+def name_objectives(names: Iterable[str]) -> str:
+    """Returns the names of objectives for a message."""
     return ", ".join(f"'{name}'" if name else "(a single one)" for name in names)
 
 
-def checked_weight(hook: Hook, value: Any) -> tf.Tensor:
-    """Returns what ``batch_weight`` returned as a floating-point scalar without a gradient.
+def count_examples(hook: Hook, batch: Any) -> Any:
+    """Returns how many examples a batch holds.
 
-    Raises:
-        SetupError: it is something else than one number from 0 up.
+    Returns:
+        A number where it is fixed, otherwise a scalar int64 tensor; None for a single example.
     """
-    try:
-        weight = tf.convert_to_tensor(value)
-    except (TypeError, ValueError):
-        weight = None
-    real = weight is not None and (weight.dtype.is_floating or weight.dtype.is_integer)
-    scalar = real and weight.shape.rank in (0, None)
-    fixed = tf.get_static_value(weight) if scalar else None
-    if not scalar or (fixed is not None and not fixed >= 0):
-        got = kind_of(value) if weight is None else describe(weight) if fixed is None else fixed
-        raise hook.reject(
-            f"returned {got}, expected how much the batch weighs, one number from 0 up, such as "
-            "tf.reduce_sum(mask)."
-        )
-    weight = tf.stop_gradient(tf.ensure_shape(weight, []))
+    number = hook.in_graph(batch=batch)
+    if number is None:
+        return None
+    static = tf.get_static_value(tf.convert_to_tensor(number))
+    return tf.cast(number, tf.int64) if static is None else int(static)
+
+
+def read_weight(value: Any) -> tf.Tensor:
+    """Returns what ``batch_weight`` returned as a floating-point scalar without a gradient."""
+    weight = tf.stop_gradient(tf.ensure_shape(tf.convert_to_tensor(value), []))
     return weight if weight.dtype in (tf.float32, tf.float64) else tf.cast(weight, tf.float32)
 
 
-BAD_WEIGHT = "ctl_core: the weight of a batch"
-
-
-def assert_weights(step: tf.Tensor, weights: tf.Tensor) -> tf.Operation:
-    """Asserts, while a graph is running, that a step's batches weigh something.
-
-    ``bad_weight`` reads the message.
-
-    Args:
-        step: the number of the step
-        weights: what a replica's batch weighs, and the sum of what ``not_negative`` returns for
-            each
-    """
-    return tf.debugging.Assert(weights[1] > 0, [BAD_WEIGHT, step, weights[0], weights[1]])
-
-
-def not_negative(weight: tf.Tensor) -> tf.Tensor:
-    """Returns a weight, NaN if it is negative, so that the sum over replicas tells."""
-    # Without a NaN in the graph, at which ``detect_anomaly`` would end training.
-    return weight * tf.sqrt(tf.sign(weight))
-
-
-def bad_weight(text: str) -> str | None:
-    """Says what was wrong with a weight, if the text of a failed op is about one."""
-    found = re.search(rf"{BAD_WEIGHT}\W+(\d+)\W+?(-?[\w.]+)\]\W+?(-?[\w.]+)\]", text)
-    if found is None:
-        return None
-    step, own, total = found[1], float(found[2]), float(found[3])
-    what = f"is {own:g}" if not own >= 0 else f"of all replicas is {total:g}"
-    return f"the weight of step {step} {what}; expected a number above 0"
-
-
-def checked_loss(create_loss: Hook, loss: Any, examples: Any) -> tf.Tensor:
+def check_loss_value(create_loss: Hook, loss: Any, examples: Any) -> tf.Tensor:
     """Returns a loss as a tensor: a scalar, or one number for each of so many examples.
 
     Raises:
         SetupError: it has another shape or type.
     """
-    try:
-        loss = tf.convert_to_tensor(loss)
-    except (TypeError, ValueError):
+    loss = tf.convert_to_tensor(loss)
+    shape = [examples if isinstance(examples, int) else None]
+    fits = loss.shape.rank == 0 or loss.shape.is_compatible_with(shape)
+    if not fits or not loss.dtype.is_floating:
         raise create_loss.reject(
-            f"the loss is {kind_of(loss)}; expected one number per example, or their sum."
-        ) from None
-    rank = loss.shape.rank
-    length = loss.shape[0] if rank == 1 else None
-    wrong_length = isinstance(examples, int) and length is not None and length != examples
-    if rank not in (0, 1, None) or wrong_length or not loss.dtype.is_floating:
-        raise create_loss.reject(
-            f"the loss has shape {loss.shape} and "
-            f"type {loss.dtype.name}; expected floating-point numbers, one per example "
-            f"(shape [{examples if isinstance(examples, int) else 'batch'}]) or their sum (shape "
-            "[]); sum or average over the other dimensions in create_loss. What the sum is divided "
-            "by, if not by the examples, is for the hook batch_weight to say."
+            f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
+            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); sum or average over the "
+            "other dimensions in create_loss. What the sum is divided by, if not by the examples, "
+            "is for the hook batch_weight to say."
         )
     return loss
 
 
-def checked_extra(
-    create_model: Hook, model: Any, extra_loss: Any, dtype: tf.DType, where: str
-) -> tf.Tensor:
+def read_extra_loss(extra_loss: Any, dtype: tf.DType, hook: Hook) -> tf.Tensor:
     """Returns an extra loss as a scalar of a type.
 
     Raises:
-        SetupError: it has another shape; a layer is named that has added a loss of such a shape.
+        SetupError: it has another shape.
     """
     extra = tf.cast(tf.convert_to_tensor(extra_loss, dtype_hint=dtype), dtype)
-    if extra.shape.rank in (0, None):
-        return extra
-    layers = [layer for item in walk(model) for layer in flatten_layers(item)]
-    for layer in reversed(layers):  # the inner ones first
-        for added in layer.losses:
-            if tf.is_tensor(added) and added.shape.rank not in (0, None):
-                raise create_model.reject(
-                    f"the layer {layer.path} adds a loss of shape {added.shape} by add_loss; "
-                    "expected one number, such as the mean over its batch: "
-                    "self.add_loss(tf.reduce_mean(loss))."
-                )
-    raise SetupError(f"{where}: extra_loss must be a scalar, got shape {extra.shape}.")
+    if extra.shape.rank not in (0, None):
+        raise hook.reject(
+            f"extra_loss must be a scalar, got shape {extra.shape}; so must what layers add by "
+            "add_loss, such as the mean over a batch."
+        )
+    return extra
 
 
-def checked_objectives(
-    grad_pre: Hook, result: Any, optimizers: dict[str, Any], objective: str | None = None
-) -> Iterator[tuple[str, str, tuple[Any, Any, Any, dict[str, Any]]]]:
-    """Goes over what ``grad_pre`` returned, one objective after the other.
+def split_objectives(
+    grad_pre: Hook, returned: Any, objective: str | None
+) -> dict[str, tuple[Any, Any, Any, dict[str, Any]]]:
+    """Returns loss_per_batch, extra_loss, trainable_vars and parts of the loss by objective.
 
     Args:
         grad_pre: the hook
-        result: what it returned
-        optimizers: by objective
+        returned: what it returned
         objective: whose turn it is; then it is the only one, and others are left out
 
-    Yields:
-        The objective's name, "" for a single one; what to call it in a message; and loss_per_batch,
-        extra_loss, trainable_vars and the parts of the loss by name.
-
     Raises:
-        SetupError: there is no such objective, something else than these three, or no variable.
+        SetupError: that one is missing.
     """
-    named = result if isinstance(result, dict) else {objective or "": result}
-    if objective is not None:
-        if objective not in named:
-            raise grad_pre.reject(
-                f"returned the objectives {names_of(named)} in the turn of '{objective}'; return "
-                f"those three for '{objective}'."
-            )
-        named = {objective: named[objective]}
-    elif set(named) != set(optimizers):
+    named = returned if isinstance(returned, dict) else {objective or "": returned}
+    if objective is not None and objective not in named:
         raise grad_pre.reject(
-            f"returned the objectives {names_of(named)}, but create_opt the optimizers "
-            f"{names_of(optimizers)}; the names must be the same."
+            f"returned the objectives {name_objectives(named)} in the turn of '{objective}'."
         )
-    some = False
-    for name, values in named.items():
-        where = f"{grad_pre}['{name}']" if name else str(grad_pre)
-        names = ("loss_per_batch", "extra_loss", "trainable_vars")
-        parts: Any = {}
-        if isinstance(values, tuple | list) and len(values) == 4:
-            *values, parts = values
-        loss, extra, variables = expect(values, names, where)
-        if not isinstance(parts, dict) or not all(isinstance(key, str) for key in parts):
-            raise SetupError(
-                f"{where}: the fourth value must be a dict of the loss's parts by name, got "
-                f"{kind_of(parts)}."
-            )
-        if not isinstance(variables, list | tuple):
-            raise SetupError(
-                f"{where}: trainable_vars must be a list of variables, got {kind_of(variables)}."
-            )
-        for variable in variables:
-            if kind := without_gradient_kind(variable):
-                raise SetupError(
-                    f"{where}: trainable_vars has {variable_name(variable)} of type {kind}, which "
-                    "has no gradient; leave it out."
-                )
-        some = some or bool(variables)
-        yield name, where, (loss, extra, variables, parts)
-    if not some and objective is None:
-        raise grad_pre.reject("returned no trainable_vars; there is nothing to train.")
+    names = named if objective is None else [objective]
+    return {name: (*named[name], {})[:4] for name in names}
+
+
+def check_update(hook: Hook, update: Any, variables: list[Any]) -> None:
+    """Refuses an update that is not one gradient for each variable, in its shape."""
+    shapes = [getattr(gradient, "shape", None) for gradient in update]
+    fitting = [
+        shape is None or shape.is_compatible_with(tuple(variable.shape))
+        for shape, variable in zip(shapes, variables, strict=False)
+    ]
+    if len(update) != len(variables) or not all(fitting):
+        raise hook.reject(
+            f"returned {len(update)} update_gradients of the shapes {shapes} for "
+            f"{len(variables)} gradients; return one for each, of its shape, in the same order."
+        )

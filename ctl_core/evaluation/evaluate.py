@@ -19,8 +19,7 @@ import tensorflow as tf
 
 from ctl_core.ahead import read_ahead
 from ctl_core.batches import check_dataset, count_rows, open_reader, widths_vary
-from ctl_core.checks.examples import examples_in
-from ctl_core.checks.returned import checked_extra, expect
+from ctl_core.checks.returned import count_examples, read_extra_loss
 from ctl_core.cluster.strategy import local_replicas
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.collectives import counting_rows
@@ -30,11 +29,10 @@ from ctl_core.compat import (
     stages,
     with_called,
 )
-from ctl_core.errors import RunError
 from ctl_core.forward import compute_loss, keep_if, run_model, sum_loss, weigh_batch
 from ctl_core.hooks import Hook
 from ctl_core.input import Share, distribute_shares, first_replica, take_share
-from ctl_core.metrics import create_metrics, results, update_if, update_metrics
+from ctl_core.metrics import read_results, update_metrics
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.recording import Recording
 from ctl_core.model.variables import plain_variable
@@ -44,7 +42,7 @@ from ctl_core.schedule import ChunkLength
 from ctl_core.settings import Config
 from ctl_core.training_mode import inference
 
-SUMS = ("loss", "extra_loss", "examples", "refused", "refused_weight")
+SUMS = ("loss", "extra_loss", "examples")
 
 
 @dataclasses.dataclass
@@ -128,9 +126,6 @@ class Evaluation:
             The mean loss per example (plus the extra loss) and the metrics by name, see ``names``;
             None if ended early. With ``batch_weight`` the loss is the mean by what batches weigh,
             and NaN if that is nothing.
-
-        Raises:
-            RunError: a batch weighs less than nothing.
         """
         found: dict[str, float] = {}
         for name, one in self.sets.items():
@@ -163,15 +158,9 @@ class Evaluation:
             if status.signal:
                 return None
         sums = {name: float(total.read_value()) for name, total in one.sums.items()}
-        if number := int(sums["refused"]):
-            weigh = "a batch weighs" if number == 1 else f"{number} batches together weigh"
-            raise RunError(
-                f"{self._parts.hooks.batch_weight}: in the evaluation by {one.hook.name}, "
-                f"{weigh} {sums['refused_weight']:g}; expected a number from 0 up for each."
-            )
         total = sums["loss"] + sums["extra_loss"]
         loss = total / sums["examples"] if sums["examples"] else math.nan
-        return {"loss": loss, **results(one.metrics, self._parts.hooks.create_metrics)}
+        return {"loss": loss, **read_results(one.metrics, self._parts.hooks.create_metrics)}
 
 
 def name_value(name: str, value: str) -> str:
@@ -231,7 +220,7 @@ def create_evaluation(parts: Parts, config: Config) -> Evaluation | None:
         dataset = prepare(parts, named, made, batch, config.limit_eval)
         # A shuffle has another order in each pass, unless it is made anew.
         shuffles = any("Shuffle" in type(stage).__name__ for stage in stages(dataset))
-        own = create_metrics(hooks.create_metrics)
+        own = hooks.create_metrics()
         sums = {key: _create_sum(key) for key in SUMS}
         sets[name] = EvaluationSet(
             named, make if shuffles else functools.partial(_return, dataset), own, sums
@@ -330,27 +319,20 @@ def add_batch(parts: Parts, one: EvaluationSet, batch: Any, present: tf.Tensor |
     output = run_model(parts, moment, batch, training=False)
     loss = compute_loss(parts, moment, batch, output, training=False)
     values = {"output": output, "batch": batch, **parts.values(moment)}
-    where = str(hooks.eval_pre)
-    returned = hooks.eval_pre.in_graph(loss=loss, **values)
-    loss_per_batch, extra_loss = expect(returned, ("loss_per_batch", "extra_loss"), where)
-    extra = checked_extra(hooks.create_model, parts.train_model, extra_loss, tf.float64, where)
+    loss_per_batch, extra_loss = hooks.eval_pre.in_graph(loss=loss, **values)
+    extra = read_extra_loss(extra_loss, tf.float64, hooks.eval_pre)
     weight = weigh_batch(parts, moment, batch, output, None)
     examples = tf.cast(
-        examples_in(hooks.count_examples, batch) if weight is None else weight, tf.float64
+        count_examples(hooks.count_examples, batch) if weight is None else weight, tf.float64
     )
 
     def add(name: str, value: tf.Tensor) -> None:
         one.sums[name].assign_add(keep_if(present, value))
 
-    if weight is not None:
-        wrong = tf.logical_not(tf.math.is_finite(examples) & (examples >= 0))
-        add("refused", tf.cast(wrong, tf.float64))
-        add("refused_weight", tf.where(wrong, examples, tf.zeros_like(examples)))
     add("loss", tf.cast(sum_loss(parts, loss_per_batch, batch), tf.float64))
     add("extra_loss", extra * examples)
     add("examples", examples)
     if one.metrics:
         named = {"output": output, "batch": batch, "train_model": parts.train_model}
         arguments = hooks.metric_pre.in_graph(**named)
-        by, pre = hooks.create_metrics, hooks.metric_pre
-        update_if(present, lambda: update_metrics(one.metrics, by, pre, arguments))
+        update_metrics(one.metrics, hooks.metric_pre, arguments, present)

@@ -39,19 +39,26 @@ class OptimizerGroups(tf.Module):
     def __getitem__(self, index: int) -> Optimizer:
         return self.optimizers[index]  # type: ignore[no-any-return]
 
-    def complaint(self, variables: Iterable[Any]) -> str | None:
-        """Says which of the variables that are trained, and not frozen, is in no group or two."""
+    def _check_groups(self, variables: Iterable[Any]) -> None:
+        """Refuses variables that are trained, and not frozen, and in no group or two."""
         groups = itertools.chain(*self._groups())
         counts = collections.Counter(id(plain_variable(one)) for one in groups)
         for variable in variables:
             count = counts[id(plain_variable(variable))]
             if count != 1 and getattr(variable, "trainable", True):
                 where = "no group" if count == 0 else f"{count} groups"
-                return f"the variable {variable_name(variable)} is in {where}, expected one"
-        return None
+                raise ValueError(
+                    f"the variable {variable_name(variable)} is in {where}, expected one, also "
+                    "while it is frozen"
+                )
 
     def build(self, variables: Iterable[Any]) -> None:
-        """Lets each optimizer make its own variables."""
+        """Lets each optimizer make its own variables.
+
+        Raises:
+            ValueError: one of the variables is in no group, or in several.
+        """
+        self._check_groups(variables)
         for optimizer, group in zip(self.optimizers, self._groups(), strict=True):
             if callable(getattr(optimizer, "build", None)) and not optimizer.built:
                 optimizer.build(list(group))
@@ -64,8 +71,7 @@ class OptimizerGroups(tf.Module):
             ValueError: a variable is in no group: it was frozen when the groups were made.
         """
         pairs = list(grads_and_vars)
-        if why := self.complaint(variable for _, variable in pairs):
-            raise ValueError(f"{why}; give it an optimizer, also while it is frozen")
+        self._check_groups(variable for _, variable in pairs)
         for optimizer, group in zip(self.optimizers, self._groups(), strict=True):
             own = {id(plain_variable(variable)) for variable in group}
             part = [pair for pair in pairs if id(plain_variable(pair[1])) in own]

@@ -13,8 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.checks.created import create_callable
-from ctl_core.checks.returned import something
 from ctl_core.errors import CtlError, HookFailed, RunError, SetupError
 from ctl_core.forward import make_model_input, run_model
 from ctl_core.hooks import Hook
@@ -77,7 +75,7 @@ def _create(state: State) -> Inference:
         with state.strategy.scope():
             values = {"model": model, "train_model": parts.train_model}
             hook, what = own, "the inference model"
-            model = create_callable(own, "inference model", **values)
+            model = own(**values)
 
     def moment() -> Moment:  # a number: an export has no variable for it
         return Moment(tf.constant(step, tf.int64))
@@ -89,7 +87,7 @@ def _create(state: State) -> Inference:
     def serve(inputs: Any) -> Any:
         assert hooks.serve is not None
         with inference():
-            return something(hooks.serve, hooks.serve.in_graph(inputs=inputs), {})
+            return hooks.serve.in_graph(inputs=inputs)
 
     def run(made: Any) -> Any:
         try:

@@ -17,7 +17,6 @@ from ctl_core import (
     regularization,
     report,
     show_step,
-    trackable,
     trainable_variables,
     unpack,
     weighted,
@@ -111,9 +110,7 @@ def create_opt(lr):
 
 def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
     ckpt = tf.train.Checkpoint(
-        **trackable(
-            step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
-        )
+        step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
     )
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
 

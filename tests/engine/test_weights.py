@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,45 +26,27 @@ BATCH, STEPS, RATE = 8, 6, 0.1
 
 # ---- batch_weight ------------------------------------------------------------------------------
 
-NO_WEIGHTS: dict[str, tuple[Any, str]] = {
-    "one for each example": (lambda batch: tf.ones_like(batch[1][:, 0]), r"float32\[8\]"),
-    "nothing": (lambda batch: None, "nothing"),
-    "negative": (lambda: -3.0, "-3.0"),
-}
-
-
-@pytest.mark.parametrize("name", NO_WEIGHTS)
-def test_what_is_no_weight_is_refused(train: Train, name: str) -> None:
-    hook, got = NO_WEIGHTS[name]
-    message = rf"^batch_weight \(test_weights.py:\d+\): returned {got}, expected how much the batch"
+def test_what_is_no_weight_is_refused(train: Train) -> None:
+    message = r"^batch_weight \(test_weights.py:\d+\): returned float32\[8\], expected how much a b"
     with pytest.raises(ctl_core.SetupError, match=message):
-        train(make_hooks(batch_weight=hook), steps=1, batch_size=BATCH)
+        hooks = make_hooks(batch_weight=lambda batch: tf.ones_like(batch[1][:, 0]))
+        train(hooks, steps=1, batch_size=BATCH)
 
 
-@pytest.mark.parametrize(
-    ("value", "settings"),
-    [
-        (-2.0, {}),
-        (0.0, {"virtual_devices": 2}),
-        (math.nan, {"jit_compile": True}),
-        (0.0, {"accumulate_steps": 2}),
-        (math.nan, {"precision": "float16"}),
-    ],
-    ids=str,
-)
-def test_a_weight_that_goes_wrong_ends_training(train: Train, settings: Any, value: float) -> None:
-    """With the step and the value; the checkpoint before it stays."""
+@pytest.mark.parametrize("settings", [{"virtual_devices": 2}, {"accumulate_steps": 2}], ids=str)
+def test_a_step_that_weighs_nothing_changes_nothing(train: Train, settings: Any) -> None:
     inputs, target = (part.copy() for part in regression_data())
     target[40:48] = 99.0  # of the sixth step
     hooks = make_hooks(
         create_dataset=sliced((inputs, target)),
-        batch_weight=lambda batch: tf.where(tf.reduce_min(batch[1]) > 50.0, value, 4.0),
+        create_opt=sgd,
+        batch_weight=lambda batch: tf.where(tf.reduce_min(batch[1]) > 50.0, 0.0, 4.0),
     )
-    what = r"of all replicas is 0" if value == 0 else f"is {value:g}"
-    message = rf"^batch_weight \(test_weights.py:\d+\): the weight of step 6 {what}; expected"
-    with pytest.raises(ctl_core.RunError, match=message):
-        train(hooks, steps=9, batch_size=BATCH, ckpt_every=4, **settings)
-    assert train(hooks, steps=4, batch_size=BATCH, ckpt_every=4, **settings).step == 4
+    five, six = (
+        train(hooks, steps=steps, batch_size=BATCH, run_name=str(steps), **settings)
+        for steps in (5, 6)
+    )
+    assert_weights(six, five, rtol=0)
 
 
 # ---- Sample weights: (x, y, w) batches, as Keras has them -------------------------------------
