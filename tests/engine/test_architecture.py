@@ -15,22 +15,21 @@ LAYERS = """
     buckets console errors index joining not_finite precision provenance readers.sources reduction
     saved signals source_lines splits table types
     compat files gpus helpers nested settings variables
-    ahead averaging callbacks_file collectives defaults fitting groups layers learning_rate
-    listeners lock process_state profile raw record recording selection staging task training_mode
-    batch_norm checks.hooks freezing randomness rate_schedule rendezvous run.metrics
-    run_state.folder sources summaries summary supervisor sync training_log units
-    checks.position cli divergence hooks run.folder strategy
-    __main__ anomaly examples forking micro_batches pairs reader returned schedule vocabularies
-    batches created
+    ahead averaging callbacks_file defaults fitting groups layers learning_rate listeners lock
+    process_state profile raw record recording selection staging task training_mode
+    batch_norm contract freezing randomness rate_schedule rendezvous run.metrics run_state.folder
+    sources summaries summary supervisor sync training_log units
+    checks.position cli divergence hooks reader run.folder strategy
+    __main__ anomaly batches collectives forking micro_batches pairs returned schedule vocabularies
     input parts
     metrics state
     forward initial_weights messages pace position
-    checkpoint evaluate inference step
+    checkpoint evaluate inference ratio step
     predict stretches
     build export graph
-    ratio restore
-    devices load trainer watch
-    check commands
+    devices restore trainer
+    check load watch
+    commands
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 READING_PATH = "hooks defaults batches input step graph trainer schedule checkpoint"

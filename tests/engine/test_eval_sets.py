@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
 from ctl_core.__main__ import main
 from tests.helpers.cases import (
     assert_weights,
@@ -84,16 +82,6 @@ def test_the_values_of_a_set_decide(train: Train) -> None:
     values = {line["step"]: line for line in state.history}
     best = min(values, key=lambda step: values[step]["b/loss"])
     assert state.ended and (state.run_dir / f"ckpt/best/engine/ckpt-{int(best)}.json").exists()
-
-
-@pytest.mark.parametrize("weight", [-2.0, np.nan])
-def test_a_batch_that_weighs_less_than_nothing(train: Train, weight: float) -> None:
-    odd = lambda size: first(6)(size).map(lambda x, y: (x, y + 99.0))  # noqa: E731
-    hooks = sets_hooks({"a": first(5), "odd": odd})
-    hooks.batch_weight = lambda batch: tf.where(tf.reduce_min(batch[1]) > 50.0, weight, 8.0)
-    with pytest.raises(ctl_core.RunError) as error:
-        train(hooks, steps=4, eval_every=2, virtual_devices=2)
-    assert re.search(r"batch_weight \(test_eval_sets.py:\d+\).*\['odd'\]", str(error.value))
 
 
 def test_eval_pre_and_regularisation(train: Train) -> None:

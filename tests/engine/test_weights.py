@@ -26,6 +26,7 @@ BATCH, STEPS, RATE = 8, 6, 0.1
 
 # ---- batch_weight ------------------------------------------------------------------------------
 
+
 def test_what_is_no_weight_is_refused(train: Train) -> None:
     message = r"^batch_weight \(test_weights.py:\d+\): returned float32\[8\], expected how much a b"
     with pytest.raises(ctl_core.SetupError, match=message):
