@@ -1,19 +1,10 @@
 """The table of hooks: each one's name, the arguments it may name, what it returns.
 
-It is the source of the validation, of ``ctl_core hooks`` and of the documentation. What a hook does
-that callbacks.py leaves out is in defaults.py; what the values of the arguments are is decided
-where a hook is called: step.py, trainer.py, evaluate.py, build.py.
-"""
+This text is the source of what hooks are called with, of the check of what they return, of messages
+about them, of ``ctl_core hooks`` and of the documentation. Behind a hook's name and arguments
+stands whether it is required, traced into the graph, a dict of functions by step, one function or
+several, or a list of names. What one does that callbacks.py leaves out is in defaults.py.
 
-from __future__ import annotations
-
-import dataclasses
-import re
-from collections.abc import Iterator
-
-# Name and arguments; then whether it is required, traced into the graph, a dict of functions by
-# step, one function or several, or a list of names.
-TEXT = """\
 create_dataset(per_replica_batch_size, global_batch_size, input_context) required
     The training data, one pass; the engine repeats it. Each process of a cluster reads all of it,
     and takes its rows of each batch.
@@ -170,6 +161,16 @@ A hook names only the arguments that it uses, in any order, and may also name co
 One that callbacks.py leaves out is the default.
 """
 
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+assert __doc__  # python -OO would drop it
+# As it is shown: without what is said above about the table itself.
+TEXT = __doc__[__doc__.index("create_dataset(") :]
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -178,22 +179,15 @@ class Spec:
     name: str
     arguments: tuple[str, ...]
     kind: str
-    doc: str
     returns: str
-    default: str
-
-
-_ROW = re.compile(
-    r"^(\w+)\(([^)]*)\) ?([a-z ]*)\n    (.*?)"
-    r"(?:\n    returns: (.*?))?(?:\n    default: (.*?))?\n\n",
-    re.MULTILINE | re.DOTALL,
-)
 
 
 def _read_table() -> Iterator[Spec]:
-    for row in _ROW.findall(TEXT):
-        name, arguments, *rest = (" ".join(part.split()) for part in row)
-        yield Spec(name, tuple(arguments.split(", ")) if arguments else (), *rest)
+    for row in TEXT.split("\n\n")[:-1]:
+        name, arguments, kind = re.findall(r"^(\w+)\(([^)]*)\) ?(.*)", row)[0]
+        returns = re.findall(r"\n    returns: (.*(?:\n {8}.*)*)", row)
+        words = [" ".join(part.split()) for part in (arguments, kind, *returns, "")]
+        yield Spec(name, tuple(words[0].split(", ")) if arguments else (), words[1], words[2])
 
 
 TABLE = tuple(_read_table())
