@@ -17,30 +17,42 @@ from typing import Any
 import pytest
 from cookiecutter.main import cookiecutter
 
-from tests.helpers import lean
-
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text())
-EXAMPLES = [
-    name
-    for name in QUESTIONS["example"]
-    if (ROOT / "templates" / "examples" / f"{name}.py").exists()
-]
+EXAMPLES = QUESTIONS["example"]
 CHOICES = {
-    "example": EXAMPLES,
-    "accelerator": ["cpu", "gpu"],
-    "launch": QUESTIONS["launch"],
-    "license": ["MIT", "Apache-2.0", "BSD-3-Clause", "none"],
+    name: answers
+    for name, answers in QUESTIONS.items()
+    if isinstance(answers, list) and not name.startswith("_")
 }
-# Two examples with every accelerator, licence and place; what else differs, differs by the example
-# alone, and no place by the licence.
-COMBINATIONS = [
-    dict(zip(CHOICES, values, strict=True))
-    for values in itertools.product(*CHOICES.values())
-    if values[1:] == ("cpu", "nowhere", "MIT")
-    or (values[0] in ("digits", "blank") and (values[2] == "nowhere" or values[3] == "MIT"))
-]
+
+
+Answer = tuple[str, str]  # a question's name, and what is answered
+
+
+def combine_pairwise(choices: dict[str, list[str]]) -> list[dict[str, str]]:
+    """Returns combinations in which any two answers to two questions meet at least once."""
+    answers = [(name, answer) for name, several in choices.items() for answer in several]
+    pairs = itertools.combinations(answers, 2)
+    missing = {frozenset(pair) for pair in pairs if pair[0][0] != pair[1][0]}
+    rows = []
+    while missing:
+        row = dict(min(sorted(pair) for pair in missing))
+        for name in choices:
+            if name not in row:
+                counts = {one: count_new(row, (name, one), missing) for one in choices[name]}
+                row[name] = max(counts, key=counts.__getitem__)
+        missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+        rows.append(row)
+    return rows
+
+
+def count_new(row: dict[str, str], answer: Answer, missing: set[frozenset[Answer]]) -> int:
+    """Returns how many missing pairs an answer makes with those that a row has."""
+    return sum(frozenset({answer, other}) in missing for other in row.items())
+
+
 Render = Callable[..., Path]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -51,7 +63,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     home = tmp_path_factory.mktemp("home")
     config = home / "cookiecutter.yaml"
     config.write_text(f"cookiecutters_dir: {home}/templates\nreplay_dir: {home}/replay\n")
-    lean.hide()
     names = [name for name in os.environ if name.startswith(("GIT_", "CTL_"))]
     kept = {name: value for name, value in os.environ.items() if name not in names}
     kept.pop("VENV", None)
@@ -115,21 +126,9 @@ def run(environment: dict[str, str]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def projects(
-    tmp_path_factory: pytest.TempPathFactory, render: Render
-) -> dict[tuple[str, ...], Path]:
-    """Every combination of the choices, rendered once; tests do not write into these."""
-    folder = tmp_path_factory.mktemp("projects")
-    return {
-        tuple(choices.values()): render(folder, project_slug=f"project_{number}", **choices)
-        for number, choices in enumerate(COMBINATIONS)
-    }
-
-
-@pytest.fixture(scope="session")
-def digits(projects: dict[tuple[str, ...], Path]) -> Path:
-    """The project with the default choices."""
-    return projects["digits", "cpu", "nowhere", "MIT"]
+def digits(tmp_path_factory: pytest.TempPathFactory, render: Render) -> Path:
+    """The project with the default answers; tests do not write into it."""
+    return render(tmp_path_factory.mktemp("digits"))
 
 
 @pytest.fixture(scope="session")

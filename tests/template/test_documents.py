@@ -1,4 +1,4 @@
-"""Every command of the documents is run as it stands, or is marked with why it is not.
+"""The documents: links lead somewhere, and every command runs as it stands or is marked why not.
 
 Commands stand in fenced blocks of ``sh``. A comment ``<!-- not run: why -->`` before one marks it.
 Training and using runs is done in this process, for a start costs seconds; what makes environments
@@ -7,36 +7,96 @@ and clusters is run by a real shell, which is slow.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
-from scripts.gallery import page
+from ctl_core.__main__ import main
+from ctl_core.cli import parse_command
 from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli, cli  # noqa: F401
-from tests.helpers.rendering import ROOT, Render
+from tests.helpers.rendering import EXAMPLES, ROOT, TEMPLATE, Render
 
-TEMPLATES_README = "{{cookiecutter.project_slug}}/README.md"
-DOCUMENTS = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/*.md"))]
-EXAMPLES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("templates/examples/*.md"))
+PROJECTS = TEMPLATE / "README.md"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [*DOCUMENTS, PROJECTS, ROOT / "CONTRIBUTING.md"]
+PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "ctl_core" / "README.md"]
+SECTIONS = sorted((ROOT / "templates" / "examples").glob("*.md"))
 MARK = re.compile(r"<!-- not run: (.+) -->")
 
 
-class Block(NamedTuple):
-    """A fenced block: where it stands, in which language, why it is not run, and its lines."""
+def read_tokens(page: Path) -> Iterator[Token]:
+    for token in MarkdownIt().enable("table").parse(page.read_text("utf-8")):
+        yield token
+        yield from token.children or ()
 
-    where: str
-    language: str
-    mark: str
-    lines: list[str]
+
+def find_links(page: Path) -> list[str]:
+    """Returns what a page links to, except on the web."""
+    found = [str(t.attrs["href"]) for t in read_tokens(page) if t.type == "link_open"]
+    return [link for link in found if not re.match(r"https?:", link)]
+
+
+def find_anchors(page: Path) -> set[str]:
+    """Returns the headings of a page, as GitHub names them in a link."""
+    pairs = itertools.pairwise(read_tokens(page))
+    headings = [text.content for before, text in pairs if before.type == "heading_open"]
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+def find_broken(page: Path) -> list[str]:
+    """Returns the links of a page that lead nowhere."""
+    wrong = []
+    for link in find_links(page):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in find_anchors(target)):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert find_broken(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# A heading, with `code`\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](other.md#a-heading-with-code) [b](other.md#nowhere) [c](c.md) [d](#d)\n")
+    assert find_broken(page) == ["other.md#nowhere", "c.md", "#d"]
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in find_links(ROOT / "README.md")}
+    assert {f"docs/{page.name}" for page in DOCUMENTS[1:]} <= linked
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_what_a_projects_readme_names(render: Render, tmp_path: Path, example: str) -> None:
+    """Files of the project, and documents of this repository."""
+    project = render(tmp_path, example=example)
+    readme = project / "README.md"
+    assert find_broken(readme) == [] == find_broken(project / "ctl_core" / "README.md")
+    code = [token.content for token in read_tokens(readme) if token.type == "code_inline"]
+    files = {
+        text for text in code if re.fullmatch(r"[\w./-]+\.(md|py|toml|yaml|npz)|LICENSE", text)
+    }
+    assert {"callbacks.py", "docs/hooks.md", "ctl_core/README.md"} < files
+    files.remove("training_log.md")  # which a run with a note makes
+    places = {file: ROOT if file.startswith("docs/") else project for file in files}
+    assert [file for file, place in places.items() if not (place / file).exists()] == []
 
 
 class Command(NamedTuple):
@@ -46,77 +106,80 @@ class Command(NamedTuple):
     text: str
     comment: str
 
+    def words(self) -> list[str]:
+        """Returns the words of a command of the engine; none if it is of another program."""
+        words = shlex.split(self.text)
+        while words and re.match(r"CTL_\w+=", words[0]):
+            words.pop(0)
+        if words[:1] == ["./train.sh"]:
+            return ["train", *words[1:]]
+        return words[3:] if words[:3] == ["python", "-m", "ctl_core"] else []
 
-def blocks(name: str) -> list[Block]:
-    """The blocks of a document."""
-    tokens = MarkdownIt().parse((ROOT / name).read_text("utf-8"))
+
+def read_commands(page: Path, marked: bool = False) -> list[list[Command]]:
+    """Returns the commands of a page, block by block: those to be run, or those that are marked."""
+    tokens = MarkdownIt().parse(page.read_text("utf-8"))
     found = []
     for before, token in zip([None, *tokens], tokens, strict=False):
-        assert token.map is not None or token.type != "code_block"
-        where = f"{name}:{token.map[0] + 1}" if token.map else name
-        assert token.type != "code_block", f"{where}: indented; make it ```sh, or ```text"
+        assert token.type != "code_block", f"{page}: indented; make it ```sh, or ```text"
         if token.type == "fence":
+            assert token.map and token.info in ("sh", "python", "text", "yaml"), (page, token)
+            where = f"{page.name}:{token.map[0] + 1}"
             mark = MARK.fullmatch(before.content.strip()) if before else None
-            found.append(
-                Block(where, token.info, mark[1] if mark else "", token.content.splitlines())
-            )
+            assert token.info == "sh" or not mark, where
+            if token.info == "sh" and bool(mark) == marked:
+                halves = [(*line.split("#", 1), "")[:2] for line in token.content.splitlines()]
+                found.append([Command(where, text.strip(), said) for text, said in halves])
     return found
 
 
-def commands(name: str) -> list[list[Command]]:
-    """The commands that are to be run, block by block."""
+def shell_commands(page: Path) -> list[str]:
+    """Returns what wants a shell: whole blocks with other programs in them, and clusters."""
     found = []
-    for block in blocks(name):
-        if block.language == "sh" and not block.mark:
-            halves = [(*line.split("#", 1), "")[:2] for line in block.lines]
-            found.append([Command(block.where, text.strip(), said) for text, said in halves])
-    return found
-
-
-def of_engine(command: str) -> bool:
-    """Whether it trains, or uses a run."""
-    words = [word for word in command.split() if not word.startswith("CTL_")]
-    return words[0] == "./train.sh" or words[:3] == ["python", "-m", "ctl_core"]
-
-
-def shell_commands(name: str) -> list[str]:
-    """What a document wants in a shell: whole blocks with other programs in them, and clusters."""
-    found = []
-    for block in commands(name):
-        whole = not all(of_engine(command.text) for command in block)
+    for block in read_commands(page):
+        whole = not all(command.words() for command in block)
         found += [command.text for command in block if whole or "--workers" in command.text]
     return found
 
 
-def test_blocks_have_a_language_and_marks_belong_to_blocks() -> None:
-    for name in (*DOCUMENTS, *EXAMPLES, TEMPLATES_README, "CONTRIBUTING.md"):
-        for block in blocks(name):
-            assert block.language in ("sh", "python", "text", "yaml"), block
-            assert block.language == "sh" or not block.mark, block
-        marks = [block.mark for block in blocks(name) if block.mark]
-        assert (ROOT / name).read_text("utf-8").count("<!-- not run") == len(marks), name
-
-
 def test_every_command_is_run_or_marked() -> None:
-    """Those that no test below runs need a mark."""
-    for name in (*DOCUMENTS, TEMPLATES_README, "CONTRIBUTING.md"):
-        if name in ("README.md", TEMPLATES_README):  # test_commands_in_a_shell
-            continue
-        assert shell_commands(name) == [], f"{name}: run it in a test, or mark it"
-    for name in EXAMPLES:  # tests/examples trains them on little
-        assert commands(name) == [], f"{name}: mark it"
-    assert len(shell_commands("README.md")) == 6
-    assert shell_commands(TEMPLATES_README) == ["./train.sh --workers 2"]
+    """Those that no test below runs need a mark, and a mark belongs to a block."""
+    for page in (*GUIDES, *SECTIONS):
+        marks = page.read_text("utf-8").count("<!-- not run")
+        assert marks == len(read_commands(page, marked=True)), page
+    for page in SECTIONS:  # tests/examples trains them on little
+        assert read_commands(page) == [], f"{page}: mark it"
+    wanted = {page.name: shell_commands(page) for page in GUIDES if page != PROJECTS}
+    assert len(wanted.pop("README.md")) == 6  # test_commands_in_a_shell
+    assert not any(wanted.values()), f"run them in a test, or mark them: {wanted}"
+    assert shell_commands(PROJECTS) == ["./train.sh --workers 2"]
 
 
-def test_the_gallery_is_what_the_examples_say() -> None:
-    """Made anew by python -m scripts.gallery."""
-    assert (ROOT / "docs" / "gallery.md").read_text("utf-8") == page()
+def test_commands_that_are_not_run_are_understood(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text((digits / "config.yaml").read_text())
+    seen = 0
+    pages = (*GUIDES, *SECTIONS)
+    for command in (c for page in pages for block in read_commands(page, True) for c in block):
+        words = [word for word in command.words() if word != "--background"]  # train.sh's own
+        if words and "SETTING" not in command.text and "&&" not in command.text:
+            named = [word for before, word in itertools.pairwise(words) if before == "--run-name"]
+            for run in named:
+                Path("runs", run).mkdir(parents=True, exist_ok=True)
+                Path("runs", run, "config.yaml").write_text("steps: 300\n")
+            if words[0] == "hooks" or "--help" in words:
+                assert main(words) == 0, command
+            else:
+                parse_command(words)
+            seen += 1
+    assert seen > 3
 
 
 def test_targets_of_make_exist() -> None:
     """Marked blocks name some, and the text between."""
-    text = "\n".join((ROOT / name).read_text("utf-8") for name in (*DOCUMENTS, "CONTRIBUTING.md"))
+    text = "\n".join(page.read_text("utf-8") for page in (*DOCUMENTS, ROOT / "CONTRIBUTING.md"))
     targets = set(re.findall(r"(?:^|`|; |&& )make ([a-z-]+)", text, re.M))
     rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert {"demo", "test", "lint"} <= targets <= rules
@@ -140,40 +203,38 @@ def test_commands_in_a_project(
         images = next(digits[name] for name in digits.files if digits[name].ndim > 1)
     np.save(project / "x.npy", images[:3].reshape(3, 8, 8, 1).astype("float32"))
     done: set[str] = set()
-    for where, command, comment in [
-        c for name in (*DOCUMENTS, TEMPLATES_README) for block in commands(name) for c in block
-    ]:
-        if command in done or not of_engine(command) or "--workers" in command:
+    pages = (*DOCUMENTS, PROJECTS)
+    for command in (c for page in pages for block in read_commands(page) for c in block):
+        words = command.words()
+        if command.text in done or not words or "--workers" in words:
             continue
-        done.add(command)
-        words = shlex.split(command)
+        done.add(command.text)
         with monkeypatch.context() as patched:
-            while "=" in words[0]:
-                patched.setenv(*words.pop(0).split("=", 1))
-            words = ["train", *words[1:]] if words[0] == "./train.sh" else words[3:]
+            for name, value in re.findall(r"\b(CTL_\w+)=(\S+)", command.text):
+                patched.setenv(name, value)
             outcome = cli(None, command=tuple(words))
-        assert (outcome.code, outcome.err) == (0, ""), f"{where}: {command}"
-        if step := re.search(r"goes on at step (\d+)", comment):
-            assert f"resuming at step {step[1]}" in outcome.out, f"{where}: {command}"
-        for path in re.findall(r"runs/[\w./-]*\w", comment):
-            assert (project / path).exists(), f"{where}: {command} has not made {path}"
+        assert (outcome.code, outcome.err) == (0, ""), command
+        if step := re.search(r"goes on at step (\d+)", command.comment):
+            assert f"resuming at step {step[1]}" in outcome.out, command
+        for path in re.findall(r"runs/[\w./-]*\w", command.comment):
+            assert (project / path).exists(), f"{command} has not made {path}"
     assert len(done) > 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["README.md", TEMPLATES_README])
-def test_commands_in_a_shell(name: str, render: Render, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [ROOT / "README.md", PROJECTS], ids=["here", "of a project"])
+def test_commands_in_a_shell(page: Path, render: Render, tmp_path: Path) -> None:
     """As on a new machine, but that pip only looks whether it could install."""
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "pip").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pip "$@" --dry-run\n')
     (tools / "pip").chmod(0o755)
-    folder = ROOT if name == "README.md" else render(tmp_path)
+    folder = render(tmp_path) if page == PROJECTS else ROOT
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CTL_", "GIT_", "VENV"))}
     environ |= {"HOME": str(tmp_path), "EDITOR": "true", "VIRTUAL_ENV": sys.prefix}
     environ["PATH"] = os.pathsep.join([str(tools), f"{sys.prefix}/bin", os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "-euxc", "\n".join(shell_commands(name))],
+        ["bash", "-euxc", "\n".join(shell_commands(page))],
         cwd=folder,
         env=environ,
         input="\n" * 20,  # cookiecutter's questions get their defaults
@@ -182,10 +243,7 @@ def test_commands_in_a_shell(name: str, render: Render, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = (tmp_path / "projects" if name == "README.md" else tmp_path) / "my_training" / "runs"
+    runs = folder / "runs" if page == PROJECTS else tmp_path / "projects" / "my_training" / "runs"
     assert [path for path in runs.iterdir() if (path / "worker-1.log").exists()]
     for run in runs.iterdir():
         assert {"config.yaml", "train.log", "metrics.jsonl", "ckpt", "tb"} <= set(os.listdir(run))
-    assert "train.sh:" not in done.stderr.replace("./train.sh", ""), "nothing was installed"
-    git = ["git", "status", "--porcelain"]
-    assert subprocess.check_output(git, cwd=runs.parent) == b"", ".gitignore covers what runs write"
