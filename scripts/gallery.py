@@ -1,7 +1,4 @@
-"""Writes docs/gallery.md: every example on one page, by what its section of the README says.
-
-python -m scripts.gallery
-"""
+"""Writes docs/gallery.md (make generated): every example on one page, by its own section."""
 
 from __future__ import annotations
 

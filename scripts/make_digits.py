@@ -1,6 +1,4 @@
-"""Makes the data of the digits example: ``data/digits.npz`` of the template.
-
-    python scripts/make_digits.py [FILE]
+"""Makes the data of the digits example, ``data/digits.npz`` of the template (make generated).
 
 The source is ``sklearn.datasets.load_digits``: 1,797 images of handwritten digits, the test part
 of "Optical Recognition of Handwritten Digits" in the UCI Machine Learning Repository. The file
@@ -14,14 +12,14 @@ but the data and the version of zlib.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "{{cookiecutter.project_slug}}" / "data" / "digits.npz"
 TEST_SHARE = 0.2
 
 
@@ -51,4 +49,4 @@ def make(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]) if len(sys.argv) > 1 else TEMPLATE / "data" / "digits.npz")
+    make(FILE)

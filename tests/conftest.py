@@ -6,58 +6,45 @@ alone at the end. ``make check`` runs the quick ones, ``make test`` all but thos
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 
-LONGEST = (
-    "test_kills.py",
-    "test_cluster.py",
-    "test_programs.py",
-    "test_program_ways.py",
-    "test_documents.py",
-    "test_reading.py",
-    "test_state.py",
-    "test_resume.py",
-    "test_notebook.py",
-    "test_signals.py",
-    "test_stderr.py",
-    "test_eval_sets.py",
-    "test_eval_model.py",
-    "test_callbacks_file.py",
-    "test_snapshot.py",
-    "test_stretches.py",
-    "test_precision.py",
-    "test_hosts.py",
-    "test_freezing.py",
-    "test_train_sh.py",
-    "test_render.py",
-    "test_processes.py",
-)
+from tests.helpers import lean
+
+LONGEST = """
+    test_programs test_program_ways test_kills test_cluster test_documents test_callbacks_file
+    test_check test_detect_anomaly test_any_batch test_readers test_every_step test_state
+    test_eval_model test_after_eval test_notebook test_signals test_stderr test_hosts test_render
+    test_train_sh test_sweep_file test_processes
+"""
 # They start no process, and take less than half a minute of one core each.
-QUICK = (
-    "test_architecture.py",
-    "test_compat.py",
-    "test_console.py",
-    "test_digits_data.py",
-    "test_errors.py",
-    "test_hook_state.py",
-    "test_losses.py",
-    "test_profile.py",
-    "test_pythons.py",
-    "test_randomness.py",
-    "test_rate.py",
-    "test_reduction.py",
-    "test_settings.py",
-    "test_layout.py",
-    "test_splits.py",
-)
+QUICK = """
+    test_architecture test_compat test_console test_errors test_hook_state test_losses test_profile
+    test_randomness test_rate test_reduction test_settings test_layout test_splits test_numbers
+    test_scripts
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lean_path() -> Iterator[None]:
+    """Lets all processes that tests start import less; not those of pytest-xdist."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(lean.FOLDER), before]))
+    yield
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts by file; the rest stays in its order. Marks what is quick or slow as a whole."""
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    rank = {name: number for number, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     for item in items:
         if item.get_closest_marker("cluster"):
             item.add_marker("slow")
-        elif item.path.name in QUICK:
+        elif item.path.stem in QUICK.split():
             item.add_marker("quick")

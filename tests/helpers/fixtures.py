@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden import engine
-from tests.helpers import lean
 
-lean.hide()
 engine.start_devices()
 Train = engine.Train
 

@@ -16,11 +16,10 @@ IN_USE = "is the name of a module or package in use"
 BRACES = "which cookiecutter takes for template code"
 # cookiecutter renders answers that come from outside; this one arrives as two braces.
 TWO_BRACES = "{{ '{' * 2 }}"
+# The answer, its value, why it cannot be, and what to answer instead.
 REFUSED = [
-    ("project_slug", "Shouting", NO_NAME, "'shouting'"),
     ("project_slug", "3d", NO_NAME, "'project_3d'"),
     ("project_slug", "", NO_NAME, "'project'"),
-    ("project_slug", "a\nb", NO_NAME, "'a_b'"),
     ("project_slug", "x" * 300, NO_NAME, "'xxx"),
     ("project_slug", "import", "is a Python keyword", "'my_import'"),
     ("project_slug", "json", IN_USE, "'my_json'"),
@@ -34,47 +33,33 @@ REFUSED = [
 
 @pytest.mark.parametrize(("answer", "value", "why", "instead"), REFUSED)
 def test_refused(
-    answer: str,
-    value: str,
-    why: str,
-    instead: str,
-    render: Render,
-    tmp_path: Path,
+    answer: str, value: str, why: str, instead: str, render: Render, tmp_path: Path
 ) -> None:
-    """The line names the answer and its value, says why, and what to answer instead."""
-    answers = {"project_slug": "fine", answer: value}
     with pytest.raises(FailedHookException) as caught:
-        render(tmp_path, **answers)
+        render(tmp_path, **{"project_slug": "fine", answer: value})
     line = str(caught.value)
     assert line.startswith(f"{answer}: ") and line.isprintable()
-    shown = value.replace(TWO_BRACES, "{{").removeprefix("{{ '").removesuffix("' }}")
-    assert repr(shown)[:60] in line
-    assert why in line
-    assert instead in line
+    assert repr(value.replace(TWO_BRACES, "{{"))[:60] in line
+    assert why in line and instead in line
     assert not list(tmp_path.iterdir())
 
 
 def test_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
     """The line is all there is."""
-    done = run(
-        *["cookiecutter", ROOT, "--no-input", "project_slug=../keras"], cwd=tmp_path, check=False
-    )
-    assert done.returncode == 1
+    command = ["cookiecutter", ROOT, "--no-input", "project_slug=../keras"]
+    done = run(*command, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout.count("\n"), done.stderr) == (1, 1, "")
     assert done.stdout.startswith("project_slug: '../keras' is no lower-case Python name (")
     assert done.stdout.endswith("); answer for example 'my_keras'.\n")
-    assert (done.stdout.count("\n"), done.stderr) == (1, "")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("name", "slug"),
     [
-        ("My Training", "my_training"),
         ("mixed-Case name", "mixed_case_name"),
-        ("3D shapes", "project_3d_shapes"),
-        ("Größe", "grosse"),
+        ("3D Größe", "project_3d_grosse"),
         ("word " * 13, "_".join(["word"] * 11)),
-        ("x" * 65, "x" * 56),
     ],
 )
 def test_derived_slug(name: str, slug: str, render: Render, tmp_path: Path) -> None:
@@ -82,36 +67,30 @@ def test_derived_slug(name: str, slug: str, render: Render, tmp_path: Path) -> N
 
 
 FINE = [
-    """double " and ' quotes, and '''three'''""" + ' """three"""',
-    "back\\slash \\n \\u0041 \\",
-    "braces { } }} %} #} %s {0} ${HOME} $(id) `id`",
-    "ünïcödé 日本語 🙂",
-    "# *stars* _under_scores [link](url) <b>tag</b> <!-- &amp; | ~~gone~~ ![x](y)",
-    "key: value, [list], {map}, !tag, @at, %percent",
-    "null",
+    ("""double " and ' quotes, and '''three'''""" + ' """three"""', "null"),
+    ("back\\slash \\n \\u0041 \\", "ünïcödé 日本語 🙂"),
+    ("braces { } }} %} #} %s {0} ${HOME} $(id) `id`", "key: value, [list], {map}, !tag, @at, %x"),
+    ("# *stars* _under_scores [link](url) <b>tag</b> <!-- &amp; | ~~gone~~ ![x](y)", "é"),
 ]
 
 
-@pytest.mark.parametrize("text", FINE)
-def test_odd_text_arrives_as_typed(text: str, render: Render, tmp_path: Path) -> None:
-    """TOML, Markdown and the licence show the text; every Python file still compiles."""
-    project = render(
-        tmp_path, project_name=text, project_slug="fine", description=text, author=text
-    )
+@pytest.mark.parametrize(("text", "other"), FINE)
+def test_odd_text_arrives_as_typed(text: str, other: str, render: Render, tmp_path: Path) -> None:
+    """TOML, Markdown and the licence show the texts; every Python file still compiles."""
+    answers = {"project_name": text, "description": other, "author": text}
+    project = render(tmp_path, project_slug="fine", **answers)
     metadata = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
-    assert metadata["description"] == text.strip()
-    assert metadata["authors"] == [{"name": text.strip()}]
-    assert f"Copyright (c) {text.strip()}\n" in (project / "LICENSE").read_text("utf-8")
+    assert metadata["description"] == other
+    assert metadata["authors"] == [{"name": text}]
+    assert f"Copyright (c) {text}\n" in (project / "LICENSE").read_text("utf-8")
     tokens = MarkdownIt().parse((project / "README.md").read_text("utf-8"))
-    assert [token.type for token in tokens[:6]] == [
-        *["heading_open", "inline", "heading_close"],
-        *["paragraph_open", "inline", "paragraph_close"],
-    ]
-    for token in (tokens[1], tokens[4]):
+    inline = ["heading_open", "inline", "heading_close", "paragraph_open", "inline"]
+    assert [token.type for token in tokens[:5]] == inline
+    for token, expected in ((tokens[1], text), (tokens[4], other)):
         assert token.children is not None
         assert {child.type for child in token.children} <= {"text", "text_special"}
-        assert "".join(child.content for child in token.children) == text.strip()
-    for path in project.rglob("*.py"):
+        assert "".join(child.content for child in token.children) == expected
+    for path in project.glob("*.py"):
         compile(path.read_text("utf-8"), path, "exec")
 
 

@@ -173,7 +173,7 @@ def test_yaml_files(projects: list[Project]) -> None:
     for project in projects:
         config = yaml.safe_load(project.text("config.yaml"))
         own = SOURCES / "examples" / f"{project.answers['example']}.yaml"
-        changed = {"batch_size": 64}
+        changed: dict[str, Any] = {"batch_size": 64}
         if own.exists():
             changed |= yaml.safe_load(own.read_text())
         if project.answers["tracker"] != "none":
