@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from ctl_core.helpers import nan_to_zero as nan_to_zero
     from ctl_core.helpers import unpack as unpack
     from ctl_core.helpers import weighted as weighted
-    from ctl_core.layers import load_config as load_config
     from ctl_core.model.variables import regularization as regularization
     from ctl_core.model.variables import trainable_variables as trainable_variables
     from ctl_core.run.listeners import Listener as Listener
     from ctl_core.serving.load import LoadedModel as LoadedModel
     from ctl_core.serving.load import load as load
     from ctl_core.settings import Config as Config
+    from ctl_core.settings import load_config as load_config
     from ctl_core.state import State as State
     from ctl_core.trainer import train as train
 
@@ -53,7 +53,7 @@ _HOME = {
     "deferred": "helpers",
     "leading_dimension": "helpers",
     "load": "serving.load",
-    "load_config": "layers",
+    "load_config": "settings",
     "nan_to_zero": "helpers",
     "num_replicas": "collectives",
     "regularization": "model.variables",

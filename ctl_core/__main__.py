@@ -7,7 +7,6 @@ after saving; 130, too, ended by a second SIGINT.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import importlib
@@ -15,25 +14,24 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 from ctl_core.errors import CtlError, PeerLost, SetupError, brief
 
-_INSTALL = f"{sys.executable} -m pip install --editable ."
-
 try:
-    from ctl_core.callbacks_file import Source, check_compiles, find_callbacks, load_callbacks
-    from ctl_core.cli import COMMANDS, Command, as_evaluator, parse_command
+    from ctl_core.callbacks_file import check_compiles, find_callbacks, load_callbacks
+    from ctl_core.cli import COMMANDS, Command, parse_command
     from ctl_core.cluster import supervisor
+    from ctl_core.cluster.rendezvous import LONGEST
     from ctl_core.cluster.signals import INTERRUPTED, interruptible
     from ctl_core.cluster.task import Task, read_task
-    from ctl_core.settings import free_name, nearest
+    from ctl_core.settings import Config, free_name
     from ctl_core.sources import check_start
     from ctl_core.table import TEXT
 except ModuleNotFoundError as error:
+    install = f"{sys.executable} -m pip install --editable ."
     where = f"is not installed in {sys.prefix}; in the project's folder"
-    print(f"error: {error.name} {where}: {_INSTALL}", file=sys.stderr)
+    print(f"error: {error.name} {where}: {install}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -42,97 +40,72 @@ def main(argv: list[str] | None = None) -> int:
     supervisor.die_with_supervisor()
     alone = argv is None  # the process is this command's
     argv = sys.argv[1:] if argv is None else argv
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without dashes and dots of ours gets "?"
-            stream.reconfigure(errors="replace")
     debug = "--debug" in argv
-    try:
-        command = _read(argv)
-        if isinstance(command, int):
-            return command
-        debug = command.config.debug
-        return _run(command, argv)
-    except CtlError as error:
-        # Of a lost peer, the supervisor can say more: which one, and how.
-        if not (isinstance(error, PeerLost) and supervisor.is_supervised() and not debug):
-            _complain(str(error), debug)
-        return _leave(error.exit_code)
-    except KeyboardInterrupt:
-        _complain("interrupted", debug)
-        return _leave(INTERRUPTED, at_once=alone)
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(last.filename).name}:{last.lineno}"
-        _complain(f"{brief(error)} ({where}; --debug shows the traceback)", debug)
-        return _leave(1)
-
-
-def _leave(code: int, at_once: bool = False) -> int:
-    """Returns the exit code of a failure; a process of a cluster ends here and now.
-
-    TensorFlow's own end would wait for the others, which wait for this one in a collective. Of a
-    process that was interrupted, some thread may never end.
-    """
-    strategy = sys.modules.get("ctl_core.cluster.strategy")
-    if at_once or (strategy is not None and strategy.joined()):
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-    return code
-
-
-def _complain(text: str, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-    print(f"error: {text}", file=sys.stderr, flush=True)
-
-
-def _read(argv: list[str]) -> Command | int:
-    """Reads the command line; what it answers by itself, such as help, gives the exit code."""
-    name = argv[0] if argv else "--help"
-    if name in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m ctl_core <command> [settings]\n\ncommands:")
-        for command, text in COMMANDS.items():
-            print(f"  {command:10}{text}")
+        for name, flags in COMMANDS.items():
+            print(f"  {name:10}{flags.text}")
         print("\n<command> --help shows its settings.")
         return 0 if argv else 2
-    if name not in COMMANDS:
-        hint = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}."
-        raise SetupError(f"unknown command {name!r}{hint}")
-    if name == "hooks":
-        print(TEXT, end="")
-        return 0
     try:
-        return parse_command(argv)
-    except SystemExit as asked_for_help:
-        return int(asked_for_help.code or 0)
+        command = parse_command(argv)
+        debug = command.config.debug
+        return _run(command, argv)
+    except SystemExit as ended:  # --help, or a signal
+        return int(ended.code or 0)
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        code, text = _describe(error)
+        # Of a lost peer, the supervisor can say more: which one, and how.
+        if debug or not (isinstance(error, PeerLost) and supervisor.is_supervised()):
+            print(f"error: {text}", file=sys.stderr, flush=True)
+        strategy = sys.modules.get("ctl_core.cluster.strategy")
+        # TensorFlow's own end would wait for the other processes of a cluster, which wait for this
+        # one in a collective. Of a process that was interrupted, some thread may never end.
+        if (alone and code == INTERRUPTED) or (strategy is not None and strategy.joined()):
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(code)
+        return code
+
+
+def _describe(error: BaseException) -> tuple[int, str]:
+    """Returns the exit code of a failure, and what to say of it in one line."""
+    if isinstance(error, CtlError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(last.filename).name}:{last.lineno}"
+    return 1, f"{brief(error)} ({where}; --debug shows the traceback)"
 
 
 def _run(command: Command, argv: list[str]) -> int:
     config, training = command.config, command.name == "train"
+    if command.name == "hooks":
+        print(TEXT, end="")
+        return 0
+    task = Task()
     if training:
         check_start(config)  # at once; a program's Run looks by itself
-    task = read_task(config) if training else Task()
+        task = read_task(config)
     supervised = supervisor.is_supervised()  # then the supervisor has said the rest
-    for note in () if supervised else command.notes:
-        print(note, flush=True)
-    if task.processes > 1 and not supervised:
-        print(f"cluster: {task.shown(task.index)}, of {task.processes}", flush=True)
+    notes = list(command.notes)
+    if task.processes > 1:
+        notes.append(f"cluster: {task.shown(task.index)}, of {task.processes}")
     if task.kind == "ps":
         print("ps: gradients are summed between the workers; no parameter server is needed.")
         return 0
     if task.kind == "evaluator":
         print("cluster: this is the evaluator: evaluate --watch", flush=True)
-        with interruptible():
-            command, training = as_evaluator(command), False
+        return _run(_await_run(config), argv)
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if config.debug else "3")
     source = find_callbacks(config.callbacks, command.run, command.trained_with, training)
-    if source.note and not supervised:
-        print(source.note, flush=True)
+    for note in () if supervised else filter(None, (*notes, source.note)):
+        print(note, flush=True)
     check_compiles(source)
     if not training or command.options["check"]:  # in this process alone
         os.environ.pop("TF_CONFIG", None)  # of which libraries know, too
@@ -141,84 +114,72 @@ def _run(command: Command, argv: list[str]) -> int:
     if config.workers > 1 and not supervised:
         name = config.run_name or free_name(Path(config.runs_dir))
         return supervisor.start_cluster(argv, dataclasses.replace(config, run_name=name))
-    return _run_here(dataclasses.replace(command, config=config), source)
-
-
-def _run_here(command: Command, source: Source) -> int:
-    """Runs a command in this process."""
-    config, options, training = command.config, command.options, command.name == "train"
     here = Path.cwd()
     with interruptible():
         _import_libraries(config.debug)
         from ctl_core.cluster.strategy import prepare
         from ctl_core.console import quiet_libraries
 
-        if training:
-            devices = max(3 if options["check"] else 1, config.virtual_devices)
-            # Before callbacks.py may start TensorFlow otherwise; a check compares devices.
+        if training:  # before callbacks.py may start TensorFlow otherwise; a check has 3 devices
+            devices = max(3 if command.options["check"] else 1, config.virtual_devices)
             prepare(dataclasses.replace(config, virtual_devices=devices))
         quiet_libraries(not config.debug)
         callbacks = load_callbacks(source)
-    if source.path != source.stands_for:
-        config = dataclasses.replace(config, callbacks=command.trained_with)
     if Path.cwd() != here:  # callbacks.py has gone elsewhere; the run stays where it was to be
         config = dataclasses.replace(config, runs_dir=str(here / config.runs_dir))
+    if source.path != source.stands_for:
+        config = dataclasses.replace(config, callbacks=command.trained_with)
     if not training:
-        from ctl_core.tools import commands
+        from ctl_core.commands import use
 
         with interruptible():
-            getattr(commands, command.name)(callbacks, config, options)
+            getattr(use, command.name)(callbacks, config, **command.options)
         return 0
-    if options["check"]:
+    if command.options["check"]:
         from ctl_core.commands.check import check
 
         state = check(callbacks, config)
     else:
         from ctl_core.trainer import train
 
-        state = train(callbacks, config, options["continue"], options["note"])
+        state = train(callbacks, config, command.options["continue"], command.options["note"])
     return int(state.diverged) if state.stopped_by is None else 128 + state.stopped_by
 
 
-def _import_libraries(debug: bool) -> None:
-    """Imports TensorFlow and Keras without looking for garbage meanwhile, a sixth of the time.
+def _await_run(config: Config) -> Command:
+    """Returns the command of an evaluator in the cluster of a training, when the run has begun.
 
-    What they have made stays to the end, and later searches leave it out.
+    Raises:
+        PeerLost: it has not begun after as long as workers wait for each other.
+    """
+    words = ["evaluate", f"--run-name={config.run_name}", f"--runs-dir={config.runs_dir}"]
+    try:
+        with interruptible():
+            return parse_command([*words, "--watch"], LONGEST)
+    except SetupError as error:
+        raise PeerLost(f"after {LONGEST:.0f} s, there is no run to evaluate: {error}") from None
+
+
+def _import_libraries(debug: bool) -> None:
+    """Imports TensorFlow and Keras: quietly, and without looking for garbage, a sixth of the time.
+
+    As it is imported, TensorFlow's C++ says what processor it runs on, whatever its log level is;
+    what it has made stays to the end, and later searches for garbage leave it out.
     """
     if "tensorflow" in sys.modules:
         return
     gc.disable()
+    stderr = os.dup(2)
+    if not debug:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
     try:
-        with _silence(debug):
-            importlib.import_module("keras")
-            importlib.import_module("tensorflow")
-    except Exception as error:
-        again = f"install it anew: {_INSTALL} --force-reinstall"
-        raise SetupError(f"TensorFlow cannot be imported: {brief(error)}; {again}") from error
+        importlib.import_module("keras")
     finally:
-        gc.enable()
-    gc.freeze()
-
-
-@contextlib.contextmanager
-def _silence(debug: bool) -> Iterator[None]:
-    """Drops what TensorFlow's C++ prints within, to the file descriptor itself; not in debugging.
-
-    As it is imported, it says what processor it runs on, whatever its log level is.
-    """
-    if debug:
-        yield
-        return
-    sys.stderr.flush()
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
         os.dup2(stderr, 2)
         os.close(stderr)
-        os.close(nowhere)
+        gc.enable()
+    gc.freeze()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import tensorflow as tf
 from ctl_core.cluster.divergence import Divergence
 from ctl_core.compat import graphs_called, holding, max_to_keep, written_resources
 from ctl_core.console import Console
-from ctl_core.errors import RunError, SetupError, op_message, reason
+from ctl_core.errors import RunError, SetupError, brief, reason
 from ctl_core.files import from_here
 from ctl_core.model.freezing import read_flags, set_flags
 from ctl_core.model.variables import plain_variable
@@ -454,7 +454,7 @@ class Checkpoints:
             self._engine_part.read(engine_part).expect_partial()
             self._sums.put_back()
         except UNREADABLE as error:
-            raise Damaged(op_message(error, 160)) from error
+            raise Damaged(brief(error, 160)) from error
         if state.step != step:
             raise Damaged(f"its files are of step {state.step}")
         for layer in state.recording.layers:
@@ -494,7 +494,7 @@ class Checkpoints:
                 status.expect_partial()
             differences = differing_variables(self._ckpt, path)
             if not differences:  # unequal in a way that no variable shows
-                differences = [op_message(error, 200)]
+                differences = [brief(error, 200)]
             raise unfitting(path, [*differences, *changed], fork) from error
 
     def _restore_statistics(self, record: Record) -> None:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from ctl_core.checks.position import data_files, why_not_checkpointable
 from ctl_core.compat import GraphCheckpoint, inputs_of
 from ctl_core.console import Console
-from ctl_core.errors import op_message
+from ctl_core.errors import brief
 from ctl_core.run_state.fitting import UNREADABLE
 from ctl_core.run_state.record import Damaged, Record, regular
 from ctl_core.state import State
@@ -67,7 +67,7 @@ class InputPosition:
             if why is None:
                 self._part().write(str(prefix))
         except tf.errors.FailedPreconditionError as error:
-            why = op_message(error, 120)
+            why = brief(error, 120)
         except ValueError as error:
             why = str(error)
         if why is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from ctl_core.console import Console
-from ctl_core.errors import RunError, op_message
+from ctl_core.errors import RunError, brief
 from ctl_core.files import from_here
 
 PARTS = ("steps", "hooks", "evaluation", "checkpoints")
@@ -89,7 +89,7 @@ class Profile:
             try:
                 tf.profiler.experimental.start(str(self._folder))
             except tf.errors.OpError as error:
-                raise RunError(f"profile: cannot be started: {op_message(error, 400)}") from error
+                raise RunError(f"profile: cannot be started: {brief(error, 400)}") from error
             self._running = True
 
     def end(self) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import from_here
-from ctl_core.layers import read_file
 from ctl_core.run_state.record import Damaged, Record, read_record, saved_steps
-from ctl_core.settings import Config, nearest, shown
+from ctl_core.settings import Config, nearest, read_file, shown
 
 # Stands beside a checkpoint that was copied, until the run has settings of its own.
 NOT_BEGUN = "forking"

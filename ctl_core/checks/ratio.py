@@ -2,16 +2,17 @@
 
 A mean would make gradients smaller by the size of the batch. Nothing tells the two apart but their
 values: a batch's sum is that of its halves, its mean is half of that of theirs. The ratio decides,
-since noise, smoothing and negatives out of the batch shift it.
+since noise, smoothing and negatives out of the batch shift it; a constant that is added shifts it,
+too, but the slopes still add up.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.batches import count_rows
@@ -19,14 +20,12 @@ from ctl_core.checks.returned import split_objectives
 from ctl_core.collectives import Alone
 from ctl_core.compat import drawing_from, global_seed_generator, with_called
 from ctl_core.console import Console
-from ctl_core.forward import run_model
+from ctl_core.forward import compute_loss, run_model
 from ctl_core.input import first_replica, take_rows
 from ctl_core.model.parts import Parts
-from ctl_core.numerics.precision import to_float32
 from ctl_core.numerics.staging import ReplicaCopies
 from ctl_core.process_state import seeds_kept
 from ctl_core.state import State
-from ctl_core.training_mode import call
 
 BATCHES, MOST_ROWS = 3, 64
 DRAWS = 20  # of a loss that has noise of its own
@@ -56,45 +55,38 @@ def check_losses(state: State, console: Console) -> None:
             tried = _try_batches(state)
     except Exception:  # the trial's own: half a batch may not do; training says what is wrong
         return
-    of_vectors = bool(tried.pop("of vectors", None))
-    ratios = {name: _find_ratio(values) for name, values in tried.items()}
-    of_loss = ratios.pop("create_loss", None)
-    for name, ratio in ratios.items():
-        if ratio is None or not MEAN[0] <= ratio <= WHOLE:
+    hook = hooks.create_loss if hooks.grad_pre.is_default else hooks.grad_pre
+    for objective, numbers in tried.items():
+        losses, slopes = numbers[..., 0], numbers[..., 1]
+        if not ((losses > 0).all() or (losses < 0).all()):
             continue
-        is_own = hooks.grad_pre.is_default or (of_loss and MEAN[0] <= of_loss <= WHOLE)
-        hook = hooks.create_loss if is_own else hooks.grad_pre
-        objective = name.removeprefix("grad_pre/")
+        ratio = np.median(losses[:, 0] / losses[:, 1:].sum(1))
+        adds_up = np.allclose(slopes[:, 0], slopes[:, 1:].sum(1), rtol=0.01)
+        if adds_up or not MEAN[0] <= ratio <= WHOLE:
+            continue
         said = (
             f"the loss{f' of {objective!r}' * bool(objective)} of a batch is {ratio:.2f} times the "
             "sum of those of its halves, "
         )
-        if ratio > MEAN[1]:
-            console.warn(
-                f"{hook}: {said}so it is of a batch as a whole: weights depend on the number of "
-                "devices and micro-batches, unless these exchange what it is made of, by "
-                "ctl_core.all_gather or all_reduce."
+        if ratio <= MEAN[1]:
+            raise hook.reject(
+                f"{said}as a mean over the batch is; return one number per example, as Keras' "
+                "losses with reduction=None do of values of shape [b, 1], or their sum "
+                "(tf.reduce_sum): the engine divides by the global batch size itself, or by what "
+                "batch_weight says."
             )
-            continue
-        cure = "return one number per example, or their sum (tf.reduce_sum)"
-        if of_vectors:
-            cure = "give both values that it compares the shape [b, 1], with value[:, None]"
-        raise hook.reject(
-            f"{said}as a mean over the batch is; {cure}: the engine divides by the global batch "
-            "size itself, or by what batch_weight says."
+        console.warn(
+            f"{hook}: {said}so it is of a batch as a whole: weights depend on the number of "
+            "devices and micro-batches, unless these exchange what it is made of, by "
+            "ctl_core.all_gather or all_reduce."
         )
 
 
-def _find_ratio(values: list[tuple[float, float, float]]) -> float | None:
-    """Returns the median of what a whole is to its halves; None where their signs differ."""
-    signs = {(value > 0) - (value < 0) for of_batch in values for value in of_batch}
-    if signs not in ({1}, {-1}):
-        return None
-    return statistics.median(whole / (one + other) for whole, one, other in values)
+def _try_batches(state: State) -> dict[str, np.ndarray]:
+    """Returns by objective the loss and its slope of each batch, and of each half of it.
 
-
-def _try_batches(state: State) -> dict[str, list[tuple[float, float, float]]]:
-    """Returns by loss, for each batch, its value and those of its halves."""
+    Their shape is [batches, 3, 2].
+    """
     generator = global_seed_generator()
 
     @tf.function(autograph=False)
@@ -105,54 +97,46 @@ def _try_batches(state: State) -> dict[str, list[tuple[float, float, float]]]:
     parts_of_batches = []
     for batch in state.data.source.make().take(BATCHES):
         half = min(int(count_rows(batch)), MOST_ROWS) // 2
-        slices = ((0, 2 * half), (0, half), (half, half))
         if half:
-            parts_of_batches.append([_cut(batch, *one) for one in slices])
-    found: dict[str, list[tuple[float, float, float]]] = {}
+            slices = ((0, 2 * half), (0, half), (half, half))
+            parts_of_batches.append([_take_rows(batch, *one) for one in slices])
+    found: dict[str, list[list[np.ndarray]]] = {}
     with state.strategy.scope():
         graph = compute.get_concrete_function(parts_of_batches[0][0]).graph
-        written = state.recording.find_written(graph, state.strategy)
-        copies = ReplicaCopies(state.strategy, written)
+        copies = ReplicaCopies(state.strategy, state.recording.find_written(graph, state.strategy))
         draws = DRAWS if draws_numbers(with_called(graph.get_operations())) else 1
         with copies.put_back_after():
             for three in parts_of_batches:
-                sums: dict[str, list[float]] = {}
-                for index, part in enumerate(three):
-                    for _ in range(draws):
-                        for name, value in compute(part).items():
-                            sums.setdefault(name, [0.0] * 3)[index] += float(value)
-                for name, (whole, first, second) in sums.items():
-                    found.setdefault(name, []).append((whole, first, second))
-    return found
+                drawn = [[compute(part) for _ in range(draws)] for part in three]
+                for name in drawn[0][0]:
+                    sums = [np.sum([one[name] for one in several], 0) for several in drawn]
+                    found.setdefault(name, []).append(sums)
+    return {name: np.array(sums) for name, sums in found.items()}
 
 
-def _cut(batch: Any, first: int, rows: int) -> Any:
+def _take_rows(batch: Any, first: int, rows: int) -> Any:
     return tf.nest.map_structure(lambda part: take_rows(part, first, rows), batch)
 
 
 def compute_scalars(parts: Parts, batch: Any) -> dict[str, tf.Tensor]:
-    """Returns those losses of a batch that are one number, computed as for an evaluation.
+    """Returns by objective those losses of a batch that are one number, as for an evaluation.
 
-    Returns:
-        ``create_loss``, and ``grad_pre/NAME`` of each objective; ``of vectors`` where all that the
-        loss is given has one dimension.
+    Beside each stands its slope, where all trained weights grow alike.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, tf.Tensor] = {}
     hooks, parts = parts.hooks, dataclasses.replace(parts, quiet=True)
     for moment in parts.moments():
         values = {"batch": batch, **parts.values(moment)}
-        output = run_model(parts, moment, batch, training=True)
-        loss_input = hooks.loss_pre.in_graph(output=output, training=False, **values)
-        loss = to_float32(call(parts.train_loss, loss_input, training=False))
-        if tf.is_tensor(loss) and loss.shape.rank == 0:
-            found["create_loss"] = loss
-            inputs = tf.nest.flatten(loss_input)
-            if len(inputs) == 2 and all(one.shape.rank == 1 for one in inputs):
-                found["of vectors"] = loss
-        returned = hooks.grad_pre.in_graph(loss=loss, output=output, **values)
+        with tf.GradientTape(persistent=True) as tape:
+            output = run_model(parts, moment, batch, training=True)
+            loss = compute_loss(parts, moment, batch, output, training=True)
+            returned = hooks.grad_pre.in_graph(loss=loss, output=output, **values)
         named = split_objectives(hooks.grad_pre, returned, parts.objective(moment))
         for name in parts.scalar_losses & named.keys():
-            found[f"grad_pre/{name}"] = named[name][0]
+            scalar, _, variables, *_ = named[name]
+            slopes = [g for g in tape.gradient(scalar, variables) if g is not None]
+            slope = sum(tf.reduce_sum(tf.cast(g, tf.float32)) for g in slopes)
+            found[name] = tf.stack([tf.cast(scalar, tf.float32), slope])
     return found
 
 

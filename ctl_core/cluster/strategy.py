@@ -15,7 +15,7 @@ import tensorflow as tf
 from ctl_core.cluster.rendezvous import wait_for_others
 from ctl_core.cluster.task import Task, read_task
 from ctl_core.compat import cpu_devices_of_worker
-from ctl_core.errors import PeerLost, SetupError, op_message
+from ctl_core.errors import PeerLost, SetupError, brief
 from ctl_core.settings import Config
 
 
@@ -105,7 +105,7 @@ def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
             "Python process, or train before other TensorFlow calls."
         ) from error
     except tf.errors.OpError as error:
-        own, why = task.addresses[task.index], op_message(error, 200)
+        own, why = task.addresses[task.index], brief(error, 200)
         raise PeerLost(f"{own}: this process cannot join its cluster: {why}.") from error
     return strategy
 

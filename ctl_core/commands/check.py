@@ -1,4 +1,4 @@
-"""``train --check``: one device beside three, then everything once, in a temporary folder.
+"""``train --check``: everything once, in a temporary folder, and one device beside three.
 
 A mistake in a hook that is due at step 10000 thus shows before the first step of the run. The run
 itself, if it is there, is neither read nor locked.
@@ -11,13 +11,12 @@ import functools
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.batches import widths_vary
 from ctl_core.build import create_state
 from ctl_core.checks.devices import Values, check_traces, describe_differences, observe
 from ctl_core.checks.ratio import check_losses
@@ -25,35 +24,32 @@ from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare, task_of
 from ctl_core.cluster.sync import peers
 from ctl_core.cluster.task import Task
+from ctl_core.commands.use import evaluate, export, predict
 from ctl_core.console import LOG, Console, format_values
 from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, brief
 from ctl_core.hooks import Hook, Hooks, load_hooks
+from ctl_core.messages import count_parameters
 from ctl_core.nested import output_names
 from ctl_core.process_state import process_state
 from ctl_core.run.folder import Run, open_session
 from ctl_core.run.listeners import find_listener
-from ctl_core.serving.export import save_model
-from ctl_core.serving.inference import create_inference
-from ctl_core.serving.predict import predict_outputs
-from ctl_core.serving.restore import restore_run
+from ctl_core.serving.load import load
 from ctl_core.settings import Config
 from ctl_core.sources import from_anywhere
 from ctl_core.state import State
-from ctl_core.summary import describe_nature, describe_parameters
 from ctl_core.trainer import Trainer
 
-# One inside a graph call of many steps, and one of which the hooks get values.
 STEPS = 2
 DEVICES = 3
 
 
 def check(callbacks: Any, config: Config) -> State:
-    """Compares devices, then tries everything that a run would do once; prints what was tried.
+    """Tries everything that a run would do once, and compares devices; prints what was tried.
 
-    On one CPU device and on three, see checks/devices.py: steps and an evaluation. Then, as the
-    settings have it: two steps of training; every host hook, whenever it is due, with its own
-    step; an evaluation, and the hooks after it; a checkpoint, written and read back; predictions
-    and an export; the hooks at the end. Hooks that write files or call services do so.
+    As the settings have it: two steps of training; every host hook, whenever it is due, with its
+    own step; an evaluation, and the hooks after it; a checkpoint; the hooks at the end. Then each
+    command with that checkpoint. Then steps and an evaluation on one CPU device and on three, see
+    checks/devices.py. Hooks that write files or call services do so.
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes
@@ -69,71 +65,35 @@ def check(callbacks: Any, config: Config) -> State:
     begun = time.monotonic()
     if config.listener is not None:  # which hears nothing of a check
         find_listener(config.listener)
-    task, config = task_of(config), from_anywhere(config)
+    task, name, config = task_of(config), config.run_name or "run", from_anywhere(config)
     console = _Console(shown=task.chief)
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
     with temporary as folder, Signals(console) as signals:
-        name = config.run_name or "run"
-        config = dataclasses.replace(config, runs_dir=folder, run_name=name)
+        config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
         hooks, warnings = load_hooks(callbacks, config)
         for warning in warnings:
             console.warn(warning)
         console.line(f"check of {name}: all of it in a temporary folder, which is removed.")
-        cannot = _split_cpu(config)
-        state = _try_everything(hooks, config, console, signals)
-        if state.stopped_by is not None:
+        try:
+            devices = max(DEVICES, config.virtual_devices)
+            prepare(dataclasses.replace(config, virtual_devices=devices))
+            started = None
+        except SetupError as error:  # TensorFlow has started, as in a notebook
+            started = error
+        state = _try_training(hooks, config, console, signals)
+        if number := state.stopped_by:
+            console.line(f"check: stopped by {signal.Signals(number).name}; so far, all is well.")
             return state
-        _use(hooks, config, console)
-        differences = [] if cannot else list(_compare(hooks, state, config, console))
-        for said in differences[1:]:
-            console.warn(said)
-        if differences:
+        _try_commands(hooks, state, config, console)
+        if started:
+            console.line(f"  devices cannot be compared: {started}")
+        elif differences := list(_compare(hooks, state, config, console)):
+            for said in differences[1:]:
+                console.warn(said)
             more = f" And {len(differences) - 1} more, above." * (len(differences) > 1)
             raise SetupError(f"check: {differences[0]}{more}")
-        if cannot:
-            console.line(f"  devices cannot be compared: {cannot}")
         console.line(f"check: all well, {time.monotonic() - begun:.1f} s")
     return state
-
-
-def _split_cpu(config: Config) -> str | None:
-    """Starts TensorFlow with devices to compare; returns why it cannot, or None."""
-    try:
-        prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
-    except SetupError as started:  # as in a notebook
-        return str(started)
-    return None
-
-
-def _compare(hooks: Hooks, state: State, config: Config, console: _Console) -> Iterator[str]:
-    """Yields what differs between one device and three; of micro-batches, only warns."""
-    share = DEVICES * config.accumulate_steps  # steps are even, the evaluation is not
-    batch = max(1, config.batch_size // share) * share
-    short = dataclasses.replace(_shorten(config), batch_size=batch)
-    rows = (config.eval_batch_size or batch) + DEVICES - 1
-    tried = dataclasses.replace(hooks, create_eval_dataset=_cut(hooks.create_eval_dataset, rows))
-
-    def run(devices: int, micro_batches: int = 1) -> Values:
-        names = [f"CPU:{index}" for index in range(devices)]
-        on_one = tf.distribute.ReductionToOneDevice()
-        strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=on_one)
-        if devices == 1:
-            strategy = tf.distribute.OneDeviceStrategy(names[0])
-        own = dataclasses.replace(short, accumulate_steps=micro_batches)
-        run = Run(own, Task(), reading=True)
-        with open_session(run, console), process_state(own):
-            return observe(create_state(tried, own, run, console, strategy))
-
-    try:
-        one, three = run(1), run(DEVICES)
-        of_parts = one if config.accumulate_steps == 1 else run(1, config.accumulate_steps)
-    except (CtlError, tf.errors.OpError) as error:  # batches of a fixed size, say
-        console.line(f"  devices cannot be compared: {brief(error)}")
-        return
-    console.done("devices", f"a step and an evaluation on one and on {DEVICES} were compared")
-    for said in describe_differences(state, one, of_parts, "micro-batches"):
-        console.warn(said)
-    yield from describe_differences(state, one, three, "three")
 
 
 def _shorten(config: Config) -> Config:
@@ -142,63 +102,72 @@ def _shorten(config: Config) -> Config:
     )
 
 
-def _try_everything(hooks: Hooks, config: Config, console: _Console, signals: Signals) -> State:
+def _try_training(hooks: Hooks, config: Config, console: _Console, signals: Signals) -> State:
     """Trains two steps, with all host hooks."""
     run = Run(config, task_of(config))
     with open_session(run, console), process_state(config), peers(run.task):
         rehearsed = _rehearse(hooks, config, console)
         state = create_state(rehearsed, _shorten(config), run, console)
-        parameters = describe_parameters(state.recording, state.train_model, state.train_loss)
-        console.done(hooks.create_model, parameters)
+        console.done(hooks.create_model, count_parameters(state))
         check_losses(state, console)
         check_traces(state)
-        if nature := describe_nature(state.recording):
-            console.line(f"  {nature}")
         trainer = Trainer(state, run, console, signals)
         trainer.restore()
         trainer.train()
-        if number := int(state.cluster.gather([signals.received or 0]).max()):
-            state.stopped_by = number
-            console.line(f"check: stopped by {signal.Signals(number).name}; so far, all is well.")
-        elif state.diverged:
+        state.stopped_by = state.stopped_by or signals.received
+        if state.diverged and not state.stopped_by:
             raise RunError(
                 f"the loss of step {state.step} is not finite; learning_rate may be high."
             )
-        elif hooks.at_end:
-            last = tuple(_note(hook, console) for hook in hooks.at_end)
-            noted = dataclasses.replace(state.hooks, at_end=last)
-            state.parts = dataclasses.replace(state.parts, hooks=noted)
-            trainer.at_end("done")
     return state
 
 
-def _use(hooks: Hooks, config: Config, console: _Console) -> None:
-    """Loads the checkpoint, evaluates, predicts and exports, each as its command does.
+def _try_commands(hooks: Hooks, state: State, config: Config, console: _Console) -> None:
+    """Evaluates, predicts, exports and loads, as the commands do, which write to the log.
 
     Raises:
         SetupError, RunError: the model cannot be served, and a hook says that it is to be.
     """
-    short = dataclasses.replace(hooks, create_eval_dataset=_cut(hooks.create_eval_dataset, 1))
-    with restore_run(short, _shorten(config), None, console) as (state, _, _):
-        console.done("checkpoint", "written, and read back into a run of its own")
-        if state.evaluation is not None:
-            state.evaluation.trace(state.recording)
-            state.evaluation.evaluate()
-        is_served = hooks.serve is not None or hooks.create_inference_model is not None
-        try:
-            inference = create_inference(state)
-            for name in state.evaluation.sets if state.evaluation else ():
-                predict_outputs(state, None, name)
-            save_model(inference, Path(config.runs_dir) / "export")
-        except (SetupError, RunError) as error:
-            if is_served:
-                raise
-            console.line(
-                f"  this model cannot be exported, which its training does not need: {error}"
-            )
-            return
-        names = ", ".join(output_names(inference.output_spec))
-        console.done("evaluate, predict, export, load", f"they give {names}")
+    sets, log = state.evaluation.sets if state.evaluation else (), _Console()
+    if sets:
+        console.done("evaluate", format_values(evaluate(hooks, config, console=log)))
+    try:
+        for name in sets:
+            predict(hooks, config, dataset=name, console=log)
+        export(hooks, config, console=log)
+        loaded = load(Path(config.runs_dir, str(config.run_name)), callbacks=hooks)
+        names = ", ".join(output_names(loaded.output_spec))
+        console.done("predict, export, load", f"the model gives {names}")
+    except (SetupError, RunError) as error:
+        if hooks.serve is not None or hooks.create_inference_model is not None:
+            raise
+        said = "this model cannot be exported, which its training does not need"
+        console.line(f"  {said}: {error}")
+
+
+def _compare(hooks: Hooks, state: State, config: Config, console: _Console) -> Iterator[str]:
+    """Yields what differs between one device and three; of an evaluation, one has no rows."""
+    batch = max(1, config.batch_size // DEVICES) * DEVICES
+    short = dataclasses.replace(_shorten(config), batch_size=batch, accumulate_steps=1)
+    short = dataclasses.replace(short, eval_batch_size=DEVICES - 1, limit_eval=DEVICES)
+
+    def run(devices: int) -> list[Values]:
+        names = [f"CPU:{index}" for index in range(devices)]
+        on_one = tf.distribute.ReductionToOneDevice()
+        strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=on_one)
+        if devices == 1:
+            strategy = tf.distribute.OneDeviceStrategy(names[0])
+        run = Run(short, Task(), reading=True)
+        with open_session(run, console), process_state(short):
+            return observe(create_state(hooks, short, run, console, strategy))
+
+    try:
+        one, three = run(1), run(DEVICES)
+    except (CtlError, tf.errors.OpError) as error:  # batches of a fixed size, say
+        console.line(f"  devices cannot be compared: {brief(error)}")
+        return
+    console.done("devices", f"a step and an evaluation on one and on {DEVICES} were compared")
+    yield from describe_differences(state, one, three)
 
 
 class _Console(Console):
@@ -208,18 +177,8 @@ class _Console(Console):
         """Writes a line to the log."""
         LOG.info(text)
 
-    def answer(self, text: str) -> None:
-        """Says what a signal does."""
-        super().answer(f"{text.split(':')[0]}: the check stops after what is running now.")
-
     def start(self, step: int, total: int, clock: object = None) -> None:
         """Begins no progress line."""
-
-    def values(self, step: int, split: str, values: dict[str, Any]) -> None:
-        """Hands values to the listeners, and shows those of the evaluation."""
-        super().values(step, split, values)
-        if split == "eval":
-            self.done("evaluation", format_values(values))
 
     def line(self, text: str) -> None:
         """Prints a line."""
@@ -253,36 +212,10 @@ def _rehearse(hooks: Hooks, config: Config, console: _Console) -> Hooks:
     """Returns the hooks with all host hooks due after the last step, each with its own number."""
     several = [*hooks.every_steps.items(), *hooks.at_step.items()]
     due = [_note(hook, console, step) for step, some in several for hook in some]
-    rows = config.eval_batch_size or config.batch_size
     return dataclasses.replace(
         hooks,
         every_steps={STEPS: tuple(due)} if due else {},
         at_step={},
         after_eval=tuple(_note(hook, console) for hook in hooks.after_eval),
-        at_end=(),  # called when all else is done
-        create_eval_dataset=_cut(hooks.create_eval_dataset, rows),
+        at_end=tuple(_note(hook, console) for hook in hooks.at_end),
     )
-
-
-def _cut(hook: Hook | None, rows: int) -> Hook | None:
-    """Returns the hook of the evaluation data, of whose datasets so many examples are left."""
-    if hook is None:
-        return None
-    create: Callable[..., Any] = hook.function
-
-    def cut(made: Any) -> Any:
-        if isinstance(made, Mapping):
-            return {name: cut(one) for name, one in made.items()}
-        if not isinstance(made, tf.data.Dataset):
-            return made
-        parts = tf.nest.flatten(made.element_spec)
-        joins = all(part.shape.rank for part in parts) and not widths_vary(made.element_spec)
-        return made.rebatch(rows).take(1) if joins else made.take(2)
-
-    @functools.wraps(create)
-    def create_less(*args: Any, **kwargs: Any) -> Any:
-        if "per_replica_batch_size" in kwargs:  # by which elements may be cut that are not joined
-            kwargs["per_replica_batch_size"] = rows
-        return cut(create(*args, **kwargs))
-
-    return dataclasses.replace(hook, function=create_less)

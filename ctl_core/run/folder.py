@@ -23,14 +23,13 @@ from ctl_core.cluster.task import Task
 from ctl_core.console import LOG, Console, activate
 from ctl_core.errors import CtlError, SetupError
 from ctl_core.files import from_here, is_stdout, refuse_links, written_whole
-from ctl_core.layers import write_config
 from ctl_core.run.listeners import Listener, Listeners
 from ctl_core.run.lock import is_locked, refuse_second
 from ctl_core.run.metrics import FILE, MetricsFile
 from ctl_core.run.provenance import find_provenance
 from ctl_core.run.summaries import Summaries
 from ctl_core.run.training_log import TrainingLog
-from ctl_core.settings import Config, free_name
+from ctl_core.settings import Config, free_name, write_config
 from ctl_core.sources import NOT_BEGUN, check_start
 
 

@@ -15,9 +15,8 @@ from tensorboard.plugins.hparams import api as hp
 from ctl_core.compat import GraphWriter
 from ctl_core.errors import RunError, reason
 from ctl_core.files import from_here
-from ctl_core.layers import flatten
 from ctl_core.run.listeners import Listener
-from ctl_core.settings import Config
+from ctl_core.settings import Config, flatten
 
 # What is written within this many milliseconds goes to the disk at once.
 _TOGETHER = 1000

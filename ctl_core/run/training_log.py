@@ -16,10 +16,9 @@ from typing import Any
 from ctl_core.console import format_evaluation
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import from_here
-from ctl_core.layers import flatten, load_config
 from ctl_core.run.listeners import Listener
 from ctl_core.run.provenance import read_commit
-from ctl_core.settings import Config, shown
+from ctl_core.settings import Config, flatten, load_config, shown
 
 # Of where a run is, not of what it is.
 _PLACE = ("run_name", "runs_dir", "debug")

@@ -16,13 +16,12 @@ from ctl_core.callbacks_file import DEFAULT, MODULE, find_callbacks, load_callba
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here
-from ctl_core.layers import load_config
 from ctl_core.nested import described, input_names
 from ctl_core.process_state import seeds_kept
 from ctl_core.serving.inference import Inference, create_inference
 from ctl_core.serving.raw import to_tensors
 from ctl_core.serving.restore import CheckpointName, restore_run
-from ctl_core.settings import Config, label, shown
+from ctl_core.settings import Config, label, load_config, shown
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -14,22 +14,25 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     buckets console errors index joining not_finite precision provenance readers.sources reduction
     saved signals source_lines splits table types
-    compat files gpus helpers nested settings variables
-    ahead averaging callbacks_file defaults fitting groups layers learning_rate listeners lock
-    process_state profile raw record recording selection staging task training_mode
-    batch_norm contract freezing randomness rate_schedule rendezvous run.metrics run_state.folder
-    sources summaries summary supervisor sync training_log units
-    checks.position cli divergence hooks reader run.folder strategy
-    __main__ anomaly batches collectives forking micro_batches pairs returned schedule vocabularies
-    input parts
+    compat files gpus helpers nested variables
+    ahead averaging defaults fitting groups learning_rate lock profile record recording settings
+    staging training_mode
+    batch_norm callbacks_file contract freezing listeners process_state rate_schedule raw selection
+    sources task units
+    cli hooks randomness reader rendezvous run.metrics run_state.folder summaries supervisor sync
+    training_log
+    __main__ anomaly batches checks.position divergence pairs returned run.folder schedule strategy
+    vocabularies
+    collectives forking input micro_batches parts
     metrics state
     forward initial_weights messages pace position
     checkpoint evaluate inference ratio step
     predict stretches
     build export graph
     devices restore trainer
-    check load watch
-    commands
+    load watch
+    use
+    check
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 READING_PATH = "hooks defaults batches input step graph trainer schedule checkpoint"

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import ctl_core
 from ctl_core.__main__ import main
 from tests.helpers.project import EVALUATED
 
@@ -34,16 +29,3 @@ def test_a_hook_that_changes_the_folder_leaves_the_run_where_it_is(
     assert not list((project / "elsewhere").iterdir()) and (project / "here.npz").exists()
     assert (project / "runs/second/ckpt/ckpt-6.index").exists()
     assert (project / "runs/second/tb").exists()
-
-
-def test_a_package_that_is_not_installed_is_one_line(project: Path) -> None:
-    command = [sys.executable, "-S", "-m", "ctl_core", "train"]  # -S: no installed packages
-    environ = {**os.environ, "PYTHONPATH": str(Path(ctl_core.__file__).parents[1])}
-    environ.pop("VIRTUAL_ENV", None)
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(
-        r"error: \w+ is not installed in \S+; in the project's folder: \S+ -m pip install "
-        r"--editable \.\n",
-        done.stderr,
-    )

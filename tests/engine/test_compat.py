@@ -104,7 +104,7 @@ def test_rate_of() -> None:
     optimizer = keras.optimizers.SGD(schedule)
     assert compat.rate_of(optimizer) is schedule and compat.rate_of(object()) is None
     assert float(compat.rate_of(keras.optimizers.SGD(0.5))) == 0.5
-    with pytest.raises(TypeError, match="hence its learning rate is not settable"):  # errors.brief
+    with pytest.raises(TypeError, match="hence its learning rate is not settable"):
         optimizer.learning_rate = 0.1
 
 

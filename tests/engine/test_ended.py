@@ -90,4 +90,4 @@ def test_the_command_line(
     assert main(["train", "--continue"]) == 0
     assert "resuming at step 2, to step 4" in capsys.readouterr().out
     assert main(["train", "--continue"]) == 0
-    assert "at step 4 of 4 already" in capsys.readouterr().out
+    assert "at step 4 of 4, nothing left" in capsys.readouterr().out

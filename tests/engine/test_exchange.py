@@ -80,6 +80,6 @@ def test_an_exchange_where_replicas_cannot_meet_is_refused(
 ) -> None:
     """One replica meets itself anywhere."""
     hooks = make_hooks(input_pre=hook)
-    with pytest.raises(ctl_core.SetupError, match=r"^input_pre \(\w+.py:\d+\): .*a branch or a"):
+    with pytest.raises(ctl_core.SetupError, match=r"^input_pre \(\w+.py:\d+\): .*merge_call"):
         train(hooks, steps=1, virtual_devices=2, jit_compile=jit_compile)
     assert train(hooks, steps=2, jit_compile=True).step == 2

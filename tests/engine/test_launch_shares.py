@@ -15,10 +15,9 @@ from ctl_core.__main__ import main
 from ctl_core.cluster import supervisor
 from ctl_core.cluster.gpus import share_gpus, visible_gpus
 from ctl_core.cluster.supervisor import supervise
-from ctl_core.commands import check
+from ctl_core.commands import check, use
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config
-from ctl_core.tools import commands
 from tests.helpers.workers import RUN, fake, folder
 
 __all__ = ["folder"]
@@ -94,7 +93,7 @@ def test_each_worker_sees_its_gpus(
 def test_a_trained_run_is_used_and_one_checked_in_no_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def evaluate(_: object, config: Config, options: object = None) -> SimpleNamespace:
+    def evaluate(_: object, config: Config, **_options: object) -> SimpleNamespace:
         assert config.workers == 1 and "TF_CONFIG" not in os.environ
         return SimpleNamespace(diverged=False, stopped_by=None)
 
@@ -102,7 +101,7 @@ def test_a_trained_run_is_used_and_one_checked_in_no_cluster(
     (RUN / "config.yaml").write_text("steps: 1\nworkers: 3\n")
     Path("callbacks.py").write_text("")
     monkeypatch.setenv("TF_CONFIG", "{}")
-    monkeypatch.setattr(commands, "evaluate", evaluate)
+    monkeypatch.setattr(use, "evaluate", evaluate)
     assert main(["evaluate", "--run-name", "a"]) == 0
     monkeypatch.setenv("TF_CONFIG", json.dumps(PLACE))
     monkeypatch.setattr(check, "check", evaluate)

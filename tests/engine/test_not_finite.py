@@ -95,7 +95,6 @@ def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[s
     hooks = make_hooks(create_dataset=sliced((inputs, target)), create_model=create_model)
     train(hooks, steps=6, virtual_devices=2)
     said = spoken(capsys)
-    assert "update_pre has turned NaN in gradients into 0" in said
     assert "update_pre turned NaN in gradients into 0 in 1 of 6 steps." in said
 
 

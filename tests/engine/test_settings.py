@@ -14,53 +14,24 @@ import yaml
 
 import ctl_core
 from ctl_core.__main__ import main
-from ctl_core.cli import COMMANDS, FLAGS
+from ctl_core.cli import COMMANDS
 from ctl_core.errors import SetupError
-from ctl_core.layers import load_config, write_config
-from ctl_core.settings import SETTINGS, Config
+from ctl_core.settings import SETTINGS, Config, load_config, write_config
 from tests.helpers.settings import make_run, parse
 
 pytestmark = pytest.mark.usefixtures("folder")
 
-# For each setting what the file, the environment and a flag say, as written there, and what each
-# is in Python. All differ from the default.
-VALUES: dict[str, list[tuple[str, Any]]] = {
-    "steps": [("30", 30), ("40", 40), ("50", 50)],
-    "epochs": [("3", 3), ("4", 4), ("5", 5)],
-    "overfit_batches": [("1", 1), ("2", 2), ("3", 3)],
-    "batch_size": [("8", 8), ("16", 16), ("32", 32)],
-    "accumulate_steps": [("2", 2), ("3", 3), ("4", 4)],
-    "last_batch": [("keep", "keep"), ("drop", "drop"), ("keep", "keep")],
-    "precision": [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16")],
-    "jit_compile": [("true", True), ("1", True), ("", True)],
-    "on_nan": [("stop", "stop"), ("ignore", "ignore"), ("stop", "stop")],
-    "detect_anomaly": [("true", True), ("1", True), ("", True)],
-    "learning_rate": [("1e-1", 0.1), ("2", 2.0), (".25", 0.25)],
-    "lr_schedule": [("cosine", "cosine"), ("linear", "linear"), ("step", "step")],
-    "warmup": [("5", 5), ("6", 6), ("7", 7)],
-    "ema": [("0.9", 0.9), ("0.99", 0.99), ("0.5", 0.5)],
-    "seed": [("7", 7), ("8", 8), ("4294967295", 2**32 - 1)],
-    "run_name": [("'3'", "3"), ("4", "4"), ("2024-01-05", "2024-01-05")],
-    "fork": [("a", "a"), ("a@3", "a@3"), ("b/c@best", "b/c@best")],
-    "init_from": [("a", "a"), ("m.keras", "m.keras"), ("b/c@best", "b/c@best")],
-    "ckpt_every": [("0", 0), ("1epoch", "1epoch"), ("10min", "10min")],
-    "eval_every": [("0", 0), ("5", 5), ("2epochs", "2epochs")],
-    "eval_batch_size": [("32", 32), ("64", 64), ("8", 8)],
-    "limit_eval": [("3", 3), ("5", 5), ("1", 1)],
-    "max_time": [("7h30m", "7h30m"), ("45min", "45min"), ("90s", "90s")],
-    "log_every": [("5", 5), ("6", 6), ("7", 7)],
-    "keep_best": [("loss", "loss"), ("loss:min", "loss:min"), ("a:max", "a:max")],
-    "early_stop": [("loss:3", "loss:3"), ("a:max:1", "a:max:1"), ("b:min:20", "b:min:20")],
-    "strategy": [("mirrored", "mirrored"), ("one_device", "one_device"), ("mirrored", "mirrored")],
-    "virtual_devices": [("2", 2), ("3", 3), ("4", 4)],
-    "workers": [("2", 2), ("3", 3), ("4", 4)],
-    "max_restarts": [("0", 0), ("1", 1), ("2", 2)],
-    "deterministic": [("true", True), ("1", True), ("", True)],
-    "profile": [("'5:6'", "5:6"), ("50:60", "50:60"), ("7:8", "7:8")],
-    "runs_dir": [("some/where", "some/where"), ("else where", "else where"), ("x=y", "x=y")],
-    "callbacks": [("experiments/gan.py", "experiments/gan.py"), ("b, c.py", "b, c.py"), ("d", "d")],
-    "listener": [("a.B", "a.B"), ("a.b:C", "a.b:C"), ("c.D", "c.D")],
-    "debug": [("yes", True), ("true", True), ("", True)],
+# For each setting a value that is not the default, as written, and in Python where that differs.
+VALUES: dict[str, Any] = {
+    "steps": 30, "epochs": 3, "overfit_batches": 1, "batch_size": 8, "accumulate_steps": 2,
+    "last_batch": "keep", "precision": "bfloat16", "jit_compile": True, "on_nan": "stop",
+    "detect_anomaly": True, "learning_rate": ("1e-1", 0.1), "lr_schedule": "cosine", "warmup": 5,
+    "ema": (".9", 0.9), "seed": 2**32 - 1, "run_name": "2024-01-05b", "fork": "b/c@best",
+    "init_from": "m.keras", "ckpt_every": "10min", "eval_every": "2epochs", "eval_batch_size": 32,
+    "limit_eval": 3, "max_time": "7h30m", "log_every": 5, "keep_best": "a:max",
+    "early_stop": "a:max:1", "strategy": "mirrored", "virtual_devices": 2, "workers": 2,
+    "max_restarts": 0, "deterministic": True, "profile": ("50:61", "50:61"),
+    "runs_dir": "else where", "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
 }  # fmt: skip
 
 
@@ -84,19 +55,24 @@ def test_the_table_above_knows_every_setting() -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_defaults_give_way_to_the_file_the_environment_and_flags(name: str) -> None:
-    (file, in_file), (variable, in_environment), (text, in_flag) = VALUES[name]
-    config, environ = f"{name}: {file}\n", {f"CTL_{name.upper()}": variable}
-    flag = "--" + name.replace("_", "-") + f"={text}" * bool(text)
-    for settings, expected in (
-        (resolve(config=config), in_file),
-        (resolve(config=config, **environ), in_environment),
-        (resolve(flag, config=config, **environ), in_flag),
-        (resolve(flag, config=""), in_flag),
+def test_the_file_the_environment_and_flags_say_the_same(name: str) -> None:
+    value = VALUES[name]
+    text, value = value if isinstance(value, tuple) else (str(value), value)
+    flag = "--" + name.replace("_", "-") + (f"={text}" if value is not True else "")
+    expected = Config(**{name: value})
+    for found in (
+        resolve(config=f"{name}: {text}\n"),
+        resolve(config="", **{f"CTL_{name.upper()}": text}),
+        resolve(flag),
     ):
-        value = getattr(settings, name)
-        assert (value, type(value)) == (expected, type(expected))
-        assert dataclasses.replace(settings, **{name: getattr(Config(), name)}) == Config()
+        assert found == expected and type(getattr(found, name)) is type(value)
+
+
+def test_flags_go_before_the_environment_and_that_before_the_file() -> None:
+    assert resolve(config="batch_size: 8").batch_size == 8
+    assert resolve(config="batch_size: 8", CTL_BATCH_SIZE="16").batch_size == 16
+    assert resolve("--batch-size=32", CTL_BATCH_SIZE="16").batch_size == 32
+    assert resolve(CTL_BATCH_SIZE="").batch_size == 8
 
 
 def test_switches_and_values_are_taken_back() -> None:
@@ -136,9 +112,9 @@ def test_several_files() -> None:
 
 TYPED = "hparams: {n: 3, x: 1.5, sure: true, t: base, l: [1], d: {n: 1}, nothing: null}"
 KEPT: list[tuple[str, str, Any]] = [
-    ("n", "4", 4), ("n", "1e3", 1000), ("x", "2", 2.0), ("x", "null", None), ("sure", "no", False),
-    ("t", "7", "7"), ("t", "007", "007"), ("t", "'8'", "8"), ("t", "null", None),
-    ("l", "[a]", ["a"]), ("d", "{n: 5}", {"n": 5}), ("d.n", "5.0", 5), ("nothing", "a", "a"),
+    ("n", "4", 4), ("x", "2", 2.0), ("x", "1e3", 1000.0), ("x", "null", None),
+    ("sure", "no", False), ("t", "7", "7"), ("t", "007", "007"), ("t", "null", None),
+    ("l", "[a]", ["a"]), ("d", "{n: 5}", {"n": 5}), ("d.n", "5", 5), ("nothing", "a", "a"),
 ]  # fmt: skip
 
 
@@ -189,12 +165,9 @@ def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
     """Else a slip in its name would train with the old value; a new one is written down first."""
     config = "hparams: {width: 3, optimizer: {momentum: 0.9}, rates: {}, deep: null}\n"
     said = refuse("--hparams.widht", "4", config=config)
-    assert said == (
-        "hparams.widht: no settings file has it; did you mean 'width'? "
-        "A new one is to be written there first."
-    )
+    assert said == "hparams.widht: no settings file has it; did you mean 'width'?"
     assert "'momentum'" in refuse("--hparams.optimizer.momentun", "3")
-    assert "(there: width, optimizer, rates, deep). A new" in refuse("--hparams.q", "4")
+    assert "a settings file has width, optimizer, rates, deep" in refuse("--hparams.q", "4")
     assert "CTL_HPARAMS.widht: no" in refuse(CTL_HPARAMS="{widht: 4}")
     assert "'width'" in refuse(CTL_HPARAMS__WIDHT="4")
     assert "expected a value such as 3" in refuse("--hparams.width", "wide")
@@ -211,16 +184,12 @@ def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
 
 WRONG: dict[tuple[str, ...], str] = {
     ("--jit-compile=3",): "--jit-compile",
-    ("--ckpt-every=1epoh",): "ckpt_every: expected a whole number or 10min, got '1epoh'.",
+    ("--ckpt-every=1epoh",): "ckpt_every: expected a whole number, or such as 10min, got '1epoh'.",
     ("--early-stop=loss",): "such as loss:3, got 'loss'.",
-    ("--seed=-1",): "seed: expected a number from 0 up, got '-1'.",
-    ("--ema=1",): "ema: expected a number below 1",
+    ("--ema=1",): "ema: expected less than 1, got '1'",
     ("--runs-dir=gs://bucket/x",): "runs_dir: expected a path in the file system, got 'gs:",
-    ("--runs-dir",): "--runs-dir: expected a value",
-    ("--hparams.width",): "--hparams.width: expected a name and a value",
-    ("--hparams", "{}"): "--hparams: expected a name and a value",
+    ("--hparams.width",): "--hparams.width: expected a value",
     ("--detect-anomaly", "--jit-compile"): "detect_anomaly: needs --no-jit-compile",
-    ("--check", "--note=x"): "note: a check is no run",
 }
 
 
@@ -229,35 +198,21 @@ def test_wrong_flags(flags: tuple[str, ...]) -> None:
     assert WRONG[flags] in refuse(*flags)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    {
-        "seed: 1\nseed: 2\n": "no valid YAML: seed stands there twice in",
-        "- seed\n": "expected lines of the form 'name: value'",
-        "hparams: 3\n": "hparams: expected names with values, got 3",
-        "profile: 5:06\n": "profile: expected a text (in quotes, if it looks like a number)",
-    }.items(),
-)
-def test_wrong_files(text: str, said: str) -> None:
-    assert refuse(config=text).startswith(f"config.yaml: {said}")
-
-
 def test_settings_from_python() -> None:
     found = Config(steps=np.int64(3), learning_rate=np.float32(0.5), runs_dir=Path("x"))  # type: ignore[arg-type]
     assert found == Config(steps=3, learning_rate=0.5, runs_dir="x")
     assert type(found.steps) is int and type(found.runs_dir) is str
     for wrong, said in (
-        ({"foo": 3}, "unknown setting 'foo'"),
+        ({"foo": 3}, "foo: there is no setting 'foo'"),
         ({"fork": "a", "init_from": "b"}, "fork and init_from: give one of the two, got a and b."),
         ({"batch_size": None}, "batch_size: expected a whole number, got None."),
-        ({"hparams": {"a": np.zeros(2)}}, "hparams: no file can hold these"),
     ):
         with pytest.raises(SetupError, match=f"^{re.escape(said)}"):
             Config(**wrong)
     Path("my.yaml").write_text("steps: 3\nhparams: {layers: {first: 1, second: 2}}\n")
     config = ctl_core.load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
     assert config == Config(epochs=2, hparams={"layers": {"first": 9, "second": 2}})
-    with pytest.raises(SetupError, match=r"unknown setting 'step'; did you mean 'steps'\?"):
+    with pytest.raises(SetupError, match=r"no setting 'step'; did you mean 'steps'\?"):
         load_config("my.yaml", step=2)
 
 
@@ -282,7 +237,7 @@ def test_a_trained_run_is_used_with_its_own_settings(command: str) -> None:
         assert found.config == expected and found.run == Path("runs/old")
         assert found.options["checkpoint"] == 3
     assert use().config == dataclasses.replace(expected, run_name="new")
-    assert use(CTL_RUN_NAME="old", CTL_WORKERS="2").config == expected
+    assert use(CTL_RUN_NAME="old").config == expected
     assert use("old", "--batch-size", "5", CTL_BATCH_SIZE="6").config.batch_size == 5
     assert use("old", "--debug", "--checkpoint=best").config.debug is True
     Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\nhparams: {width: x}\n")
@@ -290,9 +245,9 @@ def test_a_trained_run_is_used_with_its_own_settings(command: str) -> None:
     assert use("--config", "mine.yaml").config == other
     for words, said in (
         (["--runs-dir", "elsewhere"], "elsewhere: no run there yet"),
-        (["--checkpoint", "last"], "checkpoint: expected a whole number or best, got 'last'."),
-        (["odl"], "run_name: no run 'odl' in runs; did you mean 'old'? (there: new, old)"),
-        (["--workers", "2"], "unknown setting --workers"),
+        (["--checkpoint", "last"], "checkpoint: expected a whole number, got 'last'."),
+        (["odl"], "run_name: no run 'odl' in runs; did you mean 'old'?"),
+        (["--workers", "2"], "there is no setting '--workers'"),
     ):
         with pytest.raises(SetupError, match=f"^{re.escape(said)}"):
             use(*words)
@@ -305,17 +260,18 @@ def test_a_run_goes_on_with_its_own_settings() -> None:
     write_config(first, Path("own.yaml"))
     make_run("a", Path("own.yaml").read_text())
     Path("config.yaml").write_text(project.replace("old: 1", "old: 2, new: 2") + "seed: 4\n")
-    found = parse("train", "--run-name=a", "--hparams.new=3")
-    assert found.config == dataclasses.replace(first, hparams={"old": 1, "new": 3})
-    assert resolve("--run-name=a").hparams == {"old": 1}
+    found = parse("train", "--run-name=a")
+    assert found.config == dataclasses.replace(first, hparams={"old": 1, "new": 2})
+    assert resolve("--run-name=a", "--hparams.new=3").hparams == {"old": 1, "new": 3}
     (note,) = found.notes
-    assert note.startswith("runs/a goes on with its own settings: early_stop None (config.yaml:")
-    assert "seed 0 (config.yaml: 4)" in note and "new" not in note
+    assert (
+        "runs/a goes on with its own settings; in config.yaml differ early_stop, hparams.old, seed"
+        in note
+    )
     Path("mine.yaml").write_text("seed: 5\nepochs: 2\n")
     found = parse("train", "--run-name=a", "--config=mine.yaml")
     assert not found.notes
     assert (found.config.seed, found.config.epochs, found.config.batch_size) == (5, 2, 8)
-    assert "'new'" in refuse("--run-name=a", "--hparams.neww=3")
 
 
 def test_a_fork_has_the_settings_of_its_run() -> None:
@@ -331,8 +287,6 @@ def test_folders_without_settings_and_with_old_ones() -> None:
     assert resolve("--run-name=a", config="seed: 3\n") == Config(seed=3, run_name="a")
     (make_run("old", "steps: 9\ncurves: true\n") / "train.log").touch()
     assert resolve("--run-name=old", config="") == Config(steps=9, run_name="old")
-    make_run("lost", "")
-    assert "runs/lost: config.yaml is empty" in refuse("--run-name=lost")
 
 
 def test_the_resolved_settings_come_back_equal(folder: Path) -> None:
@@ -351,31 +305,26 @@ def test_the_resolved_settings_come_back_equal(folder: Path) -> None:
 # ---- Help --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", FLAGS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_the_flags_of_a_command(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On two screens."""
     monkeypatch.setenv("COLUMNS", "100")
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert "CTL_BATCH_SIZE" in shown and len(shown.splitlines()) < 80
     flags = {*re.findall(r"^  --([a-z-]+)", shown, re.MULTILINE)}
-    options, settings = FLAGS[command]
+    _, options, settings = COMMANDS[command]
     names = {*options, *settings} - {"hparams"}
     assert flags == {name.replace("_", "-") for name in names}
-    text = " ".join(shown.split())
-    for name in set(settings) - {"hparams"}:
-        default = getattr(Config(), name)
-        value = "null" if default is None else default
-        assert f"{SETTINGS[name].description} (default: {value})" in text, name
 
 
 def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == main(["-h"]) == 0
-    assert main([]) == 2
+    assert (main(["--help"]), main([])) == (0, 2)
     shown = capsys.readouterr().out
-    for command, text in COMMANDS.items():
-        assert len(re.findall(rf"^  {command} +{re.escape(text)}$", shown, re.MULTILINE)) == 3
+    for command, flags in COMMANDS.items():
+        assert shown.count(f"  {command:10}{flags.text}\n") == 2
 
 
 def test_every_setting_is_used_somewhere() -> None:

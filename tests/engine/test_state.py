@@ -204,11 +204,10 @@ def test_an_evaluation_changes_no_bit_of_training(
 
 @pytest.mark.parametrize("create", [Module, Plain])
 def test_a_model_of_any_kind_is_exported(train: Train, create: Callable[[], Any]) -> None:
-    from ctl_core.tools import commands
+    from ctl_core.commands import use
 
     state = train(make_hooks(create_model=seeded(create)), steps=3)
-    options = {"checkpoint": None, "input": None, "output": None}
-    path = commands.export(make_hooks(create_model=seeded(create)), state.config, options)
+    path = use.export(make_hooks(create_model=seeded(create)), state.config)
     inputs = regression_data()[0]
     arguments = {"training": False} if create is Module else {}
     served = tf.saved_model.load(str(path)).signatures["serving_default"]

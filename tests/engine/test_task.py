@@ -75,10 +75,10 @@ def test_a_ps_ends_at_once_and_an_evaluator_watches_the_run(
 ) -> None:
     called: list[Any] = []
     monkeypatch.setattr(
-        "ctl_core.tools.commands.evaluate",
-        lambda _, config, options: called.append((config.run_name, config.workers, options)),
+        "ctl_core.commands.use.evaluate",
+        lambda _, config, **options: called.append((config.run_name, config.workers, options)),
     )
-    monkeypatch.setattr("ctl_core.cli.LONGEST", 1.0)
+    monkeypatch.setattr("ctl_core.__main__.LONGEST", 1.0)
     monkeypatch.chdir(tmp_path)
     Path("callbacks.py").touch()
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": HOSTS}, "ps", 0)["TF_CONFIG"])

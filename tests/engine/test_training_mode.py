@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.tools import commands
+from ctl_core.commands import use
 from tests.helpers.cases import (
     FEATURES,
     make_hooks,
@@ -85,9 +85,8 @@ def test_a_function_around_the_model_is_evaluated_predicted_and_exported_without
     own.create_inference_model = doubled
     own.serve = lambda inputs: augment(inputs)
     config = state.config
-    options = {"input": None, "output": None, "checkpoint": None}
-    with np.load(commands.predict(own, config, options)) as file:
+    with np.load(use.predict(own, config)) as file:
         predicted = file["output"]
     np.testing.assert_allclose(predicted, 2.0 * by_hand(net), rtol=1e-5, atol=1e-6)
-    exported = tf.saved_model.load(str(commands.export(own, config, options)))
+    exported = tf.saved_model.load(str(use.export(own, config)))
     np.testing.assert_allclose(exported.serve(X[:EVALUATED]), predicted, rtol=1e-5, atol=1e-6)

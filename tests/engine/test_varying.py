@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.tools import commands
+from ctl_core.commands import use
 from tests.helpers.cases import sgd
 from tests.helpers.fixtures import Train
 
@@ -67,8 +67,7 @@ def test_predictions_of_varying_width_are_written(train: Train) -> None:
     """Each evaluation batch is as wide as its longest sentence."""
     hooks = tagger([], create_eval_dataset=lambda: sentences())
     state = train(hooks, steps=2, batch_size=2)
-    options = {"input": None, "output": None, "checkpoint": None}
-    with np.load(commands.predict(hooks, state.config, options)) as file:
+    with np.load(use.predict(hooks, state.config)) as file:
         output, lengths = file["output"], file["output.lengths"]
     assert output.shape == (12, 6, 2) and lengths.tolist() == LENGTHS
     assert not output[0, 3:].any() and output[0, :3].all()

@@ -11,14 +11,13 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.tools import commands
+from ctl_core.commands import use
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 
 WORDS = np.array(["red", "green", "blue", "green", "red", "green", "grey", "red"])
 NUMBERS = np.arange(8, dtype="float32")[:, None]
 TARGET = (NUMBERS > 3).astype("float32")
-OPTIONS: dict[str, Any] = {"checkpoint": None, "input": None, "output": None}
 
 
 def program(words: Any, numbers: Any, adapt: bool = True, size: int = 16) -> SimpleNamespace:
@@ -71,14 +70,14 @@ def test_more_data_since_change_no_number_of_a_checkpoint(
     more = np.concatenate([WORDS, np.repeat(["yellow", "azure"], 9)])
     later = program(more, NUMBERS * 3 + 1, adapt)
     capsys.readouterr()
-    assert commands.evaluate(later, state.config, OPTIONS) == state.metrics
+    assert use.evaluate(later, state.config) == state.metrics
     said = capsys.readouterr().out
     assert "had 5 entries in the checkpoint, 7 entries as create_model made it" in said, said
     resumed = train(later, steps=14, batch_size=8)
     for one, other in zip(resumed.train_model.get_weights(), whole.train_model.get_weights(),
                           strict=True):  # fmt: skip
         np.testing.assert_array_equal(one, other)
-    commands.evaluate(program(WORDS, NUMBERS, adapt), state.config, OPTIONS)
+    use.evaluate(program(WORDS, NUMBERS, adapt), state.config)
     assert "as create_model made it" not in capsys.readouterr().out.splitlines()[-2]
 
 

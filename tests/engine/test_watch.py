@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from ctl_core.tools import watch as watching
+from ctl_core.commands import watch as watching
 from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
 
@@ -73,36 +70,6 @@ def test_an_ended_run_is_evaluated_from_its_first_checkpoint_on(
     assert {name.split("/events")[0] for name in new} == {"runs/a/watch.jsonl", "runs/a/tb/watch"}
     assert main(["evaluate", "--watch"]) == 0  # once more, there is nothing new
     assert capsys.readouterr().out.endswith("has ended; evaluated 0 checkpoints.\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_at_once(
-    project: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-) -> None:
-    """A run that has not reached its last step is waited for."""
-    monkeypatch.setattr(watching, "GRACE", 600.0)
-    shutil.copytree("runs/a", "runs/b", ignore=shutil.ignore_patterns("ckpt-8.*"))
-
-    def kill() -> None:
-        file = Path("runs/b/watch.jsonl")
-        while not file.exists() or '"step": 6' not in file.read_text():
-            time.sleep(0.05)
-        time.sleep(0.2)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=kill)
-    before = signal.getsignal(signal.SIGTERM)
-    thread.start()
-    with pytest.raises(SystemExit) as ended:
-        main(["evaluate", "--watch", "--run-name", "b"])
-    thread.join()
-    assert ended.value.code == 128 + number and signal.getsignal(signal.SIGTERM) == before
-    said = capsys.readouterr().out
-    assert "runs/b: not trained now; waiting 600 s for more.\n" in said
-    assert said.endswith(f"stopped by {number.name}.\n")
 
 
 SLOW_STEPS = """

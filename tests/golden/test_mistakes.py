@@ -223,9 +223,6 @@ SETTINGS: dict[str, Setting] = {
     "a misspelt flag": (("--bacth-size=8",), "", {}, ("--bacth-size", "'--batch-size'")),
     "an underscore": (("--batch_size=8",), "", {}, ("--batch_size", "'--batch-size'")),
     "a misspelt line": ((), "bacth_size: 8", {}, ("config.yaml", "'bacth_size'", "'batch_size'")),
-    "a misspelt variable": (
-        (), "", {"CTL_BACTH_SIZE": "8"}, ("CTL_BACTH_SIZE", "'CTL_BATCH_SIZE'"),
-    ),
     "a flag without a value": (("--seed",), "", {}, ("--seed", "value")),
     "a flag of another type": (("--seed=many",), "", {}, ("seed", "whole number", "'many'")),
     "a line of another type": (
@@ -255,6 +252,13 @@ def test_settings(tmp_path: Path, command: Command, case: str) -> None:
     (tmp_path / "config.yaml").write_text(config)
     assert_one_line(command("train", *FLAGS, *flags, **environ), 2, *words)
     assert_nothing_trained(tmp_path)
+
+
+def test_a_misspelt_variable_is_a_warning(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    outcome = command("train", *FLAGS, CTL_BATCHSIZE="8")
+    (warning,) = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
+    assert outcome.code == 0 and "CTL_BATCHSIZE" in warning and "'CTL_BATCH_SIZE'" in warning
 
 
 # A whole callbacks.py, and words of the message.

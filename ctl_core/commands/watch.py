@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.console import Console, format_values
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here, refuse_links
-from ctl_core.layers import read_file
 from ctl_core.model.freezing import read_flags
 from ctl_core.run.folder import Run
 from ctl_core.run.listeners import Listeners
@@ -27,6 +22,7 @@ from ctl_core.run.metrics import MetricsFile, read_metrics
 from ctl_core.run.summaries import Summaries
 from ctl_core.run_state.record import Damaged, read_record, saved_steps
 from ctl_core.serving.restore import missing_checkpoint, restore_weights
+from ctl_core.settings import read_file
 from ctl_core.state import State
 
 FILE = "watch.jsonl"
@@ -53,30 +49,27 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
 
     Raises:
         SetupError: the run has ended and has no checkpoint; or one is damaged, or does not fit.
-        SystemExit: a SIGINT or a SIGTERM has come.
     """
     engine, file = run.ckpt / "engine", run.path / FILE
     refuse_links(run.path, [file, run.path / "tb"])
     console.say(f"{run.shown}: watching; the values go to {from_here(file)}.")
     checkpoints = Checkpoints(state, console)
-    seen = _find_evaluated(file, _read_stamps(engine))
+    seen = {line["step"] for line in read_metrics(file)}
     summaries, values = Summaries(run.path / "tb"), dict[str, float]()
     listeners = Listeners([MetricsFile(file), summaries])
     listeners.start(run.path, {}, max(seen, default=0))
     number, left_at = 0, math.inf
-    with contextlib.closing(summaries), _ended_by_signals(console):
+    with contextlib.closing(summaries):
         while True:
             held = run.is_held()  # before looking: what is there when nobody trains is all
-            stamps = _read_stamps(engine)
-            new = (step for step, stamp in stamps.items() if seen.get(step) != stamp)
-            if (step := next(new, None)) is not None:
-                seen[step] = stamps[step]
+            if new := set(saved_steps(engine)) - seen:
+                seen.add(step := min(new))
                 try:
                     values = _evaluate(state, checkpoints, step)
                 except SetupError:
-                    if _read_stamps(engine).get(step) == stamps[step]:
+                    if step in saved_steps(engine):
                         raise
-                    continue  # deleted, or written again, while it was read
+                    continue  # deleted while it was read
                 console.say(f"step {step}  eval: {format_values(values)}")
                 listeners.tell("values", step, "watch", values)
                 number += 1
@@ -93,22 +86,6 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
         raise missing_checkpoint(run)
     console.say(f"{run.shown}: has ended; evaluated {number} checkpoint{'s' * (number != 1)}.")
     return values
-
-
-def _read_stamps(engine: Path) -> dict[int, int]:
-    """Returns the checkpoints by step, each with the time of its record: anew, if written again."""
-    found = {}
-    for step in reversed(saved_steps(engine)):
-        with contextlib.suppress(OSError):  # deleted meanwhile
-            found[step] = (engine / f"ckpt-{step}.json").stat().st_mtime_ns
-    return found
-
-
-def _find_evaluated(file: Path, stamps: dict[int, int]) -> dict[int, int]:
-    """Returns those checkpoints that the file has values of, written after they were."""
-    steps = {line["step"] for line in read_metrics(file)}
-    written = file.stat().st_mtime_ns if steps else 0
-    return {step: at for step, at in stamps.items() if step in steps and at <= written}
 
 
 def _evaluate(state: State, checkpoints: Checkpoints, step: int) -> dict[str, float]:
@@ -139,23 +116,3 @@ def _is_at_end(run: Run, state: State, engine: Path) -> bool:
     if epochs is not None and state.data.source.steps_per_epoch is not None:
         last = int(epochs) * state.data.source.steps_per_epoch
     return last is not None and newest.step >= int(last)
-
-
-@contextlib.contextmanager
-def _ended_by_signals(console: Console) -> Iterator[None]:
-    """Ends what is within at a SIGINT or a SIGTERM, with the exit code of a stop."""
-
-    def end(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, end) if main else None
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as asked:
-        number = signal.SIGINT if isinstance(asked, KeyboardInterrupt) else signal.SIGTERM
-        console.say(f"stopped by {number.name}.")
-        raise SystemExit(128 + number) from None
-    finally:
-        if main:
-            signal.signal(signal.SIGTERM, before)

@@ -1,1 +1,0 @@
-"""What a trained run is used with, on the command line."""
