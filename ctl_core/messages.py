@@ -77,7 +77,7 @@ def conclude(state: State, start: int, seconds: float, trained: bool, console: C
         at_least = "at least " * (state.cluster.task.processes > 1)
         console.warn(
             f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
-            f"{noted.first} to {noted.latest}."
+            f"{noted.first} to {noted.latest}{', the last one' * state.diverged}."
         )
     if noted.zeroed:
         console.warn(

@@ -46,7 +46,7 @@ def test_the_first_step_is_named_and_steps_are_counted(
     assert not state.diverged
     said = spoken(capsys)
     assert said.count("the loss of step 3 is not finite; --detect-anomaly finds the op, layer") == 1
-    assert "the loss was not finite in 3 of 9 steps, from 3 to 7;" in said
+    assert "the loss was not finite in 3 of 9 steps, from 3 to 7." in said
 
 
 def test_a_loss_that_ends_not_finite(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

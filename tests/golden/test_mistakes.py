@@ -1,7 +1,7 @@
 """The commonest mistakes: one line that names hook, line or setting, a code, and nothing trained.
 
 Each case is what a user adds to callbacks.py of a project that trains, the line to be named marked
-by ``# here``, or words of the command line; after the arrow stand words of the message.
+by ``# here``, or words of the command line; after its name and an arrow stand words of the message.
 """
 
 from __future__ import annotations
@@ -18,165 +18,130 @@ FLAGS = ("--steps=8", "--batch-size=16", "--run-name=a", "--ckpt-every=4")
 
 
 def read_table(text: str) -> dict[str, tuple[str, list[str]]]:
-    """Reads a table of cases: ``== its name``, code, and ``-> words | of the message``."""
+    """Reads a table of cases: ``== its name -> words | of the message``, and code."""
     cases = {}
     for case in text.strip().removeprefix("== ").split("\n== "):
-        name, *lines = case.splitlines()
-        words = [word for line in lines if line.startswith("-> ") for word in line[3:].split(" | ")]
-        cases[name] = "\n".join(line for line in lines if not line.startswith("-> ")), words
+        title, _, code = case.partition("\n")
+        name, _, words = title.partition(" -> ")
+        cases[name] = code, words.split(" | ")
     return cases
 
 
 HOOKS = read_table(
     """
-== a required hook is missing
+== a required hook is missing -> callbacks.py | create_loss
 del create_loss
--> callbacks.py | create_loss
-== a required hook is misspelt
+== a required hook is misspelt -> callbacks.py | create_model | create_modell
 create_modell = create_model
 del create_model
--> callbacks.py | create_model | create_modell
-== a hook is no function
+== a hook is no function -> create_opt | 3
 create_opt = 3
--> create_opt | 3
-== a hook asks for an unknown argument
+== a hook asks for an unknown argument -> input_pre | 'bacth' | 'batch'
 def input_pre(bacth):  # here
     return bacth[0]
--> input_pre | 'bacth' | 'batch'
-== a hook asks for what another one gets
+== a hook asks for what another one gets -> input_pre | 'optimizer' | batch, lr
 def input_pre(optimizer):  # here
     pass
--> input_pre | 'optimizer' | batch, lr
-== create_dataset returns an array
+== create_dataset returns an array -> create_dataset | ndarray | Dataset
 def create_dataset():  # here
     return np.zeros([40, 5])
--> create_dataset | ndarray | Dataset
-== create_dataset returns nothing
+== create_dataset returns nothing -> create_dataset | nothing | Dataset
 def create_dataset():  # here
     pass
--> create_dataset | nothing | Dataset
-== create_dataset returns single examples
+== create_dataset returns single examples -> create_dataset | batch(
 def create_dataset():  # here
     return tf.data.Dataset.range(99)
--> create_dataset | batch(
-== there is no example
+== there is no example -> create_dataset | empty
 def create_dataset():  # here
     return tf.data.Dataset.from_tensor_slices(small.data()).take(0).batch(16)
--> create_dataset | empty
-== there are fewer examples than a batch has
+== there are fewer examples than a batch has -> create_dataset | 7 | 16 | --batch-size
 def create_dataset():  # here
     return tf.data.Dataset.from_tensor_slices(small.data()).take(7).batch(16)
--> create_dataset | 7 | 16 | --batch-size
-== no full batch is left
+== no full batch is left -> create_dataset | fewer | batch
 def create_dataset():  # here
     return tf.data.Dataset.from_tensor_slices(small.data()).take(7).batch(16, True)
--> create_dataset | fewer | batch
-== a reader is empty
+== a reader is empty -> create_dataset | has no element
 def create_dataset():  # here
     return iter([])
--> create_dataset | has no element
-== a reader has fewer examples than a batch
+== a reader has fewer examples than a batch -> create_dataset | 7 examples | --batch-size
 def create_dataset():  # here
     return iter([[part[:7] for part in small.data()]])
--> create_dataset | 7 examples | --batch-size
-== a reader for an evaluation has no end
+== a reader for an evaluation has no end -> create_eval_dataset | endless
 class Unending(keras.utils.PyDataset):
     num_batches = None
     def __getitem__(self, index):
         return small.data()
 def create_eval_dataset():  # here
     return Unending()
--> create_eval_dataset | endless
-== an evaluation has no end
+== an evaluation has no end -> create_eval_dataset | endless
 def create_eval_dataset():  # here
     return small.create_eval_dataset(16).repeat()
--> create_eval_dataset | endless
-== the model takes another shape
+== the model takes another shape -> create_model | 3
 def create_model():  # here
     return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
--> create_model | 3
-== create_model returns nothing
+== create_model returns nothing -> create_model | nothing
 def create_model():  # here
     keras.Sequential()
--> create_model | nothing
-== create_loss returns a name
+== create_loss returns a name -> create_loss | a str
 def create_loss():  # here
     return "mse"
--> create_loss | a str
-== create_loss returns a class
+== create_loss returns a class -> create_loss | class MeanSquaredError
 def create_loss():  # here
     return keras.losses.MeanSquaredError
--> create_loss | class MeanSquaredError
-== a Keras loss averages
+== a Keras loss averages -> create_loss | reduction="sum"
 def create_loss():  # here
     return keras.losses.MeanSquaredError()
--> create_loss | reduction="sum"
-== a loss takes two arguments
+== a loss takes two arguments -> create_loss | y_true | one argument
 def create_loss():  # here
     return lambda y_true, y_pred: tf.reduce_sum((y_true - y_pred) ** 2)
--> create_loss | y_true | one argument
-== outputs of [b, 1] meet targets of [b]
+== outputs of [b, 1] meet targets of [b] -> create_loss | [16, 1] | [16]
 def loss_pre(output, batch):
     return output, batch[1][:, 0]
 def create_loss():
     return lambda pair: (pair[0] - pair[1]) ** 2  # here
--> create_loss | [16, 1] | [16]
-== create_opt returns a name
+== create_opt returns a name -> create_opt | a str | optimizer
 def create_opt():  # here
     return "adam"
--> create_opt | a str | optimizer
-== create_opt returns a class
+== create_opt returns a class -> create_opt | class Adam | optimizer
 def create_opt():  # here
     return keras.optimizers.Adam
--> create_opt | class Adam | optimizer
-== create_opt raises
+== create_opt raises -> create_opt | ValueError | momentum
 def create_opt(lr):
     return keras.optimizers.SGD(lr, momentum=3)  # here
--> create_opt | ValueError | momentum
-== grad_pre returns two of three
+== grad_pre returns two of three -> grad_pre | 2 | 3 | trainable_vars
 def grad_pre(loss):  # here
     return loss, 0.0
--> grad_pre | 2 | 3 | trainable_vars
-== grad_pre returns nothing
+== grad_pre returns nothing -> grad_pre | 3
 def grad_pre(loss):  # here
     pass
--> grad_pre | 3
-== update_pre returns the bare gradients
+== update_pre returns the bare gradients -> update_pre | update_gradients
 def update_pre(gradients):  # here
     return gradients
--> update_pre | update_gradients
-== create_metrics returns a list
+== create_metrics returns a list -> create_metrics | a list | dict
 create_eval_dataset = small.create_eval_dataset
 def create_metrics():  # here
     return ["accuracy"]
--> create_metrics | a list | dict
-== create_ckpt returns no manager
+== create_ckpt returns no manager -> create_ckpt | 2 | manager
 def create_ckpt(step):  # here
     return tf.train.Checkpoint(step=step)
--> create_ckpt | 2 | manager
-== every_steps has a wrong key
+== every_steps has a wrong key -> every_steps | 0
 every_steps = {0: lambda: None}
--> every_steps | 0
-== a host hook asks for an unknown argument
+== a host hook asks for an unknown argument -> every_steps[7] | 'los' | 'loss'
 def show(los):  # here
     pass
 every_steps = {7: [show]}
--> every_steps[7] | 'los' | 'loss'
-== a hook of the graph asks for numbers
+== a hook of the graph asks for numbers -> input_pre | numpy
 def input_pre(batch):
     print(batch[0].numpy())  # here
     return batch[0]
--> input_pre | numpy
-== a hook of the graph raises
+== a hook of the graph raises -> input_pre | KeyError | 'scale'
 def input_pre(batch, hparams):
     return batch[0] * hparams["scale"]  # here
--> input_pre | KeyError | 'scale'
-== Dataset.map raises
+== Dataset.map raises -> create_dataset | AttributeError | 'nothing'
 def wrong(a, b):
     return a.nothing, b  # here
 def create_dataset():
     return tf.data.Dataset.from_tensor_slices(small.data()).map(wrong).batch(16)
--> create_dataset | AttributeError | 'nothing'
 """
 )
 
@@ -304,19 +269,17 @@ def test_a_slip_in_the_name_of_an_optional_hook_is_a_warning(
 
 RUNNING = read_table(
     """
-== a hook of the host
+== a hook of the host -> every_steps[1] | ValueError: seven is too much
 def watch(step, loss):
     if step == 7:
         raise ValueError("seven\\nis too much")  # here
 every_steps = {1: watch}
--> every_steps[1] | ValueError: seven is too much
-== an op of a hook of the graph
+== an op of a hook of the graph -> input_pre | too fast
 def input_pre(batch, lr):
     tf.debugging.assert_less(lr.value, 1.0, message="too fast")  # here
     return batch[0]
 at_step = {7: lambda lr: lr.assign(2.0)}
--> input_pre | too fast
-== Python in the pipeline
+== Python in the pipeline -> create_dataset | OSError: no such image
 def check(number):
     if number == 6:
         raise OSError("no such image")  # here
@@ -326,26 +289,22 @@ def read(number, pair):
         return tf.nest.map_structure(tf.identity, pair)
 def create_dataset():
     return small.create_dataset(16).repeat(3).enumerate().map(read)
--> create_dataset | OSError: no such image
-== a reader
+== a reader -> create_dataset | OSError: block 7 is corrupt
 def read():
     yield small.data()
     raise OSError("block 7 is corrupt")  # here
 def create_dataset():
     return read()
--> create_dataset | OSError: block 7 is corrupt
-== a reader whose elements change
+== a reader whose elements change -> create_dataset | int32 | float32
 def read():
     yield small.data()
     yield tuple(part.astype("int32") for part in small.data())
 def create_dataset():  # here
     return read()
--> create_dataset | int32 | float32
-== a reader that can be read once
+== a reader that can be read once -> create_dataset | made outside
 batches = iter([small.data()])
 def create_dataset():  # here
     return batches
--> create_dataset | made outside
 """
 )
 
