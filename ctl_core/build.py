@@ -9,18 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ctl_core.batches import BatchShape, BatchSource, make_placeholders
-from ctl_core.checkpoint import (
-    CheckpointFacade,
-    ManagerFacade,
-    is_summed,
-    read_first_batch_size,
-)
 from ctl_core.checks.returned import (
     check_loss,
     check_manager,
@@ -48,7 +43,7 @@ from ctl_core.metrics import update_train_metrics
 from ctl_core.model.freezing import unfrozen
 from ctl_core.model.parts import Moment, Parts, Written
 from ctl_core.model.recording import Recording
-from ctl_core.model.variables import plain_variable, trainable_variables
+from ctl_core.model.variables import is_summed, plain_variable, trainable_variables
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.batch_norm import moving_statistics
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
@@ -56,7 +51,7 @@ from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes
 from ctl_core.numerics.rate_schedule import schedule_of
 from ctl_core.run.folder import Run
-from ctl_core.run_state.folder import repair_list
+from ctl_core.run_state.record import read_first_batch_size
 from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.step import change_gradients
@@ -352,10 +347,10 @@ class _Builder:
                         add_batch(parts, one, batch, None)
 
     def _create_ckpt(self, parts: Parts, rate: LearningRate) -> tuple[Any, Any]:
-        """Calls ``create_ckpt``; returns what hooks are given of it."""
+        """Calls ``create_ckpt``."""
         hook = self.hooks.create_ckpt
         if self.cluster.task.chief:
-            repair_list(self.run.ckpt, self.run.reading)
+            repair_list(self.run.ckpt)
         with self.recording.during("create_ckpt"):
             ckpt, manager = hook(
                 ckpt_path=str(self.run.ckpt),
@@ -366,8 +361,18 @@ class _Builder:
                 train_loss=as_trackable(parts.train_loss),
             )
         check_manager(hook, manager)
-        facade = CheckpointFacade(ckpt)
-        return facade, ManagerFacade(manager, facade)
+        return ckpt, manager
+
+
+def repair_list(folder: Path) -> None:
+    """Removes the manager's list of checkpoints if a power cut has left it empty.
+
+    A CheckpointManager refuses to start with it.
+    """
+    try:
+        tf.train.get_checkpoint_state(str(folder))
+    except ValueError:
+        (folder / "checkpoint").unlink()
 
 
 def as_trackable(value: Any) -> Any:

@@ -506,14 +506,15 @@ class GraphCheckpoint(tf.train.Checkpoint):
 
     TensorFlow looks through all objects at each write, several times the work of writing small
     ones. Private here is ``_write``, which ``write`` and CheckpointManager call;
-    tests/engine/test_snapshot.py fails if TensorFlow changes this.
+    tests/engine/test_checkpoint.py fails if TensorFlow changes this.
     """
 
     _traced: Any = None
+    _in_graph = True  # whether to trace at all: what Python serializes would be fixed then
     _on: str | None = None  # the device of its variables: what is elsewhere gets a file of its own
 
     def _write(self, file_prefix: Any, options: Any = None) -> Any:
-        if not tf.executing_eagerly():
+        if not (self._in_graph and tf.executing_eagerly()):
             return super()._write(file_prefix, options)
         if self._traced is None:
 
@@ -530,6 +531,14 @@ class GraphCheckpoint(tf.train.Checkpoint):
         for callback in getattr(options, "experimental_write_callbacks", None) or ():
             callback(file_prefix)
         return file_prefix
+
+
+def saves_itself(part: Any) -> bool:
+    """Returns whether a part of a checkpoint has state besides variables: a table, an iterator."""
+    from tensorflow.python.trackable.base import Trackable
+
+    kinds = ("_serialize_to_tensors", "_gather_saveables_for_checkpoint")
+    return any(getattr(type(part), name) is not getattr(Trackable, name) for name in kinds)
 
 
 def trackable_node() -> Any:

@@ -16,10 +16,11 @@ from ctl_core.checks.position import data_files, why_not_checkpointable
 from ctl_core.compat import GraphCheckpoint, inputs_of
 from ctl_core.console import Console
 from ctl_core.errors import brief
-from ctl_core.run_state.fitting import UNREADABLE
-from ctl_core.run_state.record import Damaged, Record, regular
+from ctl_core.run_state.record import Record
 from ctl_core.state import State
 
+# What reading a file that is cut short, altered or gone raises.
+UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 # What begins the state of a stage; how long its metadata are, which is one byte or two; and these.
 _STAGE = re.compile(rb"tensorflow::Iterator\x12([\x00-\x7f]|[\x80-\xff][\x00-\x7f])(Iterator::)")
 # Keys of a shuffle, and of a cache that is full: what is in it is not shuffled again.
@@ -91,8 +92,8 @@ class InputPosition:
         state, why = self._state, self._find_obstacle(record, prefix)
         if why is None:
             try:
-                self._part().read(regular(str(prefix)))
-            except (*UNREADABLE, Damaged):
+                self._part().read(str(prefix))
+            except UNREADABLE:
                 why = "the saved position does not fit the data any more, or its file is damaged"
         if why is None and state.data.reader:
             why = state.data.reader.go_to(self._text.numpy().decode())

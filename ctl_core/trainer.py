@@ -26,7 +26,6 @@ from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError, StopTraining, one_line
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
-from ctl_core.initial_weights import load_initial_weights
 from ctl_core.messages import (
     announce,
     attributed,
@@ -45,10 +44,10 @@ from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
 from ctl_core.run.folder import Run, open_session
 from ctl_core.run.listeners import Listener, find_listener
-from ctl_core.run_state.forking import begun
 from ctl_core.schedule import MOST_STEPS, ChunkLength, Deadlines, Schedule
 from ctl_core.selection import Selection, best_step
 from ctl_core.settings import Config
+from ctl_core.start import hold_run, load_initial_weights
 from ctl_core.state import State, check_hook_state
 from ctl_core.table import OBSERVED
 
@@ -89,7 +88,7 @@ def train(
         process_state(config),
         peers(task),
         Signals(console, SAME_SIGNAL - 2 * TICK * is_supervised()) as signals,
-        begun(config, run, console),
+        hold_run(config, run, console),
     ):
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
@@ -214,7 +213,6 @@ class Trainer:
                 if step == stop:
                     ended = self._run_hooks(step, schedule.due(step), values)
                     state.progress.done.update(n for n in state.hooks.at_step if n == step)
-            self.checkpoints.raise_if_failed()
             if self._sync_status(step, ended).end:
                 self._end(step, schedule)
             if step == stop:
@@ -281,8 +279,8 @@ class Trainer:
         return {
             "dev": self.functions.devices,
             "optimizer": state.optimizer,
-            "ckpt": state.ckpt,
-            "manager": state.manager,
+            "ckpt": self.checkpoints.ckpt,
+            "manager": self.checkpoints.manager,
             "chief": state.cluster.task.chief,
             "state": state.hook_state,
             **state.parts.values(Moment()),

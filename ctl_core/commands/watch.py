@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from pathlib import Path
 
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.console import Console, format_values
@@ -50,7 +49,7 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
     Raises:
         SetupError: the run has ended and has no checkpoint; or one is damaged, or does not fit.
     """
-    engine, file = run.ckpt / "engine", run.path / FILE
+    folder, file = run.ckpt, run.path / FILE
     refuse_links(run.path, [file, run.path / "tb"])
     console.say(f"{run.shown}: watching; the values go to {from_here(file)}.")
     checkpoints = Checkpoints(state, console)
@@ -62,12 +61,12 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
     with contextlib.closing(summaries):
         while True:
             held = run.is_held()  # before looking: what is there when nobody trains is all
-            if new := set(saved_steps(engine)) - seen:
+            if new := set(saved_steps(folder)) - seen:
                 seen.add(step := min(new))
                 try:
                     values = _evaluate(state, checkpoints, step)
                 except SetupError:
-                    if step in saved_steps(engine):
+                    if step in saved_steps(folder):
                         raise
                     continue  # deleted while it was read
                 console.say(f"step {step}  eval: {format_values(values)}")
@@ -76,13 +75,13 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
                 continue
             if held is not False:
                 left_at = math.inf
-            elif _is_at_end(run, state, engine) or time.monotonic() - left_at > GRACE:
+            elif _is_at_end(run, state) or time.monotonic() - left_at > GRACE:
                 break
             elif left_at == math.inf:
                 console.say(f"{run.shown}: not trained now; waiting {GRACE:g} s for more.")
                 left_at = time.monotonic()
             time.sleep(POLL)
-    if not saved_steps(engine):
+    if not saved_steps(folder):
         raise missing_checkpoint(run)
     console.say(f"{run.shown}: has ended; evaluated {number} checkpoint{'s' * (number != 1)}.")
     return values
@@ -103,10 +102,10 @@ def _evaluate(state: State, checkpoints: Checkpoints, step: int) -> dict[str, fl
     return state.evaluation.evaluate()  # type: ignore[no-any-return]
 
 
-def _is_at_end(run: Run, state: State, engine: Path) -> bool:
+def _is_at_end(run: Run, state: State) -> bool:
     """Whether the newest checkpoint is the one with which training ends."""
     try:
-        newest = read_record(engine, next(iter(saved_steps(engine)), -1))
+        newest = read_record(run.ckpt, next(iter(saved_steps(run.ckpt)), -1))
     except Damaged:  # or there is none
         return False
     if newest.progress.get("ended") is not None:

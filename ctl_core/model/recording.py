@@ -27,7 +27,6 @@ class Recording:
     def __init__(self) -> None:
         self._variables: list[tuple[str, weakref.ref[Any]]] = []
         self._layers: list[weakref.ref[Any]] = []
-        self._generators: list[weakref.ref[Any]] = []
         self._known: set[int] = set()
         self._hook = ""
         self._open = False
@@ -51,7 +50,7 @@ class Recording:
         """Drops what is dead, once a run is built, and holds the rest from here on."""
         gc.collect()
         references = [reference for _, reference in self._variables]
-        self._held = [one() for one in (*references, *self._layers, *self._generators)]
+        self._held = [one() for one in (*references, *self._layers)]
 
     @contextlib.contextmanager
     def watch(self, hook: str) -> Iterator[None]:
@@ -75,26 +74,26 @@ class Recording:
 
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:
+        """Notes variables, and layers as Keras makes them: by ``__new__``, which all have."""
+        original = vars(keras.Layer)["__new__"]
+
         def create(make: Callable[..., Any], **values: Any) -> Any:
             variable = make(**values)
             self.add(variable)
             return variable
 
+        def make(kind: Any, *args: Any, **options: Any) -> Any:
+            layer = original(kind, *args, **options)
+            self._layers.append(weakref.ref(layer))
+            return layer
+
         self._open = True
+        setattr(keras.Layer, "__new__", make)  # noqa: B010
         try:
-            with (
-                tf.variable_creator_scope(create),
-                _when_made(
-                    keras.Layer, "__new__", lambda one: self._layers.append(weakref.ref(one))
-                ),
-                _when_made(
-                    keras.random.SeedGenerator,
-                    "__init__",
-                    lambda one: self._generators.append(weakref.ref(one)),
-                ),
-            ):
+            with tf.variable_creator_scope(create):
                 yield
         finally:
+            setattr(keras.Layer, "__new__", original)  # noqa: B010
             self._open = False
 
     def add(self, variable: Any, name: str | None = None) -> None:
@@ -157,35 +156,9 @@ class Recording:
     @property
     def generators(self) -> list[tf.Variable]:
         """The states of Keras' seed generators, int64 vectors [seed, counter]."""
-        found = [one() for one in self._generators]
-        states = [plain_variable(one.state) for one in found if one is not None]
-        return list({id(state): state for state in states}.values())
+        of_keras = "seed_generator_state"  # so Keras names them, whoever makes the generator
+        return [v for v in self.variables.values() if v.name.split(":")[0].endswith(of_keras)]
 
     def keras_variables(self) -> list[keras.Variable]:
         """The variables of the layers, each once; unlike tf.Variables they can be frozen."""
         return list({id(v): v for layer in self.layers for v in layer.variables}.values())
-
-
-@contextlib.contextmanager
-def _when_made(kind: Any, method: str, note: Callable[[Any], None]) -> Iterator[None]:
-    """Calls ``note`` with each object of a class that is made within.
-
-    Args:
-        kind: the class
-        method: of its own that makes them: ``__new__`` of layers, of which Keras looks at the
-            arguments of ``__init__``; otherwise ``__init__``
-        note: is called with each
-    """
-    original = vars(kind)[method]
-    function = getattr(kind, method)
-
-    def make(first: Any, *args: Any, **options: Any) -> Any:
-        made = function(first, *args, **options)
-        note(first if made is None else made)
-        return made
-
-    setattr(kind, method, make)
-    try:
-        yield
-    finally:
-        setattr(kind, method, original)

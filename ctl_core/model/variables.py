@@ -24,6 +24,14 @@ def variable_name(variable: Any) -> str:
     return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
+def is_summed(variable: Any) -> bool:
+    """Returns whether each replica keeps a variable for itself, as metrics do."""
+    return (
+        isinstance(variable, tf.distribute.DistributedValues)
+        and getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
+    )
+
+
 @tf.autograph.experimental.do_not_convert  # which would take a third of a second
 def trainable_variables(model: Model) -> list[Any]:
     """Returns the variables of a model that are trained: those of frozen layers are left out.

@@ -14,9 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.compat import GraphCheckpoint, trackable_node
+from ctl_core.compat import GraphCheckpoint, saves_itself, trackable_node
 
-_GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _COUNTER = "save_counter"
 
 
@@ -27,9 +26,11 @@ class StagingCopy:
 
     Attributes:
         checkpoint: what is to be written
+        is_whole: whether all of it are copies; a table, say, is itself in the checkpoint
     """
 
     def __init__(self, original: tf.train.Checkpoint) -> None:
+        self.is_whole = True
         self._original = original
         self._parts = _parts_of(original)
         self._pairs: list[tuple[Any, tf.Variable]] = []
@@ -43,7 +44,7 @@ class StagingCopy:
 
     def _add_children(self, part: Any) -> None:
         copy = self._copies.get(id(part))  # none for the counter
-        if copy is None or isinstance(copy, tf.Variable):
+        if copy is None or copy is part or isinstance(copy, tf.Variable):
             return
         for name, child in tf.train.TrackableView.children(part).items():
             if part is self._original and name == _COUNTER:
@@ -54,7 +55,10 @@ class StagingCopy:
 
     def _copy_of(self, part: Any) -> Any:
         if not isinstance(part, tf.Variable | keras.Variable):
-            return trackable_node()
+            if not saves_itself(part):
+                return trackable_node()
+            self.is_whole = self.checkpoint._in_graph = False
+            return part
         variable = part.value if isinstance(part, keras.Variable) else part
         with tf.device("CPU:0"):
             copy = tf.Variable(
@@ -134,18 +138,6 @@ class ReplicaCopies:
 def _parts_of(checkpoint: tf.train.Checkpoint) -> list[Any]:
     """All objects that a checkpoint holds, in the order in which their names are found."""
     return tf.train.TrackableView(checkpoint).descendants()  # type: ignore[no-any-return]
-
-
-def entries(path: str) -> set[tuple[str, tuple[int, ...]]]:
-    """What a written checkpoint holds: names and shapes.
-
-    By them a checkpoint of copies shows whether it lacks something that is not a variable, such as
-    an iterator.
-    """
-    found = {(name, tuple(shape)) for name, shape in tf.train.list_variables(path)}
-    return {
-        entry for entry in found if entry[0] != _GRAPH_KEY and not entry[0].startswith(_COUNTER)
-    }
 
 
 class Background:

@@ -30,7 +30,7 @@ from ctl_core.run.provenance import find_provenance
 from ctl_core.run.summaries import Summaries
 from ctl_core.run.training_log import TrainingLog
 from ctl_core.settings import Config, free_name, write_config
-from ctl_core.sources import NOT_BEGUN, check_start
+from ctl_core.sources import check_start
 
 
 class _Log(logging.FileHandler):
@@ -147,11 +147,6 @@ class Run:
         return self.path / "ckpt"
 
     @property
-    def not_begun(self) -> Path:
-        """Stands beside a checkpoint that was copied, until the run has settings of its own."""
-        return self.ckpt / NOT_BEGUN
-
-    @property
     def written(self) -> list[Path]:
         """What training writes here, but the log."""
         return [self.path / name for name in ("ckpt", "tb", "config.yaml", "env.json", FILE, COPY)]
@@ -186,7 +181,6 @@ class Run:
             begins = new or not self.config_file.exists()
             if begins:
                 write_config(config, self.config_file)
-                self.not_begun.unlink(missing_ok=True)
             if new:
                 with written_whole(self.path / "env.json") as beside:
                     beside.write_text(json.dumps(find_provenance(devices), indent=2) + "\n")

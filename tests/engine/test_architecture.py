@@ -15,18 +15,16 @@ LAYERS = """
     buckets console errors index joining not_finite precision provenance readers.sources reduction
     saved signals source_lines splits table types
     compat files gpus helpers nested variables
-    ahead averaging defaults fitting groups learning_rate lock profile record recording settings
-    staging training_mode
+    ahead averaging defaults groups learning_rate lock profile recording settings staging
+    training_mode
     batch_norm callbacks_file contract freezing listeners process_state rate_schedule raw selection
-    sources task units
-    cli hooks randomness reader rendezvous run.metrics run_state.folder summaries supervisor sync
-    training_log
-    __main__ anomaly batches checks.position divergence pairs returned run.folder schedule strategy
-    vocabularies
-    collectives forking input micro_batches parts
-    metrics state
-    forward initial_weights messages pace position
-    checkpoint evaluate inference ratio step
+    task units
+    hooks randomness reader record rendezvous run.metrics summaries supervisor sync training_log
+    anomaly batches checks.position divergence pairs returned schedule sources strategy vocabularies
+    cli collectives folder input micro_batches parts
+    __main__ metrics state
+    forward messages pace position writer
+    checkpoint evaluate inference ratio start step
     predict stretches
     build export graph
     devices restore trainer

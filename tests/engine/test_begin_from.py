@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no file": (
         {"init_from": "/none/m.keras"},
-        r"^init_from: there is no run '/none/m\.keras'.*, a \.keras or \.weights\.h5 file",
+        r"^init_from: there is no run '/none/m\.keras'.*, or a \.keras or \.weights\.h5 file",
     ),
 }
 
@@ -111,45 +111,23 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
     assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
 
 
-def written(source: str, trained: Any, folder: Path) -> str:
-    """Writes a model as people have it, and returns what names it."""
-    if source == "a":
-        return source
-    if source == "saved":
-        trained.export(str(folder / source), verbose=False)
-    elif source == "versions":
-        for version, other in ((9, model(units=3)), (10, trained)):
-            other.export(str(folder / source / str(version)), verbose=False)
-    elif source.endswith(".keras"):
-        trained.save(folder / source)
-    else:
-        trained.save_weights(folder / source)
-    return str(folder / source)
-
-
-@pytest.mark.parametrize("source", ["a", "m.keras", "m.weights.h5", "saved", "versions"])
-def test_weights_are_those_of_what_is_named(
-    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str
-) -> None:
-    """All of them; or, with another head, all the others."""
+@pytest.mark.parametrize("source", ["a", "m.keras", "m.weights.h5"])
+def test_weights_are_those_of_what_is_named(train: Train, tmp_path: Path, source: str) -> None:
+    """All of them, on both replicas; what has another shape is refused."""
     trained = train(hooks(), run_name="a", steps=4, **SHORT).train_model
-    named = written(source, trained, tmp_path)
-    expected = [np.array(weight) for weight in trained.weights]
-
-    def began_with(**more: Any) -> list[np.ndarray]:
-        state = train(hooks(**more), steps=0, virtual_devices=2, **SHORT, **settings)
-        assert int(state.optimizer.iterations.numpy()) == 0
-        return [np.array(weight) for weight in state.train_model.weights]
-
-    settings: dict[str, Any] = {"run_name": "b", "init_from": named}
-    for ours, theirs in zip(began_with(), expected, strict=True):
+    if source.endswith(".keras"):
+        trained.save(tmp_path / source)
+    elif source != "a":
+        trained.save_weights(tmp_path / source)
+    named = source if source == "a" else str(tmp_path / source)
+    settings: dict[str, Any] = {"steps": 0, "virtual_devices": 2, "init_from": named, **SHORT}
+    state = train(hooks(), run_name="b", **settings)
+    assert int(state.optimizer.iterations.numpy()) == 0
+    for ours, theirs in zip(state.train_model.weights, trained.weights, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    assert "8 of 8 weights" in "".join(capfd.readouterr())
-
-    settings["run_name"] = "c"
     other = {"create_model": lambda: model(classes=3), "create_loss": lambda: _sums}
-    with pytest.raises(SetupError, match=r"fits 6 of the 8 weights of create_model .*, 1\]"):
-        began_with(**other)
+    with pytest.raises(SetupError, match=r"does not fit .*\(8, 1\).*\(8, 3\)|\(8, 3\).*\(8, 1\)"):
+        train(hooks(**other), run_name="c", **settings)
 
 
 def _sums(pair: Any) -> tf.Tensor:
@@ -192,6 +170,6 @@ def test_a_module_takes_weights_by_their_place(train: Train, tmp_path: Path) -> 
     state = train(own, run_name="b", steps=0, init_from="a", **SHORT)
     for ours, theirs in zip(state.train_model.parts, trained.train_model.parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    named = written("m.keras", model(), tmp_path)
+    model().save(tmp_path / "m.keras")
     with pytest.raises(SetupError, match="is for a Keras model, and create_model"):
-        train(own, run_name="c", steps=0, init_from=named, **SHORT)
+        train(own, run_name="c", steps=0, init_from=str(tmp_path / "m.keras"), **SHORT)

@@ -1,10 +1,13 @@
-"""Checkpoints: what is kept, hooks that save, damage, and what does not fit."""
+"""Checkpoints: what is kept, hooks that save and restore, damage, and what does not fit."""
 
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -12,8 +15,11 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.errors import RunError
+from ctl_core.numerics.staging import Background
 from tests.helpers.cases import FEATURES, assert_weights, make_hooks, set_weights, sgd, small_model
 from tests.helpers.fixtures import Train
+from tests.helpers.resume import Blocks, seeded
 
 
 def numbers(folder: Path, pattern: str) -> list[int]:
@@ -66,23 +72,8 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 0xFF
-    path.write_bytes(bytes(content))
-
-
-PARTS = [
-    "ckpt-10.index",
-    "ckpt-10.data-00000-of-00001",
-    "engine/ckpt-10.index",
-    "engine/ckpt-10.data-00000-of-00001",
-    "engine/ckpt-10.json",
-]
+def take_from_step_5(path: Path) -> None:
+    shutil.copy(path.with_name(path.name.replace("10", "5")), path)
 
 
 @pytest.fixture(scope="module")
@@ -100,41 +91,46 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.nda
     return runs, ctl_core.train(make_hooks(), config).train_model.get_weights()
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("damage", [cut_short, empty, flip, Path.unlink])
+DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
+    ("ckpt-10.index", Path.unlink),
+    ("ckpt-10.data-00000-of-00001", cut_short),
+    ("ckpt-10.*", take_from_step_5),
+    ("engine/ckpt-10.index", cut_short),
+    ("engine/ckpt-10.data-00000-of-00001", Path.unlink),
+    ("engine/ckpt-10.json", cut_short),
+    ("engine/ckpt-10.json", take_from_step_5),
+]
+
+
+@pytest.mark.parametrize(("parts", "damage"), DAMAGES)
 def test_a_damaged_newest_checkpoint_falls_back(
     train: Train,
     tmp_path: Path,
     trained: tuple[Path, list[np.ndarray]],
     capsys: pytest.CaptureFixture[str],
-    part: str,
-    damage: Any,
+    parts: str,
+    damage: Callable[[Path], object],
 ) -> None:
     runs, weights = trained
     shutil.copytree(runs, tmp_path / "runs")
-    damage(tmp_path / "runs" / "run" / "ckpt" / part)
+    for path in (tmp_path / "runs" / "run" / "ckpt").glob(parts):
+        damage(path)
     state = train(make_hooks(), steps=10, ckpt_every=5)
     output = capsys.readouterr().out
-    # Without its record a checkpoint never counted, so there is nothing to warn of.
-    uncounted = damage is Path.unlink and part == PARTS[-1]
-    assert ("step 10 is damaged" in output) is not uncounted, output
-    assert "resuming at step 5" in output
-    for one, other in zip(weights, state.train_model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert "step 10 is damaged" in output and "resuming at step 5" in output
+    assert_weights(state, weights, rtol=0)
 
 
-@pytest.mark.parametrize("part", ["input-10.index", "input-10.data-00000-of-00001"])
 @pytest.mark.parametrize("damage", [cut_short, Path.unlink])
 def test_a_damaged_input_position_is_reached_by_skipping(
     train: Train,
     tmp_path: Path,
     trained: tuple[Path, list[np.ndarray]],
     capsys: pytest.CaptureFixture[str],
-    part: str,
-    damage: Any,
+    damage: Callable[[Path], object],
 ) -> None:
     shutil.copytree(trained[0], tmp_path / "runs")
-    damage(tmp_path / "runs" / "run" / "ckpt" / "engine" / part)
+    damage(tmp_path / "runs" / "run" / "ckpt" / "engine" / "input-10.index")
     state = train(make_hooks(), steps=15)
     assert "reading and dropping 160 examples" in capsys.readouterr().out
     whole = train(make_hooks(), steps=15, run_name="whole")
@@ -193,3 +189,169 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
         train(make_hooks(create_model=deeper), steps=4)
     with pytest.raises(ctl_core.SetupError, match="is gone"):
         train(make_hooks(create_opt=sgd), steps=4)
+
+
+def test_a_power_cut_that_emptied_the_managers_list(train: Train) -> None:
+    state = train(make_hooks(), steps=10, ckpt_every=5)
+    (state.run_dir / "ckpt" / "checkpoint").write_text("")
+    assert_weights(
+        train(make_hooks(), steps=12), train(make_hooks(), steps=12, run_name="whole"), rtol=0
+    )
+
+
+# ---- Hooks that go back ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_hook_goes_back_to_a_checkpoint_and_training_goes_on(train: Train, replicas: int) -> None:
+    """Model and optimizer are those of step 4; step and data go on, until the last step."""
+    seen: dict[int, Any] = {}
+
+    def note(step: int, train_model: Any, ckpt: Any, manager: Any, batch: Any) -> None:
+        seen[step] = [np.array(w) for w in train_model.variables], batch[0].numpy()
+        assert int(ckpt.step) == step
+        if step == 7:
+            ckpt.restore(next(p for p in manager.checkpoints if p.endswith("-4")))
+            seen[-7] = [np.array(w) for w in train_model.variables], None
+
+    def program() -> SimpleNamespace:
+        return make_hooks(create_model=seeded(Blocks), every_steps={1: note})
+
+    settings: dict[str, Any] = {"ckpt_every": 4, "virtual_devices": replicas, "steps": 9}
+    state = train(program(), **settings)
+    assert state.step == 9
+    for name, before, after in zip(
+        [v.path for v in state.train_model.variables], seen[4][0], seen[-7][0], strict=True
+    ):
+        if "seed" not in name and (replicas == 1 or "moving" not in name):
+            np.testing.assert_array_equal(before, after, err_msg=name)
+    batches = [seen[step][1] for step in range(1, 10)]
+    seen.clear()
+    undisturbed = make_hooks(create_model=seeded(Blocks), every_steps={
+        1: lambda step, batch: seen.update({step: batch[0].numpy()})})  # fmt: skip
+    train(undisturbed, run_name="undisturbed", **settings)
+    for step, batch in enumerate(batches, start=1):
+        np.testing.assert_array_equal(batch, seen[step])
+
+
+# ---- In the background: they hold what the variables were when they were due -------------------
+
+
+class Late(Background):
+    """Starts no sooner than somebody waits: training has long changed every variable by then."""
+
+    starts: ClassVar[list[Callable[[], object]]] = []
+
+    def start(self, function: Callable[[], object]) -> None:
+        self.starts.append(function)
+        self._late = function
+
+    def wait(self) -> None:
+        if late := self.__dict__.pop("_late", None):
+            super().start(late)
+        super().wait()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
+    """Checkpoints are written as late as can be."""
+    monkeypatch.setattr(Late, "starts", [])
+    monkeypatch.setattr("ctl_core.run_state.writer.Background", Late)
+    return Late
+
+
+def model_of_many_kinds() -> keras.Model:
+    inputs = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(8)(inputs)
+    hidden = keras.layers.BatchNormalization()(hidden)
+    hidden = keras.layers.Dropout(0.3, seed=5)(hidden)
+    nested = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    return keras.Model(inputs, keras.layers.Dense(1)(nested(hidden)))
+
+
+def values_of(train_model: Any, optimizer: Any, lr: Any) -> list[np.ndarray]:
+    """Everything but the states of random generators, which are in the engine's part."""
+    variables = [v for v in train_model.variables if "seed" not in v.path]
+    return [np.array(v.numpy()) for v in [*variables, *optimizer.variables, lr]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.slow
+def test_a_late_written_checkpoint_holds_the_values_of_its_step(
+    train: Train, late: type[Late], replicas: int
+) -> None:
+    seen: dict[int, list[np.ndarray]] = {}
+
+    def note(step: int, train_model: Any, optimizer: Any, lr: Any) -> None:
+        lr.assign(0.01 / step)
+        seen[step] = values_of(train_model, optimizer, lr)
+
+    hooks = make_hooks(create_model=model_of_many_kinds, every_steps={4: note})
+    settings = {"ckpt_every": 4, "virtual_devices": replicas}
+    state = train(hooks, steps=24, **settings)
+    assert len(late.starts) == 5  # all but the first
+    restored = tf.train.Checkpoint(
+        step=tf.Variable(0, dtype=tf.int64),
+        lr=state.lr,
+        optimizer=state.optimizer,
+        train_model=state.train_model,
+    )
+    for step in (12, 16, 20):
+        status = restored.restore(str(state.run_dir / "ckpt" / f"ckpt-{step}"))
+        status.assert_consumed()
+        assert int(restored.step) == step
+        if replicas == 1:  # with several, batch normalisations are averaged to be saved
+            values = values_of(state.train_model, state.optimizer, state.lr)
+            for value, expected in zip(values, seen[step], strict=True):
+                np.testing.assert_array_equal(value, expected)
+    # A run that begins where the background left off is the same run.
+    short = train(hooks, steps=16, run_name="b", **settings)
+    assert short.step == 16
+    again = train(hooks, steps=24, run_name="b", **settings)
+    whole = train(hooks, steps=24, **settings)  # restores the last checkpoint
+    for one, other in zip(again.train_model.variables, whole.train_model.variables, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+@pytest.mark.parametrize("last", [8, 12])
+def test_a_failure_in_the_background_is_told_by_its_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """At the next step that the loop looks, or at the end of the run."""
+    write = tf.train.Checkpoint.write
+
+    def full(self: Any, path: str, options: Any = None) -> Any:
+        if str(path).endswith("engine/ckpt-8"):
+            assert threading.current_thread() is not threading.main_thread()
+            raise OSError(28, "No space left on device")
+        return write(self, path, options)
+
+    monkeypatch.setattr(tf.train.Checkpoint, "write", full)
+    with pytest.raises(RunError, match=r"the checkpoint of step 8 cannot .* No space left .* kept"):
+        train(make_hooks(every_steps={1: lambda loss: None}), steps=last, ckpt_every=2)
+    monkeypatch.undo()
+    assert train(make_hooks(), steps=6).step == 6
+
+
+def test_a_failing_hook_leaves_the_checkpoint_that_was_being_written(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, failing = threading.Event(), threading.Event()
+    write = tf.train.Checkpoint.write
+
+    def slowly(self: Any, path: str, options: Any = None) -> Any:
+        if str(path).endswith("engine/ckpt-6"):
+            reached.set()
+            assert failing.wait(600)
+        return write(self, path, options)
+
+    def fail() -> None:
+        assert reached.wait(600)
+        failing.set()
+        raise ValueError("mine")
+
+    monkeypatch.setattr(tf.train.Checkpoint, "write", slowly)
+    with pytest.raises(RunError, match="mine"):
+        train(make_hooks(at_step={7: fail}), steps=20, ckpt_every=2)
+    assert (tmp_path / "runs/run/ckpt/engine/ckpt-6.json").exists()

@@ -175,7 +175,8 @@ def test_hooks_may_name_everything(train: Train) -> None:
     )
     assert len(seen["dev"]) == 2 and all("CPU" in device for device in seen["dev"])
     assert seen["output"].shape == (BATCH, 1) and seen["batch"][0].shape == (BATCH, 5)
-    assert seen["train_model"] is state.train_model and seen["manager"] is state.manager
+    assert seen["train_model"] is state.train_model
+    assert seen["manager"].directory == state.manager.directory
     assert seen["hparams"] == {"width": 3} and seen["config"] is state.config
     assert seen["loss"].shape == () and len(seen["update_gradients"]) == 4
 
