@@ -21,7 +21,6 @@ from ctl_core.checks.returned import (
     check_manager,
     check_optimizers,
     check_variables,
-    find_double_weights,
 )
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster
@@ -90,30 +89,28 @@ def create_state(
         console.warn(warning)
     try:
         with cluster.peers():
-            return _Builder(hooks, config, run, strategy, cluster, console).build()
+            shape = BatchShape(
+                config.batch_size, strategy.num_replicas_in_sync, config.accumulate_steps
+            )
+            return _Builder(hooks, config, run, strategy, cluster, console, shape).build()
     except tf.errors.OpError as error:  # nothing but data has been read
         raise SetupError(f"{hooks.create_dataset}: reading the data: {brief(error)}") from error
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
 
 
+@dataclasses.dataclass
 class _Builder:
     """Builds one run; each method is a stage of it."""
 
-    def __init__(
-        self,
-        hooks: Hooks,
-        config: Config,
-        run: Run,
-        strategy: tf.distribute.Strategy,
-        cluster: Cluster,
-        console: Console,
-    ) -> None:
-        self.hooks, self.config, self.run, self.console = hooks, config, run, console
-        self.strategy, self.cluster = strategy, cluster
-        replicas = strategy.num_replicas_in_sync
-        self.shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
-        self.recording = Recording()
+    hooks: Hooks
+    config: Config
+    run: Run
+    strategy: tf.distribute.Strategy
+    cluster: Cluster
+    console: Console
+    shape: BatchShape
+    recording: Recording = dataclasses.field(default_factory=Recording)
 
     def build(self) -> State:
         """Returns the state of a run that has not begun."""
@@ -221,19 +218,11 @@ class _Builder:
                     free = trainable_variables(parts.train_model)
         recording.add_model("create_model", parts.train_model)
         self._record_captured(graph)
-        variables: dict[str, list[Any]] = {}
-        for name in dict.fromkeys(name for name, _ in traced):
-            several = [*(one.variables for other, one in traced if other == name)]
-            several += [free] * (not name)  # of a single objective
-            variables[name] = list({id(v): v for of_one in several for v in of_one}.values())
-            if not variables[name]:
-                raise hooks.grad_pre.reject(
-                    f"returned no trainable_vars{f' of {name!r}' * bool(name)}; there is nothing "
-                    "to train."
-                )
-            check_variables(hooks.create_model, variables[name])
-        if complaint := find_double_weights(hooks, self.data.share_spec):
-            self.console.warn_once(complaint)
+        variables: dict[str, dict[int, Any]] = {}
+        for name, one in traced:
+            own = one.variables if name else [*one.variables, *free]
+            variables.setdefault(name, {}).update({id(v): v for v in own})
+        check_variables(hooks, variables)
         with recording.during("create_train_metrics"):
             names = dict.fromkeys(part for _, one in traced for part in one.parts)
             loss_parts = {name: keras.metrics.Mean(name) for name in names}
@@ -242,7 +231,7 @@ class _Builder:
         parts = dataclasses.replace(
             parts, written=written, scalar_losses=scalar, loss_parts=loss_parts
         )
-        return parts, variables
+        return parts, {name: list(several.values()) for name, several in variables.items()}
 
     def _find_written(self, graph: Any, parts: Parts) -> tuple[Written, ...]:
         """Returns what the forward pass writes, random generators and metrics left out."""
@@ -322,12 +311,8 @@ class _Builder:
 
     def _create_eval_model(self, parts: Parts) -> Parts:
         """Calls ``create_eval_model``."""
-        hook, after = self.hooks.create_eval_model, self.hooks.update_post
+        hook = self.hooks.create_eval_model
         if hook is None:
-            if after is not None and "eval_model" in after.arguments:
-                raise after.reject(
-                    "asks for eval_model, which create_eval_model would make; write it."
-                )
             return parts
         with self.recording.during("create_eval_model"):
             made = hook(train_model=parts.train_model)

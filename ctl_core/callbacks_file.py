@@ -77,6 +77,19 @@ def find_callbacks(
     return Source(path, path, note)
 
 
+def check_compiles(source: Source) -> types.CodeType:
+    """Returns the code of the file, of which nothing has run, nor anything that it imports.
+
+    Raises:
+        SetupError: it is no Python; with its own line and message.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return compile(source.path.read_bytes(), str(source.path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise SetupError(_why(error, source)) from error
+
+
 def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleType:
     """Runs the file as it is now; modules beside it and in the project are found.
 
@@ -87,34 +100,20 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
     Raises:
         SetupError: it cannot be imported; with its own line and message.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     original, project = source.stands_for, project or Path.cwd()
     for folder in (project, original.parent):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     module = types.ModuleType("callbacks" if original == project / DEFAULT else MODULE)
     module.__file__ = str(original)  # by which a file may find its data
-    text = source.path.read_bytes()
-    vars(module)["__source__"] = text
+    vars(module)["__source__"] = source.path.read_bytes()
     sys.modules[module.__name__] = module
+    code = check_compiles(source)
     try:
-        exec(compile(text, str(source.path), "exec", dont_inherit=True), vars(module))
+        exec(code, vars(module))
     except (Exception, SystemExit) as error:
         raise SetupError(_why(error, source)) from error
     return module
-
-
-def check_compiles(source: Source) -> None:
-    """Refuses a file that is no Python, without running it, nor anything that it imports.
-
-    Raises:
-        SetupError: it cannot be compiled; with its own line and message.
-    """
-    try:
-        with warnings.catch_warnings(action="ignore"):  # loading it warns
-            compile(source.path.read_bytes(), str(source.path), "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        raise SetupError(_why(error, source)) from error
 
 
 def _why(error: BaseException, source: Source) -> str:
@@ -129,7 +128,6 @@ def _why(error: BaseException, source: Source) -> str:
 
 def source_of(callbacks: Any) -> bytes | None:
     """Returns what is in the file that the hooks are in; None if they are in none."""
-    file = getattr(callbacks, "__file__", None)
-    if isinstance(file, str) and not hasattr(callbacks, "__source__") and Path(file).is_file():
-        return Path(file).read_bytes()
-    return getattr(callbacks, "__source__", None)
+    file = Path(getattr(callbacks, "__file__", None) or "")
+    source = getattr(callbacks, "__source__", None)
+    return file.read_bytes() if source is None and file.is_file() else source

@@ -81,11 +81,6 @@ def create_train_metrics():
     return {}
 
 
-def train_metric_pre(output, batch):
-    _, target, weight = unpack(batch)
-    return (target, output) if weight is None else (target, output, weight)
-
-
 def create_metrics():
     return {}
 
@@ -93,6 +88,9 @@ def create_metrics():
 def metric_pre(output, batch):
     _, target, weight = unpack(batch)
     return (target, output) if weight is None else (target, output, weight)
+
+
+train_metric_pre = metric_pre
 
 
 def eval_pre(loss, batch, train_model):

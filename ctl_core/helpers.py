@@ -39,26 +39,26 @@ def leading_dimension(batch: Any) -> Any:
     Raises:
         ValueError: the shapes show that the tensors differ.
     """
-    fixed, found = set(), []
-    for tensor in tf.nest.flatten(batch):
-        if isinstance(tensor, tf.RaggedTensor):
-            found.append(tf.cast(tensor.nrows(), tf.int64))
-        elif isinstance(tensor, tf.SparseTensor):
-            found.append(tensor.dense_shape[0])
-        elif tensor.shape.rank is None or (tensor.shape.rank and tensor.shape[0] is None):
-            found.append(tf.shape(tensor, tf.int64)[0])
-        elif tensor.shape.rank:
-            fixed.add(tensor.shape[0])
-    if tf.executing_eagerly():
-        fixed, found = {*fixed, *(int(size) for size in found)}, []
+    sizes = [_count_rows(part) for part in tf.nest.flatten(batch) if part.shape.rank != 0]
+    fixed = {size for size in sizes if isinstance(size, int)}
     if len(fixed) > 1:
         raise ValueError(DIFFER)
-    sizes = [*fixed, *found]
-    if len(sizes) < 2:
-        return sizes[0] if sizes else None
-    first = tf.cast(sizes[0], tf.int64)
-    same = tf.reduce_all(tf.stack([tf.cast(size, tf.int64) for size in sizes[1:]]) == first)
+    if all(isinstance(size, int) for size in sizes):
+        return next(iter(fixed), None)
+    first, *others = (tf.cast(size, tf.int64) for size in sizes)
+    same = tf.reduce_all([other == first for other in others])
     return tf.where(same, first, tf.constant(-1, tf.int64))
+
+
+def _count_rows(tensor: Any) -> Any:
+    """Returns the first dimension, a number where it is fixed, otherwise an int64 scalar."""
+    if tensor.shape.rank and tensor.shape[0] is not None:
+        return tensor.shape[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.int64)
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape[0]
+    return tf.shape(tensor, tf.int64)[0]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -72,18 +72,14 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
         ValueError: the batch is no pair and no triple, or its third element cannot be weights:
             floating-point numbers, one per example, of shape [b] or [b, 1].
     """
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+    weight, is_sequence = sample_weight(batch), isinstance(batch, tuple | list)
+    if not is_sequence or len(batch) != (2 if weight is None else 3):
         raise ValueError(
-            "the default takes a batch of two elements, inputs and targets, or of three with "
-            "sample weights; for another one write the hook"
+            "the default takes a batch of two elements, inputs and targets, or of three; the third "
+            "element of a batch means sample weights, floating-point numbers of shape [b] or "
+            "[b, 1]; for another batch write input_pre, loss_pre and metric_pre"
         )
-    if len(batch) == 3 and sample_weight(batch) is None:
-        raise ValueError(
-            "the third element of a batch means sample weights, floating-point numbers of shape "
-            "[b] or [b, 1]; cast it if it is that, otherwise make the batch a dict, or write "
-            "input_pre, loss_pre and metric_pre, which say what is what"
-        )
-    return batch[0], batch[1], sample_weight(batch)
+    return batch[0], batch[1], weight
 
 
 def sample_weight(batch: Any) -> Any:
@@ -117,8 +113,7 @@ def weighted(loss: Any, batch: Any) -> Any:
     if loss.shape.rank == 0:
         raise ValueError(
             "the loss is one number for the whole batch, which the sample weights in it cannot "
-            "weight; return one number per example from create_loss (reduction='none'), or write "
-            "this hook if the weights are in the loss already"
+            "weight; return one per example (reduction='none'), or write this hook"
         )
     if loss.shape.rank not in (1, None):  # refused where the loss is summed
         return loss

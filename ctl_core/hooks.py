@@ -223,7 +223,15 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
         callbacks = types.SimpleNamespace(**callbacks)
     common = {"config": config, "hparams": config.hparams}
     origin = Path(getattr(callbacks, "__file__", None) or "callbacks").name
-    check_required(callbacks, origin)
+    misspelt = find_misspelt(callbacks, origin)
+    required = [spec for spec in TABLE if spec.kind == "required"]
+    if missing := [spec for spec in required if not hasattr(callbacks, spec.name)]:
+        first = missing[0]
+        raise SetupError(
+            f"{origin}: {', '.join(one.name for one in missing)} still to be written; the first "
+            f"is def {first.name}({', '.join(first.arguments)}), which returns {first.returns}. "
+            + " ".join(misspelt)
+        )
     found: dict[str, Any] = {}
     for spec in TABLE:
         name = spec.name
@@ -250,23 +258,7 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
             found[name] = None
         else:
             found[name] = make_hook(name, value)
-    return Hooks(**found), find_misspelt(callbacks, origin)
-
-
-def check_required(callbacks: Any, origin: str) -> None:
-    """Refuses callbacks that lack what has no default."""
-    missing = [
-        spec for spec in TABLE if spec.kind == "required" and not hasattr(callbacks, spec.name)
-    ]
-    if not missing:
-        return
-    first = missing[0]
-    close = [name for name in dir(callbacks) if _find_meant(callbacks, name) == first.name]
-    raise SetupError(
-        f"{origin}: {', '.join(spec.name for spec in missing)} still to be written; the first is "
-        f"def {first.name}({', '.join(first.arguments)}), which returns {first.returns}."
-        + (f" There is a {close[0]}: is it misspelt?" if close else "")
-    )
+    return Hooks(**found), misspelt
 
 
 def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
@@ -307,22 +299,15 @@ def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[s
 
 def find_misspelt(callbacks: Any, origin: str) -> list[str]:
     """Warns of what no hook uses but whose name is a hook's, all but a slip."""
-    return [
-        f"{origin}: {name} is no hook and is not used; did you mean {close}?"
-        for name in dir(callbacks)
-        if (close := _find_meant(callbacks, name))
-    ]
-
-
-def _find_meant(callbacks: Any, name: str) -> str | None:
-    """Returns the hook that an attribute looks like without being one."""
-    value = inspect.getattr_static(callbacks, name)
-    could_be = callable(value) or isinstance(value, dict | list)
-    if name in SPECS or name.startswith("_") or not could_be:
-        return None
-    short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
-    close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
-    return close[0] if close else None
+    said = []
+    for name in dir(callbacks):
+        value = inspect.getattr_static(callbacks, name)
+        could_be = callable(value) or isinstance(value, dict | list)
+        short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
+        close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
+        if close and could_be and name not in SPECS and not name.startswith("_"):
+            said.append(f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?")
+    return said
 
 
 def is_default(name: str, function: Any) -> bool:

@@ -6,6 +6,7 @@ What is not even of the right kind is refused when a hook is called, see contrac
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ import tensorflow as tf
 from ctl_core.checks.contract import describe
 from ctl_core.compat import max_to_keep
 from ctl_core.errors import SetupError
-from ctl_core.helpers import sample_weight
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.model.variables import variable_name
 from ctl_core.numerics.groups import OptimizerGroups
@@ -35,8 +35,9 @@ def check_loss(hook: Hook, loss: Any) -> None:
         signature = inspect.signature(loss, follow_wrapped=False)
     except ValueError:  # not written in Python
         return
+    training = {"training": True} if "training" in signature.parameters else {}
     try:
-        signature.bind(None, **({"training": True} if "training" in signature.parameters else {}))
+        signature.bind(None, **training)
     except TypeError:
         raise hook.reject(
             f"returned a loss of {signature}, but train_loss is called with one argument, what "
@@ -65,9 +66,9 @@ def check_optimizers(
             )
     if {*objectives} != {*optimizers}:
         raise hooks.create_opt.reject(
-            f"returned the optimizers {name_objectives(optimizers)}, but {hooks.grad_pre} the "
-            f"objectives {name_objectives(objectives)}{', in turns' * bool(hooks.turns)}; the "
-            "names must be the same."
+            f"returned the optimizers {list(optimizers)}, but {hooks.grad_pre} the objectives "
+            f"{list(objectives)}{', in turns' * bool(hooks.turns)}; the names must be the same, "
+            "or '' for a single one without."
         )
     if hooks.turns and accumulate_steps > 1:
         raise SetupError(
@@ -76,18 +77,26 @@ def check_optimizers(
         )
 
 
-def check_variables(hook: Hook, variables: Iterable[Any]) -> None:
-    """Refuses variables whose updates get lost, or that are no sum of gradients."""
-    for variable in variables:
-        what = "is trained in float16, in which most updates are lost; use precision: float16, or"
-        if getattr(variable, "overwrite_with_gradient", False):  # of quantize("float8")
-            what = "is overwritten with its gradient, which replicas cannot sum; use"
-        elif tf.as_dtype(variable.dtype) != tf.float16:
-            continue
-        raise hook.reject(
-            f"the variable {variable_name(variable)} {what} precision: bfloat16, which keep "
-            "variables in float32."
-        )
+def check_variables(hooks: Hooks, variables: Mapping[str, Mapping[int, Any]]) -> None:
+    """Refuses objectives without variables, and variables whose updates get lost.
+
+    Args:
+        hooks: of the run
+        variables: by objective and identity
+    """
+    for name in variables:
+        if not variables[name]:
+            raise hooks.grad_pre.reject(
+                f"returned no trainable_vars{f' of {name!r}' * bool(name)}: nothing to train."
+            )
+    for variable in itertools.chain(*(several.values() for several in variables.values())):
+        what = ""
+        if tf.as_dtype(variable.dtype) == tf.float16:
+            what = "trained in float16, in which most updates are lost; use mixed_float16"
+        if getattr(variable, "overwrite_with_gradient", False):  # by quantize("float8")
+            what = "overwritten with its gradient, which replicas cannot sum"
+        if what:
+            raise hooks.create_model.reject(f"the variable {variable_name(variable)} is {what}.")
 
 
 def check_manager(hook: Hook, manager: tf.train.CheckpointManager) -> None:
@@ -98,25 +107,7 @@ def check_manager(hook: Hook, manager: tf.train.CheckpointManager) -> None:
         )
 
 
-def find_double_weights(hooks: Hooks, element_spec: Any) -> str | None:
-    """Says what the default ``grad_pre`` does where a ``loss_pre`` may have read the weights."""
-    if hooks.loss_pre.is_default or not hooks.grad_pre.is_default:
-        return None
-    if sample_weight(element_spec) is None:
-        return None
-    return (
-        f"{hooks.grad_pre}: multiplies the loss by the third element of the batch, as sample "
-        "weights; if they are in the loss already, write grad_pre: return loss, "
-        "regularization(train_model), trainable_variables(train_model)."
-    )
-
-
 # ---- Of the hooks of a step ----------------------------------------------------------------------
-
-
-def name_objectives(names: Iterable[str]) -> str:
-    """Returns the names of objectives for a message."""
-    return ", ".join(f"'{name}'" if name else "(a single one)" for name in names)
 
 
 def count_examples(hook: Hook, batch: Any) -> Any:
@@ -188,7 +179,7 @@ def split_objectives(
     named = returned if isinstance(returned, dict) else {objective or "": returned}
     if objective is not None and objective not in named:
         raise grad_pre.reject(
-            f"returned the objectives {name_objectives(named)} in the turn of '{objective}'."
+            f"returned the objectives {list(named)} in the turn of '{objective}'."
         )
     names = named if objective is None else [objective]
     return {name: (*named[name], {})[:4] for name in names}

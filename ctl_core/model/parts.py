@@ -124,9 +124,8 @@ class Parts:
         values = {"objective": self.objective(moment), "turn": moment.turn, "lr": self.lr}
         values |= {"train_model": self.train_model, "train_loss": self.train_loss}
         values["eval_model"] = self.model_for(training=False)[-1]
-        if any(
-            "step" in hook.arguments for hook in self.hooks.graph_hooks()
-        ):  # reading it is an op, which others need not pay for
-            step = moment.step
-            values["step"] = self.step_variable.read_value() if step is None else step
+        if any("step" in hook.arguments for hook in self.hooks.graph_hooks()):
+            # Reading it is an op, which others need not pay for.
+            read = self.step_variable.read_value
+            values["step"] = read() if moment.step is None else moment.step
         return values
