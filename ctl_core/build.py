@@ -131,7 +131,11 @@ class _Builder:
             parts = self._create_optimizers(parts, rate, objectives)
             self._trace_update(parts)
             parts = self._add_numerics(parts, rate)
-            parts = self._create_eval_model(parts)
+            if hooks.create_eval_model is not None:
+                with recording.during("create_eval_model"):
+                    eval_model = hooks.create_eval_model(train_model=parts.train_model)
+                    recording.add_model("create_eval_model", eval_model)
+                parts = dataclasses.replace(parts, eval_model=eval_model)
             with recording.during("create_metrics"):
                 evaluation = create_evaluation(parts, config)
             self._trace_evaluation(parts, evaluation)
@@ -308,16 +312,6 @@ class _Builder:
     def _find_precisions(self) -> list[str]:
         """Returns the types below float32 that layers, or all, compute in."""
         return sorted({*lower_dtypes(self.recording.layers), self.config.precision} - {"float32"})
-
-    def _create_eval_model(self, parts: Parts) -> Parts:
-        """Calls ``create_eval_model``."""
-        hook = self.hooks.create_eval_model
-        if hook is None:
-            return parts
-        with self.recording.during("create_eval_model"):
-            made = hook(train_model=parts.train_model)
-            self.recording.add_model("create_eval_model", made)
-        return dataclasses.replace(parts, eval_model=made)
 
     def _trace_evaluation(self, parts: Parts, evaluation: Evaluation | None) -> None:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""

@@ -236,28 +236,25 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     for spec in TABLE:
         name = spec.name
 
-        def make_hook(name: str, function: Any, spec: Spec = spec) -> Hook:
-            arguments = read_arguments(spec, name, function, origin)
-            return Hook(name, function, arguments, common, spec, is_default(name, function))
-
-        def make_several(name: str, value: Any, make_hook: Any = make_hook) -> tuple[Hook, ...]:
-            several = value if isinstance(value, list | tuple) else [value]
-            return tuple(make_hook(name, function) for function in several)
+        def make_hooks(name: str, value: Any, spec: Spec = spec) -> Iterator[Hook]:
+            for function in value if isinstance(value, list | tuple) else [value]:
+                arguments = read_arguments(spec, name, function, origin)
+                yield Hook(name, function, arguments, common, spec, is_default(name, function))
 
         value = getattr(callbacks, name, getattr(defaults, name, None))
         if spec.kind == "names":
             found[name] = tuple(value or ())
         elif spec.kind == "by step":
             found[name] = {
-                step: make_several(f"{name}[{step}]", functions)
+                step: tuple(make_hooks(f"{name}[{step}]", functions))
                 for step, functions in read_schedule(spec, value, origin).items()
             }
         elif spec.kind == "one or several":
-            found[name] = () if value is None else make_several(name, value)
+            found[name] = () if value is None else tuple(make_hooks(name, value))
         elif value is None and spec.kind != "required" and not hasattr(defaults, name):
             found[name] = None
         else:
-            found[name] = make_hook(name, value)
+            (found[name],) = make_hooks(name, value)
     return Hooks(**found), misspelt
 
 

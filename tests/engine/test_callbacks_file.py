@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ctl_core.__main__ import main
-from ctl_core.settings import load_config
+from tests.golden import compare
 from tests.helpers.experiments import BASE, FLAGS, by_hand, weights
 
 # Half the loss, by a module beside the file and one of the project's.
@@ -42,93 +41,66 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (project / "experiments/beside.py").write_text(beside)
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in [name for name in os.environ if name.startswith("CTL_")]:
-        monkeypatch.delenv(name)
     return project
 
 
-def ctl(*argv: str) -> int:
-    """Runs a command as another process would, which has imported none of the project's files."""
-    for name in ("callbacks", "ctl_callbacks", "beside", "shared"):
-        sys.modules.pop(name, None)
-    return main([*argv])
+@pytest.fixture
+def ctl(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Returns what runs a command as another process would, and gives what it prints."""
+
+    def run(*argv: str) -> str:
+        for name in ("callbacks", "ctl_callbacks", "beside", "shared"):
+            sys.modules.pop(name, None)
+        assert main([*argv]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def same(one: list[np.ndarray], other: list[np.ndarray]) -> None:
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+def assert_trained(run: str, factor: float, step: int = 4) -> None:
+    compare.assert_close(weights(run, step), by_hand(factor, step))
 
 
-def test_another_file_is_trained_evaluated_and_resumed_without_renaming(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_another_file_is_trained_evaluated_and_resumed(
+    project: Path, ctl: Callable[..., str]
 ) -> None:
-    assert ctl("train", "--run-name", "base", *FLAGS) == 0
-    assert ctl("train", "--run-name", "gan", "--callbacks", "experiments/gan.py", *FLAGS) == 0
-    same(weights("base"), by_hand(1.0))
-    same(weights("gan"), by_hand(0.5))
-    assert load_config("runs/gan/config.yaml").callbacks == "experiments/gan.py"
+    ctl("train", "--run-name", "base", *FLAGS)
+    ctl("train", "--run-name", "gan", "--callbacks", "experiments/gan.py", *FLAGS)
+    assert_trained("base", 1.0)
+    assert_trained("gan", 0.5)
     assert Path("runs/gan/callbacks.py").read_text() == HALF
-    assert Path("runs/base/callbacks.py").read_text() == BASE
-    capsys.readouterr()
     for command in ("evaluate", "predict", "export"):
-        assert ctl(command, "--run-name", "gan") == 0
-    assert ctl("train", "--run-name", "gan", "--steps", "5") == 0
-    out = capsys.readouterr().out
-    assert "not as it was" not in out and "own settings" not in out
-    same(weights("gan", 5), by_hand(0.5, 5))
-    Path("config.yaml").write_text("callbacks: ./experiments/gan.py\nsteps: 5\n")
-    assert ctl("train", "--run-name", "gan") == 0
-    assert "own settings" not in capsys.readouterr().out
-    assert ctl("train", "--run-name", "base") == 0
-    assert "in config.yaml differ callbacks, steps" in capsys.readouterr().out
-    assert ctl("train", "--run-name", "file", *FLAGS) == 0
-    Path("config.yaml").unlink()
-    monkeypatch.setenv("CTL_CALLBACKS", str(project / "experiments" / "gan.py"))
-    assert ctl("train", "--run-name", "variable", *FLAGS) == 0
-    for run in ("file", "variable"):
-        same(weights(run), by_hand(0.5))
-        assert load_config(f"runs/{run}/config.yaml").callbacks == "experiments/gan.py"
+        ctl(command, "--run-name", "gan")
+    assert "not as it was" not in ctl("train", "--run-name", "gan", "--steps", "5")
+    assert_trained("gan", 0.5, 5)
 
 
 def test_a_file_that_has_changed_or_gone_is_said_and_its_copy_is_there(
-    project: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    project: Path, ctl: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gan = project / "experiments/gan.py"
-    assert ctl("train", "--run-name", "gan", "--callbacks", str(gan), *FLAGS) == 0
-    capsys.readouterr()
-    assert ctl("evaluate") == 0
-    value = re.search(r"loss \S+", capsys.readouterr().out)
+    copy = ("--callbacks", "runs/gan/callbacks.py")
+    ctl("train", "--run-name", "gan", "--callbacks", str(gan), *FLAGS)
+    value = re.search(r"loss \S+", ctl("evaluate"))
     assert value
     gan.write_text(HALF.replace("HALF *", "3 *"))
-    for command in ("predict", "export", "evaluate"):
-        assert ctl(command) == 0
-        out = capsys.readouterr().out
-        assert out.count("--callbacks runs/gan/callbacks.py takes what it was") == 1
-        assert value.group() not in out
-    assert ctl("evaluate", "--callbacks", "runs/gan/callbacks.py") == 0
-    out = capsys.readouterr().out
+    out = ctl("evaluate")
+    assert out.count(f"{' '.join(copy)} takes what it was") == 1 and value.group() not in out
+    out = ctl("evaluate", *copy)
     assert value.group() in out and "not as it was" not in out
     shutil.copytree("runs/gan", "runs/on")
     for steps, said in (("5", 1), ("6", 0)):  # once: then the run has been trained with it
-        assert ctl("train", "--run-name", "on", "--steps", steps) == 0
-        assert capsys.readouterr().out.count("the run goes on with what it is now") == said
-    shutil.rmtree("runs/on")
+        out = ctl("train", "--run-name", "on", "--steps", steps)
+        assert out.count("the run goes on with what it is now") == said
     gan.unlink()
-    monkeypatch.chdir(tmp_path)  # and the project has moved
-    project = project.rename(tmp_path / "moved")
-    monkeypatch.chdir(project)
+    shutil.rmtree("runs/on")
+    monkeypatch.chdir(project.parent)  # and the project has moved
+    monkeypatch.chdir(project.rename(project.parent / "moved"))
     sys.path[:] = [path for path in sys.path if "/project" not in path]
-    assert ctl("evaluate") == 0
-    out = capsys.readouterr().out
+    out = ctl("evaluate")
     assert "experiments/gan.py is not there; the run's copy is used" in out
     assert value.group() in out
-    copy = ("--callbacks", "runs/gan/callbacks.py")
     for step, named in ((5, ()), (6, copy)):
-        assert ctl("train", "--run-name", "gan", "--steps", str(step), *named) == 0
-        same(weights("gan", step), by_hand(0.5, step))
-    assert load_config("runs/gan/config.yaml").callbacks == "experiments/gan.py"
+        ctl("train", "--run-name", "gan", "--steps", str(step), *named)
+        assert_trained("gan", 0.5, step)
     assert Path("runs/gan/callbacks.py").read_text() == HALF
-    assert not (project / "runs/gan/__pycache__").exists()

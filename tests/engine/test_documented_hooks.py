@@ -36,27 +36,19 @@ def hooks_of(block: str, folder: Path) -> dict[str, Any]:
 def test_what_is_shown_trains(train: Train, tmp_path: Path, block: str) -> None:
     hooks = hooks_of(block, tmp_path)
     assert hooks
-    evaluated = {"create_eval_dataset": sliced(regression_data())}
-    own = make_hooks(
-        **{
-            "create_model": small_model if "clone_model" in block else Followed,
-            **evaluated,
-            **hooks,
-        }
-    )
-    state = train(own, learning_rate=1e-12, **SMALL)
+    base = {
+        "create_model": small_model if "clone_model" in block else Followed,
+        "create_eval_dataset": sliced(regression_data()),
+    }
+    state = train(make_hooks(**{**base, **hooks}), learning_rate=1e-12, **SMALL)
     if "after_eval" in hooks:
         assert float(state.lr) < 1e-12  # it had learnt nothing, four times
-    if "update_post" in hooks:
-        assert state.step == 12
-    if "create_train_metrics" in hooks:
-        assert "mean_loss" in (state.run_dir / "metrics.jsonl").read_text()
+    names = {name for line in state.history for name in line}
+    shown = {"mean_loss", "grad_norm", "error", "size"}
+    assert {name for name in shown if f'"{name}"' in block or f"{name}=" in block} <= names
     if "grad_norm" in block:
-        assert "grad_norm" in (state.run_dir / "metrics.jsonl").read_text()
         events = b"".join(path.read_bytes() for path in (state.run_dir / "tb/train").iterdir())
         assert b"weights/" in events and b"gradients/" in events
-    if "parts" in block:
-        assert {"error", "size"} <= state.history[-1].keys() | state.history[-2].keys()
 
 
 class Images(keras.Model):
@@ -85,43 +77,12 @@ def test_the_gan_that_is_shown_trains(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.slow
-def test_the_agent_that_is_shown_is_that_of_a_plain_loop(
-    train: Train, tmp_path: Path, replicas: int
-) -> None:
-    """Also in two parts."""
+def test_the_agent_that_is_shown_learns(train: Train, tmp_path: Path, replicas: int) -> None:
+    """Also in two parts, and on two replicas."""
     (block,) = (block for block in BLOCKS if "Agent" in block)
-    hooks = hooks_of(block, tmp_path)
-
-    def seeded() -> keras.Model:
-        keras.utils.set_random_seed(5)
-        return hooks["create_model"]()  # type: ignore[no-any-return]
-
-    own = {**hooks, "create_model": seeded, "create_opt": lambda lr: keras.optimizers.Adam(lr)}
+    hooks = make_hooks(**hooks_of(block, tmp_path), create_opt=lambda lr: keras.optimizers.Adam(lr))
+    settings = {"virtual_devices": replicas, "learning_rate": 0.02, "log_every": 5}
     for steps in (5, 30):
-        state = train(
-            make_hooks(**own),
-            steps=steps,
-            learning_rate=0.02,
-            virtual_devices=replicas,
-            log_every=5,
-        )
-    agent, loss, optimizer = seeded(), hooks["create_loss"](), keras.optimizers.Adam(0.02)
-    rewards = []
-    for numbers in hooks["create_dataset"](16).take(30):
-        with tf.GradientTape() as tape:
-            output = agent(numbers)
-            mean = tf.reduce_mean(loss(output))
-        gradients = tape.gradient(mean, agent.trainable_variables)
-        gradients, _ = tf.clip_by_global_norm(gradients, 10.0)
-        optimizer.apply(gradients, agent.trainable_variables)
-        rewards.append(float(tf.reduce_mean(tf.reduce_sum(output[2], axis=1))))
-    for ours, plain in zip(state.train_model.weights, agent.weights, strict=True):
-        np.testing.assert_allclose(ours.numpy(), plain.numpy(), 1e-4, 1e-5, err_msg=ours.path)
-    found = [line["reward"] for line in state.history if line["split"] == "train"]
-    np.testing.assert_allclose(found, np.reshape(rewards, (6, 5)).mean(1), 1e-4)
-    assert found[-1] > found[0] + 1.0
-
-
-def test_there_are_some() -> None:
-    assert len(BLOCKS) >= 6
+        state = train(hooks, steps=steps, **settings)
+    rewards = [line["reward"] for line in state.history if "reward" in line]
+    assert len(rewards) == 6 and rewards[-1] > rewards[0] + 1.0

@@ -16,7 +16,6 @@ import ctl_core
 from ctl_core import defaults as engine_defaults
 from ctl_core.stretches import count_stacked_steps
 from ctl_core.table import TABLE, TEXT
-from tests.golden import small
 from tests.helpers.cases import (
     assert_weights,
     make_hooks,
@@ -29,26 +28,6 @@ from tests.helpers.fixtures import Train
 
 BATCH = 16
 ROOT = Path(__file__).parents[2]
-
-
-def gradients_by_hand() -> tuple[Any, list[Any]]:
-    """The loss of the first batch, and the gradients."""
-    model = small_model()
-    x, y = (part[:BATCH] for part in regression_data())
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(squared_error((model(x), y))) / BATCH
-    return loss, tape.gradient(loss, model.trainable_variables)
-
-
-@pytest.fixture(params=[1, 2])
-def step(request: pytest.FixtureRequest, train: Train) -> Any:
-    """Returns ``step(**hooks)``: one step of SGD with the hooks, on one and on two replicas."""
-
-    def run(**hooks: Any) -> ctl_core.State:
-        chosen = make_hooks(**{"create_opt": sgd, **hooks})
-        return train(chosen, steps=1, virtual_devices=request.param)
-
-    return run
 
 
 def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -> None:
@@ -71,33 +50,32 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
     np.testing.assert_array_equal(np.concatenate(seen), np.concatenate([inputs, inputs])[: 7 * 16])
 
 
-def test_create_loss_as_a_sum_and_as_a_keras_loss(step: Any) -> None:
-    expected = small.plain(1, lambda _: 0.01)
-    for reduction in ("sum", "none"):
-        loss = keras.losses.MeanSquaredError(reduction=reduction)  # one target each: no mean
-        state = step(create_loss=lambda loss=loss: lambda pair: loss(pair[1], pair[0]))
-        assert_weights(state, expected)
-    state = step(create_loss=lambda: lambda pair: tf.reduce_sum(squared_error(pair)))
-    assert_weights(state, expected)
-
-
-def test_update_pre_sees_the_summed_gradients_and_the_summed_loss(step: Any) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_update_pre_sees_the_summed_gradients_and_the_summed_loss(
+    train: Train, devices: int
+) -> None:
+    """So do host hooks."""
     seen: list[Any] = []
 
     def update_pre(gradients: Any, loss: Any) -> Any:
         return [tf.sign(g) * loss for g in gradients], ["shown"]
 
-    state = step(
-        update_pre=update_pre,
-        every_steps={1: lambda loss, gradients: seen.append((loss, gradients))},
-    )
-    loss, gradients = gradients_by_hand()
-    for gradient, reference in zip(seen[0][1], gradients, strict=True):
-        np.testing.assert_allclose(gradient, reference, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(seen[0][0], loss, rtol=1e-6)
-    steps = [0.01 * np.sign(gradient) * float(loss) for gradient in seen[0][1]]
-    weights = zip(small_model().get_weights(), steps, strict=True)
-    assert_weights(state, [weight - step for weight, step in weights], rtol=1e-5)
+    def see(loss: Any, gradients: Any, display_gradients: Any) -> None:
+        seen.extend([loss, *gradients, display_gradients])
+
+    hooks = make_hooks(create_opt=sgd, update_pre=update_pre, every_steps={1: see})
+    state = train(hooks, steps=1, virtual_devices=devices)
+    model = small_model()
+    x, y = (part[:BATCH] for part in regression_data())
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(squared_error((model(x), y))) / BATCH
+    gradients = tape.gradient(loss, model.trainable_variables)
+    for found, expected in zip(seen[:-1], [loss, *gradients], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert [part.numpy() for part in seen[-1]] == [b"shown"]
+    for variable, gradient in zip(model.trainable_variables, seen[1:-1], strict=True):
+        variable.assign_sub(0.01 * np.sign(gradient) * float(loss))
+    assert_weights(state, model, rtol=1e-5)
 
 
 def test_every_hook_may_name_config_and_hparams(train: Train) -> None:
