@@ -59,7 +59,6 @@ lint: $(VENV)/.made
 	"$(VENV)/bin/shellcheck" .ci/run "{{cookiecutter.project_slug}}/train.sh" "{{cookiecutter.project_slug}}/launch/slurm.sh"
 
 bench: $(VENV)/.made
-	"$(VENV)/bin/python" -c "import jax" 2>/dev/null || "$(VENV)/bin/python" $(PIP) --editable ".[bench]"
 	"$(VENV)/bin/python" -m benchmarks
 
 bench-engines: $(VENV)/.made

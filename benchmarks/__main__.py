@@ -15,24 +15,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from benchmarks import first_step, processes
-from benchmarks.installed import has_jax, has_orbit
-from benchmarks.report import REPORTED_COMPILED, Memory, Results, Timing, print_report, put_into
+from benchmarks.report import Memory, Results, Timing, print_report, put_into
 
 # By number of devices; each line is a process. Memory needs one that did nothing before, and what
 # distributed iterators leave behind must not slow down who comes next.
 SECTIONS: list[tuple[int, list[str]]] = [
-    (1, ["mlp/50", "mlp/10", "mlp/1", "cnn/50", "vgg/50", "embedding/50", "images/50"]),
+    (1, ["mlp/50", "mlp/10", "mlp/1", "cnn/50", "embedding/50", "images/50"]),
     (1, ["lstm/50", "transformer/50"]),
     (1, ["evaluation", "checkpoints"]),
     (2, ["mlp/50"]),
     (2, ["cnn/50"]),
     (4, ["mlp/50"]),
     (4, ["cnn/50"]),
-    *((devices, ["scaling"]) for devices in (1, 2, 4, 8)),
     (1, ["memory"]),
 ]
 OWN_PROCESS, CLUSTER = "start", "processes"
@@ -53,16 +52,12 @@ def main(argv: list[str] | None = None) -> int:
         file.touch()
         for devices, sections in SECTIONS:
             wanted = [section for section in sections if section.split("/")[0] in chosen]
-            if wanted and not _work(devices, rounds, file, arguments.quick, wanted):
+            quick = "quick" if arguments.quick else "whole"
+            if wanted and not _measure(devices, rounds, file, quick, *wanted):
                 text = f"error: on {devices} devices, {', '.join(wanted)} ended early, see above."
                 print(text, file=sys.stderr)
                 failed = True
-        on_jax = [name for name in REPORTED_COMPILED if name in chosen]
-        if has_jax() and on_jax:
-            words = [str(rounds), str(file), "quick" if arguments.quick else "whole", *on_jax]
-            failed |= not _run("benchmarks.jax_peers", words)
-        for line in file.read_text(encoding="utf-8").splitlines():
-            values = json.loads(line)
+        for values in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
             if "peer" in values:
                 timings.append(Timing(**values))
             else:
@@ -76,9 +71,6 @@ def main(argv: list[str] | None = None) -> int:
     print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)
     if arguments.into:
         put_into(arguments.into, results, notes)
-    if arguments.json:
-        content = {**results.as_json(), "notes": notes}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return int(failed)
 
 
@@ -92,7 +84,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="one workload or measurement (may be given several times)",
     )
     parser.add_argument("--rounds", type=int, help="how often each peer is timed (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to a file")
     parser.add_argument(
         "--into", type=Path, metavar="FILE.md", help="put the report at the end of a document"
     )
@@ -102,31 +93,21 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _work(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]) -> bool:
+def _measure(*words: Any) -> bool:
     """Lets a process of its own measure; its messages go to stderr. Returns whether it could."""
-    words = [str(devices), str(rounds), str(file), "quick" if quick else "whole", *sections]
-    return _run("benchmarks.worker", words)
-
-
-def _run(module: str, words: list[str]) -> bool:
-    command = [sys.executable, "-m", module, *words]
+    command = [sys.executable, "-m", "benchmarks.worker", *map(str, words)]
     return subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def _notes(rounds: int, seconds: float) -> list[str]:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     machine = f"{os.cpu_count()} cores, {platform.machine()}, load {load}"
-    notes = [
+    return [
         f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians, goals "
         "are compared with the median of each round's ratio; beside both stand their quartiles.",
         "floor: the step in a bare loop in the graph, its data in memory. input alone: batches are "
         "drawn, nothing is trained. many steps a call: 50, or 10 where the loss is read every 10.",
     ]
-    if not has_orbit():
-        notes.append("Orbit is not installed, and was left out.")
-    if not has_jax():
-        notes.append("JAX is not installed, and was left out; make bench installs it.")
-    return notes
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ WARM, MOST = 1, 1.03
 # Name, devices, workload, the loss is read every so many steps, settings.
 ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
     *((f"{work}, loss every {every}", 1, work, every, {}) for work, every in
-      [("mlp", 50), ("mlp", 10), ("mlp", 1), ("cnn", 50), ("vgg", 50), ("embedding", 50),
+      [("mlp", 50), ("mlp", 10), ("mlp", 1), ("cnn", 50), ("embedding", 50),
        ("lstm", 50), ("transformer", 50), ("images", 50)]),
     *((f"{work}, compiled", 1, work, 50, {"jit_compile": True}) for work in
       ("mlp", "embedding", "lstm", "transformer")),

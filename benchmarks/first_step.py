@@ -1,14 +1,12 @@
 """The time from a process's start to the end of its first step: the engine's, or Keras ``fit``'s.
 
-Both train the MLP. The engine is started as a user starts it: ``python -m ctl_core train`` in a
-project's folder, and the ``train.sh`` of a generated project in an environment that is there; this
-module, run by itself, is the script with ``fit``. When the first step is done, each process writes
-the time and the most memory that it has used to a file.
+Both train the MLP. The engine is started as a user starts it, ``python -m ctl_core train`` in a
+project's folder; this module, run by itself, is the script with ``fit``. When the first step is
+done, each process writes the time to a file.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import TRAIN_SH, Timing, memory_peak
+from benchmarks.report import FIT, START, Timing
 
 _FILE = "BENCHMARK_FIRST_STEP"
 _CALLBACKS = "from benchmarks import first_step\n\nglobals().update(vars(first_step.hooks()))\n"
@@ -25,59 +23,28 @@ _CALLBACKS = "from benchmarks import first_step\n\nglobals().update(vars(first_s
 
 def measure(rounds: int) -> list[Timing]:
     """Starts the processes in turn, after one of each that nobody times: files get cached."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[1]
+    train = [sys.executable, "-m", "ctl_core", "train", "--steps", "1", "--batch-size", "32"]
+    commands = {"engine": train, FIT: [sys.executable, "-m", "benchmarks.first_step"]}
+    found: dict[str, list[float]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder:
-        project = _project(root, Path(folder))
-        (project / "callbacks.py").write_text(_CALLBACKS, encoding="utf-8")
-        file = Path(folder) / "first_step.json"
+        Path(folder, "callbacks.py").write_text(_CALLBACKS, encoding="utf-8")
+        file = Path(folder, "done")
         path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         quiet = {"PYTHONPATH": path, _FILE: str(file), "TF_CPP_MIN_LOG_LEVEL": "2"}
-        quiet["VENV"] = sys.prefix  # for train.sh, which would make one
-        run, one_step = [sys.executable, "-m"], ["--steps", "1", "--batch-size", "32"]
-        commands = {
-            "engine": [*run, "ctl_core", "train", *one_step],
-            TRAIN_SH: ["./train.sh", *one_step],
-            "Keras fit": [*run, "benchmarks.first_step"],
-        }
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        how: dict[str, Any] = {"cwd": folder, "env": {**os.environ, **quiet}, "check": True}
         for number in range(rounds + 1):
-            for name, words in commands.items():
+            for name, command in commands.items():
                 begun = time.time()
-                subprocess.run(
-                    words,
-                    cwd=project,
-                    env={**os.environ, **quiet},
-                    check=True,
-                    stdout=subprocess.DEVNULL,
-                )
-                done, peak = json.loads(file.read_text(encoding="utf-8"))
+                subprocess.run(command, stdout=subprocess.DEVNULL, **how)
                 if number > 0:
-                    found[name].append((done - begun, peak))
-    return [
-        Timing(
-            "first step",
-            1,
-            0,
-            name,
-            [seconds for seconds, _ in several],
-            max(p for _, p in several),
-        )
-        for name, several in found.items()
-    ]
+                    found[name].append(float(file.read_text(encoding="utf-8")) - begun)
+    return [Timing(*START, name, seconds) for name, seconds in found.items()]
 
 
-def _project(root: Path, folder: Path) -> Path:
-    """Generates a project."""
-    command = [sys.executable, "-m", "cookiecutter", str(root), "--no-input", "--default-config"]
-    command += ["--output-dir", str(folder), "example=blank"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return folder / "my_training"
-
-
-def done() -> None:
+def note_first_step() -> None:
     """Writes down that the first step is done."""
-    text = json.dumps([time.time(), memory_peak()])
-    Path(os.environ[_FILE]).write_text(text, encoding="utf-8")
+    Path(os.environ[_FILE]).write_text(str(time.time()), encoding="utf-8")
 
 
 def hooks() -> Any:
@@ -85,11 +52,11 @@ def hooks() -> Any:
     from benchmarks.peers import callbacks
     from benchmarks.workloads import mlp
 
-    return callbacks(mlp(), at_step={1: done})
+    return callbacks(mlp(), at_step={1: note_first_step})
 
 
 def fit() -> None:
-    """The MLP with Keras."""
+    """Trains the MLP with Keras."""
     import keras
 
     from benchmarks.peers import compiled
@@ -99,7 +66,7 @@ def fit() -> None:
         """Notes the first step."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            done()
+            note_first_step()
 
     work = mlp()
     model = compiled(work, 1)

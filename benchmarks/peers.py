@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import ctl_core
 from benchmarks.pace import CHECKED, Over, Pace
-from benchmarks.report import COMPILED
+from benchmarks.report import COMPILED, FIT, FLOOR, INPUT, MANY, TEXTBOOK
 from benchmarks.workloads import LEARNING_RATE, Workload, losses
 
 Peer = Callable[[Workload, tf.distribute.Strategy, int, Pace], None]
@@ -78,36 +78,6 @@ def engine(
     with tempfile.TemporaryDirectory() as folder:
         ctl_core.train(hooks, settings(work, folder, virtual_devices=replicas, **others))
     raise Over
-
-
-def all_reduce(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
-    """Nothing but sums over the replicas, of as many numbers as the model has weights."""
-    several = summing(strategy, sum(int(w.size) for w in work.create_model().get_weights()))
-    steps = 0
-    while True:
-        several(tf.constant(every)).numpy()
-        steps += every
-        if pace.due(steps):
-            pace.stop()
-
-
-def summing(strategy: tf.distribute.Strategy, numbers: int) -> Any:
-    """Returns a graph function that sums up so many numbers over the replicas, so often."""
-
-    def reduced(value: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.MEAN, value + 1.0)
-
-    @tf.function(autograph=False)
-    def several(steps: Any) -> Any:
-        def body(done: Any, value: Any) -> Any:
-            values = strategy.run(reduced, (value,))
-            return done + 1, strategy.experimental_local_results(values)[0]
-
-        start = (tf.constant(0), tf.zeros([numbers]))
-        return tf.while_loop(lambda done, _: done < steps, body, start, parallel_iterations=1)[1]
-
-    return several
 
 
 class _Stops(keras.callbacks.Callback):
@@ -171,18 +141,8 @@ def clipped(work: Workload, gradients: Any) -> Any:
     return gradients if work.clip is None else tf.clip_by_global_norm(gradients, work.clip)[0]
 
 
-def textbook(
-    work: Workload,
-    strategy: tf.distribute.Strategy,
-    every: int,
-    pace: Pace,
-    folder: str | None = None,
-    ckpt_every: int = 0,
-) -> None:
-    """A custom loop as TensorFlow's guides have it: one call of a ``tf.function`` for a step.
-
-    With a folder, it saves model and optimizer there, every so many steps.
-    """
+def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+    """A custom loop as TensorFlow's guides have it: one call of a ``tf.function`` for a step."""
     with strategy.scope():
         model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
         optimizer.build(model.trainable_variables)
@@ -206,14 +166,10 @@ def textbook(
         loss = strategy.run(on_replica, (inputs, labels))
         return strategy.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None)
 
-    ckpt = tf.train.Checkpoint(model=model, optimizer=optimizer)
-    manager = tf.train.CheckpointManager(ckpt, folder, max_to_keep=5) if folder else None
     for step, (inputs, labels) in enumerate(data, start=1):
         loss = train_step(inputs, labels)
         if step % every == 0:
             float(loss)
-        if manager is not None and step % ckpt_every == 0:
-            manager.save(checkpoint_number=step)
         if pace.due(step):
             pace.stop()
 
@@ -267,58 +223,6 @@ def _in_segments(run: Callable[[Any, Any], None], pace: Pace) -> None:
         pace.stop()
 
 
-def orbit(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
-    """Orbit's controller and trainer, from TensorFlow's Model Garden."""
-    import orbit as library
-
-    with strategy.scope():
-        model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
-        optimizer.build(model.trainable_variables)
-        step = tf.Variable(0, dtype=tf.int64, trainable=False)
-    pace.weights = model.get_weights
-    data = strategy.experimental_distribute_dataset(work.endless())
-
-    class Trainer(library.StandardTrainer):  # type: ignore[misc]
-        """One step; the loop around it is Orbit's."""
-
-        def __init__(self) -> None:
-            super().__init__(data)
-            self.loss = keras.metrics.Mean()
-
-        def train_loop_begin(self) -> None:
-            self.loss.reset_state()
-
-        def train_step(self, iterator: Any) -> None:
-            def on_replica(batch: Any) -> None:
-                inputs, labels = batch
-                with tf.GradientTape() as tape:
-                    total = tf.reduce_sum(losses(labels, model(inputs, training=True)))
-                    loss = total / work.batch_size
-                gradients = clipped(work, tape.gradient(loss, model.trainable_variables))
-                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-                self.loss.update_state(loss)
-                step.assign_add(1)
-
-            strategy.run(on_replica, (next(iterator),))
-
-        def train_loop_end(self) -> Any:
-            return {"loss": float(self.loss.result())}
-
-    with strategy.scope():
-        trainer = Trainer()
-    controller = library.Controller(
-        strategy=strategy,
-        trainer=trainer,
-        global_step=step,
-        steps_per_loop=math.gcd(every, STEPS_PER_CALL),
-    )
-    taken = 0
-    while True:
-        taken = CHECKED if taken == 0 else taken - taken % pace.segment + pace.segment
-        controller.train(taken, checkpoint_at_completion=False)
-        pace.stop()
-
-
 def engine_compiled(
     work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace
 ) -> None:
@@ -329,10 +233,9 @@ def engine_compiled(
 PEERS: dict[str, Peer] = {
     "engine": engine,
     COMPILED: engine_compiled,
-    "Keras fit": fit,
-    "Keras fit, many steps a call": fit_many,
-    "textbook loop": textbook,
-    "Orbit": orbit,
-    "floor": floor,
-    "input alone": drain,
+    FIT: fit,
+    MANY: fit_many,
+    TEXTBOOK: textbook,
+    FLOOR: floor,
+    INPUT: drain,
 }

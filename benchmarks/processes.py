@@ -2,8 +2,7 @@
 
 ``python -m benchmarks.processes`` is one process of a cluster, which ``measure`` starts once for
 each loop, since a process has one cluster in its life. The chief writes down the seconds of a step,
-one for each segment. Beside the loops stand an all-reduce of as many numbers as the model has
-weights, in a loop in the graph, and the step of one process on its share of the batch.
+one for each segment.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ALL_REDUCE, IN_GRAPH, SHARE, Timing
+from benchmarks.report import CLUSTER, IN_GRAPH, TEXTBOOK, Timing
 
 PROCESSES, SEGMENT, WARM = 2, 100, 2
-SECTION = "mlp, 2 processes"
 
 
 def measure(rounds: int) -> list[Timing]:
@@ -42,10 +40,10 @@ def measure(rounds: int) -> list[Timing]:
                 environ |= {"TF_CPP_MIN_LOG_LEVEL": "3"}
                 quiet = subprocess.DEVNULL
                 started.append(subprocess.Popen(command, env=environ, stdout=quiet))
-            failed = any([process.wait() for process in started])
-            seconds = [] if failed else json.loads(file.read_text(encoding="utf-8"))
-        failure = "fails" if failed else None
-        timings.append(Timing(SECTION, PROCESSES, 0, name, seconds, failure=failure))
+            if any([process.wait() for process in started]):
+                raise SystemExit(f"error: {name}, on two processes, ended early, see above.")
+            seconds = json.loads(file.read_text(encoding="utf-8"))
+        timings.append(Timing(*CLUSTER, name, seconds))
     return timings
 
 
@@ -139,49 +137,10 @@ def _in_graph(rounds: int) -> list[float]:
     return _segments(lambda steps: float(several(tf.constant(steps))), rounds)
 
 
-def _all_reduce(rounds: int) -> list[float]:
-    import tensorflow as tf
-
-    from benchmarks.peers import summing
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    numbers = sum(int(w.size) for w in _workload().create_model().get_weights())
-    several = summing(strategy, numbers)
-    return _segments(lambda steps: several(tf.constant(steps)).numpy(), rounds)
-
-
-def _share(rounds: int) -> list[float]:
-    """Both processes at once, each for itself: they have the same cores."""
-    import dataclasses
-
-    import tensorflow as tf
-
-    from benchmarks.workloads import LEARNING_RATE, losses
-
-    work = _workload()
-    work = dataclasses.replace(work, batch_size=work.batch_size // PROCESSES)
-    model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
-    optimizer.build(model.trainable_variables)
-    iterator = iter(work.endless())
-
-    @tf.function
-    def several(steps: Any) -> None:
-        for _ in tf.range(steps):
-            inputs, labels = next(iterator)
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(losses(labels, model(inputs, training=True)))
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    return _segments(lambda steps: several(tf.constant(steps)), rounds)
-
-
 LOOPS: dict[str, Callable[[int], list[float]]] = {
     "engine": _engine,
-    "textbook loop": _textbook,
+    TEXTBOOK: _textbook,
     IN_GRAPH: _in_graph,
-    ALL_REDUCE: _all_reduce,
-    SHARE: _share,
 }
 
 

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.worker DEVICES ROUNDS FILE QUICK SECTION...`` writes what it measures as
 JSON, a line for each result. A section is a workload with how often the loss is read, such as
-``mlp/50``, or one of ``evaluation``, ``checkpoints``, ``scaling`` and ``memory``.
+``mlp/50``, or one of ``evaluation``, ``checkpoints`` and ``memory``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
-from benchmarks.installed import has_orbit
 from benchmarks.pace import CHECKED, Pace, timed
-from benchmarks.peers import PEERS, all_reduce, callbacks, compiled, engine, settings, textbook
+from benchmarks.peers import PEERS, callbacks, compiled, engine, settings
 from benchmarks.report import (
-    ALL_REDUCE,
     COMPILED,
-    REPORTED_COMPILED,
+    EVALUATE,
+    EVALUATE_MANY,
+    FIT,
+    FLOOR,
+    INPUT,
+    MANY,
     SAVING,
-    TEXTBOOK_SAVING,
+    TEXTBOOK,
+    WORKLOADS_COMPILED,
     Memory,
     Timing,
     memory_used,
@@ -42,7 +46,6 @@ from benchmarks.report import (
 from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
 
-ONE_DEVICE_ONLY = ("floor", "input alone")
 MEMORY_STEPS = 20_000
 EVALUATED = 300  # batches: 10,000 examples or so
 
@@ -69,14 +72,13 @@ def steps(
 
 def _fits(name: str, workload: str, devices: int, every: int) -> bool:
     if workload == "images":  # the loops differ by nothing that would show
-        return name in ("engine", "Keras fit", "textbook loop", "input alone")
+        return name in ("engine", FIT, TEXTBOOK, INPUT)
+    often = devices == 1 and every == 50
     if name == COMPILED:  # convolutions of XLA on a CPU are slow, and their compilation is
-        return workload in REPORTED_COMPILED and devices == 1 and every == 50
-    if name == "Orbit":
-        return every == 50 and has_orbit()  # made for many steps in a loop
-    if name == "Keras fit, many steps a call":
-        return every > 1
-    return name not in ONE_DEVICE_ONLY or (devices == 1 and every == 50)
+        return workload in WORKLOADS_COMPILED and often
+    if name in (FLOOR, INPUT):
+        return often
+    return name != MANY or every > 1
 
 
 def _strategy(devices: int) -> tf.distribute.Strategy:
@@ -100,25 +102,20 @@ def _rounds(
     warm: int = 1,
     tolerance: float = 1e-5,
 ) -> Iterator[Timing]:
-    """Checks, warms up, times and ends the loops. One that fails, but the engine's, is noted."""
+    """Checks, warms up, times and ends the loops."""
     reference: list[Any] | None = None
-    for peer, pace in list(paces.items()):
+    for peer, pace in paces.items():
         begun = time.perf_counter()
-        try:
-            pace.advance()
-        except tf.errors.OpError as error:
-            if peer == "engine":
-                raise
-            del paces[peer]
-            yield Timing(name, devices, every, peer, [], failure=type(error).__name__)
-            continue
-        _note(f"{name}, {devices} devices, {peer}: {time.perf_counter() - begun:.1f} s to begin")
+        pace.advance()
+        seconds = time.perf_counter() - begun
+        note = f"{name}, {devices} devices, {peer}: {seconds:.1f} s to begin"
+        print(note, file=sys.stderr, flush=True)
         if pace.weights is not None:
             reference = reference or pace.weights()
             check_equal(pace.weights(), reference, f"{name}: {peer}", tolerance)
     timed(paces, warm)
-    for peer, seconds in timed(paces, rounds).items():
-        yield Timing(name, devices, every, peer, seconds)
+    for peer, measured in timed(paces, rounds).items():
+        yield Timing(name, devices, every, peer, measured)
     for pace in paces.values():
         pace.end()
     gc.collect()
@@ -137,32 +134,13 @@ def check_equal(
         np.testing.assert_allclose(weight, other, tolerance, tolerance * largest, err_msg=what)
 
 
-def scaled(devices: int, rounds: int) -> Iterator[Timing]:
-    """Times the CNN on so many replicas: the same global batch, and the same batch per replica.
-
-    Replicas are parts of one CPU, so that what is seen is what dealing out and adding up cost. The
-    sum alone stands beside: of as many numbers as the model has weights, in a loop in the graph.
-    """
-    strategy = _strategy(devices)
-    for name, batch_size in (("strong", 64), ("weak", 16 * devices)):
-        work = WORKLOADS["cnn"]()
-        work = dataclasses.replace(work, clip=None, batch_size=batch_size, segment=50)
-        loops = {"engine": engine} | ({ALL_REDUCE: all_reduce} if devices > 1 else {})
-        paces = {
-            peer: Pace(functools.partial(loop, work, strategy, 50), work.segment)
-            for peer, loop in loops.items()
-        }
-        yield from _rounds(f"cnn, {name} scaling, batch {batch_size}", devices, 50, paces, rounds)
-
-
 def evaluation(rounds: int) -> Iterator[Timing]:
     """Times evaluations of the same weights on the same data; a step is a batch."""
-    for make in (WORKLOADS["mlp"], WORKLOADS["cnn"]):
-        work = make()
+    for work in (WORKLOADS["mlp"](), WORKLOADS["cnn"]()):
         loops: dict[str, Callable[[Pace], None]] = {
             "engine": functools.partial(_evaluate, work),
-            "Keras evaluate": functools.partial(_evaluate_by_keras, work, 1),
-            "Keras evaluate, many steps a call": functools.partial(_evaluate_by_keras, work, 50),
+            EVALUATE: functools.partial(_evaluate_by_keras, work, 1),
+            EVALUATE_MANY: functools.partial(_evaluate_by_keras, work, 50),
         }
         paces = {name: Pace(loop, EVALUATED) for name, loop in loops.items()}
         yield from _rounds(f"evaluation of {work.name}", 1, 0, paces, rounds)
@@ -197,27 +175,18 @@ def _evaluate_by_keras(work: Workload, steps_per_call: int, pace: Pace) -> None:
 
 
 def checkpoints(rounds: int) -> Iterator[Timing]:
-    """Times the engine on the CNN, without checkpoints and with one every 100 steps.
-
-    Beside it the textbook's loop, which saves model and optimizer with TensorFlow's manager.
-    """
+    """Times the engine on the CNN, without checkpoints and with one every 100 steps."""
     # Ten checkpoints in a segment: what is still written when the training stands still is not
     # timed, so that of one checkpoint alone a part would be missing.
-    segment = 1000
-    work = dataclasses.replace(WORKLOADS["cnn"](), segment=segment)
-    with tempfile.TemporaryDirectory() as folder:
-        loops: dict[str, Callable[..., None]] = {
-            "engine": engine,
-            SAVING: functools.partial(engine, ckpt_every=100),
-            "textbook loop": textbook,
-            TEXTBOOK_SAVING: functools.partial(textbook, folder=folder, ckpt_every=100),
-        }
-        paces = {
-            name: Pace(functools.partial(loop, work, _strategy(1), 50), segment)
-            for name, loop in loops.items()
-        }
-        # The first two checkpoints of a run are others, and not timed: their graphs are traced.
-        yield from _rounds("checkpoints of cnn", 1, 50, paces, rounds, warm=2)
+    work, strategy = dataclasses.replace(WORKLOADS["cnn"](), segment=1000), _strategy(1)
+    saving = functools.partial(engine, ckpt_every=100)
+    loops: dict[str, Callable[..., None]] = {"engine": engine, SAVING: saving}
+    paces = {
+        name: Pace(functools.partial(loop, work, strategy, 50), work.segment)
+        for name, loop in loops.items()
+    }
+    # The first two checkpoints of a run are others, and not timed: their graphs are traced.
+    yield from _rounds("checkpoints of cnn", 1, 50, paces, rounds, warm=2)
 
 
 def memory(steps_between: int) -> Memory:
@@ -240,10 +209,6 @@ def memory(steps_between: int) -> Memory:
     return Memory(steps_between, steps_between // 100, *used)
 
 
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def shortened(work: Workload) -> Workload:
     """The same with the shortest segments."""
     return dataclasses.replace(work, segment=CHECKED, compiled_segment=0)
@@ -255,7 +220,6 @@ def main(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]
         prepare(ctl_core.Config(steps=1, virtual_devices=devices))
     others: dict[str, Callable[[], Any]] = {
         "evaluation": lambda: evaluation(rounds),
-        "scaling": lambda: scaled(devices, rounds),
         "checkpoints": lambda: checkpoints(rounds),
         "memory": lambda: [memory(MEMORY_STEPS // 10 if quick else MEMORY_STEPS)],
     }

@@ -130,23 +130,6 @@ def cnn() -> Workload:
     return Workload("cnn", 16, 100, sliced(normal(320, 28, 28, 1), 10), create_model, nadam)
 
 
-def vgg() -> Workload:
-    """Pairs of convolutions on images of 32x32 (Simonyan and Zisserman, 2014), made narrow."""
-    layer = keras.layers
-
-    def block(filters: int) -> list[Any]:
-        convolution = {"kernel_size": 3, "padding": "same", "activation": "relu"}
-        pair = [layer.Conv2D(filters, **convolution) for _ in range(2)]
-        return [*pair, layer.MaxPooling2D()]
-
-    def create_model() -> keras.Model:
-        blocks = [part for filters in (8, 16, 32) for part in block(filters)]
-        head = [layer.Flatten(), layer.Dense(64, activation="relu"), layer.Dense(10)]
-        return with_weights(keras.Input((32, 32, 3)), *blocks, *head)
-
-    return Workload("vgg", 16, 50, sliced(normal(320, 32, 32, 3), 10), create_model, nadam)
-
-
 def embedding() -> Workload:
     """Sparse gradients, and an optimizer that leaves the other rows alone.
 
@@ -163,18 +146,9 @@ def embedding() -> Workload:
             layer.Dense(2),
         )
 
-    def create_opt(rate: Any) -> keras.optimizers.Optimizer:
-        return keras.optimizers.SGD(rate)
-
+    more: dict[str, Any] = {"clip": None, "compiled_segment": 4000}
     return Workload(
-        "embedding",
-        32,
-        500,
-        sliced(words, 2),
-        create_model,
-        create_opt,
-        clip=None,
-        compiled_segment=4000,
+        "embedding", 32, 500, sliced(words, 2), create_model, keras.optimizers.SGD, **more
     )
 
 
@@ -242,7 +216,6 @@ def images() -> Workload:
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "mlp": mlp,
     "cnn": cnn,
-    "vgg": vgg,
     "embedding": embedding,
     "lstm": lstm,
     "transformer": transformer,

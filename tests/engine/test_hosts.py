@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kill_test import Moment
-from scripts.killed_project import Project
+from tests.helpers.killed import Moment, Project
 
 pytestmark = pytest.mark.cluster
 
@@ -86,9 +85,8 @@ def test_a_host_is_lost(hosts: None, tmp_path: Path) -> None:
     assert codes(start(project, "whole")) == [0, 0]
 
     both = start(project, "lost")
-    ended = lambda: any(process.poll() is not None for process in both)  # noqa: E731
     # While a checkpoint is saved, not the first one.
-    assert Moment("file", 0, 12).wait(project, "lost", time.time(), ended)
+    assert Moment("file", 0, 12).wait(project, "lost", time.time(), both[0])
     plug(HOSTS[1], "down")
     begun = time.monotonic()
     try:

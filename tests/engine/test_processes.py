@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.killed_project import Project
+from tests.helpers.killed import Project
 
 pytestmark = [
     pytest.mark.cluster,

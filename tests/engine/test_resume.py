@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from scripts.killed_project import Project
 from tests.helpers.cases import make_hooks, norm_model, regression_data
 from tests.helpers.fixtures import Train
+from tests.helpers.killed import Project
 
 
 @pytest.fixture(scope="module")

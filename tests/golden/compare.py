@@ -119,9 +119,13 @@ def assert_moved(
     assert set(still) <= frozen, f"these weights stay where they are: {still}"
 
 
-def read_checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
-    """Returns every tensor of the checkpoint of a step, by its key, read without the engine."""
-    reader = tf.train.load_checkpoint(str(run / "ckpt" / f"ckpt-{step}"))
+def read_checkpoint(run: Path, step: int, part: str = "") -> dict[str, np.ndarray]:
+    """Returns every tensor of the checkpoint of a step, by its key, read without the engine.
+
+    Args:
+        part: ``engine`` for what the engine saves beside the hooks' objects
+    """
+    reader = tf.train.load_checkpoint(str(run / "ckpt" / part / f"ckpt-{step}"))
     return {
         key: reader.get_tensor(key)
         for key in reader.get_variable_to_shape_map()
