@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ctl_core.model.variables import regularization as regularization
     from ctl_core.model.variables import trainable_variables as trainable_variables
     from ctl_core.run.listeners import Listener as Listener
-    from ctl_core.serving.load import LoadedModel as LoadedModel
+    from ctl_core.serving.inference import LoadedModel as LoadedModel
     from ctl_core.serving.load import load as load
     from ctl_core.settings import Config as Config
     from ctl_core.settings import load_config as load_config
@@ -42,7 +42,7 @@ _HOME = {
     "Config": "settings",
     "CtlError": "errors",
     "Listener": "run.listeners",
-    "LoadedModel": "serving.load",
+    "LoadedModel": "serving.inference",
     "RunError": "errors",
     "SetupError": "errors",
     "State": "state",

@@ -22,9 +22,8 @@ try:
     from ctl_core.callbacks_file import check_compiles, find_callbacks, load_callbacks
     from ctl_core.cli import COMMANDS, Command, parse_command
     from ctl_core.cluster import supervisor
-    from ctl_core.cluster.rendezvous import LONGEST
-    from ctl_core.cluster.signals import INTERRUPTED, interruptible
-    from ctl_core.cluster.task import Task, read_task
+    from ctl_core.cluster.signals import INTERRUPTED
+    from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.settings import Config, free_name
     from ctl_core.sources import check_start
     from ctl_core.table import TEXT
@@ -115,16 +114,15 @@ def _run(command: Command, argv: list[str]) -> int:
         name = config.run_name or free_name(Path(config.runs_dir))
         return supervisor.start_cluster(argv, dataclasses.replace(config, run_name=name))
     here = Path.cwd()
-    with interruptible():
-        _import_libraries(config.debug)
-        from ctl_core.cluster.strategy import prepare
-        from ctl_core.console import quiet_libraries
+    _import_libraries(config.debug)
+    from ctl_core.cluster.strategy import prepare
+    from ctl_core.console import quiet_libraries
 
-        if training:  # before callbacks.py may start TensorFlow otherwise; a check has 3 devices
-            devices = max(3 if command.options["check"] else 1, config.virtual_devices)
-            prepare(dataclasses.replace(config, virtual_devices=devices))
-        quiet_libraries(not config.debug)
-        callbacks = load_callbacks(source)
+    if training:  # before callbacks.py may start TensorFlow otherwise; a check has 3 devices
+        devices = max(3 if command.options["check"] else 1, config.virtual_devices)
+        prepare(dataclasses.replace(config, virtual_devices=devices))
+    quiet_libraries(not config.debug)
+    callbacks = load_callbacks(source)
     if Path.cwd() != here:  # callbacks.py has gone elsewhere; the run stays where it was to be
         config = dataclasses.replace(config, runs_dir=str(here / config.runs_dir))
     if source.path != source.stands_for:
@@ -132,8 +130,7 @@ def _run(command: Command, argv: list[str]) -> int:
     if not training:
         from ctl_core.commands import use
 
-        with interruptible():
-            getattr(use, command.name)(callbacks, config, **command.options)
+        getattr(use, command.name)(callbacks, config, **command.options)
         return 0
     if command.options["check"]:
         from ctl_core.commands.check import check
@@ -154,8 +151,7 @@ def _await_run(config: Config) -> Command:
     """
     words = ["evaluate", f"--run-name={config.run_name}", f"--runs-dir={config.runs_dir}"]
     try:
-        with interruptible():
-            return parse_command([*words, "--watch"], LONGEST)
+        return parse_command([*words, "--watch"], LONGEST)
     except SetupError as error:
         raise PeerLost(f"after {LONGEST:.0f} s, there is no run to evaluate: {error}") from None
 

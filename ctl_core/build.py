@@ -88,12 +88,11 @@ def create_state(
     for warning in warnings:
         console.warn(warning)
     try:
-        with cluster.peers():
-            shape = BatchShape(
-                config.batch_size, strategy.num_replicas_in_sync, config.accumulate_steps
-            )
-            return _Builder(hooks, config, run, strategy, cluster, console, shape).build()
+        shape = BatchShape(config.batch_size, strategy.num_replicas_in_sync, config.accumulate_steps)
+        return _Builder(hooks, config, run, strategy, cluster, console, shape).build()
     except tf.errors.OpError as error:  # nothing but data has been read
+        if cluster.lost(error):
+            raise
         raise SetupError(f"{hooks.create_dataset}: reading the data: {brief(error)}") from error
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__

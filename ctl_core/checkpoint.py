@@ -215,7 +215,7 @@ class Checkpoints:
         if scale is not None and (complaint := scale.complaint()):
             self._console.warn_once(complaint)
         self.wait()
-        with self._cluster.peers(), self.statistics.averaged():
+        with self.statistics.averaged():
             self._divergence.check(step)
             self._save(step)
         self.saved_step, self._is_writing = step, True
@@ -258,7 +258,7 @@ class Checkpoints:
         """
         if self._is_writing:
             self._is_writing = False
-            with self._cluster.peers(), all_write(self._state, self.saved_step):
+            with all_write(self._state, self.saved_step):
                 self._writer.background.wait()
 
     def close(self) -> None:

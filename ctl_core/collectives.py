@@ -1,5 +1,7 @@
 """What replicas exchange in a hook of the graph, or in a layer; alone, everything stays as it is.
 
+So it does where a hook that creates something calls a layer: there is no replica's context.
+
 Between processes as between devices; gradients go through both exchanges. A replica that has no
 rows of a batch computes on a stand-in, which counts in no exchange.
 """
@@ -13,18 +15,17 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.cluster.strategy import distribute, local_replicas
-from ctl_core.compat import in_layer_call
 
 
 def num_replicas() -> int:
     """Returns how many replicas there are, over all processes."""
-    context = _context() or tf.distribute.get_strategy()
+    context = tf.distribute.get_replica_context() or tf.distribute.get_strategy()
     return context.num_replicas_in_sync  # type: ignore[no-any-return]
 
 
 def replica_id() -> Any:
     """Returns this replica's number, from 0: a number where it is fixed, otherwise a tensor."""
-    context = _context()
+    context = tf.distribute.get_replica_context()
     return 0 if context is None else context.replica_id_in_sync_group
 
 
@@ -40,7 +41,7 @@ def all_gather(value: Any, axis: int = 0) -> Any:
         N replicas works out of the whole gathered batch, return the N-th part from ``grad_pre``, or
         the loss of the replica's own examples.
     """
-    context = _context()
+    context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return value
     return tf.nest.map_structure(lambda part: context.all_gather(part, axis), value)
@@ -58,7 +59,7 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     """
     if op not in ("sum", "mean"):
         raise ValueError(f"expected the op 'sum' or 'mean', got {op!r}")
-    context = _context()
+    context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return value
     rows = getattr(context, "ctl_rows", None)
@@ -130,24 +131,6 @@ def counting_rows(
         yield
     finally:
         del context.all_reduce, context.all_gather, context.ctl_rows
-
-
-def _context() -> tf.distribute.ReplicaContext | None:
-    """Returns the context of the replica that is being traced.
-
-    None, in which nothing is exchanged, where create_model calls a layer: for its shapes, as
-    Keras' functional models are made, or on a sample, which makes its variables.
-
-    Raises:
-        ValueError: there is none.
-    """
-    context = tf.distribute.get_replica_context()
-    if context is None and not in_layer_call():
-        raise ValueError(
-            "replicas exchange values in hooks of the graph, in a layer's call and in the loss "
-            "only, not where all of them are handled at once"
-        )
-    return context
 
 
 class Alone(tf.distribute.ReplicaContext):

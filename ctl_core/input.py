@@ -18,7 +18,7 @@ import tensorflow as tf
 from ctl_core.ahead import read_ahead
 from ctl_core.batches import BatchSource, count_rows, static_rows
 from ctl_core.cluster.strategy import distribute, local_replicas
-from ctl_core.compat import global_seed_generator_kept
+from ctl_core.compat import drawing_from, global_seed_generator
 from ctl_core.units import Units
 
 
@@ -131,7 +131,7 @@ class Input:
 
     def begin_anew(self) -> None:
         """Reads the data from their start, by another iterator."""
-        with global_seed_generator_kept():
+        with drawing_from(global_seed_generator()):
             self.dataset, self.reader = self.source.make(), self.source.reader
         self.begin(self.unit)
 

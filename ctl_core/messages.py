@@ -148,9 +148,8 @@ def attributed(state: State, step: int) -> Iterator[None]:
         said = f"{hooks.create_dataset}: the training data ended after step {step}."
         raise RunError(said) from error
     except tf.errors.OpError as error:
-        with state.cluster.peers():
-            if state.cluster.lost(error):
-                raise
+        if state.cluster.lost(error):
+            raise
         if "must have the same batch size in each component" in str(error):
             failure = SetupError if step == 0 else RunError
             raise failure(f"{hooks.create_dataset}: {DIFFER}.") from error

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from ctl_core.compat import (
-    global_seed_generator_kept,
+    drawing_from,
+    global_seed_generator,
     large_sums_whole,
     losses_apart,
     names_anew,
@@ -40,7 +41,7 @@ def seeds_kept() -> Iterator[None]:
     """
     before = random.getstate(), np.random.get_state()
     try:
-        with global_seed_generator_kept(), seed_of_ops_kept():
+        with drawing_from(global_seed_generator()), seed_of_ops_kept():
             yield
     finally:
         random.setstate(before[0])

@@ -18,9 +18,8 @@ from ctl_core.build import create_state
 from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.checks.ratio import check_losses
-from ctl_core.cluster.signals import SAME_SIGNAL, Signals, SyncedSignal
+from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
-from ctl_core.cluster.supervisor import TICK, is_supervised
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError, StopTraining, one_line
@@ -87,7 +86,7 @@ def train(
         open_session(run, console),
         process_state(config),
         peers(task),
-        Signals(console, SAME_SIGNAL - 2 * TICK * is_supervised()) as signals,
+        Signals(console) as signals,
         hold_run(config, run, console),
     ):
         state = create_state(callbacks, config, run, console)
@@ -116,7 +115,7 @@ class Trainer:
         self.functions = StepFunctions(state, run.summaries.graph_writer("train"))
         self._run = run
         self._console = console
-        self._sync = SyncedSignal(state.cluster, signals)
+        self._signals, self._signal = signals, 0  # that ends training, on every process
         self._steps_per_call = ChunkLength(1 if state.config.detect_anomaly else MOST_STEPS)
         profiled = state.config.profile_steps if state.cluster.task.chief else None
         self._profile = Profile(profiled, run.path / "tb" / "train", console)
@@ -201,7 +200,7 @@ class Trainer:
         self._evaluate(step, schedule)
         self._save(step, schedule)
         self._profile.at(step)
-        while step < self.last and not self._sync.signal:
+        while step < self.last and not self._signal:
             before, stop = step, schedule.next_stop(step)
             with attributed(state, step), clock.time("steps"):
                 step, values = self._advance(step, stop, schedule)
@@ -224,9 +223,8 @@ class Trainer:
         with clock.time("checkpoints"):
             self.checkpoints.save_if_due(True)
             self.checkpoints.wait()
-        with state.cluster.peers():
-            self.checkpoints.statistics.average()
-        state.stopped_by = self._sync.signal if step < self.last else None
+        self.checkpoints.statistics.average()
+        state.stopped_by = self._signal if step < self.last else None
 
     def _end(self, step: int, schedule: Schedule) -> None:
         """Makes this step the last one."""
@@ -287,6 +285,13 @@ class Trainer:
             "step": step,
         }
 
+    def _sync(self, status: LoopStatus) -> LoopStatus:
+        """Takes this process's status, adds the signal it received, and returns that of all."""
+        received = self._signal or self._signals.received or 0
+        status = self.state.cluster.sync(dataclasses.replace(status, signal=received))
+        self._signal = status.signal
+        return status
+
     def _sync_status(self, step: int, ended: bool) -> LoopStatus:
         """Tells the other processes what this one knows after a graph call; all decide alike.
 
@@ -307,7 +312,7 @@ class Trainer:
                 status, first=noted.first, latest=noted.latest, bad=noted.steps
             )
         if self.state.cluster.task.chief and self._deadlines.over():
-            self._sync.signal = signal.SIGTERM
+            self._signal = signal.SIGTERM
             self.state.timed_out = True
         status = self._sync(status)
         self._steps_per_call.limit = status.steps_per_call

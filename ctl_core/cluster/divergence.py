@@ -30,10 +30,19 @@ class Divergence:
         self, strategy: tf.distribute.Strategy, cluster: Cluster, variables: Iterable[Any]
     ) -> None:
         """Compares those of the variables of which each replica has a copy."""
-        self._strategy, self._cluster = strategy, cluster
-        self._local = len(strategy.extended.worker_devices)
-        self._variables = _mirrored(variables) if strategy.num_replicas_in_sync > 1 else []
-        self._digest: Any = None
+        several = strategy.num_replicas_in_sync > 1
+        mirrored = [item for item in variables if several and _is_mirrored(plain_variable(item))]
+        self._names = [variable_name(item) for item in mirrored]
+        self._cluster = cluster
+        copies = [strategy.experimental_local_results(plain_variable(item)) for item in mirrored]
+
+        @tf.function(autograph=False)
+        def compute_digests() -> list[tf.Tensor]:
+            return [
+                tf.stack(list(map(_digest, of_replica))) for of_replica in zip(*copies, strict=True)
+            ]
+
+        self._compute_digests = compute_digests
 
     def check(self, step: int) -> None:
         """Compares.
@@ -41,42 +50,23 @@ class Divergence:
         Raises:
             RunError: a variable is not the same everywhere; the message has its name.
         """
-        if not self._variables:
+        if not self._names:
             return
-        if self._digest is None:
-            self._digest = self._trace()
-        own = np.array([digests.numpy() for digests in self._digest()])  # [replicas, variables]
+        own = np.array([digests.numpy() for digests in self._compute_digests()])
         everywhere = self._cluster.gather(own.ravel().tolist())
-        table = everywhere.reshape(-1, len(self._variables))
-        differ = (table != table[0]).any(axis=0)
-        if not differ.any():
+        table = everywhere.reshape(-1, len(self._names))  # [replicas, variables]
+        differs = table != table[0]
+        if not differs.any():
             return
-        names = [name for (name, _), other in zip(self._variables, differ, strict=True) if other]
-        odd = int((table != table[0]).any(axis=1).argmax())
+        names = [self._names[index] for index in np.flatnonzero(differs.any(axis=0))]
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         raise RunError(
-            f"after step {step}, {names[0]}{_more(names)} is no longer the same on all replicas "
-            f"(replica {odd} differs from replica 0): something changed it by what only one "
-            "replica sees, such as output or batch in update_pre or in an assign of a layer's (use "
-            "the summed gradients and loss, or all_reduce it first), or devices of different kinds "
-            "round differently. Earlier checkpoints are kept."
+            f"after step {step}, {names[0]}{more} is no longer the same on all replicas "
+            f"(replica {differs.any(axis=1).argmax()} differs from replica 0): something changed "
+            "it by what only one replica sees, such as output or batch in update_pre or in an "
+            "assign of a layer's (use the summed gradients and loss, or all_reduce it first), or "
+            "devices of different kinds round differently. Earlier checkpoints are kept."
         )
-
-    def _trace(self) -> Any:
-        """Builds the function that returns a number for each variable, by local replica."""
-        components = [self._strategy.experimental_local_results(v) for _, v in self._variables]
-
-        @tf.function(autograph=False)
-        def digest() -> list[tf.Tensor]:
-            return [
-                tf.stack([_digest(of_replicas[local]) for of_replicas in components])
-                for local in range(self._local)
-            ]
-
-        return digest
-
-
-def _more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _digest(variable: Any) -> tf.Tensor:
@@ -93,26 +83,14 @@ def _digest(variable: Any) -> tf.Tensor:
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by size in bytes
 
 
-def _mirrored(variables: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Picks the variables of which each replica has a copy that must be the same.
-
-    Those that each replica keeps for itself and that are summed up when read, as metrics do, and
-    the states of random generators, are left out.
-
-    Returns:
-        Pairs of name and variable.
-    """
-    return [
-        (variable_name(item), plain_variable(item))
-        for item in variables
-        if _is_mirrored(plain_variable(item))
-    ]
-
-
 def _is_mirrored(variable: Any) -> bool:
+    """Whether each replica has a copy of a variable that must be the same.
+
+    Not those that each replica keeps for itself and that are summed up when read, as metrics do,
+    nor the states of random generators.
+    """
     return (
-        isinstance(variable, tf.Variable)
-        and isinstance(variable, tf.distribute.DistributedValues)
+        isinstance(variable, tf.distribute.DistributedValues)
         and variable.synchronization != tf.VariableSynchronization.ON_READ
         and (variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
         and not variable.name.split(":")[0].endswith(("seed_generator_state", "StateVar"))

@@ -6,17 +6,19 @@ import contextlib
 import functools
 import os
 import signal
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.cluster.rendezvous import wait_for_others
-from ctl_core.cluster.task import Task, read_task
+from ctl_core.cluster.task import Task, read_task, wait_for_others
 from ctl_core.compat import cpu_devices_of_worker
 from ctl_core.errors import PeerLost, SetupError, brief
 from ctl_core.settings import Config
+
+# After all processes are there, TensorFlow makes them a cluster in seconds; where one of them ends
+# just then, the others would wait for ever (seconds).
+JOINING = 300
+RESTART = "restart the Python process, or train before other TensorFlow calls."
 
 
 def task_of(config: Config) -> Task:
@@ -26,11 +28,6 @@ def task_of(config: Config) -> Task:
         SetupError: ``read_task`` refuses; this process is no worker; the settings do not say how
             long to train; or they ask for several workers, of which this is none.
     """
-    if not isinstance(config, Config):
-        raise SetupError(
-            f"config: expected a ctl_core.Config, such as ctl_core.Config(steps=300), got a "
-            f"{type(config).__name__}."
-        )
     task = read_task(config)
     if task.kind != "worker":
         raise SetupError(f"TF_CONFIG: a process of the type {task.kind} trains nothing.")
@@ -54,10 +51,11 @@ def prepare(config: Config) -> Task:
     task = read_task(config)
     if config.virtual_devices > 1:
         _split_cpu(config.virtual_devices)
-    _let_gpu_memory_grow()
+    with contextlib.suppress(RuntimeError):  # TensorFlow has started, in a notebook say
+        for gpu in tf.config.list_physical_devices("GPU"):  # and not nearly all memory at once
+            tf.config.experimental.set_memory_growth(gpu, True)
     if task.processes > 1:
         _join_cluster(task, config.virtual_devices)
-        _check_devices(task)
     return task
 
 
@@ -91,67 +89,37 @@ def joined() -> bool:
 
 @functools.cache  # once: a second strategy would wait for others that are not starting
 def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
-    wait_for_others(task, lambda text: print(text, flush=True))
+    wait_for_others(task)
     cluster = tf.train.ClusterSpec({"worker": list(task.addresses)})
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         cluster, task_type="worker", task_id=task.index, rpc_layer="grpc"
     )
+    signal.alarm(JOINING)
     try:
-        with cpu_devices_of_worker(virtual_devices), _ended_by_signals():
+        with cpu_devices_of_worker(virtual_devices):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     except RuntimeError as error:
         raise SetupError(
-            "cluster: TensorFlow has started before the cluster was joined; restart the "
-            "Python process, or train before other TensorFlow calls."
+            f"cluster: TensorFlow has started before it was joined; {RESTART}"
         ) from error
     except tf.errors.OpError as error:
-        own, why = task.addresses[task.index], brief(error, 200)
-        raise PeerLost(f"{own}: this process cannot join its cluster: {why}.") from error
+        raise PeerLost(f"cluster: cannot be joined: {brief(error, 200)}.") from error
+    finally:
+        signal.alarm(0)
+    _check_devices(task)
     return strategy
 
 
 def _check_devices(task: Task) -> None:
-    """Refuses processes with other numbers of devices than this one has.
-
-    The sums over all replicas would wait for ever for those that one process counts and another
-    has not.
-    """
+    """Refuses processes with other numbers of devices: sums over all replicas would never end."""
     for kind in ("GPU", "CPU"):
         found = [tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices(kind)]
         counts = [sum(device.task == index for device in found) for index in range(task.processes)]
-        if {*counts} == {counts[task.index]}:
-            continue
-        other = next(i for i, count in enumerate(counts) if count != counts[task.index])
-        raise SetupError(
-            f"cluster: {kind} devices: {counts[task.index]} of {task.shown(task.index)}, "
-            f"{counts[other]} of {task.shown(other)}; give each process as many "
-            f"({'CUDA_VISIBLE_DEVICES' if kind == 'GPU' else 'virtual_devices'})."
-        )
-
-
-# After all processes are there, TensorFlow makes them a cluster in seconds; where one of them ends
-# just then, the others would wait for ever (seconds).
-JOINING = 300
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Lets Ctrl-C, and an alarm after ``JOINING``, end a process that waits inside TensorFlow.
-
-    No Python handler runs there, so that it takes what the system does by itself.
-    """
-    ours = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.alarm(JOINING)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if len({*counts}) > 1:
+            raise SetupError(
+                f"cluster: the processes have {counts} {kind} devices; give each of them as many "
+                "(CUDA_VISIBLE_DEVICES, virtual_devices)."
+            )
 
 
 def _devices(config: Config) -> list[str]:
@@ -162,13 +130,6 @@ def _devices(config: Config) -> list[str]:
     if config.strategy == "one_device":
         gpus = gpus[:1]
     return gpus or ["CPU:0"]
-
-
-def _let_gpu_memory_grow() -> None:
-    """Lets TensorFlow take memory of the GPUs as it needs it, and not nearly all of it at once."""
-    with contextlib.suppress(RuntimeError):  # TensorFlow has started, in a notebook say
-        for gpu in tf.config.list_physical_devices("GPU"):
-            tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def _split_cpu(count: int) -> None:
@@ -188,8 +149,8 @@ def _split_cpu(count: int) -> None:
         there = len(tf.config.list_logical_devices("CPU"))
         if there < count:
             raise SetupError(
-                f"virtual_devices: {count} asked for, but TensorFlow has already started with "
-                f"{there}; restart the Python process, or train before other TensorFlow calls."
+                f"virtual_devices: {count} asked for, but TensorFlow has started with {there}; "
+                f"{RESTART}"
             ) from None
 
 

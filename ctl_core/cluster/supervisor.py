@@ -1,9 +1,9 @@
 """A cluster on this machine: ``./train.sh --workers K`` starts K processes and watches over them.
 
 The supervisor here only starts, ends and judges processes, and never imports TensorFlow. Each
-worker is the same command line again, with a ``TF_CONFIG`` that names its place in the cluster;
-how it trains there is strategy.py's part. Worker 0 is the chief and has the supervisor's console;
-what the others print is kept in ``runs/NAME/worker-<i>.log``.
+worker is the same command line again, with a ``TF_CONFIG`` that names its place in the cluster.
+Worker 0 is the chief and has the supervisor's console; what the others print is kept in
+``runs/NAME/worker-<i>.log``.
 
 A cluster in which one process is gone cannot go on: collectives wait for all. So the supervisor
 stops the others and starts all of them again, from the last checkpoint.
@@ -12,9 +12,10 @@ stops the others and starts all of them again, from the last checkpoint.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,14 +24,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from ctl_core.cluster.gpus import share_gpus, visible_gpus
-from ctl_core.cluster.signals import INTERRUPTED, Counted
-from ctl_core.cluster.task import is_in_cluster
-from ctl_core.errors import PeerLost, SetupError, reason
-from ctl_core.files import is_stdout
-from ctl_core.run.lock import is_locked, refuse_second
+from ctl_core.cluster.signals import Signals
+from ctl_core.errors import PeerLost, RunError, SetupError
 
 if TYPE_CHECKING:
     from ctl_core.settings import Config
@@ -41,10 +38,10 @@ PIPE = "SUPERVISOR_PIPE"
 TICK = 0.1
 # After one worker failed, how long the others may take to end by themselves (seconds).
 PEER_GRACE = 5.0
-# The same after a second SIGINT (see cluster/signals.py), by which they end themselves sooner.
-SIGNAL_GRACE = 1.6
 # Exit codes of a worker that has done what it was told to.
 ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+# Those of one that has lost another: TensorFlow raises, or aborts.
+CONSEQUENCES = (PeerLost.exit_code, -signal.SIGABRT)
 
 _pipes: list[int] = []
 
@@ -63,8 +60,7 @@ def die_with_supervisor() -> None:
 
 
 def _wait_for_end(pipe: int) -> None:
-    while os.read(pipe, 1):
-        pass
+    os.read(pipe, 1)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -75,112 +71,107 @@ def start_cluster(argv: Sequence[str], config: Config) -> int:
         argv: the command line, which the workers get as it is, with their number and the run's
             name, which config.yaml may have said
         config: the settings that it means; the run has a name
-
-    Raises:
-        SetupError: the cluster cannot be started here, or the run is being trained.
     """
-    workers, name, devices = config.workers, config.run_name, config.virtual_devices
+    workers, name = config.workers, config.run_name
     assert name is not None
-    if is_in_cluster():
-        raise SetupError(
-            f"workers: {workers} are to be started here, but this process is to join the cluster "
-            "of TF_CONFIG; leave out one of them."
-        )
-    shares = None
-    if gpus := visible_gpus(os.environ):
-        # Virtual devices are the CPU's, yet TensorFlow would take the GPUs' memory.
-        shares = [""] * workers if devices > 1 else share_gpus(gpus, workers)
+    # Virtual devices are the CPU's, yet TensorFlow would take the GPUs' memory.
+    gpus = [] if config.virtual_devices > 1 else find_gpus(os.environ)
     return supervise(
         [sys.executable, "-m", "ctl_core", *argv, "--workers", str(workers), "--run-name", name],
         Path(config.runs_dir) / name,
-        workers,
-        max_restarts=config.max_restarts,
-        gpus=shares,
+        share_gpus(gpus, workers),
+        config.max_restarts,
     )
+
+
+def find_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Names the GPUs as ``CUDA_VISIBLE_DEVICES`` does, or, without it, as nvidia-smi lists them."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [gpu.strip() for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
+    return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
+
+
+def share_gpus(gpus: Sequence[str], workers: int) -> list[str]:
+    """Returns a value of ``CUDA_VISIBLE_DEVICES`` for each worker.
+
+    Raises:
+        SetupError: the GPUs cannot be shared out evenly.
+    """
+    each, left = divmod(len(gpus), workers)
+    if left:
+        raise SetupError(
+            f"workers: {workers} workers cannot share {len(gpus)} GPU{'s' * (len(gpus) > 1)} "
+            "evenly; take a number that divides it, or choose GPUs with CUDA_VISIBLE_DEVICES "
+            "(empty: train on the CPU)."
+        )
+    return [",".join(gpus[i * each : (i + 1) * each]) for i in range(workers)]
 
 
 def supervise(
     command: Sequence[str],
     folder: Path,
-    workers: int,
+    gpus: Sequence[str],
     max_restarts: int = 3,
-    gpus: Sequence[str] | None = None,
     peer_grace: float = PEER_GRACE,
-    signal_grace: float = SIGNAL_GRACE,
 ) -> int:
-    """Starts the workers, again after a crash, until they are done; returns the exit code.
+    """Starts workers, again after a crash, until they are done; returns the exit code.
 
-    No process of the cluster is left when this returns, nor when it is killed.
+    No process of the cluster is left when this returns or raises, nor when it is killed.
 
     Args:
         command: what each worker runs
         folder: the run folder, for the logs
-        workers: how many
+        gpus: ``CUDA_VISIBLE_DEVICES`` of each worker
         max_restarts: how often all are started again after a crash, in total
-        gpus: each worker's ``CUDA_VISIBLE_DEVICES``; None leaves it as it is
         peer_grace: see ``PEER_GRACE``
-        signal_grace: see ``SIGNAL_GRACE``
 
     Raises:
-        SetupError: a worker cannot be started, or another process is training the run.
+        SetupError, RunError: a worker has ended with exit code 2 or 1, as starting it again would;
+            or restarts are used up.
+        KeyboardInterrupt: at a second SIGINT.
     """
-    if is_locked(folder / "train.log"):
-        raise refuse_second(folder)
-    with _count_signals() as signals:
+    with Signals() as signals:
         for restarts in range(max_restarts + 1):
-            with start_workers(command, folder, workers, gpus, restarts) as started:
-                ends = _watch(started, signals, peer_grace, signal_grace)
-            if signals.ended_at is not None:
-                return INTERRUPTED
-            verdict, index = judge(ends)
-            end, log = _describe_end(index, ends[index]), _log(folder, index)
-            if verdict == "failed":
-                if index:  # the chief has shown its own
-                    said = _find_error(started[index], log)
-                    _print(2, f"error: {f'worker {index}: {said}' if said else end} ({log})")
-                return ends[index]
-            if signals.numbers:
-                stopped = 128 + signals.numbers[0]
-                if verdict == "crashed" and ends[index] not in (-signal.SIGINT, -signal.SIGTERM):
-                    _say(folder, f"warning: {end} ({log}) while it was to stop; not restarted")
-                return ends[0] if ends.get(0) in ORDERLY else stopped
-            if verdict == "done":
-                return ends[index]
+            with start_workers(command, folder, gpus) as workers:
+                ends = _watch(workers, signals, peer_grace)
+            failed = [index for index in sorted(ends) if ends[index] in (1, 2)]
+            crashed = [index for index in ends if ends[index] not in ORDERLY]
+            if 0 in failed or not crashed:  # the chief has shown its own error
+                return ends[min(ends)]
+            if failed:
+                index = failed[0]
+                why = f"{_find_error(folder, index)} ({_log(folder, index)})"
+                raise (SetupError if ends[index] == 2 else RunError)(f"worker {index}: {why}")
+            if signals.received:
+                return 128 + signals.received
+            cause = min(crashed, key=lambda index: ends[index] in CONSEQUENCES)
+            end = f"{_describe_end(cause, ends[cause])} ({_log(folder, cause)})"
             if restarts < max_restarts:
                 again = f"restarting from the last checkpoint ({restarts + 1} of {max_restarts})"
-                _say(folder, f"warning: {end} ({log}); {again}")
-    _print(2, f"error: {end} ({log}), and max_restarts is {max_restarts}; giving up.")
-    return 1
-
-
-def judge(ends: Mapping[int, int]) -> tuple[Literal["done", "failed", "crashed"], int]:
-    """Says what became of a cluster, and which worker decides it.
-
-    Args:
-        ends: the exit codes of the workers, in the order in which they ended, negative for the
-            signal that killed one; those that the supervisor killed are left out
-
-    Returns:
-        ``done``, with the chief if it is among them; ``failed``, of hooks, settings or files, which
-        starting again would repeat; or ``crashed``, with what looks most like the cause.
-    """
-    if failed := [index for index in sorted(ends) if ends[index] in (1, 2)]:
-        return "failed", failed[0]
-    # TensorFlow answers the loss of a peer by PeerLost, or by aborting.
-    consequences = {-signal.SIGABRT: 1, PeerLost.exit_code: 2}
-    if crashed := [index for index, code in ends.items() if code not in ORDERLY]:
-        return "crashed", min(crashed, key=lambda index: consequences.get(ends[index], 0))
-    return "done", min(ends)
+                print(f"warning: {end}; {again}", flush=True)
+    raise RunError(f"{end}, and max_restarts is {max_restarts}; giving up.")
 
 
 def _describe_end(index: int, code: int) -> str:
-    if code == PeerLost.exit_code:
-        return f"worker {index} lost another worker"
-    if code >= 0:
-        return f"worker {index} ended with exit code {code}"
-    known = -code in signal.valid_signals()
-    name = signal.Signals(-code).name if known else f"signal {-code}"
-    return f"worker {index} was killed by {name}"
+    if code < 0:
+        return f"worker {index} was killed by {signal.Signals(-code).name}"
+    return f"worker {index} ended with exit code {code}"
+
+
+def _find_error(folder: Path, index: int) -> str:
+    """Returns the last error that a worker has written into its log."""
+    lines = _log(folder, index).read_text(errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else "ended without an error"
+
+
+def _log(folder: Path, worker: int) -> Path:
+    """Where a worker's log is; the chief's is that of the run, which it writes itself."""
+    return folder / (f"worker-{worker}.log" if worker else "train.log")
 
 
 def free_ports(count: int) -> list[int]:
@@ -193,130 +184,68 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _count_signals() -> Iterator[Counted]:
-    """Notes SIGINT and SIGTERM instead of dying of them."""
-    signals = Counted()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(each, lambda number, _: signals.note(number)) for each in numbers]
-    try:
-        yield signals
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-@dataclasses.dataclass
-class _Worker:
-    process: subprocess.Popen[bytes]
-    log_start: int
-    signals: int = 0
-    killed: bool = False
-
-
-@contextlib.contextmanager
 def start_workers(
-    command: Sequence[str], folder: Path, count: int, gpus: Sequence[str] | None, restarts: int
-) -> Iterator[list[_Worker]]:
+    command: Sequence[str], folder: Path, gpus: Sequence[str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Yields the processes of one start of the cluster, none of which outlives it."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
-    title = f"start {restarts + 1}"
-    started: list[_Worker] = []
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(gpus))]
+    workers: list[subprocess.Popen[bytes]] = []
     pipe, ours = os.pipe()
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for index in range(count):
+        for index, of_worker in enumerate(gpus):
             task = {"type": "worker", "index": index}
             environ = {
                 **os.environ,
                 "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
+                "CUDA_VISIBLE_DEVICES": of_worker,
                 PIPE: str(pipe),
                 # What was printed before a crash is to be in the log.
                 "PYTHONUNBUFFERED": "1",
                 # So that all go through a set of texts, such as class names, in one order.
                 "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             }
-            if gpus is not None:
-                environ["CUDA_VISIBLE_DEVICES"] = gpus[index]
-            with _log(folder, index).open("ab", buffering=0) as log:
-                start = os.fstat(log.fileno()).st_size
-                log.write(f"--- {time.strftime('%F %T')} worker {index}, {title} ---\n".encode())
-                process = subprocess.Popen(
+            with contextlib.ExitStack() as opened:
+                log = opened.enter_context(_log(folder, index).open("ab")) if index else None
+                worker = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=log if index else None,
-                    stderr=log if index else None,
+                    stdout=log,
+                    stderr=log,
                     env=environ,
                     pass_fds=(pipe,),
                     start_new_session=True,
                 )
-            started.append(_Worker(process, start))
-        yield started
-    except OSError as error:
-        raise SetupError(f"workers: one cannot be started: {reason(error)}") from error
+            workers.append(worker)
+        yield workers
     finally:
-        for worker in started:
-            if worker.process.poll() is None:
-                _kill_group(worker.process)
-                worker.process.wait()
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)  # and what it has started itself
+            worker.wait()
         os.close(pipe)
         os.close(ours)
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kills a worker and what it has started, as far as that stayed in its process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def _watch(
-    started: Sequence[_Worker], signals: Counted, peer_grace: float, signal_grace: float
+    workers: Sequence[subprocess.Popen[bytes]], signals: Signals, peer_grace: float
 ) -> dict[int, int]:
-    """Waits until every worker has ended; returns the exit codes, of those killed here none."""
+    """Waits until every worker has ended; after one has failed, no longer than ``peer_grace``.
+
+    Returns:
+        The exit codes of those that have ended, in their order.
+    """
     ends: dict[int, int] = {}
-    running, deadline = dict(enumerate(started)), float("inf")
-    while running:
-        if signals.ended_at is not None:
-            deadline = min(deadline, signals.ended_at + signal_grace)
-        for index, worker in list(running.items()):
-            if (code := worker.process.poll()) is not None:
-                del running[index]
-                _kill_group(worker.process)  # what it has started itself
-                if not worker.killed:
-                    ends[index] = code
-                    if code not in ORDERLY:  # the others wait for it in vain
-                        deadline = min(deadline, time.monotonic() + peer_grace)
-                continue
-            for number in signals.numbers[worker.signals :]:
-                worker.process.send_signal(number)
-                worker.signals += 1
-            if time.monotonic() > deadline:
-                worker.killed = True
-                _kill_group(worker.process)
+    told, deadline = 0, float("inf")
+    while len(ends) < len(workers) and time.monotonic() < deadline:
+        for number in signals.numbers[told:]:
+            told += 1
+            for worker in workers:
+                worker.send_signal(number)
+        for index, worker in enumerate(workers):
+            if index not in ends and (code := worker.poll()) is not None:
+                ends[index] = code
+                if code not in ORDERLY:  # the others wait for it in vain
+                    deadline = min(deadline, time.monotonic() + peer_grace)
         time.sleep(TICK)
     return ends
-
-
-def _find_error(worker: _Worker, log: Path) -> str:
-    """Returns the last error that a worker has written since this start; empty if none."""
-    text = log.read_bytes()[worker.log_start :].decode(errors="replace")
-    said = [line for line in text.splitlines() if line.startswith("error: ")]
-    return said[-1].removeprefix("error: ") if said else ""
-
-
-def _log(folder: Path, worker: int) -> Path:
-    """Where a worker's log is; the chief's is that of the run, which it writes itself."""
-    return folder / (f"worker-{worker}.log" if worker else "train.log")
-
-
-def _say(folder: Path, text: str) -> None:
-    """Prints a line for the user, and into the run's log."""
-    with contextlib.suppress(OSError), _log(folder, 0).open("ab") as log:
-        log.write(f"--- {time.strftime('%F %T')} {text} ---\n".encode())
-    if not is_stdout(_log(folder, 0)):
-        _print(1, text)
-
-
-def _print(descriptor: int, text: str) -> None:
-    """Writes a line to the console; one that is gone is no reason to end otherwise."""
-    with contextlib.suppress(OSError):
-        os.write(descriptor, f"{text}\n".encode())

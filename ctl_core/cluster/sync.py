@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -80,17 +79,13 @@ class Cluster:
 
         Returns:
             An int64 array of shape [processes, len(values)].
-
-        Raises:
-            PeerLost: another process is gone.
         """
         own = np.array(values, np.int64)
         if self.task.processes == 1:
             return own[None]
         if self._gather is None:
             self._gather = self._trace()
-        with self.peers():
-            return self._gather(own).numpy()  # type: ignore[no-any-return]
+        return self._gather(own).numpy()  # type: ignore[no-any-return]
 
     def _trace(self) -> Any:
         """Builds the gathering: each adds up a table in which only its own row is not zero."""
@@ -116,20 +111,18 @@ class Cluster:
 
         Raises:
             RunError: hooks have frozen other layers, or taken other steps, than elsewhere.
-            PeerLost: another process is gone.
         """
         if self.task.processes == 1:
             return status
         own = dataclasses.asdict(status)
         table = self.gather([int(value) for value in own.values()])
         columns = dict(zip(own, table.T, strict=True))
-        if len({*columns["step"]}) > 1:
-            raise RunError(f"the processes are at different steps: {sorted({*columns['step']})}.")
-        if len({*columns["frozen"]}) > 1:
-            raise RunError(
-                f"after step {status.step}, the frozen layers differ between the processes: a hook "
-                "that freezes must decide alike on each of them, not by its own output or batch."
-            )
+        for name, what in (("step", "steps"), ("frozen", "frozen layers")):
+            if len({*columns[name]}) > 1:
+                raise RunError(
+                    f"after step {status.step}, the {what} differ between the processes: a hook "
+                    "must decide alike on each of them, not by its own output or batch."
+                )
         agreed = {name: (min if name in _LOWEST else max)(columns[name]) for name in own}
         return LoopStatus(**{name: type(own[name])(value) for name, value in agreed.items()})
 
@@ -150,17 +143,12 @@ class Cluster:
         """
         if self.task.processes == 1:
             return
-        # What only says how a process works and reports, not what it computes.
-        own = dict.fromkeys(("debug", "runs_dir"))
-        settings = {**dataclasses.asdict(config), **own}
-        texts = [json.dumps({name: value}, sort_keys=True) for name, value in settings.items()]
-        numbers = [_digest(text.encode()) for text in texts]
-        differ = (self.gather(numbers) != np.array(numbers)).any(axis=0)
-        names = [name for name, other in zip(settings, differ, strict=True) if other]
-        if names:
+        # What only says how a process works and reports, not what it computes, may differ.
+        own = dataclasses.replace(config, debug=False, runs_dir="")
+        if not self.has_same(repr(own).encode()):
             raise SetupError(
-                f"{', '.join(names)}: not the same on every process of the cluster; give each of "
-                "them the same config.yaml, CTL_ variables and flags."
+                "the settings are not the same on every process of the cluster: give each of them "
+                "the same config.yaml, CTL_ variables and flags."
             )
 
     def check_data(self, hook: object, create: Callable[[], tf.data.Dataset]) -> None:
@@ -186,10 +174,6 @@ class Cluster:
                 "sort files that are listed, give shuffles a seed, leave deterministic=False out."
             )
 
-    def peers(self) -> contextlib.AbstractContextManager[None]:
-        """Turns what TensorFlow raises when another process is gone into ``PeerLost``."""
-        return peers(self.task)
-
     def lost(self, error: tf.errors.OpError) -> bool:
         """Whether an error says that another process is gone, or failed first."""
         return _lost(self.task, error)
@@ -204,8 +188,6 @@ def peers(task: Task) -> Iterator[None]:
         if not _lost(task, error):
             raise
         raise PeerLost(_GONE) from error
-    except PeerLost:
-        raise
     except CtlError as error:
         # What a hook raised: trouble of its own, with a file system say, names no task.
         cause = error.__cause__

@@ -1,4 +1,4 @@
-"""Which process of a cluster this one is, by ``TF_CONFIG`` in its environment.
+"""Which process of a cluster this one is, by ``TF_CONFIG``; and the wait for the others.
 
 Nothing else tells it. The supervisor of ``--workers`` writes it for its workers; elsewhere the
 files of launch/ do, or the cluster itself. The form is TensorFlow's: ``{"cluster": {"worker":
@@ -11,11 +11,16 @@ import dataclasses
 import json
 import os
 import re
+import socket
+import time
 from collections.abc import Mapping
 from typing import Literal
 
-from ctl_core.errors import SetupError, one_line
+from ctl_core.errors import PeerLost, SetupError, one_line
 from ctl_core.settings import Config
+
+# After which a process says whom it is waiting for, and after which it ends (seconds).
+PATIENCE, LONGEST = 10.0, 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +58,12 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     Raises:
         SetupError: ``TF_CONFIG`` cannot be read, or the settings do not fit it.
     """
-    text = environ.get("TF_CONFIG", "").strip()
-    if config.strategy in ("one_device", "mirrored"):
-        text = ""
-    if not text and config.strategy == "multi_worker":
+    task = Task() if config.strategy in ("one_device", "mirrored") else _parse(environ)
+    if task == Task() and config.strategy == "multi_worker":
         raise SetupError(
             "strategy: multi_worker needs TF_CONFIG in the environment of each process; on one "
             "machine, --workers K starts them."
         )
-    task = _parse(text) if text else Task()
     if (task.processes > 1 or task.kind == "evaluator") and config.run_name is None:
         raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
     return task
@@ -69,20 +71,20 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
 
 def is_in_cluster(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether ``TF_CONFIG`` tells this process of others."""
-    text = environ.get("TF_CONFIG", "").strip()
-    return bool(text) and _parse(text).processes > 1
+    return _parse(environ).processes > 1
 
 
-def _parse(text: str) -> Task:
+def _parse(environ: Mapping[str, str]) -> Task:
+    if not (text := environ.get("TF_CONFIG", "").strip()):
+        return Task()
     try:
-        content = json.loads(text)
-        jobs = {_MASTER.get(job, job): hosts for job, hosts in content["cluster"].items()}
+        content = json.loads(text.replace('"master"', '"chief"'))  # as Estimators called it
         job, index = content["task"]["type"], int(content["task"]["index"])
         if job in ("evaluator", "ps"):
             return Task(kind=job)
-        parts = {name: tuple(jobs.get(name, ())) for name in ("chief", "worker")}
-        own, addresses = parts[_MASTER.get(job, job)], parts["chief"] + parts["worker"]
-        if index not in range(len(own)) or len({*addresses}) < len(addresses):
+        jobs = {name: tuple(content["cluster"].get(name, ())) for name in ("chief", "worker")}
+        addresses = jobs["chief"] + jobs["worker"]
+        if index not in range(len(jobs[job])) or len({*addresses}) < len(addresses):
             raise ValueError
         if len(addresses) > 1 and not all(re.search(r":\d+$", each) for each in addresses):
             raise ValueError
@@ -92,8 +94,49 @@ def _parse(text: str) -> Task:
             '"worker", "index": 0}} with different addresses and an index into them, or no '
             f"TF_CONFIG to train in one process, got {one_line(text, 300)}"
         ) from None
-    return Task(len(addresses), addresses.index(own[index]), addresses)
+    return Task(len(addresses), addresses.index(jobs[job][index]), addresses)
 
 
-# A chief was called so by TensorFlow's Estimators.
-_MASTER = {"master": "chief"}
+def wait_for_others(task: Task) -> None:
+    """Waits until every other process of the cluster has listened on its address.
+
+    TensorFlow's own wait hears neither Ctrl-C nor SIGTERM, and names nobody. So each process
+    listens on its port, which TensorFlow has after it, and goes on when those of all others have
+    answered once. After ``PATIENCE`` seconds it says which do not.
+
+    Raises:
+        PeerLost: others have not come after ``LONGEST``, or this process's port is taken.
+    """
+    begun, told = time.monotonic(), False
+    missing = [index for index in range(task.processes) if index != task.index]
+    with _listen(task.addresses[task.index]):
+        while missing := [i for i in missing if not _answers(task.addresses[i])]:
+            names = ", ".join(map(task.shown, missing))
+            waited = time.monotonic() - begun
+            if waited > LONGEST:
+                raise PeerLost(f"cluster: no answer after {waited:.0f} s from {names}.")
+            if waited > PATIENCE and not told:
+                told = True
+                print(f"cluster: waiting; no answer from {names}", flush=True)
+            time.sleep(0.1)
+
+
+def _listen(address: str) -> socket.socket:
+    """Listens on the port of an address, on every interface, as TensorFlow will."""
+    port, dual = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
+    except OSError as error:  # of an earlier start, perhaps
+        raise PeerLost(f"cluster: cannot listen on {address}: {error.strerror}.") from error
+
+
+def _answers(address: str) -> bool:
+    """Whether a process listens there."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0) as connection:
+            # A port of this machine that nobody listens on may be given to the connection itself.
+            return bool(connection.getsockname() != connection.getpeername())
+    except OSError:  # nobody there yet, or the name is not known yet
+        return False

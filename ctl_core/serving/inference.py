@@ -1,4 +1,4 @@
-"""The inference function: from what a client sends to what the model returns.
+"""The model of a checkpoint as a function: from what a client sends to what the model returns.
 
 ``load``, ``predict`` and ``export`` run what is made here. What a client sends is what the hook
 ``serve`` takes; where no input_signature says what that is, and without the hook, it is the part of
@@ -11,48 +11,101 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from ctl_core.errors import CtlError, HookFailed, RunError, SetupError
-from ctl_core.forward import make_model_input, run_model
+from ctl_core.errors import HookFailed, RunError, SetupError, brief
+from ctl_core.forward import call_made, make_model_input, run_model
 from ctl_core.hooks import Hook
 from ctl_core.model.parts import Moment, Parts
-from ctl_core.nested import any_number, described, input_names, output_names
+from ctl_core.nested import any_number, described, input_names
 from ctl_core.numerics.precision import to_float32
+from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.training_mode import call_model, inference
 
 
-@dataclasses.dataclass(frozen=True)
-class Inference:
-    """What a run gives to whoever uses its model.
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadedModel:
+    """The model of a checkpoint, with what comes before it; several threads may call it at once.
 
     Attributes:
-        model: the inference model
-        hook: that made it
-        input_spec: of what a client sends, in its structure, with any number of examples
-        output_spec: of the output, in float32 where the model computes in less
-        run: the graph function from what a client sends to the output
-        run_batch: the graph function from a batch of ``create_eval_dataset`` to the output
+        model: what ``create_inference_model`` returned, or the model that is evaluated
+        input_spec: what it is called with, in its structure; the first dimension, None, is the
+            number of examples
+        output_spec: what it returns, in float32 where the model computes in less
         step: of the checkpoint
-        parts: what ``run`` captures lives in these
+        metrics: what the evaluation before the checkpoint found, by name, or {}
+        settings: of the run
+        function: the graph function from what a client sends to the output
+        run_batch: the graph function from a batch of ``create_eval_dataset`` to the output
+        parts: what the functions capture lives in these
     """
 
     model: Any
-    hook: Hook
     input_spec: Any
     output_spec: Any
-    run: Any
-    run_batch: Any
     step: int
+    metrics: dict[str, float]
+    settings: Config
+    function: Any
+    run_batch: Any
     parts: Parts
 
-    def describe_failure(self, error: tf.errors.OpError) -> RunError:
-        """Says in one line that the model cannot take what it was given."""
-        return RunError(self.parts.hooks.attribute_error(error, "the model"))
+    def __call__(self, inputs: Any) -> Any:
+        """Returns the model's output for raw inputs, any number of examples.
+
+        Args:
+            inputs: arrays, lists or tensors as ``input_spec`` has them: what a client sends, before
+                ``serve``, or without that hook before ``input_pre``
+
+        Returns:
+            Eager tensors as ``output_spec`` has them.
+
+        Raises:
+            SetupError: the inputs are not as ``input_spec`` has them.
+            RunError: the model cannot take these values.
+        """
+        spec = self.input_spec
+        try:
+            return self.function(
+                keras.tree.map_structure_up_to(spec, _convert_to_tensor, spec, inputs)
+            )
+        except (TypeError, ValueError) as error:
+            expected = self._describe_inputs()
+            raise SetupError(f"input: expected {expected}: {brief(error)}") from error
+        except tf.errors.OpError as error:
+            raise RunError(self.parts.hooks.attribute_error(error, "the model")) from error
+
+    def __repr__(self) -> str:
+        """One line, as a notebook shows what a cell ends with."""
+        inputs = self._describe_inputs()
+        return f"LoadedModel({self.settings.run_name}, step={self.step}, inputs=({inputs}))"
+
+    def _describe_inputs(self) -> str:
+        parts = input_names(self.input_spec).items()
+        return ", ".join(f"{name} {described(part)}" for name, part in parts)
 
 
-def create_inference(state: State) -> Inference:
+def _convert_to_tensor(spec: Any, value: Any) -> Any:
+    """Returns an array, or what is one in lists, as a tensor.
+
+    Raises:
+        TypeError, ValueError: it cannot be one of this type.
+    """
+    if tf.is_tensor(value):
+        return value
+    if isinstance(spec, tf.RaggedTensorSpec):
+        ragged = tf.ragged.constant(value, spec.dtype, ragged_rank=spec.ragged_rank)
+        return ragged.with_row_splits_dtype(spec.row_splits_dtype)
+    tensor = tf.convert_to_tensor(value, spec.dtype)
+    if spec.dtype.is_integer and not np.array_equal(tensor, value):  # TensorFlow cuts them off
+        raise ValueError(f"numbers that {spec.dtype.name} cannot hold")
+    return tensor
+
+
+def create_inference(state: State) -> LoadedModel:
     """Calls ``create_inference_model``, and traces the model with what comes before it.
 
     To be called when the checkpoint is restored: a model that the hook makes of another one's
@@ -68,86 +121,71 @@ def create_inference(state: State) -> Inference:
         raise SetupError(str(error)) from error.__cause__
 
 
-def _create(state: State) -> Inference:
-    hooks, parts, step = state.hooks, state.parts, state.step
+def _create(state: State) -> LoadedModel:
+    hooks, parts = state.hooks, state.parts
+    moment = Moment(tf.constant(state.step, tf.int64))  # an export has no variable for it
     hook, what, model = parts.model_for(training=False)
-    if (own := hooks.create_inference_model) is not None:
+    if hooks.create_inference_model is not None:
+        hook, what = hooks.create_inference_model, "the inference model"
         with state.strategy.scope():
             values = {"model": model, "train_model": parts.train_model}
-            hook, what = own, "the inference model"
-            model = own(**values)
-
-    def moment() -> Moment:  # a number: an export has no variable for it
-        return Moment(tf.constant(step, tf.int64))
-
-    def make_input(batch: Any) -> Any:
-        with inference():
-            return make_model_input(parts, moment(), batch, training=False)
+            model = hook(**values)
 
     def serve(inputs: Any) -> Any:
         assert hooks.serve is not None
-        with inference():
-            return hooks.serve.in_graph(inputs=inputs)
+        return hooks.serve.in_graph(inputs=inputs)
 
-    def run(made: Any) -> Any:
-        try:
-            return to_float32(call_model(model, made, training=False))
-        except CtlError:
-            raise
-        except Exception as error:
-            specs = tf.nest.map_structure(tf.type_spec_from_value, made)
-            shown = ", ".join(f"{name} {described(s)}" for name, s in input_names(specs).items())
-            cure = "; the hook serve says what it gets" if own is not None else ""
-            said = f"{what} from {hook.failure(error)} [input: {shown}]{cure}"
-            raise HookFailed(said) from error
+    def read_batch(batch: Any) -> Any:
+        return make_model_input(parts, moment, batch, training=False)
 
-    def run_model_itself(batch: Any) -> Any:
-        with inference():
-            return run_model(parts, moment(), batch, training=False)
+    def run(to_input: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns the function that runs the model on what another one makes for it."""
+
+        def run_made(given: Any) -> Any:
+            with inference():
+                made = to_input(given)
+                return to_float32(call_made(hook, what, call_model, model, made, False))
+
+        return run_made
 
     before = set(state.recording.variables)
-    to_input: Callable[[Any], Any]
+    of_batch: Callable[[Any], Any] = read_batch
     if (spec := _read_signature(hooks.serve)) is not None:
-        to_input, of_batch = serve, make_input
-    elif hooks.serve is not None:
-        part = UsedPart(run_model_itself, _element_spec(state))
-        sent_part = UsedPart(lambda sent: run(serve(sent)), part.spec)  # serve may use less of it
-        spec, to_input = sent_part.spec, lambda sent: serve(sent_part.fill(sent))
-        of_batch = lambda batch: serve(part.take(batch))  # noqa: E731
+        to_input: Callable[[Any], Any] = serve
     else:
-        part = UsedPart(lambda batch: run(make_input(batch)), _element_spec(state))
-        spec, to_input, of_batch = part.spec, lambda sent: make_input(part.fill(sent)), make_input
+        element = _element_spec(state)
+        if hooks.serve is not None:
+            of_model = UsedPart(
+                lambda batch: run_model(parts, moment, batch, training=False), element
+            )
+            of_batch = lambda batch: serve(of_model.take(batch))  # noqa: E731
+        part = UsedPart(run(of_batch), element)
+        spec, to_input = part.spec, lambda sent: of_batch(part.fill(sent))
     spec = tf.nest.map_structure(any_number, spec)
-    traced = tf.function(
-        lambda inputs: run(to_input(inputs)), autograph=False, input_signature=[spec]
-    ).get_concrete_function()
+    function = tf.function(run(to_input), autograph=False, input_signature=[spec])
+    traced = function.get_concrete_function()
     if late := [name for name in state.recording.variables if name not in before]:
         raise hook.reject(
             f"{late[0]} is made when the model is first called, so that no checkpoint holds it; "
             "build it in the hook."
         )
-    output = traced.structured_outputs
-    for name, value in output_names(output).items():
-        if not tf.is_tensor(value) and not isinstance(value, tf.TypeSpec):
-            raise hook.reject(f"the model returns {value!r} as {name}, expected tensors.")
-    output_spec = tf.nest.map_structure(_spec_of, output)
-    batched = tf.function(
-        lambda batch: run(of_batch(batch)), autograph=False, reduce_retracing=True
+    return LoadedModel(
+        model=model,
+        input_spec=spec,
+        output_spec=tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs),
+        step=state.step,
+        metrics=dict(state.metrics),
+        settings=state.config,
+        function=traced,
+        run_batch=tf.function(run(of_batch), autograph=False, reduce_retracing=True),
+        parts=parts,
     )
-    return Inference(model, hook, spec, output_spec, traced, batched, step, parts)
 
 
 def _read_signature(serve: Hook | None) -> Any:
     """Returns what ``serve`` says that it takes; None if it does not say so."""
     signature = getattr(serve.function, "input_signature", None) if serve else None
-    if signature is None:
-        return None
-    assert serve is not None
-    if len(signature) != 1 or serve.arguments != ("inputs",):
-        raise serve.reject(
-            "with an input_signature it takes one argument, inputs, which may be a dict."
-        )
-    return signature[0]
+    return None if signature is None else signature[0]
 
 
 def _element_spec(state: State) -> Any:
@@ -155,10 +193,6 @@ def _element_spec(state: State) -> Any:
     sets = list(state.evaluation.sets.values()) if state.evaluation is not None else []
     element = sets[0].make().element_spec if sets else state.data.share_spec
     return tf.nest.map_structure(any_number, element)
-
-
-def _spec_of(part: Any) -> Any:
-    return part if isinstance(part, tf.TypeSpec) else tf.type_spec_from_value(part)
 
 
 class UsedPart:

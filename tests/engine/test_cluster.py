@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,23 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from tests.helpers import cases
-from tests.helpers.fixtures import Train
-from tests.helpers.steered import STEERED, steered_hooks
+from ctl_core.cluster.supervisor import free_ports
 
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def run_cluster(processes: int, folder: Path, *names: str) -> Path:
@@ -60,13 +48,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "drift",
         "decisions",
         "not_finite",
-        "steered",
         "settings_differ",
         "data_differs",
         "folders_differ",
         "layers_frozen_unalike",
         "hook_state",
-        "inner_optimizer",
     )
 
 
@@ -77,11 +63,6 @@ def kept(folder: Path, name: str, processes: int) -> list[dict[str, Any]]:
         with np.load(folder / f"{name}-{index}.npz") as file:
             found.append({key: file[key] for key in file.files})
     return found
-
-
-def assert_equal_weights(found: Any, plain: Any, rtol: float = 1e-6, atol: float = 1e-6) -> None:
-    for weight, reference in zip(found, plain, strict=True):
-        np.testing.assert_allclose(weight, reference, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "generator"])
@@ -102,7 +83,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(
     [
         ("drift", ("after step 3, sequential", "out/bias", "on all replicas (replica 1 differs")),
         ("stopped", ("the loss of step 3 is not finite",)),
-        ("settings", ("learning_rate: not the same on every process",)),
+        ("settings", ("the settings are not the same on every process",)),
         ("data", ("create_dataset (cases.py:", "different data")),
         ("apart", ("runs_dir: ", "has other checkpoints on another process")),
         ("frozen", ("after step 2, the frozen layers differ",)),
@@ -131,45 +112,6 @@ def test_what_one_process_asks_for_happens_on_all(two: Path) -> None:
 def test_a_loss_that_one_process_has_is_known_to_all(two: Path) -> None:
     for values in kept(two, "warned", 2):
         assert values["noted"].tolist() == [3, 4, 2, 1]
-
-
-def test_what_evaluations_decide_and_what_follows_an_update(train: Train, two: Path) -> None:
-    """The same as in one process; there the one that ends training is the only one."""
-    hooks = steered_hooks(lambda step: step == 20)
-    state = train(hooks, run_name="alone", **{**STEERED, "batch_size": 24})
-    assert state.ended and state.step == 20
-    for values in kept(two, "steered", 2):
-        found = values.pop("found").tolist()
-        assert found == [20, 20, *state.hook_state["losses"]]
-        assert_equal_weights(values.values(), state.train_model.get_weights())
-    folder = two / "runs/steered"
-    assert logged(folder) == logged(state.run_dir) and len(logged(folder)) == 9
-    saved = [path.name for path in (folder / "ckpt/best/engine").glob("*.json")]
-    assert saved == [path.name for path in (state.run_dir / "ckpt/best/engine").glob("*.json")]
-    assert {"ckpt-10.json", "ckpt-20.json"} <= {
-        path.name for path in (folder / "ckpt/engine").glob("*.json")
-    }
-
-
-def logged(folder: Path) -> list[tuple[int, str, float]]:
-    """Evaluations and train metrics, rounded."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [
-        (line["step"], line["split"], round(line.get("mean", line.get("a/loss")), 3))
-        for line in lines
-    ]
-
-
-def test_a_hooks_own_optimizer_gets_the_sum_and_the_chief_writes_its_summary(two: Path) -> None:
-    target = cases.regression_data()[1][:24]
-    for values in kept(two, "inner", 2):
-        np.testing.assert_allclose(
-            values["value"], 1.0 - 0.1 * target.sum(keepdims=True)[0] / 24, rtol=1e-5
-        )
-    (file,) = (two / "runs/inner/tb/train").glob("events.out.tfevents.*")
-    events = tf.compat.v1.train.summary_iterator(str(file))
-    seen = {v.tag: tf.make_ndarray(v.tensor) for event in events for v in event.summary.value}
-    np.testing.assert_allclose(seen["seen"], target[:12].sum(), rtol=1e-5)
 
 
 def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -49,7 +48,7 @@ def test_global_seed_generator() -> None:
     before = made.state.numpy()
     keras.random.normal(())
     assert (made.state.numpy() != before).any()
-    with compat.global_seed_generator_kept():
+    with compat.drawing_from(made):
         keras.utils.set_random_seed(1)
         assert compat.global_seed_generator() is None
     assert compat.global_seed_generator() is made
@@ -67,19 +66,15 @@ def test_global_seed_generator() -> None:
     assert found == [None, made, None]
 
 
-def test_is_deterministic() -> None:
-    assert compat.is_deterministic() is False
-
-
 def test_op_determinism() -> None:
-    with compat.op_determinism(False):
-        assert compat.is_deterministic() is False
-    with compat.op_determinism(True):
-        assert compat.is_deterministic() is True
-        with compat.op_determinism(True):
-            pass
-        assert compat.is_deterministic() is True
-    assert compat.is_deterministic() is False
+    from tensorflow.python.framework import config
+
+    for outer in (False, True):
+        with compat.op_determinism(outer):
+            with compat.op_determinism(True):
+                assert config.is_op_determinism_enabled()
+            assert config.is_op_determinism_enabled() is outer
+    assert not config.is_op_determinism_enabled()
 
 
 def test_names_anew() -> None:
@@ -149,35 +144,6 @@ def test_replicas_have_losses_of_their_own() -> None:
     assert [float(loss) for loss in layer.losses] == [2.0]
 
 
-def test_in_layer_call() -> None:
-    found = []
-
-    class Layer(keras.layers.Layer):
-        def call(self, inputs: Any) -> Any:
-            found.append(compat.in_layer_call())
-            return inputs
-
-    Layer()(keras.Input((2,)))
-    Layer()(np.zeros([1, 2]))
-    assert found == [True, True] and not compat.in_layer_call()
-
-
-def test_graphs_called() -> None:
-    @tf.function(autograph=False)
-    def inner(x: tf.Tensor) -> tf.Tensor:
-        index = tf.cast(x, tf.int32)
-        return tf.cond(x > 0, lambda: x - 1.0, lambda: tf.switch_case(index, [lambda: x * 2.0] * 2))
-
-    def types_in(graph: Any) -> set[str]:
-        operations = graph.get_operations()
-        below = [types_in(called) for op in operations for called in compat.graphs_called(op)]
-        return {op.type for op in operations}.union(*below)
-
-    with tf.Graph().as_default() as graph:
-        inner(tf.compat.v1.placeholder(tf.float32, []))
-    assert {"Sub", "Mul"} <= types_in(graph)
-
-
 def test_graphs_called_of_functions_without_a_graph() -> None:
     """The loops of TensorFlow's dense CTC loss, which are functions of the older kind."""
     with tf.Graph().as_default() as graph:
@@ -230,21 +196,6 @@ def test_summaries_of_first_replica() -> None:
     assert recorded == [None, None]
 
 
-def test_the_stages_of_a_dataset() -> None:
-    numbers = tf.data.Dataset.range(4)
-    dataset = tf.data.Dataset.zip(numbers.shuffle(2), numbers.map(lambda x: x)).batch(2)
-    names = [type(stage).__name__ for stage in compat.stages(dataset)]
-    assert names == [
-        "_BatchDataset",
-        "_ZipDataset",
-        "_ShuffleDataset",
-        "_RangeDataset",
-        "_MapDataset",
-        "_RangeDataset",
-    ]
-    assert compat.inputs_of(numbers) == []
-
-
 def test_max_to_keep_and_holding(tmp_path: Path) -> None:
     one, other = (tf.train.Checkpoint(x=tf.Variable(value)) for value in (1.0, 2.0))
     manager = tf.train.CheckpointManager(one, str(tmp_path), max_to_keep=3)
@@ -269,43 +220,16 @@ def test_lines_of_a_helper_that_fails() -> None:
     assert compat.translated_stack(ValueError()) == []
 
 
-def test_variables_of_a_scratch_graph_exist_outside() -> None:
-    layer = keras.layers.Dense(2)
-    with compat.scratch_graph("build").as_default() as graph:
-        layer(tf.compat.v1.placeholder(tf.float32, [None, 3]))
-    assert layer.kernel.numpy().shape == (3, 2) and graph.get_operations()
-
-
-def test_a_node_holds_whatever_it_is_given(tmp_path: Path) -> None:
-    node = compat.trackable_node()
-    node.name, node.variables = tf.Variable(1.0), tf.Variable(2.0)  # not so of a tf.Module
-    tf.train.Checkpoint(node=node).write(str(tmp_path / "a"))
-    assert len(tf.train.list_variables(str(tmp_path / "a"))) == 3
-
-
 def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
-    variable = tf.Variable(1.0)
-    checkpoint = compat.GraphCheckpoint(x=variable)
+    variable, node = tf.Variable(1.0), compat.trackable_node()
+    node.variables = variable  # a tf.Module has other ones by this name
+    checkpoint = compat.GraphCheckpoint(x=node)
     for value in (1.0, 2.0):
         variable.assign(value)
         checkpoint.write(str(tmp_path / "a"))
         read = tf.train.load_checkpoint(str(tmp_path / "a"))
-        assert read.get_tensor("x/.ATTRIBUTES/VARIABLE_VALUE") == value
+        assert read.get_tensor("x/variables/.ATTRIBUTES/VARIABLE_VALUE") == value
     assert checkpoint._traced.experimental_get_tracing_count() == 1
-
-
-def test_cpu_devices_of_a_worker() -> None:
-    """What is replaced is there, and given back."""
-    from tensorflow.python.distribute import collective_all_reduce_strategy as module
-
-    before = module.CollectiveAllReduceExtended._initialize_local_devices
-    with compat.cpu_devices_of_worker(2):
-        local = module.CollectiveAllReduceExtended._initialize_local_devices
-        assert local(None, None, "/job:worker")[0] == (
-            "/job:worker/device:CPU:0",
-            "/job:worker/device:CPU:1",
-        )
-    assert module.CollectiveAllReduceExtended._initialize_local_devices is before
 
 
 def test_the_seed_of_ops_is_put_back() -> None:
@@ -318,37 +242,6 @@ def test_the_seed_of_ops_is_put_back() -> None:
         tf.random.set_seed(5)
         assert tf.random.uniform([]).numpy() not in (first, second)
     assert tf.random.uniform([]).numpy() == second
-
-
-def test_the_seed_of_ops_in_a_new_process_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorflow.python.eager import context
-
-    monkeypatch.setattr(context.context(), "_seed", None)
-    monkeypatch.delattr(context.context(), "_rng", raising=False)
-    with compat.seed_of_ops_kept():
-        tf.random.set_seed(5)
-        once = tf.random.uniform([]).numpy()
-    several = {float(tf.random.uniform([])) for _ in range(3)}
-    assert len(several) == 3 and once not in several and context.global_seed() is None
-
-
-def test_layers_run() -> None:
-    """As they are told, or as the outermost layer is, or else as is said around."""
-
-    class Told(keras.layers.Layer):
-        def call(self, inputs: Any, training: bool = True) -> Any:
-            return inputs if training else -inputs
-
-    one, inner = tf.ones([1]), Told()
-    traced = tf.function(lambda inputs: inner(inputs))
-    outer = keras.Sequential([keras.Input(()), inner])
-    with compat.layers_run(training=False):
-        assert [float(layer(one)[0]) for layer in (inner, outer, traced)] == [-1] * 3
-        assert [float(layer(one, training=True)[0]) for layer in (inner, outer)] == [1, 1]
-        with compat.layers_run(training=True):
-            assert float(outer(one)[0]) == 1
-        assert float(inner(one)[0]) == -1
-    assert [float(layer(one)[0]) for layer in (inner, outer, traced)] == [1] * 3
 
 
 def test_large_sums_are_whole_within() -> None:
@@ -367,3 +260,34 @@ def test_large_sums_are_whole_within() -> None:
         assert parts() == rewrites.SWAPPING_HEURISTICS != before
         assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
     assert parts() == before
+
+
+def test_layers_run() -> None:
+    """As they are told, or as the outermost layer is, or else as is said around."""
+
+    class Told(keras.layers.Layer):
+        def call(self, inputs: Any, training: bool = True) -> Any:
+            return inputs if training else -inputs
+
+    one, inner = tf.ones([1]), Told()
+    traced, outer = tf.function(lambda x: inner(x)), keras.Sequential([keras.Input(()), inner])
+    for training in (False, True):
+        with compat.layers_run(training):
+            found = [float(layer(one)[0]) for layer in (inner, outer, traced)]
+            assert found == [1 if training else -1] * 3
+            assert [float(layer(one, training=True)[0]) for layer in (inner, outer)] == [1, 1]
+
+
+def test_stages() -> None:
+    dataset = tf.data.Dataset.zip(tf.data.Dataset.range(4).shuffle(2), tf.data.Dataset.range(4))
+    names = [type(stage).__name__ for stage in compat.stages(dataset)]
+    assert names == ["_ZipDataset", "_ShuffleDataset", "_RangeDataset", "_RangeDataset"]
+
+
+def test_cpu_devices_of_worker() -> None:
+    from tensorflow.python.distribute import collective_all_reduce_strategy as module
+
+    with compat.cpu_devices_of_worker(2):
+        replaced = module.CollectiveAllReduceExtended._initialize_local_devices
+        assert replaced(None, None, "/job:worker")[0][1] == "/job:worker/device:CPU:1"
+    assert module.CollectiveAllReduceExtended._initialize_local_devices is not replaced

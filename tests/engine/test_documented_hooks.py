@@ -13,9 +13,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.table import SPECS
-from tests.helpers.cases import make_hooks, regression_data, sliced, small_model
+from tests.helpers.cases import Followed, make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
-from tests.helpers.steered import Followed
 
 PAGES = Path(__file__).parents[2] / "docs"
 TEXT = "".join((PAGES / name).read_text() for name in ("hooks.md", "debugging.md"))

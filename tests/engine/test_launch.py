@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import ctl_core
 from ctl_core.cluster import supervisor
-from ctl_core.errors import SetupError
-from tests.helpers.workers import RUN, alive, folder, log, pids, run
+from ctl_core.cluster.signals import SAME_SIGNAL
+from ctl_core.cluster.supervisor import find_gpus, share_gpus
+from ctl_core.errors import RunError, SetupError
+from ctl_core.settings import Config
+from tests.helpers.workers import alive, folder, log, pids, run, start, until
 
 __all__ = ["folder"]
 
+Captured = pytest.CaptureFixture[str]
+CHILD = """
+child = subprocess.Popen(["sleep", "600"])
+(Path("pids") / f"child-{child.pid}").touch()
+"""
 
-def test_each_worker_gets_its_place_and_its_log(capfd: pytest.CaptureFixture[str]) -> None:
+
+def test_each_worker_gets_its_place_its_gpus_and_its_log(capfd: Captured) -> None:
     body = """
+place["gpus"] = os.environ["CUDA_VISIBLE_DEVICES"]
 Path(f"place-{index}").write_text(json.dumps(place))
 print("out of", index)
 print("err of", index, file=sys.stderr)
@@ -30,26 +45,42 @@ assert sys.stdin.read() == "" and os.getpgrp() == os.getpid()
     assert len(set(addresses)) == 3
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
     for index, place in enumerate(places):
-        assert place["cluster"] == {"worker": addresses}
-        assert place["task"] == {"type": "worker", "index": index}
-        first, *rest = log(index).splitlines()
-        assert re.fullmatch(rf"--- [\d :-]+ worker {index}, start 1 ---", first)
-        assert sorted(rest) == ([f"err of {index}", f"out of {index}"] if index else [])
+        task = {"type": "worker", "index": index}
+        assert place == {"cluster": {"worker": addresses}, "task": task, "gpus": str(index)}
+    assert sorted(log(2).splitlines()) == ["err of 2", "out of 2"]
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("out of 0\n", "err of 0\n")
     assert supervisor.PIPE not in os.environ and "TF_CONFIG" not in os.environ
 
 
+def test_gpus_are_found_and_shared_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for named, found in {" 2 , 3": ["2", "3"], "GPU-a,MIG-b": ["GPU-a", "MIG-b"], "": []}.items():
+        assert find_gpus({"CUDA_VISIBLE_DEVICES": named}) == found
+    monkeypatch.setenv("PATH", str(folder))
+    assert find_gpus({}) == []
+    listed = r"GPU 0: A100 (UUID: GPU-1)\n  MIG 1g Device  0: (UUID: MIG-2)\nGPU 1: A100 (U)\n"
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listed}'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    assert find_gpus({}) == ["0", "1"]
+    assert share_gpus(["0", "1", "2", "3"], 2) == ["0,1", "2,3"]
+    with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; take a"):
+        share_gpus(["0", "1", "2", "3"], 3)
+
+
+def test_workers_need_the_command_line() -> None:
+    with pytest.raises(SetupError, match=r"the command line: ./train.sh --workers 2$"):
+        ctl_core.train(SimpleNamespace(), Config(steps=1, workers=2))
+
+
 @pytest.mark.parametrize(
-    ("codes", "expected"),
-    [((0, 0), 0), ((143, 143), 143), ((1, 75), 1), ((2, 0), 2), ((75, 2), 2), ((0, 1), 1)],
+    ("codes", "expected"), [((0, 0), 0), ((143, 143), 143), ((1, 75), 1), ((2, 0), 2)]
 )
 def test_exit_codes(codes: tuple[int, int], expected: int) -> None:
     assert run(f"sys.exit({codes}[index])") == expected
     assert len(pids()) == 2, "started once"
 
 
-def test_a_crash_starts_all_again_on_other_ports(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_starts_all_again_on_other_ports(capfd: Captured) -> None:
     body = """
 with open("addresses", "a") as file:
     print(*place["cluster"]["worker"], sep="\\n", file=file)
@@ -65,55 +96,129 @@ if start <= 2:
     time.sleep(600)
 """
     assert run(body, peer_grace=0.1) == 0
-    shown = capfd.readouterr()
-    assert shown.out.splitlines() == [
+    lost = "warning: worker 1 was killed by {} (runs/a/worker-1.log); restarting from the last "
+    assert capfd.readouterr().out.splitlines() == [
         "start 1",
-        "warning: worker 1 was killed by SIGKILL (runs/a/worker-1.log); "
-        "restarting from the last checkpoint (1 of 3)",
+        lost.format("SIGKILL") + "checkpoint (1 of 3)",
         "start 2",
-        "warning: worker 1 was killed by SIGABRT (runs/a/worker-1.log); "
-        "restarting from the last checkpoint (2 of 3)",
+        lost.format("SIGABRT") + "checkpoint (2 of 3)",
         "start 3",
     ]
-    assert shown.err == ""
-    assert re.findall(r"start \d(?= ---)", log(1)) == ["start 1", "start 2", "start 3"]
-    assert log(0).count("restarting") == 2
     addresses = Path("addresses").read_text().split()
     starts = [set(addresses[i : i + 4]) for i in (0, 4, 8)]
     assert all(len(each) == 2 for each in starts) and len(set.union(*starts)) > 2
     assert len(pids()) == 6 and not any(map(alive, pids()))
 
 
-def test_restarts_are_used_up(capfd: pytest.CaptureFixture[str]) -> None:
+def test_restarts_are_used_up(capfd: Captured) -> None:
+    """What the others made of it, that they lost a process, is not the cause."""
     body = "sys.exit(75) if index else os.kill(os.getpid(), signal.SIGSEGV)"
-    assert run(body, max_restarts=1) == 1
-    shown = capfd.readouterr()
-    assert shown.out.count("warning: worker 0 was killed by SIGSEGV") == 1
-    assert shown.err == (
-        "error: worker 0 was killed by SIGSEGV (runs/a/train.log), and max_restarts is 1; "
-        "giving up.\n"
-    )
+    with pytest.raises(RunError, match=r"worker 0 was killed by SIGSEGV .*max_restarts is 1"):
+        run(body, max_restarts=1)
+    assert capfd.readouterr().out.count("warning: worker 0 was killed by SIGSEGV") == 1
     assert len(pids()) == 4
 
 
-def test_the_users_failure_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_users_failure_is_told_once(capfd: Captured) -> None:
     shows = 'print("Traceback ...\\nerror: hook broken in", index, file=sys.stderr)\n'
     assert run(shows + "sys.exit(1)") == 1
     assert capfd.readouterr().err.count("error:") == 1
-    # The chief only lost a peer; it is the other one's line that counts, and its last start's.
-    assert run(f"if index: {shows}if index: sys.exit(2)\ntime.sleep(600)", peer_grace=0.1) == 2
-    assert capfd.readouterr().err == ("error: worker 1: hook broken in 1 (runs/a/worker-1.log)\n")
-    assert run("sys.exit(index)") == 1
-    assert capfd.readouterr().err == (
-        "error: worker 1 ended with exit code 1 (runs/a/worker-1.log)\n"
+    # The chief only lost a peer; it is the other one's line that counts.
+    with pytest.raises(SetupError, match=r"^worker 1: hook broken in 1 \(runs/a/worker-1.log\)$"):
+        run(f"if index: {shows}if index: sys.exit(2)\ntime.sleep(600)", peer_grace=0.1)
+    assert len(pids()) == 4
+
+
+# ---- Signals and kills
+
+# Notes each signal; ends after `most` of them, as the engine does after saving.
+LISTENER = """
+received = []
+
+
+def note(number, _):
+    received.append(number)
+    Path(f"got-{index}-{len(received)}").write_text(str(number))
+
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, note)
+Path(f"ready-{index}").touch()
+while len(received) < most:
+    time.sleep(0.01)
+time.sleep(0.3)
+assert len(received) == most, received
+if index and crashes:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(128 + received[0])
+"""
+
+
+def ready() -> bool:
+    return all(Path(f"ready-{index}").exists() for index in (0, 1))
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_signal_is_passed_on_once_and_nothing_is_started_again(crashes: bool) -> None:
+    parent = start(f"most, crashes = 1, {crashes}" + LISTENER)
+    until(ready)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait() == 130
+    assert [Path(f"got-{index}-1").read_text() for index in (0, 1)] == ["2", "2"]
+    assert len(pids()) == 2
+
+
+def test_a_signal_before_a_worker_listens() -> None:
+    parent = start("Path(f'ready-{index}').touch()\ntime.sleep(600)")
+    until(ready)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait() == 143 and len(pids()) == 2
+
+
+def test_workers_that_do_not_stop_are_killed_after_a_second_sigint() -> None:
+    parent = start("most = 9" + LISTENER, stderr=subprocess.DEVNULL)
+    until(ready)
+    parent.send_signal(signal.SIGTERM)
+    until(lambda: Path("got-0-1").exists() and Path("got-1-1").exists())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        parent.send_signal(number)
+        time.sleep(0.05)
+    time.sleep(SAME_SIGNAL)
+    assert parent.poll() is None and not Path("got-0-3").exists()
+    assert Path("got-1-2").read_text() == "2"
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait() == -signal.SIGINT  # KeyboardInterrupt; of the command, 130
+    assert not any(map(alive, pids())) and len(pids()) == 2
+
+
+def test_no_process_is_left_when_the_supervisor_is_killed() -> None:
+    parent = start(CHILD + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", 3)
+    until(lambda: len(pids()) == 6)
+    assert all(map(alive, pids()))
+    parent.kill()
+    parent.wait()
+    until(lambda: not any(map(alive, pids())))
+
+
+def test_what_a_worker_started_ends_with_it() -> None:
+    assert run(CHILD) == 0
+    until(lambda: not any(map(alive, pids())))
+    assert len(pids()) == 4
+
+
+def test_workers_of_the_command_line_die_with_it() -> None:
+    """Each gets the same command line and one name, and dies while it is importing."""
+    Path("callbacks.py").write_text(
+        "import os, sys, time\n"
+        "open(f'pids/x-{os.getpid()}', 'w').write(' '.join(sys.argv[1:]))\n"
+        "time.sleep(600)\n"
     )
-    assert len(pids()) == 6
-
-
-def test_a_run_that_is_trained_in_one_process_is_left_alone() -> None:
-    RUN.mkdir(parents=True)
-    with open(RUN / "train.log", "w+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(SetupError, match="another process is training this run"):
-            run("")
-    assert run("") == 0 and len(pids()) == 2
+    argv = ["train", "--workers", "2", "--steps", "1"]
+    parent = subprocess.Popen([sys.executable, "-m", "ctl_core", *argv])
+    until(lambda: len(pids()) == 2 and all(p.read_text() for p in Path("pids").iterdir()))
+    (name,) = os.listdir("runs")
+    for path in Path("pids").iterdir():
+        assert path.read_text().split() == [*argv, "--workers", "2", "--run-name", name]
+    parent.kill()
+    parent.wait()
+    until(lambda: not any(map(alive, pids())))

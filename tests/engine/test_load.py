@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.cases import make_hooks, regression_data, sgd
+from tests.helpers.cases import FEATURES, make_hooks, sgd
 from tests.helpers.fixtures import Train
 from tests.helpers.project import Cli, refused
 
@@ -130,7 +129,8 @@ def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
             np.testing.assert_array_equal(found, output["all"]["far"])
     arrays["others/negative"] = x[2, :3]
     np.savez("x.npz", **arrays)
-    refused(cli(None, "--input", "x.npz", command=("predict",)), "holds 3 and 16 examples")
+    outcome = cli(None, "--input", "x.npz", command=("predict",))
+    refused(outcome, "others/negative [3, 4]", "as many examples each")
 
 
 def test_serve_takes_what_clients_send_instead_of_input_pre(cli: Cli) -> None:
@@ -162,33 +162,24 @@ def serve(inputs):
     )
 
 
-def test_create_inference_model(train: Train) -> None:
-    inputs = regression_data()[0]
-    calls: list[str] = []
+def test_an_inference_model_that_no_checkpoint_holds(train: Train) -> None:
+    state = train(make_hooks(create_opt=sgd), steps=3)
+    own = make_hooks(create_opt=sgd, create_inference_model=lambda model: keras.layers.Dense(2))
+    with pytest.raises(ctl_core.SetupError, match="no checkpoint holds it"):
+        ctl_core.load(state.run_dir, callbacks=own)
 
-    def encoder(model: Any, train_model: Any) -> Any:
-        assert model is train_model
-        calls.append("made")
-        return keras.Model(model.inputs, model.layers[0].output)
 
-    state = train(make_hooks(create_opt=sgd, create_inference_model=encoder), steps=3)
-    assert calls == []  # training does without it
-
-    def loaded(hook: Any) -> ctl_core.LoadedModel:
-        own = make_hooks(create_opt=sgd, create_inference_model=hook)
-        return ctl_core.load(state.run_dir, callbacks=own)
-
-    kernel, bias = state.train_model.layers[0].get_weights()
-    hidden = np.tanh(inputs[:7] @ kernel + bias)
-    np.testing.assert_allclose(loaded(encoder)(inputs[:7]), hidden, rtol=1e-5, atol=1e-6)
-    assert calls == ["made"]
-    for hook, said in (
-        (lambda model: 3, "returned an int, expected inference model, a callable"),
-        (lambda model: keras.Sequential([keras.layers.Dense(2)]), "no checkpoint holds it"),
-    ):
-        with pytest.raises(ctl_core.SetupError) as error:
-            loaded(hook)
-        assert said in str(error.value) and "\n" not in str(error.value), error.value
+def test_inputs_that_do_not_fit(train: Train) -> None:
+    """Numbers are cut off nowhere: where they would be, they are refused."""
+    number = tf.function(input_signature=[{"n": tf.TensorSpec([None], tf.uint8)}])
+    serve = number(lambda inputs: tf.one_hot(inputs["n"], FEATURES))
+    state = train(make_hooks(create_opt=sgd), steps=3)
+    served = ctl_core.load(state.run_dir, callbacks=make_hooks(create_opt=sgd, serve=serve))
+    expected = state.train_model(np.eye(FEATURES)[[1, 0]])
+    np.testing.assert_allclose(served({"n": [1, 0]}), expected, rtol=1e-5)
+    for wrong in ({"n": [1.5]}, {"n": [300]}, {"n": [[1]]}, {"m": [1]}, [1]):
+        with pytest.raises(ctl_core.SetupError, match=r"^input: expected n uint8 \[None\]: "):
+            served(wrong)
 
 
 @pytest.mark.slow

@@ -25,9 +25,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import config as framework_config
 
 import ctl_core
-from ctl_core import compat
 
 HOOKS = """\
 import keras
@@ -127,7 +127,7 @@ def process_state() -> dict[str, Any]:
         "streams": (sys.stdout, sys.stderr),
         "logging": list(logging.getLogger("ctl_core").handlers),
         "policy": keras.config.dtype_policy().name,
-        "deterministic": compat.is_deterministic(),
+        "deterministic": framework_config.is_op_determinism_enabled(),
         "summaries": (tf.summary.experimental.get_step(), tf.summary.should_record_summaries()),
         "strategy": tf.distribute.has_strategy(),
         "folder": os.getcwd(),

@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from ctl_core.cluster import rendezvous, supervisor
+from ctl_core.cluster import supervisor
+from ctl_core.cluster import task as tasks
 from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import Task, read_task
 from ctl_core.errors import PeerLost, SetupError
@@ -107,38 +108,40 @@ def test_memory_of_gpus_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("GPU 0", True), ("GPU 1", True)]
 
 
-def waiting_for(others: int) -> tuple[Task, list[str]]:
+def waiting_for(others: int) -> Task:
     addresses = tuple(f"127.0.0.1:{port}" for port in supervisor.free_ports(1 + others))
-    return Task(1 + others, 0, addresses), []
+    return Task(1 + others, 0, addresses)
 
 
-def test_a_wait_names_who_does_not_answer_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "PATIENCE", 0.1)
-    monkeypatch.setattr(rendezvous, "LONGEST", 0.5)
-    task, said = waiting_for(2)
-    with rendezvous._listen(task.addresses[1]):
-        with pytest.raises(PeerLost, match=f"no answer .* from process 2 at {task.addresses[2]};"):
-            rendezvous.wait_for_others(task, said.append)
+def test_a_wait_names_who_does_not_answer_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tasks, "PATIENCE", 0.1)
+    monkeypatch.setattr(tasks, "LONGEST", 0.5)
+    task = waiting_for(2)
+    with tasks._listen(task.addresses[1]):
+        with pytest.raises(PeerLost, match=f"no answer .* from process 2 at {task.addresses[2]}."):
+            tasks.wait_for_others(task)
         who = f"process 2 at {task.addresses[2]}"
-        assert said == [f"waiting for the other processes of the cluster: no answer from {who}"]
-        with rendezvous._listen(task.addresses[2]):
-            rendezvous.wait_for_others(task, said.append)
+        assert capsys.readouterr().out == f"cluster: waiting; no answer from {who}\n"
+        with tasks._listen(task.addresses[2]):
+            tasks.wait_for_others(task)
         with (
-            rendezvous._listen(task.addresses[0]),
-            pytest.raises(PeerLost, match="an earlier start"),
+            tasks._listen(task.addresses[0]),
+            pytest.raises(PeerLost, match="cannot listen on"),
         ):
-            rendezvous.wait_for_others(task, said.append)
+            tasks.wait_for_others(task)
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_waits_can_be_stopped(tmp_path: Path, number: signal.Signals) -> None:
-    task, _ = waiting_for(1)
+    task = waiting_for(1)
     (tmp_path / "callbacks.py").touch()
     environ = {**os.environ, **tf_config({"worker": task.addresses}, "worker", 0)}
     program = (  # a shell starts what it runs in the background without SIGINT
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from ctl_core.cluster import rendezvous; rendezvous.PATIENCE = 0.1\n"
+        "from ctl_core.cluster import task; task.PATIENCE = 0.1\n"
         "from ctl_core.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     words = ["train", "--steps", "1", "--run-name", "a"]
@@ -147,6 +150,6 @@ def test_a_process_that_waits_can_be_stopped(tmp_path: Path, number: signal.Sign
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        assert "waiting for the other" in [process.stdout.readline() for _ in range(2)][1]
+        assert "cluster: waiting" in [process.stdout.readline() for _ in range(2)][1]
         process.send_signal(number)
         assert process.wait(timeout=60) == (130 if number == signal.SIGINT else -number)

@@ -10,9 +10,8 @@ import pytest
 import tensorflow as tf
 
 from tests.golden import small
-from tests.helpers.cases import assert_weights, regression_data, sliced, small_model
+from tests.helpers.cases import Followed, assert_weights, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
-from tests.helpers.steered import Followed
 
 STEPS, BATCH, RATE = 12, 16, 0.1
 

@@ -162,3 +162,15 @@ def generator_hooks(seen: list[Any]) -> SimpleNamespace:
         loss_pre=lambda output, batch: (output[0], batch[1]),
         every_steps={1: lambda output: seen.append(output[1].numpy())},
     )
+
+
+class Followed(keras.Model):
+    """A network with a copy that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = small_model(), small_model()
+        self.target.trainable = False
+
+    def call(self, inputs: Any) -> Any:
+        return self.online(inputs) + 0.1 * tf.stop_gradient(self.target(inputs))

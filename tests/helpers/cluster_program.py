@@ -14,14 +14,12 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 import ctl_core
 from tests.helpers import cases
 from tests.helpers.cases import make_hooks
-from tests.helpers.steered import STEERED, steered_hooks
 
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 
@@ -35,12 +33,6 @@ def run(folder: Path, name: str, hooks: Any, **settings: Any) -> ctl_core.State:
 def keep(folder: Path, name: str, **arrays: Any) -> None:
     """Writes one process's result."""
     np.savez(folder / f"{name}-{TASK}.npz", **arrays)
-
-
-def keep_weights(folder: Path, name: str, state: ctl_core.State, **more: Any) -> None:
-    """Writes all weights of the model, by their numbers."""
-    weights = enumerate(state.train_model.get_weights())
-    keep(folder, name, **{str(number): weight for number, weight in weights}, **more)
 
 
 def keep_message(folder: Path, name: str, hooks: Any, **settings: Any) -> None:
@@ -99,14 +91,6 @@ def not_finite(folder: Path) -> None:
     keep_message(folder, "stopped", hooks, steps=8, on_nan="stop", ckpt_every=2)
 
 
-def steered(folder: Path) -> None:
-    """Only the second process ends training, after the evaluation of step 20."""
-    hooks = steered_hooks(lambda step: TASK == 1 and step == 20)
-    state = run(folder, "steered", hooks, **STEERED)
-    found = [state.step, state.progress.evaluated, *state.hook_state["losses"]]
-    keep_weights(folder, "steered", state, found=found)
-
-
 def settings_differ(folder: Path) -> None:
     """One process has another learning rate."""
     keep_message(folder, "settings", make_hooks(), steps=1, learning_rate=0.1 * (1 + TASK))
@@ -133,25 +117,6 @@ def layers_frozen_unalike(folder: Path) -> None:
             train_model.get_layer("hidden").trainable = False
 
     keep_message(folder, "frozen", make_hooks(at_step={2: freeze}), steps=4)
-
-
-def inner_optimizer(folder: Path) -> None:
-    """An optimizer that ``grad_pre`` applies by itself, and a summary that it writes."""
-    own: list[Any] = []
-
-    def create_model() -> Any:
-        own[:] = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
-        own[1].build([own[0]])
-        return cases.small_model()
-
-    def grad_pre(loss: Any, batch: Any, train_model: Any) -> Any:
-        own[1].apply_gradients([(tf.reduce_sum(batch[1])[None] / 24, own[0])])
-        tf.summary.scalar("seen", tf.reduce_sum(batch[1]))
-        return loss, 0.0, train_model.trainable_variables
-
-    hooks = make_hooks(create_model=create_model, grad_pre=grad_pre)
-    run(folder, "inner", hooks, steps=1)
-    keep(folder, "inner", value=own[0].numpy())
 
 
 def hook_state(folder: Path) -> None:
