@@ -14,14 +14,15 @@ ENGINE = Path(ctl_core.__file__).parent
 LAYERS = """
     buckets console errors index joining not_finite precision provenance readers.sources reduction
     saved signals source_lines splits table types
-    compat files gpus helpers nested variables
+    compat files helpers nested supervisor variables
     ahead averaging defaults groups learning_rate lock profile recording settings staging
     training_mode
-    batch_norm callbacks_file contract freezing listeners process_state rate_schedule raw selection
-    task units
-    hooks randomness reader record rendezvous run.metrics summaries supervisor sync training_log
-    anomaly batches checks.position divergence pairs returned schedule sources strategy vocabularies
-    cli collectives folder input micro_batches parts
+    batch_norm callbacks_file contract freezing listeners process_state rate_schedule selection task
+    units
+    hooks randomness reader record run.metrics strategy summaries sync training_log
+    anomaly batches checks.position collectives divergence micro_batches pairs returned schedule
+    sources vocabularies
+    cli folder input parts
     __main__ metrics state
     forward messages pace position writer
     checkpoint evaluate inference ratio start step
