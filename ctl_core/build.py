@@ -88,7 +88,9 @@ def create_state(
     for warning in warnings:
         console.warn(warning)
     try:
-        shape = BatchShape(config.batch_size, strategy.num_replicas_in_sync, config.accumulate_steps)
+        shape = BatchShape(
+            config.batch_size, strategy.num_replicas_in_sync, config.accumulate_steps
+        )
         return _Builder(hooks, config, run, strategy, cluster, console, shape).build()
     except tf.errors.OpError as error:  # nothing but data has been read
         if cluster.lost(error):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from ctl_core import checkpoint
 from ctl_core.cluster import signals
+from ctl_core.run_state import writer
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
 from tests.helpers.fixtures import Train
 
@@ -40,8 +40,8 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
             left.pop()()
         return True
 
-    write = checkpoint.write_record
-    monkeypatch.setattr(checkpoint, "write_record", lambda *of: once("saving") and write(*of))
+    write = writer.write_record
+    monkeypatch.setattr(writer, "write_record", lambda *of: once("saving") and write(*of))
     return make_hooks(
         create_dataset=shuffled,
         create_model=lambda: once("creation") and small_model(),
