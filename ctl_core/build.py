@@ -138,7 +138,7 @@ class _Builder:
                     recording.add_model("create_eval_model", eval_model)
                 parts = dataclasses.replace(parts, eval_model=eval_model)
             with recording.during("create_metrics"):
-                evaluation = create_evaluation(parts, config)
+                evaluation = create_evaluation(parts, config, recording)
             self._trace_evaluation(parts, evaluation)
             ckpt, manager = self._create_ckpt(parts, rate)
         _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas

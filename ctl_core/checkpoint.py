@@ -213,7 +213,7 @@ class Checkpoints:
             )
         scale = self._state.parts.loss_scale
         if scale is not None and (complaint := scale.complaint()):
-            self._console.warn_once(complaint)
+            self._console.warn(complaint)
         self.wait()
         with self.statistics.averaged():
             self._divergence.check(step)

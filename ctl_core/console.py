@@ -1,18 +1,18 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere.
 
-Every message also goes to train.log, by way of the standard logging module. What is written to
-metrics.jsonl and TensorBoard is the part of listeners, see run/listeners.py.
+Every message also goes to train.log, by way of the standard logging module. Values go on to the
+listeners of the run, see run/listeners.py.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import re
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console as Terminal
@@ -26,12 +26,17 @@ from rich.progress import (
 )
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from ctl_core.run.listeners import Listeners
+
 LOG = logging.getLogger("ctl_core")
 LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
 
 # A plain line for the step alone, at most so often (seconds): a log is no progress bar.
 PLAIN_INTERVAL = 1.0
-# The speed shown is measured over the last seconds, at least so many.
+# The live line moves at most so often; hooks may show each of a thousand steps at once.
+LIVE_INTERVAL = 0.1
+# The speed shown is measured over so many seconds at least.
 SPEED_INTERVAL = 0.5
 # Columns of a terminal below which the progress line is only the step and the values.
 NARROW = 60
@@ -50,40 +55,39 @@ class Console:
     In a cluster, that of the chief is shown; the others only write to their logs.
 
     Attributes:
-        total: the last step of the run, for the progress line
-        listeners: called with (step, split, values) for whatever is reported
+        listeners: hear the values that are shown
     """
 
-    def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:
-        self.total: int | None = None
-        self.listeners: list[Callable[[int, str, dict[str, float]], None]] = []
+    def __init__(
+        self,
+        terminal: Terminal | None = None,
+        shown: bool = True,
+        listeners: Listeners | None = None,
+    ) -> None:
+        self.listeners = listeners
         self._terminal = terminal or Terminal()
         self._shown = shown
         self._progress: Progress | None = None
+        self._total = ""
         self._values = ""
         self._speed = ""
-        self._clock: Callable[[], tuple[float, int]] = lambda: (time.monotonic(), 0)
-        self._marks: deque[tuple[float, int]] = deque()  # seconds and step
-        self._traced = 0
-        self._printed_at = 0.0
-        self._printed_step = -1
+        self._clock: Callable[[], float] = time.monotonic
+        self._mark = (math.inf, 0)  # seconds and step from which the speed is measured
+        self._step = 0
+        self._drawn_at, self._drawn_step = 0.0, -1
         self._warned: set[str] = set()
 
     def say(self, text: str) -> None:
         """Prints a line for the user."""
         LOG.info(text)
-        self._print(text)
+        self._print(text, self._shown)
 
     def warn(self, text: str) -> None:
-        """Prints a line about something that goes on, but not as the user may expect."""
-        LOG.warning(text)
-        self._print(f"warning: {text}")
-
-    def warn_once(self, text: str) -> None:
-        """Warns, unless this has been said before."""
+        """Prints, once, a line about something that goes on, but not as the user may expect."""
         if text not in self._warned:
             self._warned.add(text)
-            self.warn(text)
+            LOG.warning(text)
+            self._print(f"warning: {text}", self._shown)
 
     def answer(self, text: str) -> None:
         """Prints a line for who sits at this process's terminal, also where others are not shown.
@@ -91,23 +95,18 @@ class Console:
         May be called in any thread.
         """
         LOG.info(text)
-        self._print(text, shown=self._shown or self._terminal.is_terminal)
+        self._print(text, self._shown or self._terminal.is_terminal)
 
-    def start(
-        self, step: int, total: int, clock: Callable[[], tuple[float, int]] | None = None
-    ) -> None:
+    def start(self, step: int, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Begins the progress line, on a terminal; speed is measured from here.
 
         Args:
             step: where training begins
             total: its last step
-            clock: gives the seconds that count for the speed, and how many graph functions were
-                traced, which is no part of it; without one, all seconds count
+            clock: gives the seconds that count for the speed
         """
-        self.total = total
-        self._clock = clock or self._clock
-        self._marks.clear()
-        self._measure(step)
+        self._total, self._step = f"/{total}", step
+        self._clock, self._mark = clock, (clock(), step)
         if self._shown and self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
             columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
             if self._terminal.width >= NARROW:
@@ -122,17 +121,18 @@ class Console:
     def stop(self) -> None:
         """Ends the progress line."""
         if self._progress is not None:
+            self._draw()
             self._progress.stop()
             self._progress = None
 
     def step(self, step: int) -> None:
         """Shows that a step is done: on the live line, or as a plain line once a second."""
-        now = time.monotonic()
         self._measure(step)
-        if self._progress is not None:
-            self._update(step)
-        elif now - self._printed_at >= PLAIN_INTERVAL and step != self._printed_step:
-            self._line(step, "", now)
+        since = time.monotonic() - self._drawn_at
+        if self._progress is not None and since >= LIVE_INTERVAL:
+            self._draw()
+        elif self._progress is None and since >= PLAIN_INTERVAL and step != self._drawn_step:
+            self._say_line("")
 
     def values(self, step: int, split: str, values: dict[str, Any]) -> None:
         """Shows values measured at a step and hands them to the listeners.
@@ -144,56 +144,62 @@ class Console:
 
         Raises:
             TypeError: the step is no whole number.
-            ValueError: a value is no scalar, or has the name of something else.
+            ValueError: a value is no scalar.
         """
         step = operator.index(step)
-        numbers = {name: _scalar(name, value) for name, value in _flat(values)}
-        for listener in self.listeners:
-            listener(step, split, numbers)
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            parts = value if isinstance(value, dict) else {"": value}
+            for key, part in parts.items():
+                numbers[f"{name}/{key}" if key else name] = _to_scalar(name, part)
+        if self.listeners is not None:
+            self.listeners.tell("values", step, split, numbers)
         text = format_values(numbers)
-        now = time.monotonic()
         self._measure(step)
-        if split == "train":
-            self._values = text
-        if self._progress is not None and split == "train":
+        if split != "train":
+            self._say_line(f"{split}: {text}")
+            return
+        self._values = text
+        if self._progress is not None:
             LOG.info("step %d  %s", step, text)
-            self._update(step)
+            self._draw()
         else:
-            self._line(step, text if split == "train" else f"{split}: {text}", now)
-
-    def _line(self, step: int, text: str, now: float) -> None:
-        total = f"/{self.total}" if self.total is not None else ""
-        parts = [f"step {step}{total}", text, self._speed]
-        self._printed_at, self._printed_step = now, step
-        self.say("  ".join(part for part in parts if part))
+            self._say_line(text)
 
     def _measure(self, step: int) -> None:
-        now, traced = self._clock()
-        if traced != self._traced:  # which took most of the time since the last mark
-            self._traced = traced
-            self._marks.clear()
-        marks = self._marks
-        if not marks or step > marks[-1][1]:
-            marks.append((now, step))
-        while len(marks) > 2 and now - marks[1][0] >= SPEED_INTERVAL:
-            marks.popleft()
-        then, first = marks[0]
+        """Notes the step, and how fast the last ones were."""
+        self._step, now = step, self._clock()
+        then, first = self._mark
         if now - then >= SPEED_INTERVAL and step > first:
             self._speed = f"{(step - first) / (now - then):.4g} steps/s"
+            self._mark = now, step
 
-    def _update(self, step: int) -> None:
+    def _draw(self) -> None:
         assert self._progress is not None
+        self._drawn_at = time.monotonic()
         task = self._progress.task_ids[0]
-        self._progress.update(task, completed=step, values=self._values, speed=self._speed)
+        self._progress.update(task, completed=self._step, values=self._values, speed=self._speed)
 
-    def _print(self, text: str, shown: bool | None = None) -> None:
-        if not (self._shown if shown is None else shown):
+    def _say_line(self, text: str) -> None:
+        self._drawn_at, self._drawn_step = time.monotonic(), self._step
+        parts = [f"step {self._step}{self._total}", text, self._speed]
+        self.say("  ".join(part for part in parts if part))
+
+    def _print(self, text: str, shown: bool) -> None:
+        if not shown:
             return
         if self._terminal.is_terminal:
             self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         else:
             # In one piece: another thread may print, too.
             print(f"{text}\n", end="", file=self._terminal.file, flush=True)
+
+
+def _to_scalar(name: str, value: Any) -> float:
+    array = np.asarray(value)
+    if array.size != 1:
+        raise ValueError(f"{name} must be a scalar, got shape {list(array.shape)}")
+    return float(array.item())
 
 
 def format_values(values: Mapping[str, Any]) -> str:
@@ -212,27 +218,6 @@ def format_evaluation(values: Mapping[str, Any], of: int, step: int) -> str:
     return f"evaluation{f' of step {of}' * (of != step)}: {format_values(values)}"
 
 
-def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields name and value, of a dict of values (one for each objective, say) each."""
-    for name, value in values.items():
-        if name in ("step", "split"):
-            raise ValueError(f"a value cannot be called {name}: metrics.jsonl has one already")
-        if isinstance(value, dict):
-            yield from ((f"{name}/{key}", part) for key, part in value.items())
-        else:
-            yield name, value
-
-
-def _scalar(name: str, value: Any) -> float:
-    array = np.asarray(value)
-    if array.size != 1:
-        raise ValueError(f"{name} must be a scalar, got shape {list(array.shape)}")
-    try:
-        return float(array.reshape(()))
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
-
-
 # A file of TensorFlow's or Keras', not the user's.
 _LIBRARY = re.compile(r"[/\\](?:tensorflow|keras)[/\\](?:python|src)[/\\]")
 
@@ -248,10 +233,7 @@ def quiet_libraries(quiet: bool) -> None:
     """Lets what TensorFlow and Keras log, for people who know them well, go to train.log only."""
     for name in ("tensorflow", "absl"):
         logger = logging.getLogger(name)
-        if quiet:
-            logger.addFilter(_only_log)
-        else:
-            logger.removeFilter(_only_log)
+        (logger.addFilter if quiet else logger.removeFilter)(_only_log)
 
 
 _active: Console | None = None
@@ -276,10 +258,9 @@ def report(step: int, **values: Any) -> None:
     (_active or Console()).values(step, "train", values)
 
 
-def warn(text: str, once: bool = False) -> None:
-    """Prints a line about something that goes on, but not as the user may expect."""
-    console = _active or Console()
-    (console.warn_once if once else console.warn)(text)
+def warn(text: str) -> None:
+    """Prints, once, a line about something that goes on, but not as the user may expect."""
+    (_active or Console()).warn(text)
 
 
 def show_step(step: int) -> None:

@@ -1,28 +1,29 @@
-"""Files written whole or not at all, links that lead elsewhere, paths in messages."""
+"""Files written whole or not at all, files that one process holds, paths in messages."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
-from ctl_core.errors import SetupError, one_line
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+from ctl_core.errors import SetupError
 
 
 def from_here(path: str | Path) -> str:
     """Returns a path relative to the current folder where it is inside it, absolute otherwise."""
-    with contextlib.suppress(OSError):  # the current folder is gone
-        for place, here in (
-            (os.path.abspath(path), os.getcwd()),
-            (os.path.realpath(path), os.path.realpath(os.getcwd())),
-        ):
-            inside = os.path.relpath(place, here)
-            if inside.split(os.sep)[0] != os.pardir:
-                return inside
-        return os.path.abspath(path)
-    return str(path)
+    absolute = os.path.abspath(path)
+    inside = os.path.relpath(absolute)
+    return absolute if inside.split(os.sep)[0] == os.pardir else inside
 
 
 def is_stdout(path: Path) -> bool:
@@ -34,61 +35,66 @@ def is_stdout(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path, folder: bool = False) -> Iterator[Path]:
-    """Yields a place beside a path; what is written there takes the path's own at the end.
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yields a place beside a path; the file or folder written there takes the path's own place.
 
-    A symbolic link at either place is replaced, not followed. What was there before stays if
-    anything is raised.
-
-    Args:
-        path: the file
-        folder: whether a folder is written instead, in place of a folder
-
-    Raises:
-        OSError: it cannot be written.
+    A symbolic link there is replaced, not followed. If anything is raised, what was there stays.
     """
     beside = path.with_name(path.name + ".tmp")
-    _remove(beside, folder)
+    _remove(beside)
     try:
         yield beside
-        if folder:  # no rename replaces a folder that is not empty
-            _remove(path, folder)
+        if beside.is_dir():  # no rename replaces a folder that is not empty
+            _remove(path)
         os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _remove(beside, folder)
-        raise
+    finally:
+        _remove(beside)
 
 
-def _remove(path: Path, folder: bool) -> None:
-    if folder and path.is_dir() and not path.is_symlink():
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def refuse_links(folder: Path, paths: Iterable[Path]) -> None:
-    """Refuses symbolic links that lead out of a folder, at these paths in it and below them.
+def lock_file(file: IO[Any]) -> bool:
+    """Locks an open file until it is closed or this process ends, in whatever way.
 
-    The folder may itself be a link, and one that stays in it is none of our business.
-
-    Raises:
-        SetupError: there is one; what is written there would land elsewhere.
+    Returns:
+        Whether it is locked now, and not by another process; where a file system has no locks, too.
     """
-    home = os.path.realpath(folder)
-    for path in paths:
-        below = (
-            os.path.join(root, name)
-            for root, folders, files in os.walk(path)
-            for name in (*folders, *files)
-        )
-        for each in (str(path), *below):
-            if not os.path.islink(each):
-                continue
-            target = os.path.realpath(each)
-            if os.path.commonpath([home, target]) != home:
-                raise SetupError(
-                    f"{one_line(from_here(each))}: a symbolic link that leads out of the run "
-                    f"folder, to {one_line(target)}, where nothing is to be written; remove it, "
-                    "or put a copy there (the run folder as a whole may be a link)."
-                )
+    for _ in range(3 if fcntl else 0):  # who only looks holds it for an instant
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError as error:
+            logging.getLogger("ctl_core").warning("%s cannot be locked: %s", file.name, error)
+            return True
+    return fcntl is None
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds a file; None where there are no locks to tell."""
+    if fcntl is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def refuse_second(folder: Path) -> SetupError:
+    """Returns what to say of a run that another process is training."""
+    return SetupError(
+        f"{from_here(folder)}: another process is training this run; stop it, or choose another "
+        "run_name."
+    )

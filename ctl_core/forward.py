@@ -262,7 +262,7 @@ def _existing(
     idle = [variable_name(v) for g, v in zip(gradients, variables, strict=True) if g is None]
     if idle and not parts.quiet:  # then another part of the model may have run
         more = " and others" if len(idle) > 5 else ""
-        warn(f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated.", once=True)
+        warn(f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated.")
     if variables and not pairs and not parts.quiet:
         raise parts.hooks.grad_pre.reject(
             "the loss depends on none of the trainable_vars "

@@ -90,7 +90,6 @@ class StepFunctions:
                 function = self._define_train_steps()
             else:
                 function = self._define_train_step(fetches)
-            self._state.clock.traced += 1
             self._traced.append(function)
             with numerics_checked(self._state.config.detect_anomaly):
                 self._graphs[key] = function.get_concrete_function()

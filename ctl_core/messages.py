@@ -36,14 +36,14 @@ def last_step(state: State, console: Console) -> int:
     return steps * config.epochs
 
 
-def announce(state: State, console: Console, start: int, last: int, resumed: bool) -> None:
+def announce(state: State, console: Console, start: int, last: int) -> None:
     """Says where training begins, how far it goes, and on what; of a new run, on which model."""
-    console.say(describe_start(state, start, last, resumed))
-    if start < last and not state.ended and not resumed:
+    console.say(describe_start(state, start, last))
+    if start == 0 < last and not state.ended:
         console.say(f"the model has {count_parameters(state)}.")
 
 
-def describe_start(state: State, start: int, last: int, resumed: bool) -> str:
+def describe_start(state: State, start: int, last: int) -> str:
     """Says where training begins, how far it goes, and on what."""
     config, replicas, run = state.config, state.parts.shape.replicas, from_here(state.run_dir)
     if state.ended or start >= last:
@@ -57,7 +57,7 @@ def describe_start(state: State, start: int, last: int, resumed: bool) -> str:
     where = f"{replicas} replica{'s' * (replicas > 1)} on {', '.join(sorted(kinds))}"
     if state.computed_in:
         where += f", in {' and '.join(state.computed_in)}"
-    doing = f"resuming at step {start}" if resumed else "training"
+    doing = f"resuming at step {start}" if start else "training"
     return f"{run}: {doing}, to step {last}, {batch}, {where}."
 
 

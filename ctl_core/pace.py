@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 
-from ctl_core.console import LOG
-from ctl_core.errors import brief
 from ctl_core.numerics.learning_rate import rates_used
+from ctl_core.run.listeners import Listener
 from ctl_core.run.summaries import Summaries
 from ctl_core.state import State
 
@@ -18,7 +17,7 @@ from ctl_core.state import State
 PAUSE = 0.1
 
 
-class Pace:
+class Pace(Listener):
     """Writes scalars to the ``tb/train`` of one run; on the chief.
 
     They are ``progress/learning_rate`` (of several objectives ``progress/learning_rate/NAME``),
@@ -34,32 +33,25 @@ class Pace:
             summaries: of the run
         """
         self._state, self._summaries = state, summaries
-        self._written_at, self._warned = -PAUSE, False
+        self._written_at = -PAUSE
         self._busy, self._step, self._examples = 0.0, state.step, state.progress.examples
 
-    def look(self, *_: object) -> None:
+    def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Writes, if that is due; called whenever metrics are."""
         state, now = self._state, time.monotonic()
         if state.step == self._step or now - self._written_at < PAUSE:
             return
-        values, examples = self._rates(), state.progress.examples
-        busy = state.clock.training()[0]
+        paces, examples = self._rates(), state.progress.examples
+        busy = state.clock.training()
         if (taken := busy - self._busy) > 0:
-            values["steps_per_second"] = (state.step - self._step) / taken
-            values["examples_per_second"] = (examples - self._examples) / taken
+            paces["steps_per_second"] = (state.step - self._step) / taken
+            paces["examples_per_second"] = (examples - self._examples) / taken
         self._busy, self._step, self._examples = busy, state.step, examples
-        values = {f"progress/{name}": value for name, value in values.items()}
-        self._summaries.values(state.step, "train", values)
+        paces = {f"progress/{name}": value for name, value in paces.items()}
+        self._summaries.values(state.step, "train", paces)
         self._written_at = now
 
     def _rates(self) -> dict[str, float]:
-        """Returns the learning rates by name; no run fails of one that cannot be read."""
-        parts = self._state.parts
-        try:
-            rates = rates_used(parts.lr, parts.optimizers)
-        except Exception as error:
-            if not self._warned:
-                LOG.warning("the learning rate cannot be read: %s", brief(error))
-            self._warned = True
-            return {}
+        """Returns the learning rates by name."""
+        rates = rates_used(self._state.parts.lr, self._state.parts.optimizers)
         return {"learning_rate" + f"/{n}" * bool(n): rate for n, rate in rates.items()}

@@ -72,7 +72,7 @@ class InputPosition:
         except ValueError as error:
             why = str(error)
         if why is not None:
-            self._console.warn_once(
+            self._console.warn(
                 f"the position in the training data cannot be saved exactly ({why}); a resumed "
                 "run will read and drop what was used. For random changes to examples, see "
                 "ctl_core.data.with_seeds."
@@ -80,7 +80,7 @@ class InputPosition:
             return False
         size = sum(file.stat().st_size for file in data_files(prefix))
         if size > _LARGE:
-            self._console.warn_once(
+            self._console.warn(
                 f"the position in the training data takes {size / 2**20:.0f} MB in every "
                 "checkpoint, most of it a shuffle buffer; for data in memory, "
                 "ctl_core.data.index_shuffle shuffles as well and takes next to nothing."

@@ -1,7 +1,8 @@
 """What an evaluation decides: whether it is the best so far, and whether training ends early.
 
-Both follow one metric. What they know of it (its best value, at which step that was, and how many
-evaluations ago) is part of the run's progress, so that a resumed run decides as a whole one does.
+Both follow one metric. What they know of it is part of the run's progress, so that a resumed run
+decides as a whole one does: by criterion, the best value, its step, and how many evaluations there
+were since.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ctl_core.errors import SetupError
 from ctl_core.settings import Config, nearest
 
-KEEP_BEST, EARLY_STOP = "keep_best", "early_stop"
-# Names of metrics of which it is plain which way is better.
-_LOWER = re.compile(r"(^|_)(loss|error|mse|mae|rmse|mape|perplexity|divergence|distance)($|_)")
-_HIGHER = re.compile(
-    r"(^|_)(acc|accuracy|auc|precision|recall|f1|iou|dice|r2|score|map|ndcg|psnr|ssim|bleu)($|_|\d)"
-)
+# Words in the names of metrics of which it is plain which way is better.
+_LOWER = {"loss", "error", "mse", "mae", "rmse", "mape", "perplexity", "divergence", "distance"}
+_HIGHER = {"acc", "accuracy", "auc", "precision", "recall", "f1", "iou", "dice", "r2", "score"}
+
+Best = dict[str, list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Criterion:
     """What is better.
 
     Attributes:
-        setting: the setting that says so
+        setting: the setting that says so, keep_best or early_stop
         metric: a name of an evaluation's values
         highest: whether more is better
         patience: after how many evaluations without a better value training ends; 0: never
@@ -43,104 +43,71 @@ class Criterion:
         """What the progress of a run has it under; another criterion begins anew."""
         return f"{self.setting}={self.metric}:{'max' if self.highest else 'min'}"
 
-
-class Selection:
-    """The criteria of a run."""
-
-    def __init__(self, config: Config, names: list[str] | None) -> None:
-        """Reads the settings.
-
-        Args:
-            config: of the run
-            names: of an evaluation's values; None if there is no evaluation
-
-        Raises:
-            SetupError: a setting names no metric, or it is not clear which way is better.
-        """
-        settings = {KEEP_BEST: config.keep_best, EARLY_STOP: config.early_stop}
-        self._criteria = [
-            _criterion(setting, text, names) for setting, text in settings.items() if text
-        ]
-
-    def judge(
-        self, step: int, values: Mapping[str, float], best: dict[str, list[float]]
-    ) -> str | None:
-        """Compares an evaluation with the best so far.
+    def judge(self, step: int, values: Mapping[str, float], best: Best) -> str | None:
+        """Compares an evaluation with the best so far; a value that is NaN is no better than any.
 
         Args:
             step: it was made after
-            values: by metric; one that is NaN is no better than any
-            best: by ``Criterion.key``, the best value, its step, and how many evaluations there
-                were since; changed here
+            values: by metric
+            best: the progress of all criteria; changed here
 
         Returns:
             Why training is to end, or None.
         """
-        why = None
-        for criterion in self._criteria:
-            value, (before, at, since) = (
-                values[criterion.metric],
-                best.get(criterion.key, [-math.inf if criterion.highest else math.inf, -1, 0]),
-            )
-            better = value > before if criterion.highest else value < before
-            best[criterion.key] = [value, step, 0] if better else [before, at, since + 1]
-            if criterion.patience and best[criterion.key][2] >= criterion.patience:
-                known = f"{before:.4g} of step {at}" if at >= 0 else "there is none yet"
-                why = (
-                    f"early_stop: {criterion.metric} was not better than {known} in "
-                    f"{criterion.patience} evaluation{'s' * (criterion.patience > 1)}."
-                )
-        return why
-
-    def go_on(self, best: dict[str, list[float]]) -> None:
-        """Forgets how long ago the best values were: training goes on after an early stop."""
-        for criterion in self._criteria:
-            if criterion.patience and criterion.key in best:
-                best[criterion.key][2] = 0
-
-
-def best_step(best: Mapping[str, list[float]]) -> int:
-    """Returns the step of the checkpoint that ``keep_best`` keeps, or -1."""
-    steps = [int(step) for key, (_, step, _) in best.items() if key.startswith(f"{KEEP_BEST}=")]
-    return max(steps, default=-1)
-
-
-def _criterion(setting: str, text: str, names: list[str] | None) -> Criterion:
-    if names is None:
-        raise SetupError(f"{setting}: needs an evaluation; write create_eval_dataset.")
-    patience = 0
-    if setting == EARLY_STOP:
-        text, _, number = text.rpartition(":")
-        patience = int(number)
-    said = text.endswith((":max", ":min"))
-    metric, _, mode = text.rpartition(":") if said else (text, "", "")
-    # Of several sets of evaluation data, values are called NAME/loss.
-    meant = [name for name in names if name.partition("/")[2] == metric]
-    if metric not in names and len(meant) > 1:
-        raise SetupError(
-            f"{setting}: {metric!r} is measured on several sets, so name one of {', '.join(meant)}."
+        value = values[self.metric]
+        worst = -math.inf if self.highest else math.inf
+        before, at, since = best.get(self.key, [worst, -1, 0])
+        if value > before if self.highest else value < before:
+            before, at, since = value, step, -1
+        best[self.key] = [before, at, since + 1]
+        if not self.patience or since + 1 < self.patience:
+            return None
+        return (
+            f"early_stop: {self.metric} was not better than {before:.4g} (step {at:g}) in "
+            f"{self.patience} evaluations."
         )
-    metric = meant[0] if metric not in names and meant else metric
-    if metric not in names:
-        raise SetupError(
-            f"{setting}: no metric is called {metric!r}{nearest(metric, names)} (there: "
-            f"{', '.join(names)})"
-        )
-    return Criterion(setting, metric, _is_highest(setting, metric, mode), patience)
 
 
-def _is_highest(setting: str, metric: str, mode: str) -> bool:
-    """Whether more of a metric is better, as ``mode`` or its name says.
+def read_criteria(config: Config, names: Sequence[str]) -> list[Criterion]:
+    """Reads ``keep_best`` and ``early_stop``.
+
+    Args:
+        config: of the run
+        names: of an evaluation's values; none if there is no evaluation
 
     Raises:
-        SetupError: neither does.
+        SetupError: one names no metric, or it is not clear which way is better.
     """
-    if not mode:
-        plain = metric.rpartition("/")[2]
-        mode = "min" if _LOWER.search(plain) else "max" if _HIGHER.search(plain) else ""
+    criteria = []
+    if config.keep_best:
+        criteria.append(_read("keep_best", config.keep_best, names))
+    if config.early_stop:
+        text, _, patience = config.early_stop.rpartition(":")
+        criterion = _read("early_stop", text, names)
+        criteria.append(dataclasses.replace(criterion, patience=int(patience)))
+    return criteria
+
+
+def _read(setting: str, text: str, names: Sequence[str]) -> Criterion:
+    metric, _, mode = text.partition(":")
+    if metric not in names:
+        there = ", ".join(names) or "none, without create_eval_dataset"
+        near = nearest(metric, names)
+        raise SetupError(f"{setting}: no metric is called {metric!r}{near} (there: {there})")
+    words = set(re.split(r"[/_]", metric))
+    if not mode and words & _LOWER:
+        mode = "min"
+    elif not mode and words & _HIGHER:
+        mode = "max"
     if not mode:
         raise SetupError(
             f"{setting}: say whether {metric} is better when it is higher or lower: {metric}:max "
             f"or {metric}:min."
         )
-    return mode == "max"
+    return Criterion(setting, metric, mode == "max")
+
+
+def best_step(best: Mapping[str, list[float]]) -> int:
+    """Returns the step of the checkpoint that ``keep_best`` keeps, or -1."""
+    steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
+    return max(steps, default=-1)

@@ -55,7 +55,7 @@ def hold_run(config: Config, run: Run, console: Console) -> Iterator[None]:
         _fork(config, run, console)
         yield
     except BaseException:
-        if run.steps_taken() == 0:
+        if run.steps_taken == 0:
             for path in new:
                 shutil.rmtree(path, ignore_errors=True)
                 with contextlib.suppress(OSError):
@@ -78,7 +78,7 @@ def _fork(config: Config, run: Run, console: Console) -> None:
     step = source.find_step()
     where = f"{from_here(source.run)}, step {step}"
     try:
-        with written_whole(run.ckpt, folder=True) as beside:
+        with written_whole(run.ckpt) as beside:
             copy_checkpoint(source.folder, step, beside)
             best, kept = source.run / "ckpt" / "best", read_record(source.folder, step).best
             if best_step(kept) in saved_steps(best):

@@ -7,7 +7,6 @@ hooks, evaluation, checkpoints, signals.
 from __future__ import annotations
 
 import dataclasses
-import re
 import signal
 import time
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ from ctl_core.profile import Clock, Profile
 from ctl_core.run.folder import Run, open_session
 from ctl_core.run.listeners import Listener, find_listener
 from ctl_core.schedule import MOST_STEPS, ChunkLength, Deadlines, Schedule
-from ctl_core.selection import Selection, best_step
+from ctl_core.selection import best_step, read_criteria
 from ctl_core.settings import Config
 from ctl_core.start import hold_run, load_initial_weights
 from ctl_core.state import State, check_hook_state
@@ -117,12 +116,11 @@ class Trainer:
         self._console = console
         self._signals, self._signal = signals, 0  # that ends training, on every process
         self._steps_per_call = ChunkLength(1 if state.config.detect_anomaly else MOST_STEPS)
-        profiled = state.config.profile_steps if state.cluster.task.chief else None
-        self._profile = Profile(profiled, run.path / "tb" / "train", console)
-        self._resumed = False
-        names = state.evaluation.names if state.evaluation else None
+        marks = state.config.profile_steps if state.cluster.task.chief else None
+        self._profile = Profile(marks or (), run.path / "tb" / "train", console)
         self._deadlines = Deadlines(state.config)
-        self._selection = Selection(state.config, names)
+        names = state.evaluation.names if state.evaluation else ()
+        self._criteria = read_criteria(state.config, names)
         state.functions = self.functions
 
     def restore(self, go_on: bool = False) -> None:
@@ -135,16 +133,17 @@ class Trainer:
         record = self.checkpoints.restore()
         if record is None:
             load_initial_weights(state, self._console)
-        progress, self._resumed = state.progress, record is not None
-        statistics, generators = self.checkpoints.statistics, state.recording.generators
-        fold_in_replica_id(statistics.not_back(generators), state.strategy, state.cluster.task)
+        progress = state.progress
+        generators = self.checkpoints.statistics.not_back(state.recording.generators)
+        fold_in_replica_id(generators, state.strategy, state.cluster.task)
         self.start, self.last = state.step, last_step(state, self._console)
         if progress.ended is not None:
             go_on = bool(state.cluster.gather([go_on]).any())
             state.ended = self.start < self.last <= progress.ended and not go_on
             if not state.ended and self.start < self.last:
                 progress.ended = None
-                self._selection.go_on(progress.best)
+                for known in progress.best.values():
+                    known[2] = 0  # evaluations since the best one, which early_stop counts
         if parts.average and record and not any(name.startswith("ema/") for name in record.created):
             parts.average.begin()
         if record and record.learning_rate != config.learning_rate:
@@ -165,15 +164,21 @@ class Trainer:
         if state.ended:
             self.last = self.start
         going_on = self.start < self.last
-        extras = bool(state.parts.logged()), state.data.source.steps_per_epoch
-        schedule = Schedule(state.hooks, state.config, self.last, self._profile.marks, *extras)
+        schedule = Schedule(
+            state.hooks,
+            state.config,
+            self.last,
+            self._profile.marks,
+            bool(state.parts.logged()),
+            state.data.source.steps_per_epoch,
+        )
         if going_on:
             self._check_step(schedule)
-        if state.cluster.task.chief:
-            run.open(state.config, self.start, going_on, source, self.functions.devices)
-            console.listeners += [Pace(state, run.summaries).look, run.write]
-        announce(state, console, self.start, target, self._resumed)
-        run.steps_taken = lambda: state.step - self.start
+        if state.cluster.task.chief and (going_on or not run.config_file.exists()):
+            run.listeners.given.append(Pace(state, run.summaries))
+            run.open(state.config, self.start, source, self.functions.devices)
+            console.listeners = run.listeners
+        announce(state, console, self.start, target)
         state.clock = Clock()
         console.start(self.start, self.last, state.clock.training)
         seconds = time.monotonic()
@@ -204,6 +209,7 @@ class Trainer:
             before, stop = step, schedule.next_stop(step)
             with attributed(state, step), clock.time("steps"):
                 step, values = self._advance(step, stop, schedule)
+            self._run.steps_taken = step - self.start
             state.progress.examples += state.data.count_examples(step - before)
             with clock.time("hooks"):
                 chief = state.cluster.task.chief
@@ -242,7 +248,7 @@ class Trainer:
             The step it has come to; and, if that is ``stop``, the values that due hooks name.
         """
         due = schedule.due(stop)
-        fetches = frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
+        fetches = find_fetches(due)
         alone = bool(fetches or (schedule.every_step and stop == step + 1))
         loops = self.functions.can_loop(fetches) and stop > step + 1
         if steps := min(stop - step - (alone and not loops), self._steps_per_call.limit):
@@ -257,11 +263,22 @@ class Trainer:
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
         """Runs host hooks after a step; returns whether one ends training."""
         state, ended = self.state, False
+        values = {
+            "dev": self.functions.devices,
+            "optimizer": state.optimizer,
+            "ckpt": self.checkpoints.ckpt,
+            "manager": self.checkpoints.manager,
+            "chief": state.cluster.task.chief,
+            "state": state.hook_state,
+            **state.parts.values(Moment()),
+            **values,
+            "step": step,
+        }
         with self._run.summaries.writer("train").as_default(step=step):
             try:
                 for hook in due:
                     with state.recording.watch(str(hook)):
-                        hook(**self._host_values(step), **values)
+                        hook(**values)
                     if "state" in hook.arguments:
                         check_hook_state(state.hook_state, str(hook))
             except StopTraining as asked:
@@ -270,20 +287,6 @@ class Trainer:
         look_at_rate(state, step, self._console)
         self.functions.refresh()
         return ended
-
-    def _host_values(self, step: int) -> dict[str, Any]:
-        """What a host hook may name besides the fetched values."""
-        state = self.state
-        return {
-            "dev": self.functions.devices,
-            "optimizer": state.optimizer,
-            "ckpt": self.checkpoints.ckpt,
-            "manager": self.checkpoints.manager,
-            "chief": state.cluster.task.chief,
-            "state": state.hook_state,
-            **state.parts.values(Moment()),
-            "step": step,
-        }
 
     def _sync(self, status: LoopStatus) -> LoopStatus:
         """Takes this process's status, adds the signal it received, and returns that of all."""
@@ -299,27 +302,25 @@ class Trainer:
             RunError: the loss is not finite, and training is to stop there; or the processes
                 differ in what must be the same.
         """
-        noted, self.functions.noted = self.functions.noted, None  # once, however often they sync
+        noted, self.functions.noted = self.functions.noted or Noted(), None  # once
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
             save=self.checkpoints.save_requested or self._deadlines.save_due(),
             end=ended,
             step=step,
             frozen=self.functions.frozen,
+            first=noted.first,
+            latest=noted.latest,
+            bad=noted.steps,
         )
-        if noted:
-            status = dataclasses.replace(
-                status, first=noted.first, latest=noted.latest, bad=noted.steps
-            )
         if self.state.cluster.task.chief and self._deadlines.over():
             self._signal = signal.SIGTERM
             self.state.timed_out = True
         status = self._sync(status)
         self._steps_per_call.limit = status.steps_per_call
         self.checkpoints.save_requested = status.save
-        if noted:
-            found = Noted(status.first, status.latest, status.bad, noted.zeroed)
-            note_losses(self.state, found, self.checkpoints.saved_step, self._console)
+        noted = Noted(status.first, status.latest, status.bad, noted.zeroed)
+        note_losses(self.state, noted, self.checkpoints.saved_step, self._console)
         return status
 
     def _evaluate(self, step: int, schedule: Schedule) -> None:
@@ -340,7 +341,9 @@ class Trainer:
                 return
             progress.metrics, progress.evaluated = values, step
             self._console.values(step, "eval", values)
-            why = self._selection.judge(step, values, progress.best)
+            why = None
+            for criterion in self._criteria:
+                why = criterion.judge(step, values, progress.best) or why
             self.checkpoints.save_requested |= best_step(progress.best) == step
             if why and step < self.last:
                 self._console.say(f"step {step}: training ends. {why}")
@@ -354,10 +357,9 @@ class Trainer:
 
     def _save(self, step: int, schedule: Schedule) -> None:
         """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
-        due = schedule.save_due(step)
-        saving = due or self.checkpoints.save_requested
         self._run.tell_saved()
-        if saving:
+        due = schedule.save_due(step)
+        if due or self.checkpoints.save_requested:
             with self.state.clock.time("checkpoints"):
                 self.checkpoints.save_if_due(due)
             self._deadlines.saved()
@@ -368,26 +370,14 @@ class Trainer:
         Raises:
             SetupError: a hook cannot work, or the step writes what no checkpoint would hold.
         """
-        state, step = self.state, self.start
+        state = self.state
         try:
-            if schedule.every_step:
-                due = schedule.due(step + 1)
-                named = {name for hook in due for name in hook.arguments}
-                graph = self.functions.trace(frozenset(named & set(OBSERVED))).graph
-            else:
-                graph = self.functions.trace(None).graph
+            fetches = find_fetches(schedule.due(self.start + 1)) if schedule.every_step else None
+            graph = self.functions.trace(fetches).graph
             if state.evaluation is not None:
-                state.evaluation.trace(state.recording)
+                state.evaluation.trace()
         except HookFailed as error:
             raise SetupError(str(error)) from error.__cause__
-        except Exception as error:
-            if made := re.search(r"Unable to lift tensor <tf.Tensor '([^']*)/Init", str(error)):
-                name = made.group(1).split(":")[0].split("/replica_")[0]
-                raise SetupError(
-                    f"a hook makes the variable {name} inside the step; make it in create_model. "
-                    "keras.random functions take one of the model's as seed."
-                ) from error
-            raise
         if found := random_ops(graph):
             self._console.warn(
                 f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
@@ -407,3 +397,8 @@ class Trainer:
             if reason != "failed":
                 raise
             self._console.warn(f"after a failure: {one_line(error, 300)}")
+
+
+def find_fetches(due: Sequence[Hook]) -> frozenset[str]:
+    """Returns what due hooks name of a step's values."""
+    return frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)

@@ -16,7 +16,7 @@ from tests.helpers import lean
 LONGEST = """
     test_programs test_program_ways test_kills test_cluster test_documents test_callbacks_file
     test_check test_detect_anomaly test_any_batch test_readers test_every_step test_state
-    test_eval_model test_after_eval test_notebook test_signals test_stderr test_hosts test_render
+    test_evaluation test_after_eval test_notebook test_signals test_stderr test_hosts test_render
     test_train_sh test_sweep_file test_processes
 """
 # They start no process, and take less than half a minute of one core each.

@@ -64,7 +64,6 @@ def observe(state: State) -> list[Values]:
         state.data.begin_anew()
     if state.evaluation is not None:
         with copies.put_back_after():
-            state.evaluation.trace(state.recording)
             evaluated = state.evaluation.evaluate() or {}
             found.append({("evaluation", n): [np.asarray(v)] for n, v in evaluated.items()})
     return found

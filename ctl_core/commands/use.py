@@ -13,7 +13,7 @@ import tensorflow as tf
 from ctl_core.commands.watch import watch as watch_run
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, reason
-from ctl_core.files import from_here, refuse_links, written_whole
+from ctl_core.files import from_here, written_whole
 from ctl_core.serving.export import next_version, save_model
 from ctl_core.serving.inference import create_inference
 from ctl_core.serving.predict import predict_outputs
@@ -42,7 +42,6 @@ def evaluate(
             return watch_run(state, run, console)
     with restore_run(callbacks, config, checkpoint, console) as (state, _, console):
         _check_data(state)
-        state.evaluation.trace(state.recording)
         values: dict[str, float] = state.evaluation.evaluate()
         console.values(state.step, "eval", values)
     return values
@@ -107,14 +106,12 @@ def export(
     """
     with restore_run(callbacks, config, checkpoint, console) as (state, _, console):
         base = Path(output or state.run_dir / "export")
-        if output is None:
-            refuse_links(state.run_dir, [base])
         path = next_version(base)
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
         inference = create_inference(state)
         with _name_place(path):
             base.mkdir(exist_ok=True)
-            with written_whole(path, folder=True) as beside:
+            with written_whole(path) as beside:
                 save_model(inference, beside)
         console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")
     return path

@@ -13,11 +13,10 @@ import time
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.console import Console, format_values
 from ctl_core.errors import SetupError
-from ctl_core.files import from_here, refuse_links
+from ctl_core.files import from_here
 from ctl_core.model.freezing import read_flags
 from ctl_core.run.folder import Run
-from ctl_core.run.listeners import Listeners
-from ctl_core.run.metrics import MetricsFile, read_metrics
+from ctl_core.run.listeners import Listeners, MetricsFile, read_metrics
 from ctl_core.run.summaries import Summaries
 from ctl_core.run_state.record import Damaged, read_record, saved_steps
 from ctl_core.serving.restore import missing_checkpoint, restore_weights
@@ -50,12 +49,11 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
         SetupError: the run has ended and has no checkpoint; or one is damaged, or does not fit.
     """
     folder, file = run.ckpt, run.path / FILE
-    refuse_links(run.path, [file, run.path / "tb"])
     console.say(f"{run.shown}: watching; the values go to {from_here(file)}.")
     checkpoints = Checkpoints(state, console)
     seen = {line["step"] for line in read_metrics(file)}
     summaries, values = Summaries(run.path / "tb"), dict[str, float]()
-    listeners = Listeners([MetricsFile(file), summaries])
+    listeners = Listeners([MetricsFile(FILE), summaries])
     listeners.start(run.path, {}, max(seen, default=0))
     number, left_at = 0, math.inf
     with contextlib.closing(summaries):
@@ -95,10 +93,9 @@ def _evaluate(state: State, checkpoints: Checkpoints, step: int) -> dict[str, fl
     """
     frozen = read_flags(state.recording)
     restore_weights(checkpoints, state, step)
-    sets = list(state.evaluation.sets.values())
     # What is frozen is not regularized, so that the graph is another.
-    if sets[0].run_steps is None or read_flags(state.recording) != frozen:
-        state.evaluation.trace(state.recording)
+    if read_flags(state.recording) != frozen:
+        state.evaluation.trace()
     return state.evaluation.evaluate()  # type: ignore[no-any-return]
 
 

@@ -6,11 +6,9 @@ What an evaluation writes, but for its own metrics, is put back: training does n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,10 +27,10 @@ from ctl_core.compat import (
     stages,
     with_called,
 )
-from ctl_core.forward import compute_loss, keep_if, run_model, sum_loss, weigh_batch
+from ctl_core.forward import compute_loss, run_model, sum_loss, weigh_batch
 from ctl_core.hooks import Hook
 from ctl_core.input import Share, distribute_shares, first_replica, take_share
-from ctl_core.metrics import read_results, update_metrics
+from ctl_core.metrics import read_results, update_if, update_metrics
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.recording import Recording
 from ctl_core.model.variables import plain_variable
@@ -42,7 +40,7 @@ from ctl_core.schedule import ChunkLength
 from ctl_core.settings import Config
 from ctl_core.training_mode import inference
 
-SUMS = ("loss", "extra_loss", "examples")
+Sync = Callable[[LoopStatus], LoopStatus]
 
 
 @dataclasses.dataclass
@@ -53,19 +51,25 @@ class EvaluationSet:
         hook: that makes the data, with the name of the set if it has one
         make: returns the dataset, always the same one
         metrics: the user's metrics by name
-        sums: by the names of ``SUMS``, float64 scalars, added up over the replicas
-        run_steps: the graph function, once defined
+        total, examples: sums in float64, of the loss and of what it is the mean over
+        run_steps: the graph function, once traced
         exchanges: whether processes exchange something in it
-        kept: copies of what the evaluation writes and training goes on with, once traced
+        copies: of what the evaluation writes and training goes on with, once traced
     """
 
     hook: Hook
     make: Callable[[], tf.data.Dataset]
     metrics: dict[str, keras.Metric]
-    sums: dict[str, tf.Variable]
+    total: keras.Metric
+    examples: keras.Metric
     run_steps: Any = None
     exchanges: bool = False
-    kept: ReplicaCopies | None = None
+    copies: ReplicaCopies | None = None
+
+    @property
+    def passing(self) -> list[keras.Metric]:
+        """All that each evaluation begins anew."""
+        return [*self.metrics.values(), self.total, self.examples]
 
 
 class Evaluation:
@@ -75,9 +79,9 @@ class Evaluation:
         sets: by name; a single one without a name under ""
     """
 
-    def __init__(self, parts: Parts, sets: dict[str, EvaluationSet]) -> None:
+    def __init__(self, parts: Parts, recording: Recording, sets: dict[str, EvaluationSet]) -> None:
         self.sets = sets
-        self._parts = parts
+        self._parts, self._recording = parts, recording
 
     @property
     def names(self) -> list[str]:
@@ -93,29 +97,24 @@ class Evaluation:
 
         Metrics with a ``reset_state`` of their own may keep something.
         """
-        metrics = [metric for one in self.sets.values() for metric in one.metrics.values()]
+        metrics = [metric for one in self.sets.values() for metric in one.passing]
         reset = [m for m in metrics if type(m).reset_state.__module__.startswith("keras.")]
-        sums = [total for one in self.sets.values() for total in one.sums.values()]
-        return [*map(plain_variable, (v for m in reset for v in m.variables)), *sums]
+        return [plain_variable(variable) for metric in reset for variable in metric.variables]
 
-    def trace(self, recording: Recording) -> None:
+    def trace(self) -> None:
         """Traces the graphs without running them: their hooks are checked before training."""
         for one in self.sets.values():
-            dataset = one.make()
             one.run_steps = define_run_steps(self._parts, one)
-            number = tf.TensorSpec([], tf.int64)
-            graph = one.run_steps.get_concrete_function(iter(dataset), number).graph
-            own = [v for metric in one.metrics.values() for v in metric.variables]
-            mine = {id(plain_variable(v)) for v in [*own, *one.sums.values()]}
-            written = recording.find_written(graph, self._parts.strategy)
+            iterator, number = iter(one.make()), tf.TensorSpec([], tf.int64)
+            graph = one.run_steps.get_concrete_function(iterator, number).graph
+            mine = {id(plain_variable(v)) for metric in one.passing for v in metric.variables}
+            written = self._recording.find_written(graph, self._parts.strategy)
             touched = [v for v in written if id(v) not in mine]
+            one.copies = ReplicaCopies(self._parts.strategy, touched)
             ops = with_called(graph.get_operations())
             one.exchanges = any(op.type.startswith("Collective") for op in ops)
-            one.kept = ReplicaCopies(self._parts.strategy, touched)
 
-    def evaluate(
-        self, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
-    ) -> dict[str, float] | None:
+    def evaluate(self, sync: Sync = lambda status: status) -> dict[str, float] | None:
         """Goes once over the evaluation data, set by set.
 
         Args:
@@ -129,23 +128,24 @@ class Evaluation:
         """
         found: dict[str, float] = {}
         for name, one in self.sets.items():
-            with one.kept.put_back_after() if one.kept else contextlib.nullcontext():
-                values = self._evaluate_set(one, sync)
-            if values is None:
-                return None
-            found |= {name_value(name, value): number for value, number in values.items()}
+            if one.copies is None:
+                self.trace()
+            assert one.copies is not None
+            with one.copies.put_back_after():
+                if not self._add_batches(one, sync):
+                    return None
+                total, examples = float(one.total.result()), float(one.examples.result())
+                loss = total / examples if examples else math.nan
+                values = read_results(one.metrics, self._parts.hooks.create_metrics)
+            for value, number in {"loss": loss, **values}.items():
+                found[name_value(name, value)] = number
         return found
 
-    def _evaluate_set(
-        self, one: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]
-    ) -> dict[str, float] | None:
-        for metric in one.metrics.values():
+    def _add_batches(self, one: EvaluationSet, sync: Sync) -> bool:
+        """Adds all batches to the metrics and sums of a set; returns whether to the end."""
+        for metric in one.passing:
             metric.reset_state()
-        for total in one.sums.values():
-            total.assign(0.0)
         iterator = iter(one.make())
-        if one.run_steps is None:
-            one.run_steps = define_run_steps(self._parts, one)
         # Between processes, a collective takes no other shape in one call than in its first step.
         chunk = ChunkLength(most=1 if one.exchanges else 100_000)
         while True:
@@ -153,14 +153,8 @@ class Evaluation:
                 more = bool(one.run_steps(iterator, tf.constant(steps, tf.int64)))
             status = sync(LoopStatus(steps_per_call=chunk.limit, more=more))
             chunk.limit = status.steps_per_call
-            if not status.more:
-                break
-            if status.signal:
-                return None
-        sums = {name: float(total.read_value()) for name, total in one.sums.items()}
-        total = sums["loss"] + sums["extra_loss"]
-        loss = total / sums["examples"] if sums["examples"] else math.nan
-        return {"loss": loss, **read_results(one.metrics, self._parts.hooks.create_metrics)}
+            if status.signal or not status.more:
+                return not status.more
 
 
 def name_value(name: str, value: str) -> str:
@@ -168,102 +162,72 @@ def name_value(name: str, value: str) -> str:
     return f"{name}/{value}" if name else value
 
 
-def create_evaluation(parts: Parts, config: Config) -> Evaluation | None:
+def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Evaluation | None:
     """Creates what ``create_eval_dataset`` and ``create_metrics`` ask for; None without data.
 
     Raises:
         SetupError: the hooks return something else than they should.
     """
-    hooks = parts.hooks
-    hook = hooks.create_eval_dataset
+    hooks, hook = parts.hooks, parts.hooks.create_eval_dataset
     if hook is None:
         if hooks.after_eval:
             raise hooks.after_eval[0].reject(
                 "there is no evaluation that it could run after; write create_eval_dataset."
             )
         return None
-    shape = parts.shape
-    batch = config.eval_batch_size or shape.batch
-    per_replica = max(
-        1, batch // shape.replicas // (1 if config.eval_batch_size else shape.accumulate_steps)
-    )
+    per_replica = parts.shape.per_replica
+    if config.eval_batch_size is not None:
+        per_replica = max(1, config.eval_batch_size // parts.shape.replicas)
 
-    def call() -> Any:
+    def call(name: str | None = None) -> Any:
         with seeds_kept():
             keras.utils.set_random_seed(config.seed)
-            return hook(per_replica_batch_size=per_replica)
+            made = hook(per_replica_batch_size=per_replica)
+        return made if name is None else made[name]
 
-    first = call()
-    names = list(first) if isinstance(first, dict) else [""]
-    if not names:
-        raise hook.reject("returned an empty dict, expected datasets by name.")
+    made = call()
+    if not isinstance(made, dict):
+        return Evaluation(parts, recording, {"": _create_set(parts, config, hook, made, call)})
     sets = {}
-    for name in names:
-        if name and (not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]{0,99}", name)):
-            raise hook.reject(
-                f"returned a dataset by the name {name!r}, expected a text of letters, digits, "
-                "'_', '-' and '.', such as 'test'."
-            )
-        named = dataclasses.replace(hook, name=f"{hook.name}['{name}']") if name else hook
-
-        def remake(name: str = name) -> Any:
-            made = call()
-            return made[name] if name else made
-
-        def make(named: Hook = named, remake: Callable[[], Any] = remake) -> tf.data.Dataset:
-            return prepare(parts, named, remake(), batch, config.limit_eval)
-
-        made = first[name] if name else first
-        reader = open_reader(named, made, remake)
-        if reader is not None:  # begins anew by itself
-            made = reader.read_elements()
-        dataset = prepare(parts, named, made, batch, config.limit_eval)
-        # A shuffle has another order in each pass, unless it is made anew.
-        shuffles = any("Shuffle" in type(stage).__name__ for stage in stages(dataset))
-        own = hooks.create_metrics()
-        sums = {key: _create_sum(key) for key in SUMS}
-        sets[name] = EvaluationSet(
-            named, make if shuffles else functools.partial(_return, dataset), own, sums
-        )
-    return Evaluation(parts, sets)
+    for name, one in made.items():
+        named = dataclasses.replace(hook, name=f"{hook.name}['{name}']")
+        sets[name] = _create_set(parts, config, named, one, functools.partial(call, name))
+    return Evaluation(parts, recording, sets)
 
 
-def _return(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    return dataset
+def _create_set(
+    parts: Parts, config: Config, hook: Hook, made: Any, remake: Callable[[], Any]
+) -> EvaluationSet:
+    """Returns the set of one dataset or reader; ``remake`` makes it once more."""
+    reader = open_reader(hook, made, remake)
+    dataset = prepare(parts, config, hook, made if reader is None else reader.read_elements())
+    # A shuffle has another order in each pass, unless it is made anew.
+    shuffles = any("Shuffle" in type(stage).__name__ for stage in stages(dataset))
+
+    def make() -> tf.data.Dataset:
+        return prepare(parts, config, hook, remake()) if shuffles else dataset
+
+    sums = [keras.metrics.Sum(name, dtype="float64") for name in ("loss", "examples")]
+    return EvaluationSet(hook, make, parts.hooks.create_metrics(), *sums)
 
 
-def prepare(parts: Parts, hook: Hook, made: Any, batch: int, limit: int | None) -> tf.data.Dataset:
+def prepare(parts: Parts, config: Config, hook: Hook, made: Any) -> tf.data.Dataset:
     """Returns one pass of global batches of what the hook made.
 
     Raises:
-        SetupError: it is no dataset, endless, or has single examples.
+        SetupError: it is no dataset, or endless.
     """
     dataset = check_dataset(hook, made)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
         )
-    by_rows = parts.hooks.count_examples.is_default
-    if by_rows and all(part.shape.rank == 0 for part in tf.nest.flatten(dataset.element_spec)):
-        raise hook.reject(
-            "returned single examples, expected batches: use dataset.batch(per_replica_batch_size)."
-        )
-    if by_rows and not widths_vary(dataset.element_spec):
+    if parts.hooks.count_examples.is_default and not widths_vary(dataset.element_spec):
+        batch = config.eval_batch_size or parts.shape.batch
         dataset = dataset.rebatch(batch, drop_remainder=False)
-    if limit is not None:
-        dataset = dataset.take(limit)
+    if config.limit_eval is not None:
+        dataset = dataset.take(config.limit_eval)
     return read_ahead(dataset, for_long=False)
-
-
-def _create_sum(name: str) -> tf.Variable:
-    return tf.Variable(
-        0.0,
-        dtype=tf.float64,
-        trainable=False,
-        name=name,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.SUM,
-    )
 
 
 def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
@@ -322,16 +286,11 @@ def add_batch(parts: Parts, one: EvaluationSet, batch: Any, present: tf.Tensor |
     loss_per_batch, extra_loss = hooks.eval_pre.in_graph(loss=loss, **values)
     extra = read_extra_loss(extra_loss, tf.float64, hooks.eval_pre)
     weight = weigh_batch(parts, moment, batch, output, None)
-    examples = tf.cast(
-        count_examples(hooks.count_examples, batch) if weight is None else weight, tf.float64
-    )
-
-    def add(name: str, value: tf.Tensor) -> None:
-        one.sums[name].assign_add(keep_if(present, value))
-
-    add("loss", tf.cast(sum_loss(parts, loss_per_batch, batch), tf.float64))
-    add("extra_loss", extra * examples)
-    add("examples", examples)
+    examples = count_examples(hooks.count_examples, batch) if weight is None else weight
+    examples = tf.cast(examples, tf.float64)
+    total = tf.cast(sum_loss(parts, loss_per_batch, batch), tf.float64) + extra * examples
+    update_if(present, one.total.update_state, total)
+    update_if(present, one.examples.update_state, examples)
     if one.metrics:
         named = {"output": output, "batch": batch, "train_model": parts.train_model}
         arguments = hooks.metric_pre.in_graph(**named)

@@ -4,45 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import logging
+import platform
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 import tensorflow as tf
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
+from ctl_core import __version__
 from ctl_core.callbacks_file import COPY
 from ctl_core.cluster.task import Task
 from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError, SetupError
-from ctl_core.files import from_here, is_stdout, refuse_links, written_whole
-from ctl_core.run.listeners import Listener, Listeners
-from ctl_core.run.lock import is_locked, refuse_second
-from ctl_core.run.metrics import FILE, MetricsFile
-from ctl_core.run.provenance import find_provenance
+from ctl_core.errors import CtlError
+from ctl_core.files import (
+    from_here,
+    is_locked,
+    is_stdout,
+    lock_file,
+    refuse_second,
+    written_whole,
+)
+from ctl_core.run.listeners import FILE, Listener, Listeners, MetricsFile, TrainingLog
 from ctl_core.run.summaries import Summaries
-from ctl_core.run.training_log import TrainingLog
 from ctl_core.settings import Config, free_name, write_config
 from ctl_core.sources import check_start
 
+_PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "numpy")
 
-class _Log(logging.FileHandler):
-    """A log that a full disk does not fill the console with tracebacks of."""
 
-    _told = False
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes the log; of a full disk it says nothing, which the next checkpoint does."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not self._told:
-            self._told = True
-            name = from_here(self.baseFilename)
-            print(f"warning: {name} cannot be written any more.", file=sys.stderr)
+        pass
 
 
 class Run:
@@ -55,7 +55,8 @@ class Run:
         task: this process's place in the cluster
         reading: whether the run is only used, and nothing is written to its folder
         summaries: what TensorBoard shows of it
-        steps_taken: tells how many steps this process has trained
+        listeners: hear what it says, once it is opened
+        steps_taken: how many steps this process has trained
         whole: steps of checkpoints that are on the disk, and what their files begin with, which
             listeners have not heard of yet
     """
@@ -75,37 +76,29 @@ class Run:
             task: this process's place in the cluster
             note: what is expected of the run, for training_log.md
             reading: whether it is only used
-            listeners: hear what is written there
+            listeners: of the user's
 
         Raises:
-            SetupError: it cannot begin as ``fork`` or ``init_from`` say; the folder cannot be
-                written, or links of it lead elsewhere.
+            SetupError: it cannot begin as ``fork`` or ``init_from`` say.
         """
         name = config.run_name or free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
         self.task, self.reading = task, reading
-        self.steps_taken: Callable[[], int] = lambda: 0
+        self.steps_taken = self._start = 0
         self.whole: list[tuple[int, Path]] = []
         self.summaries = Summaries(self.path / "tb", task.chief)
-        self._metrics = MetricsFile(self.path / FILE)
-        own = (self._metrics, self.summaries, TrainingLog(note))
-        self._listeners, self._start = Listeners([*own, *listeners]), 0
-        log = self.path / ("train.log" if task.chief else f"worker-{task.index}.log")
-        logger = logging.getLogger("ctl_core")
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+        self.listeners = Listeners([MetricsFile(), self.summaries, TrainingLog(note), *listeners])
+        LOG.setLevel(logging.INFO)
+        LOG.propagate = False
         if reading:
             return
         check_start(config)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            refuse_links(self.path, [log, self.ckpt, self.path / "tb"])
-            self._log = _Log(log, encoding="utf-8")
-            self._held = log.open("a")
-        except OSError as error:
-            raise self._refuse(error) from error
-        self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logger.addHandler(self._log)
+        self.path.mkdir(parents=True, exist_ok=True)
+        log = "train.log" if task.chief else f"worker-{task.index}.log"
+        self._log = (self.path / log).open("a", encoding="utf-8")
+        self._handler = _Handler(self._log)
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        LOG.addHandler(self._handler)
 
     def lock(self) -> None:
         """Holds the run, by its log, until it is closed or the process ends in any way.
@@ -113,19 +106,8 @@ class Run:
         Raises:
             SetupError: another process is training it.
         """
-        if fcntl is None:
-            return
-        for again_after in (0.1, 0.2, 0.0):  # looking whether it is held holds it for an instant
-            try:
-                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if not again_after:
-                    raise refuse_second(self.path) from None
-                time.sleep(again_after)
-            except OSError as error:  # a file system without locks
-                LOG.warning("%s cannot be locked: %s", self.shown, error)
-                return
+        if not lock_file(self._log):
+            raise refuse_second(self.path)
 
     def is_held(self) -> bool | None:
         """Whether a process is training the run; None where there are no locks to tell."""
@@ -156,74 +138,41 @@ class Run:
         """The settings as resolved."""
         return self.path / "config.yaml"
 
-    def open(
-        self,
-        config: Config,
-        step: int,
-        new: bool = True,
-        source: bytes | None = None,
-        devices: Sequence[str] = (),
-    ) -> None:
+    def open(self, config: Config, step: int, source: bytes | None, devices: Sequence[str]) -> None:
         """Writes config.yaml, and what the run was made with; the listeners begin to hear.
 
         Args:
             config: the settings
             step: how many steps were taken
-            new: whether more are about to be: settings and hooks are those of steps that were, or
-                of a run that has none yet
             source: what is in the file with the hooks, if there is one
             devices: that this process trains on
-
-        Raises:
-            SetupError: one of the files cannot be written.
         """
-        try:
-            begins = new or not self.config_file.exists()
-            if begins:
-                write_config(config, self.config_file)
-            if new:
-                with written_whole(self.path / "env.json") as beside:
-                    beside.write_text(json.dumps(find_provenance(devices), indent=2) + "\n")
-            if new and source is not None:
-                with written_whole(self.path / COPY) as beside:
-                    beside.write_bytes(source)
-        except OSError as error:
-            raise self._refuse(error) from error
+        write_config(config, self.config_file)
+        with written_whole(self.path / "env.json") as beside:
+            beside.write_text(json.dumps(find_provenance(devices), indent=2) + "\n")
+        if source is not None:
+            with written_whole(self.path / COPY) as beside:
+                beside.write_bytes(source)
         self._start = step
-        if begins:
-            self._listeners.start(self.path, dataclasses.asdict(config), step)
-
-    def _refuse(self, error: OSError) -> SetupError:
-        file = f"{from_here(error.filename)}: " if error.filename else ""
-        return SetupError(
-            f"{self.shown}: the run folder cannot be written ({file}{error.strerror}); choose "
-            "another runs_dir or run_name."
-        )
-
-    def write(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Tells the listeners of values: metrics.jsonl and TensorBoard are two of them."""
-        self._listeners.tell("values", step, split, values)
+        self.listeners.start(self.path, dataclasses.asdict(config), step)
 
     def tell_saved(self) -> None:
         """Tells the listeners of checkpoints that have become whole."""
         while self.whole:
-            self._listeners.tell("saved", *self.whole.pop(0))
+            self.listeners.tell("saved", *self.whole.pop(0))
 
     def end(self, how: str) -> None:
         """Tells the listeners how training has ended: done, ended, stopped, diverged or failed."""
         self.tell_saved()
-        self._listeners.tell("end", self._start + self.steps_taken(), how)
+        self.listeners.tell("end", self._start + self.steps_taken, how)
 
     def close(self) -> None:
-        """Closes every file."""
-        with contextlib.suppress(OSError):
-            self._metrics.close()
+        """Closes the summaries and the log, and lets go of the run."""
         self.summaries.close()
         if not self.reading:
-            LOG.removeHandler(self._log)
+            LOG.removeHandler(self._handler)
             with contextlib.suppress(OSError):
                 self._log.close()
-            self._held.close()
 
 
 @contextlib.contextmanager
@@ -246,3 +195,39 @@ def open_session(run: Run, console: Console) -> Iterator[None]:
         console.stop()
         activate(None)
         run.close()
+
+
+def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
+    """Returns versions, commit, host, devices and command line: what env.json holds.
+
+    Args:
+        devices: that the replicas of this process train on
+
+    Returns:
+        ``commit`` is that of the current folder's Git repository and ``dirty`` whether files differ
+        from it; both are None where there is none, or where Git takes too long.
+    """
+    versions = {"python": platform.python_version(), "ctl_core": __version__}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "devices": list(devices),
+        "versions": versions,
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

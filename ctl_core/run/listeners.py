@@ -1,4 +1,4 @@
-"""What listens to a run: metrics.jsonl, TensorBoard, and classes of one's own.
+"""What listens to a run: metrics.jsonl, training_log.md, TensorBoard, and classes of one's own.
 
 The setting ``listener`` names one, and ``train(..., listeners=[...])`` takes objects. They hear the
 run in the process of the chief, in the thread that trains, between two calls of the graph: what a
@@ -8,15 +8,23 @@ listener takes is the training's time. One that raises is warned of once and hea
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
-import traceback
-from collections.abc import Iterator, Sequence
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ctl_core.console import LOG, warn
-from ctl_core.errors import SetupError, brief
-from ctl_core.settings import nearest
+from ctl_core.console import LOG, format_evaluation, warn
+from ctl_core.errors import SetupError, brief, one_line
+from ctl_core.files import from_here
+from ctl_core.settings import Config, flatten, shown
+
+FILE = "metrics.jsonl"
+# Settings that say where a run is, not what it is.
+_PLACE = ("run_name", "runs_dir", "debug")
 
 
 class Listener:
@@ -56,30 +64,28 @@ def find_listener(name: str) -> type[Listener]:
     """
     module, _, attribute = name.replace(":", ".").rpartition(".")
     try:
-        there = vars(importlib.import_module(module))
+        found = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
-        raise SetupError(f"listener: {name}{_line_in(error)}: {brief(error)}") from error
-    found = there.get(attribute)
-    if found is None:
-        classes = [each for each, value in there.items() if isinstance(value, type)]
-        hint = nearest(attribute, classes) or "."
-        raise SetupError(f"listener: {module} has no class {attribute!r}{hint}")
+        raise SetupError(f"listener: {name}: {brief(error)}") from error
     if not (isinstance(found, type) and issubclass(found, Listener)):
         raise SetupError(f"listener: {name} is no class that is made of ctl_core.Listener.")
     return found
 
 
 class Listeners:
-    """The listeners of one run; without any, it does nothing."""
+    """The listeners of one run; until ``start``, and without any, nobody hears anything.
 
-    def __init__(self, listeners: Sequence[Listener | type[Listener]] = ()) -> None:
-        """Takes objects, and classes of which one is made when the run starts."""
-        self._given = list(listeners)
+    Attributes:
+        given: objects, and classes of which one is made when the run starts
+    """
+
+    def __init__(self, given: Sequence[Listener | type[Listener]] = ()) -> None:
+        self.given = list(given)
         self._hearing: list[Listener] = []
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Calls ``start`` of each; only then do they hear the rest."""
-        for each in self._given:
+        """Calls ``start`` of each."""
+        for each in self.given:
             with self._guard(each):
                 listener = each() if isinstance(each, type) else each
                 listener.start(folder, config, step)
@@ -87,26 +93,112 @@ class Listeners:
 
     def tell(self, method: str, *values: Any) -> None:
         """Calls a method of each."""
-        for listener in self._hearing:
+        for listener in list(self._hearing):
             with self._guard(listener):
                 getattr(listener, method)(*values)
 
     @contextlib.contextmanager
     def _guard(self, listener: Listener | type[Listener]) -> Iterator[None]:
+        """Leaves out a listener that raises within."""
         try:
             yield
         except (Exception, SystemExit) as error:
             kind = listener if isinstance(listener, type) else type(listener)
-            where = f"{kind.__module__}.{kind.__qualname__}{_line_in(error)}"
             LOG.info("what a listener has raised", exc_info=error)
-            warn(f"listener: {where}: {brief(error)}; training goes on without it.")
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            warn(f"listener: {name}: {brief(error)}; training goes on without it.")
             self._hearing = [each for each in self._hearing if each is not listener]
 
 
-def _line_in(error: BaseException) -> str:
-    """Returns where in the listener's own file something was raised, if it came so far."""
-    for frame in traceback.extract_tb(error.__traceback__):
-        file = Path(frame.filename)
-        if "importlib" not in frame.filename and not file.is_relative_to(Path(__file__).parents[1]):
-            return f" ({file.name}:{frame.lineno})"
-    return ""
+class MetricsFile(Listener):
+    """Writes a JSON object a line: step, split, and values by name, None where not finite."""
+
+    def __init__(self, name: str = FILE) -> None:
+        """``name`` is that of the file in the run's folder."""
+        self._name = name
+        self._file: TextIO
+
+    def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
+        """Opens the file, and takes out the lines of steps that are about to run again."""
+        path = folder / self._name
+        before = [line for line in read_metrics(path) if line["step"] <= step]
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._file.writelines(f"{json.dumps(line)}\n" for line in before)
+
+    def values(self, step: int, split: str, values: dict[str, float]) -> None:
+        """Appends a line."""
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        self._file.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
+
+    def end(self, step: int, how: str) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a file of metrics, but for one that a kill has cut; none without it."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
+
+
+class TrainingLog(Listener):
+    """Appends to training_log.md of the current folder what was expected of a run, and its result.
+
+    An entry when a run with a note begins, and a line whenever a run that has an entry ends. The
+    file is the user's: nothing in it is changed.
+    """
+
+    def __init__(self, note: str | None) -> None:
+        """``note`` says what is expected of the run; without one, it gets no entry."""
+        self._path = Path("training_log.md").absolute()
+        self._note, self._run = note, ""
+        self._evaluated: tuple[dict[str, float], int] | None = None
+
+    def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
+        """Appends the entry of a run, unless it has one of the same note."""
+        self._run = from_here(folder)
+        if self._note is None:
+            return
+        text = self._read()
+        entry = f"\n## {self._run}\n\n- Expected: {one_line(self._note, 2000)}\n"
+        if entry in text:
+            return
+        env = json.loads((folder / "env.json").read_text())
+        commit = f"commit {env['commit'][:10]}" if env["commit"] else "no commit"
+        settings = [f"{name} {shown(value, 40)}" for name, value in find_changes(config).items()]
+        entry += f"- Settings: {', '.join(settings) or 'the defaults'}\n"
+        entry += f"- {time.strftime('%F %H:%M')}: begins, {commit}"
+        self._append(f"{entry}{' with changes' * bool(env['dirty'])}\n")
+
+    def values(self, step: int, split: str, values: dict[str, float]) -> None:
+        """Keeps the values of the last evaluation."""
+        if split == "eval":
+            self._evaluated = values, step
+
+    def end(self, step: int, how: str) -> None:
+        """Appends how a run has ended, if it has an entry."""
+        if f"\n## {self._run}\n" in self._read():
+            result = f"{how} at step {step}"
+            if self._evaluated is not None:
+                result += f"; {format_evaluation(*self._evaluated, step)}"
+            self._append(f"- {time.strftime('%F %H:%M')}: {self._run} {one_line(result)}\n")
+
+    def _read(self) -> str:
+        return self._path.read_text(errors="replace") if self._path.exists() else ""
+
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text if file.tell() else f"# Training log\n{text}")
+
+
+def find_changes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that are not the defaults, by name; those of hparams as hparams.NAME."""
+    defaults = flatten(dataclasses.asdict(Config()))
+    return {
+        name: value
+        for name, value in flatten(config).items()
+        if name not in _PLACE and value != defaults.get(name)
+    }

@@ -175,7 +175,7 @@ def keep_best(folder: Path, record: Record) -> None:
     """
     step, best = best_step(record.best), folder / "best"
     if step in saved_steps(folder) and step not in saved_steps(best):
-        with written_whole(best, folder=True) as beside:
+        with written_whole(best) as beside:
             copy_checkpoint(folder, step, beside)
 
 

@@ -1,9 +1,7 @@
-"""What an evaluation decides: hooks after it, the checkpoint that is kept, the end of training."""
+"""What ends training, and what an evaluation decides: hooks after it, the best checkpoint."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -65,7 +63,7 @@ def test_a_resumed_run_decides_as_a_whole_one_does(train: Train) -> None:
     assert_weights(resumed, state, rtol=0)
 
 
-def test_hooks_may_be_several_save_and_end_training(train: Train, tmp_path: Path) -> None:
+def test_hooks_may_be_several_save_and_end_training(train: Train) -> None:
     order: list[Any] = []
 
     def end(metrics: dict[str, float], step: int, manager: Any) -> None:
@@ -78,34 +76,31 @@ def test_hooks_may_be_several_save_and_end_training(train: Train, tmp_path: Path
     state = train(own, steps=40, eval_every=5, ckpt_every=0)
     assert order == [5, ("end", 5, ["error", "loss"]), 10, ("end", 10, ["error", "loss"])]
     assert state.ended and state.step == 10
-    saved = sorted(path.stem for path in (tmp_path / "runs/run/ckpt/engine").glob("*.json"))
+    saved = sorted(path.stem for path in (state.run_dir / "ckpt/engine").glob("*.json"))
     assert saved == ["ckpt-10", "ckpt-5"]
 
 
 def early(name: str, patience: int) -> int:
     """At which epoch ``keras.callbacks.EarlyStopping`` stops what the hooks above train."""
-    inputs, target = (part[:80] for part in regression_data())
-    held = (regression_data()[0][:64], -regression_data()[1][:64])
+    inputs, target = regression_data()
     model = small_model()
-    model.compile(
-        keras.optimizers.SGD(0.3), "mse", metrics=[keras.metrics.MeanAbsoluteError("error")]
-    )
+    error = keras.metrics.MeanAbsoluteError("error")
+    model.compile(keras.optimizers.SGD(0.3), "mse", metrics=[error])
     history = model.fit(
-        tf.data.Dataset.from_tensor_slices((inputs, target)).batch(16),
+        tf.data.Dataset.from_tensor_slices((inputs[:80], target[:80])).batch(16),
         epochs=40,
-        validation_data=held,
+        validation_data=(inputs[:64], -target[:64]),
         callbacks=[keras.callbacks.EarlyStopping(name, patience=patience)],
         verbose=0,
     )
     return len(history.epoch)
 
 
-@pytest.mark.parametrize(("metric", "patience"), [("loss", 1), ("loss", 3), ("error", 2)])
+@pytest.mark.parametrize(("metric", "patience"), [("loss", 1), ("error", 2)])
 def test_early_stop_stops_where_that_of_keras_does(
     train: Train, capsys: pytest.CaptureFixture[str], metric: str, patience: int
 ) -> None:
-    inputs, target = (part[:80] for part in regression_data())
-    own = hooks(create_dataset=sliced((inputs, target)))
+    own = hooks(create_dataset=sliced(tuple(part[:80] for part in regression_data())))
     settings = {**EVERY, "early_stop": f"{metric}:{patience}"}
     state = train(own, steps=200, **settings)
     assert state.ended and state.step == 5 * early(f"val_{metric}", patience)
@@ -116,41 +111,50 @@ def test_early_stop_stops_where_that_of_keras_does(
     assert more.step == state.step + 5 * patience  # and goes on where it is told to
 
 
-def test_the_best_checkpoint_is_kept_apart(train: Train, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_apart(train: Train) -> None:
     def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
         ckpt = tf.train.Checkpoint(train_model=train_model)
         return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=2)
 
-    own = hooks(create_ckpt=create_ckpt)
     settings = {"eval_every": 5, "ckpt_every": 5, "keep_best": "error:max"}
-    train(own, steps=60, **settings)
-    folder = tmp_path / "runs/run"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    values = {line["step"]: line["error"] for line in lines if line["split"] == "eval"}
-    best = max(values, key=lambda step: values[step])
-    rolling = {path.stem for path in (folder / "ckpt/engine").glob("*.json")}
+    state = train(hooks(create_ckpt=create_ckpt), steps=60, **settings)
+    best = max(state.history, key=lambda line: line["error"])["step"]
+    rolling = {path.stem for path in (state.run_dir / "ckpt/engine").glob("*.json")}
     assert rolling == {"ckpt-55", "ckpt-60"}
-    kept = sorted(path.name for path in (folder / "ckpt/best").rglob("*") if path.is_file())
-    assert kept == sorted(
-        [f"ckpt-{best}.json"]
-        + [f"ckpt-{best}.{end}" for end in ("index", "data-00000-of-00001")] * 2
-    )
+    kept = sorted(path.name for path in (state.run_dir / "ckpt/best").rglob("*") if path.is_file())
+    ends = ["json", *("index", "data-00000-of-00001") * 2]
+    assert kept == sorted(f"ckpt-{best}.{end}" for end in ends)
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
-    [({}, "done"), ({"at_step": {7: "stop"}}, "ended"), ({"at_step": {7: "fail"}}, "failed")],
+    ("keep_best", "words"),
+    [("eror", "did you mean 'error'"), ("error_of_mine:max", "no metric"), ("own", "own:max")],
 )
-def test_at_end_is_told_how_training_ended(train: Train, how: Any, reason: str) -> None:
+def test_a_metric_that_is_none_or_has_no_better(train: Train, keep_best: str, words: str) -> None:
+    metrics = {"error": keras.metrics.MeanAbsoluteError(), "own": keras.metrics.Mean()}
+    own = hooks(create_metrics=lambda: metrics, metric_pre=lambda output, batch: {
+        "error": (batch[1], output), "own": (output,)})  # fmt: skip
+    with pytest.raises(ctl_core.SetupError, match=words):
+        train(own, keep_best=keep_best)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(None, "done"), (ctl_core.StopTraining(), "ended"), (ValueError("no"), "failed")],
+)
+def test_at_end_is_told_how_training_ended(
+    train: Train, error: Exception | None, reason: str
+) -> None:
     def act(step: int) -> None:
-        raise ctl_core.StopTraining if how["at_step"][7] == "stop" else ValueError("no")
+        if error is not None:
+            raise error
 
     ends: list[Any] = []
 
     def at_end(reason: str, step: int, metrics: dict[str, float], state: dict[str, Any]) -> None:
         ends.append((reason, step, sorted(metrics)))
 
-    own = hooks(at_end=at_end, **{name: {7: act} for name in how})
+    own = hooks(at_end=at_end, at_step={7: act})
     if reason == "failed":
         with pytest.raises(ctl_core.RunError, match=r"at_step\[7\]"):
             train(own, steps=10)
@@ -159,3 +163,40 @@ def test_at_end_is_told_how_training_ended(train: Train, how: Any, reason: str) 
     train(own, steps=10)
     train(own, steps=10)  # nothing is left to train
     assert ends == [(reason, 10 if reason == "done" else 7, ["error", "loss"])]
+
+
+# ---- StopTraining ------------------------------------------------------------------------------
+
+
+def stop(step: int) -> None:
+    raise ctl_core.StopTraining("Good enough.")
+
+
+@pytest.mark.parametrize("schedule", [{"at_step": {7: stop}}, {"every_steps": {1: stop}}])
+@pytest.mark.parametrize("settings", [{"steps": 20}, {"epochs": 4}])
+def test_the_same_again_says_so_and_trains_nothing(
+    train: Train, capsys: pytest.CaptureFixture[str], schedule: Any, settings: Any
+) -> None:
+    at, settings = 7 if "at_step" in schedule else 1, {"steps": None, **settings}
+    ended = make_hooks(create_opt=sgd, **schedule)
+    state = train(ended, ckpt_every=7, **settings)
+    assert (state.step, state.ended, state.stopped_by) == (at, True, None)
+    assert "a hook ends training. Good enough." in capsys.readouterr().out
+    again = train(ended, ckpt_every=7, **settings)
+    assert (again.step, again.ended) == (at, True)
+    last = settings.get("epochs", 0) * 6 or 20
+    assert f"ended early, at step {at} of {last}, nothing left" in capsys.readouterr().out
+    assert_weights(again, state, rtol=0)
+
+
+def test_more_steps_go_on_as_if_it_had_not_ended(train: Train) -> None:
+    """Also where the checkpoint of the end is lost: then the run is not ended yet."""
+    whole = train(make_hooks(create_opt=sgd), steps=21, run_name="whole")
+    ended = make_hooks(create_opt=sgd, at_step={7: stop})
+    state = train(ended, steps=20, ckpt_every=5)
+    (state.run_dir / "ckpt/engine/ckpt-7.json").unlink()
+    state = train(ended, steps=20, ckpt_every=5)
+    assert (state.step, state.ended) == (7, True)
+    state = train(ended, steps=21)
+    assert (state.step, state.ended) == (21, False)
+    assert_weights(state, whole, rtol=0)
