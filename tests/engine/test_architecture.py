@@ -12,14 +12,13 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    buckets console errors index joining not_finite precision provenance readers.sources reduction
-    saved signals source_lines splits table types
+    buckets console errors index joining not_finite precision readers.sources reduction saved
+    signals source_lines splits table types
     compat files helpers nested supervisor variables
-    ahead averaging defaults groups learning_rate lock profile recording settings staging
-    training_mode
+    ahead averaging defaults groups learning_rate profile recording settings staging training_mode
     batch_norm callbacks_file contract freezing listeners process_state rate_schedule selection task
     units
-    hooks randomness reader record run.metrics strategy summaries sync training_log
+    hooks randomness reader record strategy summaries sync
     anomaly batches checks.position collectives divergence micro_batches pairs returned schedule
     sources vocabularies
     cli folder input parts
