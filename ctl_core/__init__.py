@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from ctl_core.commands.check import check as check
     from ctl_core.console import report as report
     from ctl_core.console import show_step as show_step
+    from ctl_core.defaults import deferred as deferred
+    from ctl_core.defaults import leading_dimension as leading_dimension
+    from ctl_core.defaults import nan_to_zero as nan_to_zero
+    from ctl_core.defaults import unpack as unpack
+    from ctl_core.defaults import weighted as weighted
     from ctl_core.errors import CtlError as CtlError
     from ctl_core.errors import RunError as RunError
     from ctl_core.errors import SetupError as SetupError
     from ctl_core.errors import StopTraining as StopTraining
-    from ctl_core.helpers import deferred as deferred
-    from ctl_core.helpers import leading_dimension as leading_dimension
-    from ctl_core.helpers import nan_to_zero as nan_to_zero
-    from ctl_core.helpers import unpack as unpack
-    from ctl_core.helpers import weighted as weighted
     from ctl_core.model.variables import regularization as regularization
     from ctl_core.model.variables import trainable_variables as trainable_variables
     from ctl_core.run.listeners import Listener as Listener
@@ -50,11 +50,11 @@ _HOME = {
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "check": "commands.check",
-    "deferred": "helpers",
-    "leading_dimension": "helpers",
+    "deferred": "defaults",
+    "leading_dimension": "defaults",
     "load": "serving.load",
     "load_config": "settings",
-    "nan_to_zero": "helpers",
+    "nan_to_zero": "defaults",
     "num_replicas": "collectives",
     "regularization": "model.variables",
     "replica_id": "collectives",
@@ -62,8 +62,8 @@ _HOME = {
     "show_step": "console",
     "train": "trainer",
     "trainable_variables": "model.variables",
-    "unpack": "helpers",
-    "weighted": "helpers",
+    "unpack": "defaults",
+    "weighted": "defaults",
 }
 __all__ = [*_HOME, "__version__", "data"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.errors import ENGINE, file_name, frames_of, is_own_file
 from ctl_core.hooks import Hooks
-from ctl_core.source_lines import ENGINE, file_name, frames_of, is_own_file
 
 # What a check says: the type of the op, its graph, what it gave, and its name.
 _FOUND = re.compile(

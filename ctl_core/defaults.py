@@ -1,25 +1,145 @@
-"""The default of every hook, as callbacks.py shows it.
+"""The default of every hook, as callbacks.py shows it, and what they are written with.
 
-Each hook here stands in callbacks.py word for word; tests/engine compares the two. What they are
-written with is in helpers.py.
+Each hook here stands in callbacks.py word for word; tests/engine compares the two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ctl_core import regularization, trainable_variables
 from ctl_core.console import report, show_step
-from ctl_core.helpers import (
-    deferred,
-    leading_dimension,
-    nan_to_zero,
-    unpack,
-    weighted,
+from ctl_core.model.variables import regularization, trainable_variables
+from ctl_core.numerics.not_finite import note_nans
+
+# ---- What hooks of the user's may be written with, too -------------------------------------------
+
+
+def nan_to_zero(gradient: Any) -> Any:
+    """Returns the gradient with each NaN entry replaced by 0; works on sparse gradients too."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape
+        )
+    is_nan = tf.math.is_nan(gradient)
+    note_nans(is_nan)
+    return tf.where(is_nan, tf.zeros_like(gradient), gradient)
+
+
+DIFFER = (
+    "the tensors of a batch differ in their first dimension, so that it is not clear how many "
+    "examples it holds; batch after zip(), not before, or write a hook that says so, such as "
+    "def count_examples(batch): return tf.shape(batch[1])[0]"
 )
+
+
+@tf.autograph.experimental.do_not_convert
+def leading_dimension(batch: Any) -> Any:
+    """Returns the first dimension of a batch's tensors, which all of them have to share.
+
+    Returns:
+        A number where the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the
+        tensors turn out to differ. Scalars do not count; a batch of nothing else gives None.
+
+    Raises:
+        ValueError: the shapes show that the tensors differ.
+    """
+    sizes = [_count_rows(part) for part in tf.nest.flatten(batch) if part.shape.rank != 0]
+    fixed = {size for size in sizes if isinstance(size, int)}
+    if len(fixed) > 1:
+        raise ValueError(DIFFER)
+    if all(isinstance(size, int) for size in sizes):
+        return next(iter(fixed), None)
+    first, *others = (tf.cast(size, tf.int64) for size in sizes)
+    same = tf.reduce_all([other == first for other in others])
+    return tf.where(same, first, tf.constant(-1, tf.int64))
+
+
+def _count_rows(tensor: Any) -> Any:
+    """Returns the first dimension, a number where it is fixed, otherwise an int64 scalar."""
+    if tensor.shape.rank and tensor.shape[0] is not None:
+        return tensor.shape[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.int64)
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape[0]
+    return tf.shape(tensor, tf.int64)[0]
+
+
+@tf.autograph.experimental.do_not_convert
+def unpack(batch: Any) -> tuple[Any, Any, Any]:
+    """Returns inputs, targets and sample weights of a batch as Keras has it: (x, y) or (x, y, w).
+
+    Returns:
+        The three; None for the weights if there are none.
+
+    Raises:
+        ValueError: the batch is no pair and no triple, or its third element cannot be weights:
+            floating-point numbers, one per example, of shape [b] or [b, 1].
+    """
+    weight, is_sequence = sample_weight(batch), isinstance(batch, tuple | list)
+    if not is_sequence or len(batch) != (2 if weight is None else 3):
+        raise ValueError(
+            "the default takes a batch of two elements, inputs and targets, or of three; the third "
+            "element of a batch means sample weights, floating-point numbers of shape [b] or "
+            "[b, 1]; for another batch write input_pre, loss_pre and metric_pre"
+        )
+    return batch[0], batch[1], weight
+
+
+def sample_weight(batch: Any) -> Any:
+    """Returns the third of a batch's three elements if it can be sample weights, otherwise None."""
+    if not isinstance(batch, tuple | list) or len(batch) != 3:
+        return None
+    weight = batch[2]
+    if not isinstance(weight, tf.Tensor | tf.TensorSpec) or not weight.dtype.is_floating:
+        return None
+    rank = weight.shape.rank
+    return weight if rank in (1, None) or (rank == 2 and weight.shape[1] == 1) else None
+
+
+@tf.autograph.experimental.do_not_convert
+def weighted(loss: Any, batch: Any) -> Any:
+    """Returns the loss of each example times its sample weight, if the batch holds weights.
+
+    They are the third element of an (x, y, w) batch; of any other batch the loss stays as it is.
+
+    Args:
+        loss: one number per example
+        batch: as the dataset gave it
+
+    Raises:
+        ValueError: the loss is one number for the whole batch.
+    """
+    weight = sample_weight(batch)
+    if weight is None:
+        return loss
+    loss = tf.convert_to_tensor(loss)
+    if loss.shape.rank == 0:
+        raise ValueError(
+            "the loss is one number for the whole batch, which the sample weights in it cannot "
+            "weight; return one per example (reduction='none'), or write this hook"
+        )
+    if loss.shape.rank not in (1, None):  # refused where the loss is summed
+        return loss
+    return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
+
+
+def deferred(hook: Callable[..., None]) -> Callable[..., None]:
+    """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
+
+    It may name ``step``, ``dev``, ``chief``, ``config`` and ``hparams``, and must not change what
+    training uses. The engine then need not leave the graph for it: it runs for each of its steps,
+    in order, as soon as the graph call that holds them has ended, about a second later at most.
+    """
+    hook.deferred = True  # type: ignore[attr-defined]
+    return hook
+
+
+# ---- The hooks -----------------------------------------------------------------------------------
 
 
 def make_batches(dataset):

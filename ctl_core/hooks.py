@@ -22,9 +22,18 @@ import tensorflow as tf
 from ctl_core import defaults
 from ctl_core.checks.contract import CONTRACT, describe, kind_of
 from ctl_core.compat import translated_stack
-from ctl_core.errors import CtlError, HookFailed, SetupError, brief, one_line
+from ctl_core.errors import (
+    CtlError,
+    HookFailed,
+    SetupError,
+    brief,
+    code_of,
+    file_name,
+    frames_in,
+    one_line,
+    where,
+)
 from ctl_core.settings import Config, nearest
-from ctl_core.source_lines import code_of, file_name, frames_in, where
 from ctl_core.table import COMMON, DEFERRED, SPECS, TABLE, Spec
 
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 from ctl_core.anomaly import describe_anomaly
 from ctl_core.batches import describe_shortage
 from ctl_core.console import Console, format_evaluation
+from ctl_core.defaults import DIFFER
 from ctl_core.errors import RunError, SetupError
 from ctl_core.files import from_here
-from ctl_core.helpers import DIFFER
 from ctl_core.model.variables import trainable_variables
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.state import State

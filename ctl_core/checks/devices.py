@@ -19,13 +19,12 @@ from ctl_core.batches import make_placeholders
 from ctl_core.checks.ratio import draws_numbers
 from ctl_core.collectives import Alone
 from ctl_core.compat import scratch_graph, with_called
-from ctl_core.errors import SetupError
+from ctl_core.errors import SetupError, frames_of
 from ctl_core.forward import forward_backward
 from ctl_core.graph import StepFunctions
 from ctl_core.metrics import read_results
 from ctl_core.model.variables import is_summed, plain_variable, variable_name
 from ctl_core.numerics.staging import ReplicaCopies
-from ctl_core.source_lines import frames_of
 from ctl_core.state import State
 
 FETCHES = frozenset({"loss", "update_gradients", "output"})

@@ -6,9 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.errors import SetupError
+from ctl_core.errors import SetupError, frames_of
 from ctl_core.hooks import Hooks
-from ctl_core.source_lines import frames_of
 
 # How many ops back from the loss the slip is looked for.
 _REACH = 50

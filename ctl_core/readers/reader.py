@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.checks.contract import describe
+from ctl_core.defaults import DIFFER
 from ctl_core.errors import brief
-from ctl_core.helpers import DIFFER
 from ctl_core.readers.saved import read_literal, write_literal
 from ctl_core.readers.sources import open_source
 
