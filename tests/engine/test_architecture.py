@@ -13,8 +13,8 @@ ENGINE = Path(ctl_core.__file__).parent
 # it may import from below; the command line does, to be quick.
 LAYERS = """
     buckets console errors index joining not_finite precision readers.sources reduction saved
-    signals source_lines splits table types
-    compat files helpers nested supervisor variables
+    signals splits table types
+    compat files nested supervisor variables
     ahead averaging defaults groups learning_rate profile recording settings staging training_mode
     batch_norm callbacks_file contract freezing listeners process_state rate_schedule selection task
     units
