@@ -104,9 +104,8 @@ def share_gpus(gpus: Sequence[str], workers: int) -> list[str]:
     each, left = divmod(len(gpus), workers)
     if left:
         raise SetupError(
-            f"workers: {workers} workers cannot share {len(gpus)} GPU{'s' * (len(gpus) > 1)} "
-            "evenly; take a number that divides it, or choose GPUs with CUDA_VISIBLE_DEVICES "
-            "(empty: train on the CPU)."
+            f"workers: {workers} workers cannot share {len(gpus)} GPUs evenly; take a number that "
+            "divides it, or choose GPUs with CUDA_VISIBLE_DEVICES (empty: train on the CPU)."
         )
     return [",".join(gpus[i * each : (i + 1) * each]) for i in range(workers)]
 

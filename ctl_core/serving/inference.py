@@ -2,7 +2,7 @@
 
 ``load``, ``predict`` and ``export`` run what is made here. What a client sends is what the hook
 ``serve`` takes; where no input_signature says what that is, and without the hook, it is the part of
-a batch that the model's graph uses: a label is none.
+a batch that the output depends on: a label is none.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
-from ctl_core.forward import call_made, make_model_input, run_model
-from ctl_core.hooks import Hook
+from ctl_core.forward import call_made, make_model_input
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.nested import any_number, described, input_names
 from ctl_core.numerics.precision import to_float32
@@ -131,12 +130,15 @@ def _create(state: State) -> LoadedModel:
             values = {"model": model, "train_model": parts.train_model}
             model = hook(**values)
 
+    def read_batch(batch: Any) -> Any:
+        return make_model_input(parts, moment, batch, training=False)
+
     def serve(inputs: Any) -> Any:
         assert hooks.serve is not None
         return hooks.serve.in_graph(inputs=inputs)
 
-    def read_batch(batch: Any) -> Any:
-        return make_model_input(parts, moment, batch, training=False)
+    def serve_batch(batch: Any) -> Any:
+        return serve(batch[0] if isinstance(batch, tuple) else batch)
 
     def run(to_input: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns the function that runs the model on what another one makes for it."""
@@ -149,19 +151,13 @@ def _create(state: State) -> LoadedModel:
         return run_made
 
     before = set(state.recording.variables)
-    of_batch: Callable[[Any], Any] = read_batch
-    if (spec := _read_signature(hooks.serve)) is not None:
-        to_input: Callable[[Any], Any] = serve
-    else:
-        element = _element_spec(state)
-        if hooks.serve is not None:
-            of_model = UsedPart(
-                lambda batch: run_model(parts, moment, batch, training=False), element
-            )
-            of_batch = lambda batch: serve(of_model.take(batch))  # noqa: E731
-        part = UsedPart(run(of_batch), element)
-        spec, to_input = part.spec, lambda sent: of_batch(part.fill(sent))
-    spec = tf.nest.map_structure(any_number, spec)
+    signature = getattr(hooks.serve and hooks.serve.function, "input_signature", None)
+    of_batch = read_batch if signature or hooks.serve is None else serve_batch
+    to_input: Callable[[Any], Any] = serve
+    if not signature:
+        part = UsedPart(run(of_batch), _element_spec(state))
+        signature, to_input = [part.spec], lambda sent: of_batch(part.fill(sent))
+    spec = tf.nest.map_structure(any_number, signature[0])
     function = tf.function(run(to_input), autograph=False, input_signature=[spec])
     traced = function.get_concrete_function()
     if late := [name for name in state.recording.variables if name not in before]:
@@ -180,12 +176,6 @@ def _create(state: State) -> LoadedModel:
         run_batch=tf.function(run(of_batch), autograph=False, reduce_retracing=True),
         parts=parts,
     )
-
-
-def _read_signature(serve: Hook | None) -> Any:
-    """Returns what ``serve`` says that it takes; None if it does not say so."""
-    signature = getattr(serve.function, "input_signature", None) if serve else None
-    return None if signature is None else signature[0]
 
 
 def _element_spec(state: State) -> Any:

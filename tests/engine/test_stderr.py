@@ -9,29 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden import small
 from tests.helpers.lean import PYTHONPATH
 
-CALLBACKS = """
-import keras
-import tensorflow as tf
-
-
-def create_dataset(per_replica_batch_size):
-    data = tf.data.Dataset.from_tensor_slices((tf.random.stateless_normal([32, 3], [1, 2]),) * 2)
-    return data.batch(per_replica_batch_size)
-
-
-def create_model():
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-
-
-def create_loss():
-    return lambda pair: tf.reduce_sum(tf.square(pair[0] - pair[1]), axis=-1)
-
-
-def create_eval_dataset(per_replica_batch_size):
-    return create_dataset(per_replica_batch_size)
-"""
+EVALUATED = "from tests.golden.small import create_eval_dataset\n"
 
 
 def ctl(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -59,8 +40,8 @@ def ctl(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 @pytest.mark.cluster
 def test_a_command_that_goes_well_says_nothing_there(tmp_path: Path) -> None:
     """The second training, of a cluster, finds the list of checkpoints gone."""
-    (tmp_path / "callbacks.py").write_text(CALLBACKS)
-    train = ("train", "--batch-size=8", "--run-name=a")
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATED)
+    train = ("train", "--batch-size=16", "--run-name=a")
     for arguments in (
         (*train, "--steps=2", "--virtual-devices=2"),
         (*train, "--steps=4", "--virtual-devices=1", "--workers=2"),

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 from ctl_core.__main__ import main
 from ctl_core.cluster import supervisor
 from ctl_core.cluster import task as tasks
-from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import Task, read_task
 from ctl_core.errors import PeerLost, SetupError
 from ctl_core.settings import Config
@@ -95,17 +93,6 @@ def test_a_ps_ends_at_once_and_an_evaluator_watches_the_run(
     Path("runs/a/config.yaml").write_text("steps: 3\nworkers: 2\n")
     assert main(words) == 0
     assert called == [("a", 1, {"checkpoint": None, "watch": True})]
-
-
-def test_memory_of_gpus_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is here: what TensorFlow is asked for."""
-    asked: list[Any] = []
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind} 0", f"{kind} 1"])
-    monkeypatch.setattr(
-        tf.config.experimental, "set_memory_growth", lambda gpu, grows: asked.append((gpu, grows))
-    )
-    prepare(Config(steps=1))
-    assert asked == [("GPU 0", True), ("GPU 1", True)]
 
 
 def waiting_for(others: int) -> Task:
