@@ -144,7 +144,7 @@ class Cluster:
         if self.task.processes == 1:
             return
         # What only says how a process works and reports, not what it computes, may differ.
-        own = dataclasses.replace(config, debug=False, runs_dir="")
+        own = dataclasses.replace(config, debug=False, runs_dir="runs")
         if not self.has_same(repr(own).encode()):
             raise SetupError(
                 "the settings are not the same on every process of the cluster: give each of them "
