@@ -6,7 +6,6 @@ where ``linecache`` finds it.
 
 from __future__ import annotations
 
-import builtins
 import gc
 import importlib
 import linecache
@@ -194,25 +193,6 @@ def test_interrupting_a_cell_saves_the_run_and_the_kernel_goes_on(folder: Path) 
     resumed, whole = (train(str(folder), name, width=8) for name in ("stopped", "undisturbed"))
     for ours, theirs in zip(weights_of(resumed), weights_of(whole), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_a_kernel_is_not_ended_by_a_second_interrupt(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
-    body = (
-        "import os, signal, time\n"
-        "    for wait in (1.1, 1.0):\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "        end = time.monotonic() + wait\n"
-        "        while time.monotonic() < end:\n"
-        "            try:\n"
-        "                time.sleep(0.05)\n"
-        "            except KeyboardInterrupt:\n"
-        "                pass"
-    )
-    state = train(str(folder), "stubborn", width=8, body=body)
-    assert (state.step, state.stopped_by) == (7, signal.SIGINT)
 
 
 def test_a_module_that_was_edited_and_reloaded(
