@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.batches import BatchShape, BatchSource, make_placeholders
+from ctl_core.batches import BatchShape, make_placeholders
 from ctl_core.checks.returned import (
     check_loss,
     check_manager,
@@ -25,7 +25,14 @@ from ctl_core.checks.returned import (
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster
 from ctl_core.collectives import Alone
-from ctl_core.compat import captured_variables, scratch_graph
+from ctl_core.compat import (
+    captured_variables,
+    large_sums_whole,
+    losses_apart,
+    names_anew,
+    op_determinism,
+    scratch_graph,
+)
 from ctl_core.console import Console
 from ctl_core.errors import HookFailed, SetupError, brief
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
@@ -47,8 +54,9 @@ from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.batch_norm import moving_statistics
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
-from ctl_core.numerics.precision import LossScale, lower_dtypes
+from ctl_core.numerics.precision import LossScale, lower_dtypes, policy
 from ctl_core.numerics.rate_schedule import schedule_of
+from ctl_core.prefetch import count_batches
 from ctl_core.run.folder import Run
 from ctl_core.run_state.record import read_first_batch_size
 from ctl_core.settings import Config
@@ -56,7 +64,18 @@ from ctl_core.state import State
 from ctl_core.step import change_gradients
 from ctl_core.stretches import count_stacked_steps
 from ctl_core.training_mode import inference
-from ctl_core.units import count_batches
+
+
+@contextlib.contextmanager
+def process_state(config: Config) -> Iterator[None]:
+    """Within, Keras' dtype policy, its names and op determinism are as the run needs them.
+
+    Afterwards they are as they were: in a notebook, another run may follow, which trains as it
+    would in a process of its own.
+    """
+    deterministic = op_determinism(config.deterministic)
+    with policy(config.precision), names_anew(), losses_apart(), large_sums_whole(), deterministic:
+        yield
 
 
 def create_state(
@@ -117,9 +136,9 @@ class _Builder:
         """Returns the state of a run that has not begun."""
         hooks, config, recording = self.hooks, self.config, self.recording
         with recording.during("create_dataset"):
-            source = BatchSource(hooks, config, self.shape, read_first_batch_size(self.run.ckpt))
-            self.data = Input(self.strategy, source)
-            self.cluster.check_data(hooks.create_dataset, source.call_hooks)
+            first = read_first_batch_size(self.run.ckpt)
+            self.data = Input(hooks, config, self.strategy, self.shape, first)
+            self.cluster.check_data(hooks.create_dataset, self.data.call_hooks)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.during("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")

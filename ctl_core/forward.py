@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.batches import cut_unless
+from ctl_core.batches import keep_rows_if
 from ctl_core.checks.returned import (
     check_loss_value,
     count_examples,
@@ -132,7 +132,7 @@ def compute_objectives(
         moment: of the step
         batch: the rows of this replica
         examples: how many examples the global batch has
-        rows, present: how many rows the replica has, and whether it has any, see ``input.Share``
+        rows, present: how many rows the replica has, and whether it has any, see ``batches.Share``
 
     Returns:
         The objectives by name; and what they were made of: output, batch, loss and weight.
@@ -176,7 +176,7 @@ def forward_backward(
         moment: of the step
         examples: how many examples the global batch has
         kept: which of ``output`` and ``batch`` are needed afterwards
-        share: the fields of an ``input.Share``
+        share: the fields of an ``batches.Share``
 
     Returns:
         ``loss`` and ``gradients``, dicts by objective, and what is kept; with a weight also
@@ -250,7 +250,7 @@ def settle_stand_in(parts: Parts, contributed: dict[str, Any], present: tf.Tenso
         firsts = context.all_reduce(tf.distribute.ReduceOp.SUM, masked)
         for variable, value, first in zip(written, values, firsts, strict=True):
             variable.assign(tf.where(present, value, first))
-    cut = {name: cut_unless(present, contributed[name]) for name in contributed if name in PIECES}
+    cut = {name: keep_rows_if(present, contributed[name]) for name in contributed if name in PIECES}
     return {**contributed, **cut}
 
 

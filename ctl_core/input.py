@@ -1,81 +1,120 @@
-"""The training data: global batches from one iterator, and the share of each replica in them.
+"""The training data: what the hooks return, as one endless stream of global batches.
 
-In the graph each of the N x A shares, of N replicas and A micro-batches, takes its rows of a global
-batch, whose numbers differ by one at most. So a batch that does not divide, a smaller last batch
-and a resume on other devices are no cases of their own: a run is a function of the data, the seed
-and the global batch. Where the batches come from is the part of batches.py. A process reads one
-plain tf.data iterator, which a checkpoint can hold.
+``create_dataset`` may batch as it likes. Its elements are
+
+- joined and cut into global batches (``Dataset.rebatch``), of which replicas take rows;
+- global batches as they are, where their tensors differ in width, so that they cannot be joined,
+  and each has the rows of one;
+- shares as they are, one for each replica and micro-batch: graphs and point sets, which
+  ``count_examples`` counts, what a ``make_batches`` of the user's returns, and padded batches of
+  several widths that have the rows of one.
+
+A process reads one plain tf.data iterator, which a checkpoint can hold; a replica's share of a
+batch is taken in the graph, see batches.py. Iterators of one dataset share the state of its
+shuffles, so what has to be found out by reading is found out on a dataset that is made for it, from
+the same seed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from ctl_core.ahead import read_ahead
-from ctl_core.batches import BatchSource, count_rows, static_rows
-from ctl_core.cluster.strategy import distribute, local_replicas
-from ctl_core.compat import drawing_from, global_seed_generator
-from ctl_core.units import Units
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What one replica has of a micro-batch.
-
-    Attributes:
-        batch: its rows; a first row as a stand-in, which counts nowhere, where it has none
-        rows: how many it has, an int32 scalar; None where all shares have as many
-        present: whether it has any, a scalar bool; None where that is sure
-        together: how many all replicas have of the micro-batch, an int32 scalar; None as ``rows``
-    """
-
-    batch: Any
-    rows: tf.Tensor | None = None
-    present: tf.Tensor | None = None
-    together: tf.Tensor | None = None
+from ctl_core.batches import (
+    BatchShape,
+    Share,
+    count_rows,
+    distribute_shares,
+    first_replica,
+    make_placeholders,
+    static_rows,
+    take_rows,
+    take_share,
+    widths_vary,
+    with_rows,
+)
+from ctl_core.checks.contract import describe
+from ctl_core.cluster.strategy import local_replicas
+from ctl_core.compat import drawing_from, global_seed_generator, scratch_graph
+from ctl_core.errors import brief
+from ctl_core.hooks import Hook, Hooks
+from ctl_core.prefetch import StackedBatches, read_ahead
+from ctl_core.readers import Reader, is_reader
+from ctl_core.settings import Config
 
 
 class Input:
     """The endless stream of global batches of a run.
 
     Attributes:
-        source: makes the dataset
         shape: of a global batch
+        per_replica_batch_size: what hooks of the data are given
+        whole: whether each element is a share by itself
+        endless: whether a pass has no end
+        steps_per_epoch: global batches in a pass; None where there is no end, or nobody counted
         dataset: what ``iterator`` reads
         reader: the reader in Python that knows the position, if there is one
         iterator: its position; part of every checkpoint
         share_spec: of the batch of one share
-        unit: how many batches are read at once, see units.py; 0: one by one
+        unit: how many batches are read at once, see prefetch.py; 0: one by one
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, source: BatchSource) -> None:
-        """Begins to read when ``begin`` is called."""
-        self.strategy, self.source, self.shape = strategy, source, source.shape
-        self.dataset, self.reader = source.make(), source.reader
+    def __init__(
+        self,
+        hooks: Hooks,
+        config: Config,
+        strategy: tf.distribute.Strategy,
+        shape: BatchShape,
+        per_replica: int | None = None,
+    ) -> None:
+        """Looks at what the hooks return; begins to read when ``begin`` is called.
+
+        Args:
+            hooks: ``create_dataset``, ``make_batches`` and ``count_examples``
+            config: sizes and the seed, which is set before each time that the hooks are called
+            strategy: whose replicas share the batches
+            shape: of a global batch
+            per_replica: the ``per_replica_batch_size`` of the run's first start; default: of this
+
+        Raises:
+            SetupError: what they return is no dataset, or not batched as it should be.
+        """
+        self.shape = shape
+        self.per_replica_batch_size = per_replica or shape.per_replica
         self.iterator: Any = None
         self.unit = 0
-        element = self.dataset.element_spec
-        self.share_spec = (
-            element if source.whole else tf.nest.map_structure(self._spec_of_share, element)
-        )
-        self._varies = not source.whole and static_rows(element) is None
-        self._counted = _create_counter() if self._varies else None
+        self._hooks, self._config, self._strategy = hooks, config, strategy
+        self._read: Reader | None = None
+        self._by_rows = hooks.count_examples.is_default
+        self._own_batches = not hooks.make_batches.is_default
+        self._hook = hooks.make_batches if self._own_batches else hooks.create_dataset
+        dataset = self.call_hooks()
+        spec = dataset.element_spec
+        self.endless = self._own_batches or dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        if self._by_rows:
+            self._check_rows(spec)
+        self._joins = self._by_rows and not self._own_batches and not widths_vary(spec)
+        self._unread = dataset if self._joins else None
+        size = shape.batch if self._joins else self._count_first(dataset)
+        self.whole = not self._by_rows or (shape.shares > 1 and size * shape.shares == shape.batch)
+        self._joins = self._joins or (size != shape.batch and not self.whole)
+        self.steps_per_epoch = self._count_steps()
+        self.dataset, self.reader = self.make()
+        self._rows = shape.batch if self.whole else static_rows(self.dataset.element_spec)
+        self._counted: Any = None
+        if self._rows is None:
+            with tf.device("CPU:0"):
+                self._counted = tf.Variable(0, dtype=tf.int64, trainable=False, name="examples")
+        self.share_spec = self.dataset.element_spec
+        if not self.whole:
+            rows, more = divmod(self._rows or 0, shape.shares)
+            fixed = rows if rows and not more else None
+            self.share_spec = tf.nest.map_structure(lambda one: with_rows(one, fixed), spec)
 
-    def _spec_of_share(self, spec: Any) -> Any:
-        rows = static_rows(spec)
-        shares = self.shape.shares
-        size = rows // shares if rows is not None and rows % shares == 0 else None
-        if isinstance(spec, tf.RaggedTensorSpec):
-            inner = spec.shape[1:] if spec.shape.rank is not None else None
-            shape = None if inner is None else [size, *inner]
-            return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-        if spec.shape.rank in (0, None):
-            return spec
-        return type(spec)([size, *spec.shape[1:]], spec.dtype)
+    # ---- Reading ---------------------------------------------------------------------------
 
     def draw(self) -> tuple[Callable[[Any], Any], Any]:
         """Draws a global batch, inside a graph function.
@@ -85,21 +124,20 @@ class Input:
             value for each replica of this process; and how many examples the global batch has,
             a number or an int32 tensor.
         """
-        local, replicas = local_replicas(self.strategy), self.shape.replicas
-        first = first_replica(self.strategy)
+        local, replicas = local_replicas(self._strategy), self.shape.replicas
+        first = first_replica(self._strategy)
 
-        if self.source.whole:
+        if self.whole:
 
             def deal_elements(_: Any) -> Any:
                 elements = [next(self.iterator) for _ in range(replicas)]
                 own = [Share(element) for element in elements[first : first + local]]
-                return distribute_shares(self.strategy, own)
+                return distribute_shares(self._strategy, own)
 
             return deal_elements, self.shape.batch
 
         batch = next(self.iterator)
-        rows = static_rows(self.dataset.element_spec)
-        examples = count_rows(batch) if rows is None else rows
+        examples = self._rows or count_rows(batch)
         if self._counted is not None:
             self._counted.assign_add(tf.cast(examples, tf.int64))
 
@@ -107,7 +145,7 @@ class Input:
             numbers = [micro_batch * replicas + first + replica for replica in range(local)]
             shares = self.shape.shares
             own = [take_share(batch, examples, i, shares, replicas) for i in numbers]
-            return distribute_shares(self.strategy, own)
+            return distribute_shares(self._strategy, own)
 
         return deal_rows, examples
 
@@ -125,106 +163,205 @@ class Input:
         """Begins to read; ``unit`` batches at once where that is not 0."""
         self.unit = unit
         if unit:
-            self.iterator = Units(self.dataset, unit)
+            self.iterator = StackedBatches(self.dataset, unit)
         else:
             self.iterator = iter(read_ahead(self.dataset, for_long=True))
 
     def begin_anew(self) -> None:
         """Reads the data from their start, by another iterator."""
         with drawing_from(global_seed_generator()):
-            self.dataset, self.reader = self.source.make(), self.source.reader
+            self.dataset, self.reader = self.make()
         self.begin(self.unit)
 
     def skip(self, examples: int) -> None:
         """Reads and drops so many examples: the way to a position that could not be saved."""
-        if self.source.whole:
-            steps = examples // self.shape.batch * self.shape.shares
-            _skip_elements(self.iterator, tf.constant(steps, tf.int64))
-        else:
-            _skip_rows(self.iterator, tf.constant(examples, tf.int64))
+        per_element = self.shape.batch // self.shape.shares if self.whole else None
+
+        def drop(done: tf.Tensor) -> tuple[tf.Tensor]:
+            element = next(self.iterator)
+            return (done + tf.cast(per_element or count_rows(element), tf.int64),)
+
+        @tf.function(autograph=False)
+        def drop_all(number: tf.Tensor) -> None:
+            tf.while_loop(lambda done: done < number, drop, (tf.constant(0, tf.int64),))
+
+        drop_all(tf.constant(examples, tf.int64))
         if self.reader is not None:
             self.reader.note_used(examples)
 
+    # ---- What the hooks return -------------------------------------------------------------
 
-def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> tuple[Any, ...]:
-    """Returns the fields of a ``Share``, each with a value for each replica of this process."""
-    names = [field.name for field in dataclasses.fields(Share)]
-    fields = [[getattr(share, name) for share in shares] for name in names]
-    return tuple(None if one[0] is None else distribute(strategy, one) for one in fields)
+    def call_hooks(self) -> tf.data.Dataset:
+        """Returns what the hooks of the data return."""
+        sizes = {
+            "per_replica_batch_size": self.per_replica_batch_size,
+            "global_batch_size": self.shape.batch,
+            "input_context": tf.distribute.InputContext(1, 0, self.shape.replicas),
+        }
+        hooks = self._hooks
+        keras.utils.set_random_seed(self._config.seed)
+        made = hooks.create_dataset(**sizes)
+        self._read = open_reader(
+            hooks.create_dataset, made, lambda: hooks.create_dataset(**sizes), self._read
+        )
+        if self._read is not None:
+            made = self._read.read_elements(endless=self._own_batches)
+        dataset = check_dataset(hooks.create_dataset, made)
+        if not self._own_batches:
+            return dataset
+        if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
+            dataset = dataset.repeat()
+        return check_dataset(hooks.make_batches, hooks.make_batches(dataset=dataset, **sizes))
+
+    def make(self) -> tuple[tf.data.Dataset, Reader | None]:
+        """Returns the data as they are before anything was read from them.
+
+        Returns:
+            The endless dataset whose elements are global batches, or shares; and the reader that
+            knows its position, if one does.
+        """
+        shape, number = self.shape, self._config.overfit_batches
+        dataset, self._unread = self._unread or self.call_hooks(), None
+        if self._read is not None and not self._own_batches and not number:
+            per_element = shape.batch // shape.shares if self.whole else None
+            return self._read.read_batches(self._make_pass, per_element), self._read
+        dataset = self._make_pass(dataset)
+        if not self.endless:
+            dataset = dataset.repeat()
+        if number:
+            # Kept as they were read first: neither a shuffle nor noise makes others of them.
+            number *= shape.shares if self.whole else 1
+            dataset = dataset.take(number).cache().repeat()
+        return dataset, None
+
+    def _make_pass(self, dataset: tf.data.Dataset, numbered: bool = False) -> tf.data.Dataset:
+        """Returns one pass of global batches, or of shares, of what the hooks returned.
+
+        Args:
+            dataset: what they returned
+            numbered: whether its elements are pairs, the second part of which goes with the first
+        """
+        shape, keeps = self.shape, self._config.keeps_last_batch
+        if self._joins:
+            return dataset.rebatch(shape.batch, drop_remainder=not keeps)
+
+        def pack(*parts: Any) -> Any:
+            return parts if isinstance(dataset.element_spec, tuple) else parts[0]
+
+        def has_size(*parts: Any) -> tf.Tensor:
+            element = pack(*parts)[0] if numbered else pack(*parts)
+            number = self._hooks.count_examples.in_graph(batch=element)
+            size = shape.batch // shape.shares if self.whole else shape.batch
+            return tf.equal(tf.cast(number, tf.int64), size)
+
+        def fix_rows(*parts: Any) -> Any:
+            return tf.nest.map_structure(lambda one: take_rows(one, 0, shape.batch), pack(*parts))
+
+        if not self.whole:
+            return dataset if keeps else dataset.filter(has_size).map(fix_rows)
+        dataset = dataset.filter(has_size)
+        if shape.shares == 1 or self.endless:
+            return dataset
+        groups = dataset.window(shape.shares, drop_remainder=True)
+        return groups.flat_map(lambda *parts: tf.data.Dataset.zip(pack(*parts)))
+
+    def _count_steps(self) -> int | None:
+        """Returns the steps of a pass, if anybody asks for them; they are read if need be."""
+        config, batch = self._config, self.shape.batch
+        if config.overfit_batches:
+            return config.overfit_batches
+        if not config.counts_epochs or self.endless:
+            return None
+        dataset = self.call_hooks()
+        elements, rows = int(dataset.cardinality()), static_rows(dataset.element_spec)
+        if self._joins and rows is not None and elements >= 0:
+            steps = (elements * rows + (batch - 1) * config.keeps_last_batch) // batch
+        else:
+            batches = self._make_pass(dataset)
+            count = batches.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
+            steps = int(count) // (self.shape.shares if self.whole else 1)
+            self._unread = None  # its shuffles have been read from
+        if steps == 0:
+            raise self._hook.reject(describe_shortage(self.count_pass(), batch))
+        return steps
+
+    def count_pass(self) -> int:
+        """Returns how many examples a pass has: read once more, after it had too few."""
+        return sum(int(count_rows(element)) for element in self.call_hooks())
+
+    def _check_rows(self, spec: Any) -> None:
+        """Refuses elements of which it is not clear how many examples they hold."""
+        with scratch_graph("rows").as_default():
+            element = make_placeholders(spec)
+            try:
+                rows = self._hooks.count_examples.in_graph(batch=element)
+            except Exception as error:
+                why = error.__cause__ or error
+                raise self._hook.reject(f"returned elements {describe(element)}: {why}.") from error
+        if rows is None:
+            raise self._hook.reject(
+                "returned single examples, expected batches: use "
+                "dataset.batch(per_replica_batch_size)."
+            )
+
+    def _count_first(self, dataset: tf.data.Dataset) -> int:
+        """Returns how many examples the first element has.
+
+        Raises:
+            SetupError: there is none, or the hooks leave no other way to batch than theirs, and it
+                is neither a share nor a global batch.
+        """
+        shape = self.shape
+        element = next(iter(dataset.take(1)), None)
+        if element is None:
+            raise self._hook.reject(describe_shortage(0, shape.batch))
+        size = int(self._hooks.count_examples.in_graph(batch=element))
+        fits = size * shape.shares == shape.batch or (self._by_rows and size == shape.batch)
+        if not fits and (self._own_batches or not self._by_rows):
+            raise self._hook.reject(
+                f"returned elements of {size} examples, expected per_replica_batch_size, or "
+                f"global_batch_size, {shape.batch}, of which {shape.shares} have equal shares."
+            )
+        return size
 
 
-def take_share(batch: Any, examples: Any, index: Any, shares: int, replicas: int) -> Share:
-    """Returns the rows of one of many shares of a global batch.
+def open_reader(
+    hook: Hook, made: Any, remake: Callable[[], Any], before: Reader | None = None
+) -> Reader | None:
+    """Returns a reader of what a hook made, the same one as before of the same object.
 
-    Args:
-        batch: a structure of tensors, of which each has a row for each example, or is a scalar
-        examples: how many there are; an int where that is fixed, otherwise an int32 tensor
-        index: of the share, an int or an int32 tensor
-        shares: how many there are
-        replicas: to how many of them a micro-batch belongs
+    Returns:
+        None if it is no reader in Python.
+
+    Raises:
+        SetupError: it cannot be read.
     """
-    if shares == 1:
-        return Share(batch)
-    even = isinstance(examples, int) and examples % shares == 0
-    size, more = examples // shares, examples % shares
-    first = index * size  # those with a row more come first, those without any last
-    if not even:
-        first = first + tf.minimum(index, more)
-        size = size + tf.cast(index < more, tf.int32)
-    sure = isinstance(examples, int) and examples >= shares
-    rows = together = None
-    if not even:
-        rows = tf.convert_to_tensor(size)
-        before = index - index % replicas  # shares of earlier micro-batches
-        together = examples // shares * replicas + tf.clip_by_value(more - before, 0, replicas)
-    present = None if sure else tf.convert_to_tensor(size > 0)
-    if not sure:  # a stand-in
-        size = tf.maximum(size, 1)
-        first = tf.minimum(first, examples - size)
-    part = tf.nest.map_structure(lambda tensor: take_rows(tensor, first, size), batch)
-    return Share(part, rows, present, together)
+    if not is_reader(made):
+        return None
+    if before is not None and before.made is made:
+        return before
+    try:
+        return Reader(made, remake)
+    except Exception as error:
+        raise hook.reject(f"reading the data: {brief(error)}") from error
 
 
-def take_rows(tensor: Any, first: Any, size: Any) -> Any:
-    """Returns so many rows of a tensor from ``first`` on; a scalar is that of all rows."""
-    if isinstance(tensor, tf.SparseTensor):
-        start = tf.one_hot(0, tensor.shape.rank, tf.cast(first, tf.int64), dtype=tf.int64)
-        rows = tf.cast(tf.reshape(size, [1]), tf.int64)
-        return tf.sparse.slice(tensor, start, tf.concat([rows, tensor.dense_shape[1:]], 0))
-    if tensor.shape.rank == 0:
-        return tensor
-    part = tensor[first : first + size]
-    if isinstance(size, int) and not isinstance(tensor, tf.RaggedTensor):
-        part = tf.ensure_shape(part, [size, *tensor.shape[1:]])
-    return part
+def check_dataset(hook: Hook, made: Any) -> tf.data.Dataset:
+    """Returns what a hook made.
+
+    Raises:
+        SetupError: it is no dataset.
+    """
+    if not isinstance(made, tf.data.Dataset):
+        what = "nothing" if made is None else f"a {type(made).__name__}"
+        raise hook.reject(f"returned {what}, expected a tf.data.Dataset, or a reader.")
+    return made
 
 
-def _create_counter() -> tf.Variable:
-    with tf.device("CPU:0"):
-        return tf.Variable(0, dtype=tf.int64, trainable=False, name="examples")
-
-
-def first_replica(strategy: tf.distribute.Strategy) -> int:
-    """Returns the number of the first of this process's replicas, among those of all processes."""
-    resolver = strategy.cluster_resolver
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or resolver is None:
-        return 0
-    before = "chief" in resolver.cluster_spec().jobs and resolver.task_type == "worker"
-    return (int(resolver.task_id) + int(before)) * local_replicas(strategy)
-
-
-@tf.function(autograph=False)
-def _skip_elements(iterator: Any, count: tf.Tensor) -> None:
-    def drop(done: tf.Tensor) -> tuple[tf.Tensor]:
-        next(iterator)
-        return (done + 1,)
-
-    tf.while_loop(lambda done: done < count, drop, (tf.constant(0, tf.int64),))
-
-
-@tf.function(autograph=False)
-def _skip_rows(iterator: Any, count: tf.Tensor) -> None:
-    def drop(done: tf.Tensor) -> tuple[tf.Tensor]:
-        return (done + tf.cast(count_rows(next(iterator)), tf.int64),)
-
-    tf.while_loop(lambda done: done < count, drop, (tf.constant(0, tf.int64),))
+def describe_shortage(examples: int, batch: int) -> str:
+    """Says, after the name of the hook, that a pass has less than one global batch."""
+    if not examples:
+        return "returned an empty dataset, or one with fewer examples than its own batches hold."
+    return (
+        f"returned {examples} examples, fewer than one global batch of {batch}; lower --batch-size."
+    )

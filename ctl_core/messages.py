@@ -10,11 +10,11 @@ from pathlib import Path
 import tensorflow as tf
 
 from ctl_core.anomaly import describe_anomaly
-from ctl_core.batches import describe_shortage
 from ctl_core.console import Console, format_evaluation
 from ctl_core.defaults import DIFFER
 from ctl_core.errors import RunError, SetupError
 from ctl_core.files import from_here
+from ctl_core.input import describe_shortage
 from ctl_core.model.variables import trainable_variables
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.state import State
@@ -26,7 +26,7 @@ def last_step(state: State, console: Console) -> int:
     Raises:
         SetupError: epochs are asked for, but the data has no end.
     """
-    config, steps = state.config, state.data.source.steps_per_epoch
+    config, steps = state.config, state.data.steps_per_epoch
     if config.epochs is None:
         assert config.steps is not None
         return config.steps
@@ -143,7 +143,7 @@ def attributed(state: State, step: int) -> Iterator[None]:
         if not hooks.make_batches.is_default:
             raise hooks.make_batches.reject("returned a dataset that ends; repeat it.") from error
         if step == 0:
-            said = describe_shortage(state.data.source.count_pass(), state.data.shape.batch)
+            said = describe_shortage(state.data.count_pass(), state.data.shape.batch)
             raise hooks.create_dataset.reject(said) from error
         said = f"{hooks.create_dataset}: the training data ended after step {step}."
         raise RunError(said) from error

@@ -1,8 +1,8 @@
 """Compiled stretches: many steps as one XLA executable, on batches that are drawn before.
 
 For one replica in one process: the sum over several has to leave the executable. Batches are
-stacked outside of it: small ones by tf.data, in units (units.py), others as they are drawn, one by
-one. The position in the data is that of the last step whatever the length of a stretch.
+stacked outside of it: small ones by tf.data, in units (prefetch.py), others as they are drawn, one
+by one. The position in the data is that of the last step whatever the length of a stretch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ctl_core.compat import GraphWriter
 from ctl_core.input import Input
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.not_finite import nothing, of_step, then
+from ctl_core.prefetch import StackedBatches
 from ctl_core.step import StepResult, no_summaries, train_step
-from ctl_core.units import Units
 
 # What of a step is carried through a loop; all else is returned of one that is not part of it.
 LOSS = frozenset({"loss"})
@@ -56,7 +56,7 @@ def count_stacked_steps(parts: Parts, data: Input) -> int:
 
     That is where gradients are summed over replicas, or batches are not of one dense shape.
     """
-    if not parts.jit_compile or parts.shape.replicas > 1 or data.source.whole:
+    if not parts.jit_compile or parts.shape.replicas > 1 or data.whole:
         return 0
     if parts.shape.batch % parts.shape.accumulate_steps:
         return 0
@@ -142,7 +142,7 @@ def _draw_stack(parts: Parts, data: Input, most: tf.Tensor) -> tuple[Any, tf.Ten
         The batches, stacked; the index of the first to use, an int32 scalar; for how many steps
         they are, an int64 scalar.
     """
-    if isinstance(data.iterator, Units):
+    if isinstance(data.iterator, StackedBatches):
         unit, first, number = data.iterator.take(most)
         return _split(parts, unit), tf.cast(first, tf.int32), number
     limit = count_stacked_steps(parts, data)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from ctl_core.build import create_state
+from ctl_core.build import create_state, process_state
 from ctl_core.callbacks_file import source_of
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.checks.ratio import check_losses
@@ -38,7 +38,6 @@ from ctl_core.model.parts import Moment
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
 from ctl_core.pace import Pace
-from ctl_core.process_state import process_state
 from ctl_core.profile import Clock, Profile
 from ctl_core.run.folder import Run, open_session
 from ctl_core.run.listeners import Listener, find_listener
@@ -170,7 +169,7 @@ class Trainer:
             self.last,
             self._profile.marks,
             bool(state.parts.logged()),
-            state.data.source.steps_per_epoch,
+            state.data.steps_per_epoch,
         )
         if going_on:
             self._check_step(schedule)

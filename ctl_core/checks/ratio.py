@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.batches import count_rows
+from ctl_core.batches import count_rows, first_replica, take_rows
 from ctl_core.checks.returned import split_objectives
 from ctl_core.collectives import Alone
 from ctl_core.compat import drawing_from, global_seed_generator, with_called
 from ctl_core.console import Console
 from ctl_core.forward import compute_loss, run_model
-from ctl_core.input import first_replica, take_rows
 from ctl_core.model.parts import Parts
+from ctl_core.numerics.randomness import seeds_kept
 from ctl_core.numerics.staging import ReplicaCopies
-from ctl_core.process_state import seeds_kept
 from ctl_core.state import State
 
 BATCHES, MOST_ROWS = 3, 64
@@ -95,7 +94,7 @@ def _try_batches(state: State) -> dict[str, np.ndarray]:
             return compute_scalars(state.parts, batch)
 
     parts_of_batches = []
-    for batch in state.data.source.make().take(BATCHES):
+    for batch in state.data.make()[0].take(BATCHES):
         half = min(int(count_rows(batch)), MOST_ROWS) // 2
         if half:
             slices = ((0, 2 * half), (0, half), (half, half))

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.build import create_state
+from ctl_core.build import create_state, process_state
 from ctl_core.checks.devices import Values, check_traces, describe_differences, observe
 from ctl_core.checks.ratio import check_losses
 from ctl_core.cluster.signals import Signals
@@ -30,7 +30,6 @@ from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, brief
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.messages import count_parameters
 from ctl_core.nested import output_names
-from ctl_core.process_state import process_state
 from ctl_core.run.folder import Run, open_session
 from ctl_core.run.listeners import find_listener
 from ctl_core.serving.load import load

@@ -109,6 +109,6 @@ def _is_at_end(run: Run, state: State) -> bool:
         return True
     own = read_file(run.config_file)  # each start of the training writes it
     last, epochs = (own.values.get(name) for name in ("steps", "epochs"))
-    if epochs is not None and state.data.source.steps_per_epoch is not None:
-        last = int(epochs) * state.data.source.steps_per_epoch
+    if epochs is not None and state.data.steps_per_epoch is not None:
+        last = int(epochs) * state.data.steps_per_epoch
     return last is not None and newest.step >= int(last)

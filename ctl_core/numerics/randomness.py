@@ -7,11 +7,16 @@ checkpoints do not reach it.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.task import Task
+from ctl_core.compat import drawing_from, global_seed_generator, seed_of_ops_kept
 
 # What the seeds of two neighbouring replicas differ by; any number that seeds rarely differ by.
 _STRIDE = 1_000_003
@@ -56,3 +61,18 @@ def draws(node: Any) -> bool:
     """Whether a node of a graph that has a ``seed`` draws random numbers."""
     no_dropout = "dropout" in node.attr and node.attr["dropout"].f == 0  # cuDNN's recurrent layers
     return not (no_dropout or node.attr["deterministic"].b)
+
+
+@contextmanager
+def seeds_kept() -> Iterator[None]:
+    """Afterwards, what Python, NumPy, TensorFlow and Keras draw is as if nothing were done within.
+
+    That may set other seeds, and has to, if it draws from TensorFlow or Keras.
+    """
+    before = random.getstate(), np.random.get_state()
+    try:
+        with drawing_from(global_seed_generator()), seed_of_ops_kept():
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])

@@ -8,7 +8,7 @@ from typing import Any
 
 from ctl_core.callbacks_file import find_callbacks, load_callbacks
 from ctl_core.console import Console
-from ctl_core.process_state import seeds_kept
+from ctl_core.numerics.randomness import seeds_kept
 from ctl_core.serving.inference import LoadedModel, create_inference
 from ctl_core.serving.restore import CheckpointName, restore_run
 from ctl_core.settings import load_config

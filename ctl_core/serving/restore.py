@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from ctl_core.build import create_state
+from ctl_core.build import create_state, process_state
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.cluster.task import Task
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here
-from ctl_core.process_state import process_state
 from ctl_core.run.folder import Run, open_session
 from ctl_core.run_state.record import Record
 from ctl_core.settings import Config

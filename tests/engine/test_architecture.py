@@ -12,15 +12,14 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    buckets console errors index joining not_finite precision readers.sources reduction saved
-    signals splits table types
+    console data errors joining not_finite precision reduction signals table types
     compat files nested supervisor variables
-    ahead averaging defaults groups learning_rate profile recording settings staging training_mode
-    batch_norm callbacks_file contract freezing listeners process_state rate_schedule selection task
-    units
-    hooks randomness reader record strategy summaries sync
-    anomaly batches checks.position collectives divergence micro_batches pairs returned schedule
-    sources vocabularies
+    averaging defaults groups learning_rate prefetch profile recording settings staging
+    training_mode
+    batch_norm callbacks_file contract freezing listeners rate_schedule selection task
+    hooks randomness readers record strategy summaries sync
+    anomaly batches collectives divergence micro_batches pairs returned schedule sources
+    vocabularies
     cli folder input parts
     __main__ metrics state
     forward messages pace position writer

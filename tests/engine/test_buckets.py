@@ -24,18 +24,16 @@ def words() -> tf.data.Dataset:
 
 
 def make_batches(dataset: tf.data.Dataset, global_batch_size: int) -> tf.data.Dataset:
-    length_of = lambda values, _: tf.shape(values)[0]  # noqa: E731
-    return bucket_by_length(dataset, length_of, [4, 7], global_batch_size)
+    return bucket_by_length(dataset, lambda x, _: tf.shape(x)[0], [4, 7], global_batch_size)
 
 
 def test_buckets_of_the_repeated_data(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     """The mean is over the padded length, too: what is padded otherwise trains otherwise."""
+    layer = lambda: keras.layers.Dense(1, "tanh", kernel_initializer="ones")  # noqa: E731
     hooks = make_hooks(
         create_dataset=words,
         make_batches=make_batches,
-        create_model=lambda: keras.Sequential(
-            [keras.Input((None, 1)), keras.layers.Dense(1, "tanh", kernel_initializer="ones")]
-        ),
+        create_model=lambda: keras.Sequential([keras.Input((None, 1)), layer()]),
         create_opt=sgd,
         loss_pre=lambda output, batch: (tf.reduce_mean(output, 1), batch[1]),
     )
@@ -43,5 +41,4 @@ def test_buckets_of_the_repeated_data(train: Train, capsys: pytest.CaptureFixtur
     for steps in (10, 30):
         two = train(hooks, steps=steps, batch_size=8, virtual_devices=2, run_name="two")
     assert_weights(two, one, rtol=1e-5)
-    output = capsys.readouterr().out
-    assert "leaves out" not in output and "reading and dropping" not in output
+    assert "reading and dropping" not in capsys.readouterr().out

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -21,10 +20,7 @@ from ctl_core.errors import SetupError
 from tests.helpers.cases import make_hooks, regression_data, sgd
 from tests.helpers.fixtures import Train
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES, BATCH = 50, 8
-Make = Callable[..., tf.data.Dataset]
 
 
 def ids() -> tf.data.Dataset:
@@ -36,19 +32,6 @@ def kept(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.filter(lambda index: index % 10 != 3)
 
 
-def records(folder: Path) -> list[str]:
-    """Four files of 12 records."""
-    for number in range(4):
-        with tf.io.TFRecordWriter(str(folder / f"{number}.tfrecord")) as writer:
-            for index in range(12):
-                writer.write(str(12 * number + index).encode())
-    return sorted(map(str, folder.glob("*.tfrecord")))
-
-
-def parse(record: tf.Tensor) -> tf.Tensor:
-    return tf.strings.to_number(record, tf.int64)
-
-
 def generated() -> tf.data.Dataset:
     def examples() -> Iterator[int]:
         yield from range(EXAMPLES - 4)
@@ -56,111 +39,74 @@ def generated() -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(examples, output_signature=tf.TensorSpec([], tf.int64))
 
 
-def files(folder: Path, shuffled: bool = False) -> tf.data.Dataset:
-    def read(name: tf.Tensor) -> tf.data.Dataset:
-        dataset = tf.data.TFRecordDataset(name)
-        return dataset.shuffle(12, seed=3) if shuffled else dataset
-
-    names = tf.data.Dataset.from_tensor_slices(records(folder)).shuffle(4, seed=1)
-    return names.interleave(read, cycle_length=2).map(parse)
+def files(folder: Path) -> tf.data.Dataset:
+    """Four files of 12 records, shuffled, and so is what is in them."""
+    for number in range(4):
+        with tf.io.TFRecordWriter(str(folder / f"{number}.tfrecord")) as writer:
+            for index in range(12):
+                writer.write(str(12 * number + index).encode())
+    names = tf.data.Dataset.list_files(str(folder / "*.tfrecord"), seed=1)
+    records = names.interleave(lambda name: tf.data.TFRecordDataset(name).shuffle(12, seed=3), 2)
+    return records.map(lambda record: tf.strings.to_number(record, tf.int64))
 
 
 PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
     "a filter after a shuffle": lambda _: kept(ids().shuffle(30, seed=1)),
     "a shuffle without a seed": lambda _: kept(ids()).shuffle(30),
     "two shuffles": lambda _: kept(ids().shuffle(20, seed=1)).shuffle(30, seed=2),
-    "records": lambda folder: files(folder).shuffle(20, seed=2),
-    "shuffled files interleaved": lambda folder: files(folder, shuffled=True),
+    "shuffled files interleaved": files,
     "a generator": lambda _: generated().shuffle(20, seed=2),
     "a cache before a shuffle": lambda _: kept(ids()).cache().shuffle(30, seed=1),
     "a cache after a shuffle": lambda _: kept(ids().shuffle(30, seed=1)).cache(),
     "a length that depends on the pass": lambda _: kept(ids().shuffle(50, seed=1).take(30)),
     "shuffled batches cut up": lambda _: ids().shuffle(50, seed=1).batch(7).unbatch(),
+    "prefetched batches cut up": lambda _: ids().shuffle(9, seed=1).batch(20).prefetch(2).unbatch(),
+    "random numbers": lambda _: tf.data.Dataset.zip(
+        ids().shuffle(9), tf.data.Dataset.random(seed=3, rerandomize_each_iteration=True)
+    ).map(lambda index, number: (index + number) % EXAMPLES),
+    "a mixture": lambda _: tf.data.Dataset.sample_from_datasets(
+        [ids().shuffle(9), ids()], rerandomize_each_iteration=True
+    ),
 }
-
-
-def trained_on(seen: list[Any], make: Make, **hooks: Any) -> SimpleNamespace:
-    """Hooks that write down the ids of each step's examples."""
-    inputs, target = (tf.constant(part[:EXAMPLES]) for part in regression_data())
-
-    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        dataset = make(per_replica_batch_size)
-        return dataset.map(
-            lambda index: (tf.gather(inputs, index), tf.gather(target, index), index)
-        )
-
-    return make_hooks(
-        **{
-            "create_dataset": create_dataset,
-            "create_opt": sgd,
-            "input_pre": lambda batch: batch[0],
-            "loss_pre": lambda output, batch: (output, batch[1]),
-            "every_steps": {1: lambda batch: seen.append(batch[2].numpy().tolist())},
-            **hooks,
-        }
-    )
-
-
-def plain_loop(make: Make, steps: int) -> list[list[int]]:
-    """The ids of the steps of a plain loop; a pass ends with its last whole batch."""
-    keras.utils.set_random_seed(0)
-    stream = (element.numpy().tolist() for element in make(BATCH).repeat())
-    batches = (batch for batch in stream if len(batch) == BATCH)
-    return [next(batches) for _ in range(steps)]
-
-
-FIRST = ("a filter after a shuffle", "records", "a generator")  # the others are slow
 
 
 @pytest.mark.parametrize(
     "name",
-    [*FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in PIPELINES if n not in FIRST)],
-)
+    [name if index % 4 == 0 else pytest.param(name, marks=pytest.mark.slow)
+     for index, name in enumerate(PIPELINES)],
+)  # fmt: skip
 def test_the_order_of_a_plain_loop(train: Train, tmp_path: Path, name: str) -> None:
-    """In steps, in epochs, and in parts, of which one ends at a pass's last batch but one."""
+    """In steps, in epochs, and in parts, which end around the ends of passes."""
+    inputs, target = (tf.constant(part[:EXAMPLES]) for part in regression_data())
 
-    def make(batch_size: int) -> tf.data.Dataset:
-        return PIPELINES[name](tmp_path).batch(batch_size)
-
-    expected = plain_loop(make, 12)
-    seen: list[Any] = []
-    train(trained_on(seen, make), steps=12, batch_size=BATCH, run_name="steps")
-    assert seen == expected
-    seen.clear()
-    for steps in (4, 7, 12):
-        train(trained_on(seen, make), steps=steps, batch_size=BATCH, run_name="parts")
-    assert seen == expected
-    seen.clear()
-    for epochs in (1, 2):
-        train(
-            trained_on(seen, make), steps=None, epochs=epochs, batch_size=BATCH, run_name="epochs"
-        )
-    assert len(seen) in (6, 8, 10, 12) and seen == expected[: len(seen)]
-
-
-@pytest.mark.parametrize("name", ["a filter after a shuffle", "two shuffles"])
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_the_same_order_on_two_replicas(
-    train: Train, tmp_path: Path, name: str, accumulate_steps: int
-) -> None:
-    def make(batch_size: int) -> tf.data.Dataset:
-        return PIPELINES[name](tmp_path).batch(batch_size)
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        return PIPELINES[name](tmp_path).batch(per_replica_batch_size).map(
+            lambda index: (tf.gather(inputs, index), tf.gather(target, index), index)
+        )  # fmt: skip
 
     seen: list[Any] = []
-    settings = {"batch_size": BATCH, "virtual_devices": 2, "accumulate_steps": accumulate_steps}
-    for steps in (7, 12):
-        train(trained_on(seen, make), steps=steps, **settings)
-    assert [sorted(step) for step in seen] == [sorted(step) for step in plain_loop(make, 12)]
+    hooks = make_hooks(
+        create_dataset=create_dataset,
+        create_opt=sgd,
+        input_pre=lambda batch: batch[0],
+        loss_pre=lambda output, batch: (output, batch[1]),
+        every_steps={1: lambda batch: seen.append(batch[2].numpy().tolist())},
+    )
 
+    def read(run: str, *ends: int, **settings: Any) -> list[Any]:
+        seen.clear()
+        for steps in ends:
+            train(hooks, batch_size=BATCH, run_name=run, **{"steps": steps, **settings})
+        return list(seen)
 
-def test_repeat_before_a_filter(train: Train) -> None:
-    def make(batch_size: int) -> tf.data.Dataset:
-        return kept(ids().shuffle(30, seed=1).repeat()).batch(batch_size)
-
-    seen: list[Any] = []
-    for steps in (7, 12):
-        train(trained_on(seen, make), steps=steps, batch_size=BATCH)
-    assert seen == plain_loop(make, 12)
+    keras.utils.set_random_seed(0)
+    stream = (element[2].numpy().tolist() for element in create_dataset(BATCH).repeat())
+    batches = (batch for batch in stream if len(batch) == BATCH)  # a pass ends with its last whole
+    expected = [next(batches) for _ in range(14)]
+    assert read("steps", 14) == expected
+    assert read("parts", 4, 5, 6, 7, 11, 14) == expected
+    found = read("epochs", 0, steps=None, epochs=2)
+    assert len(found) >= 6 and found == expected[: len(found)] + found[14:]
 
 
 def test_every_evaluation_reads_the_same(train: Train) -> None:
@@ -173,18 +119,13 @@ def test_every_evaluation_reads_the_same(train: Train) -> None:
 
     keras.utils.set_random_seed(0)
     expected = np.concatenate([x for x, _ in create_eval_dataset(16)]).mean()
-    seen = []
     hooks = make_hooks(
         create_eval_dataset=create_eval_dataset,
         create_metrics=lambda: {"mean": keras.metrics.Mean()},
         metric_pre=lambda batch: (batch[0],),
     )
-    for steps in (2, 4):
-        seen.append(train(hooks, steps=steps, eval_every=1).metrics["mean"])
+    seen = [train(hooks, steps=n, eval_every=1).metrics["mean"] for n in (2, 4)]
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
-
-
-# ---- What is left out -------------------------------------------------------------------------
 
 
 # ---- What counts as examples ------------------------------------------------------------------
@@ -192,44 +133,27 @@ def test_every_evaluation_reads_the_same(train: Train) -> None:
 GRAPHS = 48
 
 
-def graphs(sizes: list[int], labels: int = 4) -> Make:
-    """Batches of graphs: the atoms of all of them one behind the other, which graph each is of."""
+def graph_hooks(sizes: list[int], **hooks: Any) -> Any:
+    """Batches of graphs: the atoms of all one behind the other, and which graph each is of."""
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         def flat(index: tf.Tensor) -> Any:
-            atoms = tf.gather(tf.constant(sizes), index)
-            owner = tf.repeat(tf.range(tf.shape(index)[0]), atoms)
+            owner = tf.repeat(tf.range(tf.shape(index)[0]), tf.gather(tf.constant(sizes), index))
             points = tf.cast(tf.gather(index, owner), tf.float32)[:, None] / GRAPHS
-            return (points, owner), tf.cast(index, tf.float32)[:, None] / GRAPHS, index
+            return (points, owner), tf.cast(index, tf.float32)[:, None] / GRAPHS
 
         dataset = tf.data.Dataset.range(len(sizes))
         return dataset.batch(per_replica_batch_size, drop_remainder=True).map(flat)
 
-    return create_dataset
-
-
-class SumOfAtoms(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
-        self.dense.build((None, 1))
-        self.built = True
-
-    def call(self, inputs: Any) -> tf.Tensor:
-        points, owner = inputs
-        return tf.math.segment_sum(self.dense(points), owner)
-
-
-def graph_hooks(sizes: list[int], **hooks: Any) -> SimpleNamespace:
+    dense = lambda: keras.layers.Dense(1, kernel_initializer="ones")  # noqa: E731
     return make_hooks(
-        **{
-            "create_dataset": graphs(sizes),
-            "create_model": SumOfAtoms,
-            "create_opt": sgd,
-            "input_pre": lambda batch: batch[0],
-            "loss_pre": lambda output, batch: (output, batch[1]),
-            **hooks,
-        }
+        create_dataset=create_dataset,
+        create_eval_dataset=create_dataset,
+        create_model=lambda: keras.Sequential([keras.Input((1,)), dense()]),
+        create_opt=sgd,
+        input_pre=lambda batch: batch[0][0],
+        loss_pre=lambda output, batch: (tf.math.segment_sum(output, batch[0][1]), batch[1]),
+        **hooks,
     )
 
 
@@ -238,52 +162,29 @@ MIXED = [1 + index % 5 for index in range(GRAPHS)]
 UNLUCKY = [1] * 20 + MIXED[20:]
 
 
-def count_labels(batch: Any) -> Any:
-    return tf.shape(batch[1])[0]
-
-
-def test_graphs_without_a_hook_are_refused(train: Train) -> None:
-    with pytest.raises(SetupError) as caught:
-        train(graph_hooks(MIXED), batch_size=4, steps=2)
-    message = str(caught.value)
-    assert "differ in their first dimension" in message and "def count_examples(batch)" in message
-    assert "create_dataset (test_reading.py" in message and "\n" not in message
-
-
-def test_graphs_that_look_like_examples_at_first_are_not_left_out(train: Train) -> None:
-    with pytest.raises(SetupError, match=r"create_dataset.*differ in their first dimension"):
-        train(graph_hooks(UNLUCKY), batch_size=4, steps=12)
+@pytest.mark.parametrize("sizes", [MIXED, UNLUCKY])
+def test_graphs_without_a_hook_are_refused(train: Train, sizes: list[int]) -> None:
+    with pytest.raises(SetupError, match=r"create_dataset \(test_reading.*differ in their first"):
+        train(graph_hooks(sizes), batch_size=4, steps=12)
 
 
 @pytest.mark.parametrize("sizes", [MIXED, UNLUCKY])
 def test_graphs_counted_by_their_labels(train: Train, sizes: list[int]) -> None:
     """One and two replicas, training and evaluation, by hand."""
     kernel, bias, rate = 1.0, 0.0, 0.05
-    index = np.arange(GRAPHS)
-    count = np.array(sizes)
+    count, x = np.array(sizes), np.arange(GRAPHS) / GRAPHS
     for step in range(12):
         own = slice(4 * step, 4 * step + 4)
-        x, n, y = index[own] / GRAPHS, count[own], index[own] / GRAPHS
-        error = n * (x * kernel + bias) - y
-        kernel, bias = (
-            kernel - rate * 2 * (error * n * x).mean(),
-            bias - rate * 2 * (error * n).mean(),
-        )
-    error = count * (index / GRAPHS * kernel + bias) - index / GRAPHS
+        error = 2 * (count * (x * kernel + bias) - x)[own] * count[own]
+        kernel, bias = kernel - rate * (error * x[own]).mean(), bias - rate * error.mean()
+    loss = ((count * (x * kernel + bias) - x) ** 2).mean()
+    hooks = graph_hooks(sizes, count_examples=lambda batch: tf.shape(batch[1])[0])
+    settings = {"batch_size": 4, "steps": 12, "learning_rate": rate}
     for replicas in (1, 2):
-        state = train(
-            graph_hooks(
-                sizes,
-                count_examples=count_labels,
-                create_eval_dataset=graphs(sizes),
-                metric_pre=lambda output, batch: (batch[1], output),
-            ),
-            batch_size=4, steps=12, virtual_devices=replicas, learning_rate=rate,
-            run_name=f"on-{replicas}",
-        )  # fmt: skip
+        state = train(hooks, virtual_devices=replicas, run_name=f"on-{replicas}", **settings)
         found = [float(w.numpy().item()) for w in state.train_model.weights]
         np.testing.assert_allclose(found, [kernel, bias], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(state.metrics["loss"], (error**2).mean(), rtol=1e-5)
+        np.testing.assert_allclose(state.metrics["loss"], loss, rtol=1e-5)
 
 
 def test_leading_dimension() -> None:

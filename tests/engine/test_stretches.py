@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import config
 
-from ctl_core import units
+from ctl_core import prefetch
 from ctl_core.errors import RunError
 from ctl_core.graph import StepFunctions
 from tests.golden.programs import multi_task
@@ -75,7 +75,7 @@ def test_a_run_is_cut_in_the_middle_of_what_is_read_at_once(
     train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Ten steps are: at a resume they are used in part, as a whole, and not begun."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 10 * BATCH * (5 + 1) * 4)
+    monkeypatch.setattr(prefetch, "UNIT_BYTES", 10 * BATCH * (5 + 1) * 4)
     settings = {"batch_size": BATCH, "jit_compile": True}
     whole = train(make_hooks(), steps=23, run_name="whole", **settings)
     assert whole.data.unit == 10

@@ -1,9 +1,10 @@
-"""Batches read many at once: a unit is stacked by tf.data, and used up batch by batch.
+"""Reading ahead: elements while others are used, and batches many at once.
 
-An executable of many steps takes its batches stacked. Drawn one by one, each costs a small model
-more than its step does; stacked by tf.data, they are made while the executable before runs. A
-checkpoint may fall in the middle of a unit: it holds the unit and how much of it is used, beside
-the position of what reads units.
+A prefetch tunes itself. tf.data's tuner, which tunes the other stages, is a thread of each
+iterator, and the iterator's end waits for it, with Python standing still. Where the cores are busy,
+in one case of four that is until the tuner's next turn, which comes after as long a time as the
+iterator has been there, up to a minute. (Seen in TensorFlow 2.21: the thread is woken before it can
+see that it is to end, and waits again.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.ahead import without_tuner
+from ctl_core.compat import tuned_parts
 
 # A unit stands in every checkpoint, and so do those that are read ahead.
 UNIT_BYTES = 2**20
@@ -21,10 +22,32 @@ _AHEAD = 2
 _FEW = 10  # steps: where a unit is for fewer, drawing batches is not what takes the time
 
 
-class Units(tf.Module):  # type: ignore[misc]
-    """An iterator that reads many batches at once.
+def read_ahead(
+    dataset: tf.data.Dataset, for_long: bool, number: int = tf.data.AUTOTUNE
+) -> tf.data.Dataset:
+    """Prepares elements while others are used; without the tuner where that has nothing to do.
 
-    A checkpoint of it holds its exact position: how many of its last unit were drawn, too.
+    Args:
+        dataset: what is read
+        for_long: whether it pays to tune how parallel stages are; if not, they take a fixed number
+            of calls, as many as there are cores, but no more than 16
+        number: of elements; default: as many as the prefetch finds right
+    """
+    tuned = tuned_parts(dataset) - (set() if for_long else {"num_parallel_calls"})
+    if not tuned and dataset.options().autotune.enabled is None:
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        dataset = dataset.with_options(options)
+    return dataset.prefetch(number)
+
+
+class StackedBatches(tf.Module):  # type: ignore[misc]
+    """An iterator that reads many batches at once, a unit, which is used up batch by batch.
+
+    An executable of many steps takes its batches stacked. Drawn one by one, each costs a small
+    model more than its step does; stacked by tf.data, they are made while the executable before
+    runs. A checkpoint may fall in the middle of a unit: it holds the unit and how much of it is
+    used, beside the position of what reads units.
     """
 
     def __init__(self, dataset: tf.data.Dataset, number: int) -> None:
@@ -39,7 +62,7 @@ class Units(tf.Module):  # type: ignore[misc]
         spec = dataset.element_spec
         self._spec = lambda: spec  # unseen: tf.Module would track a dict or a list
         stacked = dataset.batch(number, drop_remainder=True)
-        self._iterator = iter(without_tuner(stacked, for_long=True).prefetch(_AHEAD))
+        self._iterator = iter(read_ahead(stacked, for_long=True, number=_AHEAD))
         with tf.device("CPU:0"):
             self._unit = [
                 tf.Variable(tf.zeros([number, *part.shape], part.dtype), trainable=False)
@@ -47,7 +70,7 @@ class Units(tf.Module):  # type: ignore[misc]
             ]
             self._drawn = tf.Variable(number, dtype=tf.int64, trainable=False, name="drawn")
 
-    def __iter__(self) -> Units:
+    def __iter__(self) -> StackedBatches:
         return self
 
     def __next__(self) -> Any:
