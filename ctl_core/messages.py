@@ -68,7 +68,7 @@ def count_parameters(state: State) -> str:
     return f"{sum(sizes.values()):,} parameters to train"
 
 
-def conclude(state: State, start: int, seconds: float, trained: bool, console: Console) -> None:
+def conclude(state: State, start: int, trained: bool, console: Console) -> None:
     """Says where the time went, in which steps a number was not finite, and how it all ended."""
     if trained:
         console.say(state.clock.summary())
@@ -83,7 +83,7 @@ def conclude(state: State, start: int, seconds: float, trained: bool, console: C
         console.warn(
             f"update_pre turned NaN in gradients into 0 in {noted.zeroed} of {state.step} steps."
         )
-    parts = [f"step {state.step}", f"{state.step - start} steps in {seconds:.1f} s"]
+    parts = [f"step {state.step}", f"{state.step - start} steps in {state.clock.total:.1f} s"]
     if state.metrics:
         parts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
     head = "ended early" if state.ended else "done"

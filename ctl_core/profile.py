@@ -39,9 +39,14 @@ class Clock:
         """Returns the seconds of steps and their hooks."""
         return self.seconds["steps"] + self.seconds["hooks"]
 
+    @property
+    def total(self) -> float:
+        """The seconds since the clock was made."""
+        return time.monotonic() - self._start
+
     def summary(self) -> str:
-        """Says what share of the time since the clock was made went where, in one line."""
-        total = max(time.monotonic() - self._start, 1e-9)
+        """Says in one line what share of the time went where."""
+        total = self.total + 1e-9
         shares = {**self.seconds, "other": max(0.0, total - sum(self.seconds.values()))}
         text = ", ".join(f"{name} {share / total:.0%}" for name, share in shares.items())
         return f"time: {text} of {total:.1f} s"

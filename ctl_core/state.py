@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -29,7 +28,6 @@ class Progress:
 
     Attributes:
         examples: training examples used so far, over all processes
-        done: the keys of ``at_step`` that have run
         evaluated: the step of the last evaluation, or -1
         metrics: values of the last evaluation by name, or {}
         ended: the step to which the run was to go when it was ended early, or None
@@ -40,7 +38,6 @@ class Progress:
     """
 
     examples: int = 0
-    done: set[int] = dataclasses.field(default_factory=set)
     evaluated: int = -1
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     ended: int | None = None
@@ -51,13 +48,12 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the same as a record has it: copies, since hooks go on while it is written."""
-        fields = copy.deepcopy(dataclasses.asdict(self))
-        return {**fields, "done": sorted(self.done)}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
         """Returns what a record has."""
-        return cls(**{**fields, "done": set(fields["done"]), "noted": Noted(**fields["noted"])})
+        return cls(**{**fields, "noted": Noted(**fields["noted"])})
 
 
 def check_hook_state(values: dict[str, Any], where: str) -> None:

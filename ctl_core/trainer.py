@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -159,30 +158,27 @@ class Trainer:
             source: the file of the hooks, of which the run keeps a copy
         """
         state, run, console = self.state, self._run, self._console
-        target = self.last
-        if state.ended:
-            self.last = self.start
-        going_on = self.start < self.last
-        schedule = Schedule(
+        going_on = self.start < self.last and not state.ended
+        last = self.last if going_on else min(self.start, self.last)
+        self._schedule = Schedule(
             state.hooks,
             state.config,
-            self.last,
+            last,
             self._profile.marks,
             bool(state.parts.logged()),
             state.data.steps_per_epoch,
         )
         if going_on:
-            self._check_step(schedule)
+            self._check_step()
         if state.cluster.task.chief and (going_on or not run.config_file.exists()):
             run.listeners.given.append(Pace(state, run.summaries))
             run.open(state.config, self.start, source, self.functions.devices)
             console.listeners = run.listeners
-        announce(state, console, self.start, target)
-        state.clock = Clock()
-        console.start(self.start, self.last, state.clock.training)
-        seconds = time.monotonic()
+        announce(state, console, self.start, self.last)
+        self.last, state.clock = last, Clock()
+        console.start(self.start, last, state.clock.training)
         try:
-            self._loop(schedule)
+            self._loop()
         except Exception:
             self.at_end("failed")
             raise
@@ -193,21 +189,28 @@ class Trainer:
             self.checkpoints.close()
             self._profile.end()
         console.stop()
-        conclude(state, self.start, time.monotonic() - seconds, going_on, console)
+        conclude(state, self.start, going_on, console)
         run.end(name_ending(state))
 
-    def _loop(self, schedule: Schedule) -> None:
-        state, clock = self.state, self.state.clock
-        step, ended = state.step, False
+    def _loop(self) -> None:
+        state, schedule, clock = self.state, self._schedule, self.state.clock
+        step = stop = self.start
+        ended = False
         look_at_rate(state, step, self._console)
-        self._sync_status(step, ended)
-        self._evaluate(step, schedule)
-        self._save(step, schedule)
-        self._profile.at(step)
-        while step < self.last and not self._signal:
+        while True:
+            self._sync_status(step, ended)
+            if step == stop:
+                self._profile.at(step)
+                if step > self.start:
+                    log_metrics(state.parts, self._console, step, *schedule.log_due(step))
+                self._evaluate(step)
+            if step == stop or self.checkpoints.save_requested:
+                self._save(step)
+            if step >= self.last or self._signal:
+                break
             before, stop = step, schedule.next_stop(step)
             with attributed(state, step), clock.time("steps"):
-                step, values = self._advance(step, stop, schedule)
+                step, values = self._advance(step, stop)
             self._run.steps_taken = step - self.start
             state.progress.examples += state.data.count_examples(step - before)
             with clock.time("hooks"):
@@ -216,29 +219,13 @@ class Trainer:
                     hook(step=passed, dev=self.functions.devices, chief=chief)
                 if step == stop:
                     ended = self._run_hooks(step, schedule.due(step), values)
-                    state.progress.done.update(n for n in state.hooks.at_step if n == step)
-            if self._sync_status(step, ended).end:
-                self._end(step, schedule)
-            if step == stop:
-                self._profile.at(step)
-                log_metrics(state.parts, self._console, step, *schedule.log_due(step))
-                self._evaluate(step, schedule)
-            if step == stop or self.checkpoints.save_requested:
-                self._save(step, schedule)
         with clock.time("checkpoints"):
             self.checkpoints.save_if_due(True)
             self.checkpoints.wait()
         self.checkpoints.statistics.average()
         state.stopped_by = self._signal if step < self.last else None
 
-    def _end(self, step: int, schedule: Schedule) -> None:
-        """Makes this step the last one."""
-        if step < self.last:
-            self.state.ended, self.state.progress.ended = True, self.last
-        schedule.end_at(step)
-        self.last = step
-
-    def _advance(self, step: int, stop: int, schedule: Schedule) -> tuple[int, dict[str, Any]]:
+    def _advance(self, step: int, stop: int) -> tuple[int, dict[str, Any]]:
         """Makes a graph call, up to ``stop`` at most; the step that hooks look at is another one.
 
         Nothing comes between: in a cluster, telling the others takes longer than a step.
@@ -246,9 +233,9 @@ class Trainer:
         Returns:
             The step it has come to; and, if that is ``stop``, the values that due hooks name.
         """
-        due = schedule.due(stop)
+        due = self._schedule.due(stop)
         fetches = find_fetches(due)
-        alone = bool(fetches or (schedule.every_step and stop == step + 1))
+        alone = bool(fetches or (self._schedule.every_step and stop == step + 1))
         loops = self.functions.can_loop(fetches) and stop > step + 1
         if steps := min(stop - step - (alone and not loops), self._steps_per_call.limit):
             with self._steps_per_call.timed(steps):
@@ -262,6 +249,8 @@ class Trainer:
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
         """Runs host hooks after a step; returns whether one ends training."""
         state, ended = self.state, False
+        if not due:
+            return ended
         values = {
             "dev": self.functions.devices,
             "optimizer": state.optimizer,
@@ -294,8 +283,12 @@ class Trainer:
         self._signal = status.signal
         return status
 
-    def _sync_status(self, step: int, ended: bool) -> LoopStatus:
+    def _sync_status(self, step: int, ended: bool) -> None:
         """Tells the other processes what this one knows after a graph call; all decide alike.
+
+        Args:
+            step: that was taken last
+            ended: whether it is to be the last of all
 
         Raises:
             RunError: the loss is not finite, and training is to stop there; or the processes
@@ -320,13 +313,17 @@ class Trainer:
         self.checkpoints.save_requested = status.save
         noted = Noted(status.first, status.latest, status.bad, noted.zeroed)
         note_losses(self.state, noted, self.checkpoints.saved_step, self._console)
-        return status
+        if status.end and step < self.last:
+            self.state.ended, self.state.progress.ended = True, self.last
+        if status.end:
+            self.last = step
+            self._schedule.end_at(step)
 
-    def _evaluate(self, step: int, schedule: Schedule) -> None:
+    def _evaluate(self, step: int) -> None:
         """Evaluates, if that is due and not done; what its values decide is decided here."""
         state, progress, average = self.state, self.state.progress, self.state.parts.average
-        due = schedule.evaluation_due(step) and progress.evaluated != step
-        if state.evaluation is None or not due:
+        due = self._schedule.evaluation_due(step) and progress.evaluated != step
+        if not due or state.evaluation is None:
             return
         # Hooks after it see the weights that the metrics are of.
         with average.in_place_of_weights() if average else nullcontext():
@@ -346,24 +343,20 @@ class Trainer:
             self.checkpoints.save_requested |= best_step(progress.best) == step
             if why and step < self.last:
                 self._console.say(f"step {step}: training ends. {why}")
-            ended = why is not None
-            if state.hooks.after_eval:
-                with state.clock.time("hooks"):
-                    said = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
-                ended = self._sync_status(step, ended or said).end
-        if ended:
-            self._end(step, schedule)
+            with state.clock.time("hooks"):
+                ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
+        self._sync_status(step, ended or why is not None)
 
-    def _save(self, step: int, schedule: Schedule) -> None:
+    def _save(self, step: int) -> None:
         """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
         self._run.tell_saved()
-        due = schedule.save_due(step)
+        due = self._schedule.save_due(step)
         if due or self.checkpoints.save_requested:
             with self.state.clock.time("checkpoints"):
                 self.checkpoints.save_if_due(due)
             self._deadlines.saved()
 
-    def _check_step(self, schedule: Schedule) -> None:
+    def _check_step(self) -> None:
         """Traces the graphs that training begins with, so that their hooks are checked before.
 
         Raises:
@@ -371,7 +364,8 @@ class Trainer:
         """
         state = self.state
         try:
-            fetches = find_fetches(schedule.due(self.start + 1)) if schedule.every_step else None
+            due = self._schedule.due(self.start + 1)
+            fetches = find_fetches(due) if self._schedule.every_step else None
             graph = self.functions.trace(fetches).graph
             if state.evaluation is not None:
                 state.evaluation.trace()
@@ -387,11 +381,9 @@ class Trainer:
 
     def at_end(self, reason: str) -> None:
         """Runs the hooks ``at_end``; where training has failed, what they raise is a warning."""
-        state, values = self.state, {"reason": reason, "metrics": dict(self.state.metrics)}
-        if not state.hooks.at_end:
-            return
+        values = {"reason": reason, "metrics": dict(self.state.metrics)}
         try:
-            self._run_hooks(state.step, state.hooks.at_end, values)
+            self._run_hooks(self.state.step, self.state.hooks.at_end, values)
         except Exception as error:
             if reason != "failed":
                 raise
