@@ -41,29 +41,25 @@ def describe(element: Any) -> str:
     return type(element).__name__
 
 
-def is_given(value: Any) -> bool:
-    """Whether a hook has returned anything."""
+def _is_given(value: Any) -> bool:
     return value is not None
 
 
-def is_function(value: Any) -> bool:
-    """Whether a value can be called, and is not still to be made of a class."""
+def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
-def is_optimizer(value: Any) -> bool:
-    """Whether a value applies gradients."""
+def _is_optimizer(value: Any) -> bool:
     return hasattr(value, "apply_gradients") and not isinstance(value, type)
 
 
-def are_optimizers(value: Any) -> bool:
-    """Whether a value is an optimizer, pairs with variables, or a dict of optimizers."""
-    several = isinstance(value, dict) and value and all(map(is_optimizer, value.values()))
-    return bool(several) or is_pairs(value) or is_optimizer(value)
+def _are_optimizers(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_optimizer, value.values()))
+    return is_pairs(value) or _is_optimizer(value)
 
 
-def are_metrics(value: Any) -> bool:
-    """Whether a value is a dict of Keras metrics; ``loss`` is the engine's own."""
+def _are_metrics(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and all(isinstance(name, str) and name != "loss" for name in value)
@@ -71,65 +67,59 @@ def are_metrics(value: Any) -> bool:
     )
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is one number, of Python, NumPy or TensorFlow."""
+def _is_number(value: Any) -> bool:
     if tf.is_tensor(value):
         return value.shape.rank in (0, None) and (value.dtype.is_floating or value.dtype.is_integer)
     return isinstance(value, numbers.Real)
 
 
-def is_count(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     """Whether a value is a whole number, or None, which stands for a single example."""
     whole = value.dtype.is_integer if tf.is_tensor(value) else isinstance(value, numbers.Integral)
-    return value is None or (is_number(value) and whole)
+    return value is None or (_is_number(value) and whole)
 
 
-def is_pair(value: Any) -> bool:
-    """Whether a value is two."""
+def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
-def is_update(value: Any) -> bool:
-    """Whether a value is a list of gradients, and what is displayed."""
-    return is_pair(value) and isinstance(value[0], tuple | list)
+def _is_update(value: Any) -> bool:
+    return _is_pair(value) and isinstance(value[0], tuple | list)
 
 
-def is_saved(value: Any) -> bool:
-    """Whether a value is a checkpoint and its manager."""
+def _is_saved(value: Any) -> bool:
     kinds = (tf.train.Checkpoint, tf.train.CheckpointManager)
-    return is_pair(value) and all(map(isinstance, value, kinds))
+    return _is_pair(value) and all(map(isinstance, value, kinds))
 
 
-def is_objective(value: Any) -> bool:
+def _is_objective(value: Any) -> bool:
     """Whether a value is a loss, an extra loss and variables, perhaps with the loss's parts."""
     if not isinstance(value, tuple | list) or len(value) not in (3, 4):
         return False
-    parts = value[3] if len(value) == 4 else {}
-    return isinstance(value[2], tuple | list) and isinstance(parts, dict)
+    return isinstance(value[2], tuple | list) and (len(value) == 3 or isinstance(value[3], dict))
 
 
-def are_objectives(value: Any) -> bool:
-    """Whether a value is an objective, or a dict of such."""
-    return all(map(is_objective, value.values() if isinstance(value, dict) else [value]))
+def _are_objectives(value: Any) -> bool:
+    return all(map(_is_objective, value.values() if isinstance(value, dict) else [value]))
 
 
 CONTRACT: dict[str, Callable[[Any], bool]] = {
-    "count_examples": is_count,
-    "create_model": is_function,
-    "create_eval_model": is_function,
-    "create_inference_model": is_function,
-    "serve": is_given,
-    "create_loss": is_function,
-    "create_opt": are_optimizers,
-    "create_ckpt": is_saved,
-    "input_pre": is_given,
-    "loss_pre": is_given,
-    "batch_weight": is_number,
-    "grad_pre": are_objectives,
-    "update_pre": is_update,
-    "create_train_metrics": are_metrics,
-    "train_metric_pre": is_given,
-    "create_metrics": are_metrics,
-    "metric_pre": is_given,
-    "eval_pre": is_pair,
+    "count_examples": _is_count,
+    "create_model": _is_function,
+    "create_eval_model": _is_function,
+    "create_inference_model": _is_function,
+    "serve": _is_given,
+    "create_loss": _is_function,
+    "create_opt": _are_optimizers,
+    "create_ckpt": _is_saved,
+    "input_pre": _is_given,
+    "loss_pre": _is_given,
+    "batch_weight": _is_number,
+    "grad_pre": _are_objectives,
+    "update_pre": _is_update,
+    "create_train_metrics": _are_metrics,
+    "train_metric_pre": _is_given,
+    "create_metrics": _are_metrics,
+    "metric_pre": _is_given,
+    "eval_pre": _is_pair,
 }
