@@ -176,14 +176,14 @@ def widths_vary(spec: Any) -> bool:
     return any(part.shape.rank is None or None in part.shape[1:].as_list() for part in dense)
 
 
-def with_rows(spec: Any, rows: int | None) -> Any:
+def with_rows(spec: Any, rows: int | None = None, name: str | None = None) -> Any:
     """Returns a specification of so many rows, of any number for None; a scalar's is as it was."""
-    if not spec.shape.rank:
-        return spec
-    shape = [rows, *spec.shape[1:]]
+    shape = [rows, *spec.shape[1:]] if spec.shape.rank else spec.shape
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return type(spec)(shape, spec.dtype)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    return tf.TensorSpec(shape, spec.dtype, name)
 
 
 def make_placeholders(spec: Any) -> Any:

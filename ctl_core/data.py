@@ -28,11 +28,6 @@ def index_shuffle(examples: int, batch_size: int, seed: int) -> tf.data.Dataset:
     For data in memory: ``index_shuffle(n, b, seed).map(lambda i: tf.gather(images, i))``. A
     ``Dataset.shuffle`` writes its buffer of examples into every checkpoint, this one a number.
 
-    Args:
-        examples: how many examples there are
-        batch_size: how many indices an element holds
-        seed: where the order of the passes starts from
-
     Returns:
         An endless dataset of int64 vectors of shape [batch_size]: pass after pass, each index
         once in each, in another order each time. A batch may run over the end of a pass.
@@ -49,9 +44,6 @@ def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.da
     Returns:
         An endless dataset of pairs: indices, int64 of shape [batch_size], and seeds, int64 of
         shape [batch_size, 2], to use with ``tf.random.stateless_*`` through ``tf.map_fn``.
-
-    Raises:
-        ValueError: there are fewer examples than one batch.
     """
     if not 1 <= batch_size <= examples:
         raise ValueError(f"batch_size must lie between 1 and {examples} examples, got {batch_size}")
@@ -74,9 +66,8 @@ def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.da
 def with_seeds(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
     """Gives each element a seed of its own, for random changes that a resumed run repeats.
 
-    Use it before ``batch``: ``with_seeds(examples, seed).map(lambda x, s: augment(x, s))``. A
-    ``tf.random.uniform`` inside ``map`` keeps a state that no checkpoint can hold. Where the
-    dataset is shuffled, too, shuffle it before.
+    Use it after ``shuffle`` and before ``batch``: ``with_seeds(examples, seed).map(augment)``. A
+    ``tf.random.uniform`` inside ``map`` keeps a state that no checkpoint can hold.
 
     Returns:
         The dataset, repeated without end, as pairs: the element, and an int64 seed of shape [2]
@@ -107,11 +98,8 @@ def bucket_by_length(
             )
 
     The engine cuts a global batch into the replicas' shares: a step has the same examples with the
-    same padding on any number of replicas. (Grouped per replica, the replicas of a step would get
-    batches of different buckets, and which examples meet would depend on their number.)
-
-    Examples that fill no batch of their bucket at the end of a pass are left out, and counted by
-    the engine; to lose none, use it on the repeated dataset, in ``make_batches``.
+    same padding on any number of replicas. Examples that fill no batch of their bucket at the end
+    of a pass are left out; to lose none, use it on the repeated dataset, in ``make_batches``.
 
     Args:
         dataset: single examples, shuffled if they are to be; not sharded by the hook
@@ -183,13 +171,10 @@ def fold_of(keys: Any, folds: int) -> tf.Tensor:
 
     Args:
         keys: strings or whole numbers, of any shape
-        folds: how many there are
+        folds: how many there are, 2 or more
 
     Returns:
         int64, from 0 up to below ``folds``, of the shape of ``keys``.
-
-    Raises:
-        ValueError: keys are of another type, or there are fewer than two folds.
     """
     if folds < 2:
         raise ValueError(f"folds must be 2 or more, got {folds}")

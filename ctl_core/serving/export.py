@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.batches import with_rows
 from ctl_core.errors import SetupError, brief
-from ctl_core.nested import any_number, input_names, structured
+from ctl_core.nested import input_names, structured
 from ctl_core.serving.inference import LoadedModel
 from ctl_core.serving.predict import make_dense
 
@@ -31,7 +32,7 @@ def save_model(model: LoadedModel, folder: Path) -> None:
         OSError, tf.errors.OpError: it cannot be written.
     """
     names = input_names(model.input_spec)
-    spec = {name: any_number(part, name) for name, part in names.items()}
+    spec = {name: with_rows(part, name=name) for name, part in names.items()}
 
     @tf.function(autograph=False, input_signature=[spec])
     def by_name(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.batches import with_rows
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
 from ctl_core.forward import call_made, make_model_input
 from ctl_core.model.parts import Moment, Parts
-from ctl_core.nested import any_number, described, input_names
+from ctl_core.nested import described, input_names
 from ctl_core.numerics.precision import to_float32
 from ctl_core.settings import Config
 from ctl_core.state import State
@@ -157,7 +158,7 @@ def _create(state: State) -> LoadedModel:
     if not signature:
         part = UsedPart(run(of_batch), _element_spec(state))
         signature, to_input = [part.spec], lambda sent: of_batch(part.fill(sent))
-    spec = tf.nest.map_structure(any_number, signature[0])
+    spec = tf.nest.map_structure(with_rows, signature[0])
     function = tf.function(run(to_input), autograph=False, input_signature=[spec])
     traced = function.get_concrete_function()
     if late := [name for name in state.recording.variables if name not in before]:
@@ -182,7 +183,7 @@ def _element_spec(state: State) -> Any:
     """Returns the specification of a batch of what is evaluated, or else of what is trained on."""
     sets = list(state.evaluation.sets.values()) if state.evaluation is not None else []
     element = sets[0].make().element_spec if sets else state.data.share_spec
-    return tf.nest.map_structure(any_number, element)
+    return tf.nest.map_structure(with_rows, element)
 
 
 class UsedPart:
