@@ -104,16 +104,12 @@ def bucket_by_length(
     Args:
         dataset: single examples, shuffled if they are to be; not sharded by the hook
         length_of: called with the parts of an example, returns its length, an integer scalar
-        boundaries: where a bucket ends and the next begins; a length that equals one is in the next
+        boundaries: where a bucket ends and the next begins, increasing; a length that equals one
+            is in the next
         global_batch_size: examples in a batch
         padded_shapes: to what to pad, as of ``Dataset.padded_batch``; default: the longest
         padding_values: with what, as of ``Dataset.padded_batch``; default: 0 or ""
-
-    Raises:
-        ValueError: the boundaries are none, or do not increase.
     """
-    if not boundaries or list(boundaries) != sorted(set(boundaries)):
-        raise ValueError(f"boundaries must increase, got {list(boundaries)}")
     return dataset.bucket_by_sequence_length(
         lambda *example: tf.cast(length_of(*example), tf.int32),
         list(boundaries),
@@ -131,7 +127,7 @@ def hash_of(keys: Any) -> tf.Tensor:
     Raises:
         ValueError: keys are neither strings nor whole numbers.
     """
-    keys = tf.convert_to_tensor(keys, tf.string if isinstance(keys, list) and not keys else None)
+    keys = tf.convert_to_tensor(keys)
     if keys.dtype.is_integer:
         keys = tf.strings.as_string(keys)
     if keys.dtype != tf.string:
@@ -171,11 +167,9 @@ def fold_of(keys: Any, folds: int) -> tf.Tensor:
 
     Args:
         keys: strings or whole numbers, of any shape
-        folds: how many there are, 2 or more
+        folds: how many there are
 
     Returns:
         int64, from 0 up to below ``folds``, of the shape of ``keys``.
     """
-    if folds < 2:
-        raise ValueError(f"folds must be 2 or more, got {folds}")
     return tf.strings.to_hash_bucket_fast(tf.strings.as_string(hash_of(keys)), folds)
