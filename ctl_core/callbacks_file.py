@@ -109,8 +109,12 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
     vars(module)["__source__"] = source.path.read_bytes()
     sys.modules[module.__name__] = module
     code = check_compiles(source)
+    from ctl_core.model.recording import IMPORTED, note_layers  # as late as TensorFlow can be
+
+    IMPORTED.clear()
     try:
-        exec(code, vars(module))
+        with note_layers(IMPORTED):
+            exec(code, vars(module))
     except (Exception, SystemExit) as error:
         raise SetupError(_why(error, source)) from error
     return module

@@ -20,6 +20,25 @@ import tensorflow as tf
 from ctl_core.compat import flatten_layers, written_resources
 from ctl_core.model.variables import plain_variable
 
+IMPORTED: list[weakref.ref[Any]] = []  # the layers that the import of callbacks.py has made
+
+
+@contextlib.contextmanager
+def note_layers(layers: list[weakref.ref[Any]]) -> Iterator[None]:
+    """Adds to a list the layers that are made within, by ``__new__``, which all have."""
+    original = vars(keras.Layer)["__new__"]
+
+    def make(kind: Any, *args: Any, **options: Any) -> Any:
+        layer = original(kind, *args, **options)
+        layers.append(weakref.ref(layer))
+        return layer
+
+    setattr(keras.Layer, "__new__", make)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(keras.Layer, "__new__", original)  # noqa: B010
+
 
 class Recording:
     """The variables, layers and random generators that were created, in their order."""
@@ -74,26 +93,16 @@ class Recording:
 
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:
-        """Notes variables, and layers as Keras makes them: by ``__new__``, which all have."""
-        original = vars(keras.Layer)["__new__"]
-
         def create(make: Callable[..., Any], **values: Any) -> Any:
             variable = make(**values)
             self.add(variable)
             return variable
 
-        def make(kind: Any, *args: Any, **options: Any) -> Any:
-            layer = original(kind, *args, **options)
-            self._layers.append(weakref.ref(layer))
-            return layer
-
         self._open = True
-        setattr(keras.Layer, "__new__", make)  # noqa: B010
         try:
-            with tf.variable_creator_scope(create):
+            with tf.variable_creator_scope(create), note_layers(self._layers):
                 yield
         finally:
-            setattr(keras.Layer, "__new__", original)  # noqa: B010
             self._open = False
 
     def add(self, variable: Any, name: str | None = None) -> None:

@@ -18,6 +18,7 @@ from ctl_core.compat import flatten_layers
 from ctl_core.console import Console
 from ctl_core.errors import SetupError
 from ctl_core.hooks import Hooks
+from ctl_core.model.recording import IMPORTED
 from ctl_core.model.variables import walk
 
 _LEARNING = (
@@ -80,14 +81,17 @@ class Vocabularies:
 
 
 def _find_of_data(hooks: Hooks) -> list[keras.Layer]:
-    """Returns the layers that learn and that hooks which make data enclose or have as globals."""
-    found: dict[int, keras.Layer] = {}
+    """Returns the layers that learn and that hooks which make data can reach.
+
+    Those that they enclose, or have as globals; and all that the import of callbacks.py has made.
+    """
+    items: list[Any] = []
     for function in hooks.data_functions():
         named = getattr(function, "__globals__", {}).values()
-        named = [value for value in named if isinstance(value, keras.Layer)]
-        layers = [layer for item in (*walk(function), *named) for layer in flatten_layers(item)]
-        found |= {id(layer): layer for layer in layers if isinstance(layer, _LEARNING)}
-    return list(found.values())
+        items += [*walk(function), *(value for value in named if isinstance(value, keras.Layer))]
+    items += [layer() for layer in IMPORTED]
+    layers = [layer for item in items for layer in flatten_layers(item)]
+    return list({id(layer): layer for layer in layers if isinstance(layer, _LEARNING)}.values())
 
 
 def _read_learnt(layer: keras.Layer) -> dict[str, Any]:

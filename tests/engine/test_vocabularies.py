@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.callbacks_file import Source, load_callbacks
 from ctl_core.commands import use
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
@@ -112,3 +115,34 @@ def test_a_vocabulary_that_data_are_read_with_must_be_the_same(
     train(hooks(WORDS), steps=4, batch_size=8)
     with pytest.raises(ctl_core.SetupError, match=r"the data are read, .*\(5 entries then, 6"):
         train(hooks(np.append(WORDS, "yellow")), steps=6, batch_size=8)
+
+
+def test_layers_of_data_are_found_wherever_the_import_of_callbacks_makes_them(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a list, and in a module that callbacks.py imports."""
+    file = tmp_path / "callbacks.py"
+    file.write_text(
+        "import words_of_test\nimport tensorflow as tf\n"
+        "from tests.golden.small import *\n"
+        "def create_dataset(per_replica_batch_size):\n"
+        "    x, y = data()\n"
+        "    def number(x, y):\n"
+        "        word = tf.where(x[0] > 0, 'a', 'b')\n"
+        "        return x + tf.cast(words_of_test.layers[0](word), tf.float32), y\n"
+        "    examples = tf.data.Dataset.from_tensor_slices((x, y)).map(number)\n"
+        "    return examples.batch(per_replica_batch_size)\n"
+    )
+
+    def load(words: str) -> Any:
+        text = f"import keras\nlayers = [keras.layers.StringLookup(vocabulary={words})]\n"
+        (tmp_path / "words_of_test.py").write_text(text)
+        monkeypatch.delitem(sys.modules, "words_of_test", raising=False)
+        return load_callbacks(Source(file, file), tmp_path)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    train(load("['a', 'b']"), steps=2)
+    train(load("['a', 'b']"), steps=4)
+    with pytest.raises(ctl_core.SetupError, match=r"StringLookup.*has learnt something else"):
+        train(load("['b', 'a']"), steps=6)
