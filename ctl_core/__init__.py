@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ctl_core.defaults import deferred as deferred
     from ctl_core.defaults import leading_dimension as leading_dimension
     from ctl_core.defaults import nan_to_zero as nan_to_zero
+    from ctl_core.defaults import trackable as trackable
     from ctl_core.defaults import unpack as unpack
     from ctl_core.defaults import weighted as weighted
     from ctl_core.errors import CtlError as CtlError
@@ -60,6 +61,7 @@ _HOME = {
     "replica_id": "collectives",
     "report": "console",
     "show_step": "console",
+    "trackable": "defaults",
     "train": "trainer",
     "trainable_variables": "model.variables",
     "unpack": "defaults",

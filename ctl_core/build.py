@@ -152,14 +152,23 @@ class _Builder:
             self._trace_update(parts)
             parts = self._add_numerics(parts, rate)
             if hooks.create_eval_model is not None:
-                with recording.during("create_eval_model"):
-                    eval_model = hooks.create_eval_model(train_model=parts.train_model)
-                    recording.add_model("create_eval_model", eval_model)
+                eval_model = self._create("create_eval_model", train_model=parts.train_model)
                 parts = dataclasses.replace(parts, eval_model=eval_model)
             with recording.during("create_metrics"):
                 evaluation = create_evaluation(parts, config, recording)
             self._trace_evaluation(parts, evaluation)
-            ckpt, manager = self._create_ckpt(parts, rate)
+            if self.cluster.task.chief:
+                repair_list(self.run.ckpt)
+            ckpt, manager = self._create(
+                "create_ckpt",
+                ckpt_path=str(self.run.ckpt),
+                step=step,
+                lr=rate,
+                optimizer=parts.optimizer,
+                train_model=as_trackable(parts.train_model),
+                train_loss=as_trackable(parts.train_loss),
+            )
+            check_manager(hooks.create_ckpt, manager)
         _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
         recording.fix()
         stacked = count_stacked_steps(parts, self.data)
@@ -179,30 +188,30 @@ class _Builder:
             computed_in=self._find_precisions(),
         )
 
+    def _create(self, name: str, **values: Any) -> Any:
+        """Calls a hook, and records what it creates."""
+        with self.recording.during(name):
+            made = getattr(self.hooks, name)(**values)
+            self.recording.add_model(name, made)
+        return made
+
     def _create_models(self, step: tf.Variable, rate: LearningRate) -> Parts:
         """Calls ``create_model``, ``create_loss`` and ``create_train_metrics``."""
-        hooks, config, recording = self.hooks, self.config, self.recording
-        with recording.during("create_model"):
-            train_model = hooks.create_model(per_replica_batch_size=self.shape.per_replica)
-            recording.add_model("create_model", train_model)
-        with recording.during("create_loss"):
-            train_loss = hooks.create_loss()
-            recording.add_model("create_loss", train_loss)
-        check_loss(hooks.create_loss, train_loss)
-        with recording.during("create_train_metrics"):
-            train_metrics = hooks.create_train_metrics()
-        return Parts(
-            hooks=hooks,
+        size = self.shape.per_replica
+        parts = Parts(
+            hooks=self.hooks,
             strategy=self.strategy,
             shape=self.shape,
-            train_model=train_model,
-            train_loss=train_loss,
+            train_model=self._create("create_model", per_replica_batch_size=size),
+            train_loss=self._create("create_loss"),
             lr=rate,
             step_variable=step,
-            jit_compile=config.jit_compile,
-            notes_losses=config.on_nan != "ignore",
-            train_metrics=train_metrics,
+            jit_compile=self.config.jit_compile,
+            notes_losses=self.config.on_nan != "ignore",
+            train_metrics=self._create("create_train_metrics"),
         )
+        check_loss(self.hooks.create_loss, parts.train_loss)
+        return parts
 
     @contextlib.contextmanager
     def _scratch(self, spec: Any = None) -> Iterator[Any]:
@@ -344,23 +353,6 @@ class _Builder:
                 if one is not None:
                     with self.recording.during("create_metrics"):
                         add_batch(parts, one, batch, None)
-
-    def _create_ckpt(self, parts: Parts, rate: LearningRate) -> tuple[Any, Any]:
-        """Calls ``create_ckpt``."""
-        hook = self.hooks.create_ckpt
-        if self.cluster.task.chief:
-            repair_list(self.run.ckpt)
-        with self.recording.during("create_ckpt"):
-            ckpt, manager = hook(
-                ckpt_path=str(self.run.ckpt),
-                step=parts.step_variable,
-                lr=rate,
-                optimizer=parts.optimizer,
-                train_model=as_trackable(parts.train_model),
-                train_loss=as_trackable(parts.train_loss),
-            )
-        check_manager(hook, manager)
-        return ckpt, manager
 
 
 def repair_list(folder: Path) -> None:

@@ -71,14 +71,10 @@ def _count_rows(tensor: Any) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
-    """Returns inputs, targets and sample weights of a batch as Keras has it: (x, y) or (x, y, w).
-
-    Returns:
-        The three; None for the weights if there are none.
+    """Returns inputs, targets and sample weights, or None, of a batch (x, y) or (x, y, w).
 
     Raises:
-        ValueError: the batch is no pair and no triple, or its third element cannot be weights:
-            floating-point numbers, one per example, of shape [b] or [b, 1].
+        ValueError: the batch is another one, or its third element cannot be weights.
     """
     weight, is_sequence = sample_weight(batch), isinstance(batch, tuple | list)
     if not is_sequence or len(batch) != (2 if weight is None else 3):
@@ -91,14 +87,11 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def sample_weight(batch: Any) -> Any:
-    """Returns the third of a batch's three elements if it can be sample weights, otherwise None."""
-    if not isinstance(batch, tuple | list) or len(batch) != 3:
+    """Returns the third of three elements if that can be sample weights, otherwise None."""
+    weight = batch[2] if isinstance(batch, tuple | list) and len(batch) == 3 else None
+    if not isinstance(weight, tf.Tensor) or not weight.dtype.is_floating:
         return None
-    weight = batch[2]
-    if not isinstance(weight, tf.Tensor | tf.TensorSpec) or not weight.dtype.is_floating:
-        return None
-    rank = weight.shape.rank
-    return weight if rank in (1, None) or (rank == 2 and weight.shape[1] == 1) else None
+    return weight if weight.shape.rank in (1, None) or weight.shape[1:] == [1] else None
 
 
 @tf.autograph.experimental.do_not_convert
@@ -106,10 +99,6 @@ def weighted(loss: Any, batch: Any) -> Any:
     """Returns the loss of each example times its sample weight, if the batch holds weights.
 
     They are the third element of an (x, y, w) batch; of any other batch the loss stays as it is.
-
-    Args:
-        loss: one number per example
-        batch: as the dataset gave it
 
     Raises:
         ValueError: the loss is one number for the whole batch.
@@ -123,9 +112,12 @@ def weighted(loss: Any, batch: Any) -> Any:
             "the loss is one number for the whole batch, which the sample weights in it cannot "
             "weight; return one per example (reduction='none'), or write this hook"
         )
-    if loss.shape.rank not in (1, None):  # refused where the loss is summed
-        return loss
     return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
+
+
+def trackable(**objects: Any) -> dict[str, Any]:
+    """Returns the objects: for a callbacks.py of 0.4, as checkpoints hold whatever they are."""
+    return objects
 
 
 def deferred(hook: Callable[..., None]) -> Callable[..., None]:

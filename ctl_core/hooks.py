@@ -13,7 +13,7 @@ import inspect
 import re
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,9 @@ class Hook:
     spec: Spec
     is_default: bool
 
-    @property
-    def where(self) -> str:
-        """``callbacks.py:12`` for the function's definition, or its module's name."""
-        return where(self.function)
-
     def __str__(self) -> str:
         """The hook as messages name it: ``update_pre (callbacks.py:12)``."""
-        return f"{self.name} ({self.where})"
+        return f"{self.name} ({where(self.function)})"
 
     def reject(self, problem: str) -> SetupError:
         """Returns the error for a hook that cannot work: its name, its line and the problem."""
@@ -114,7 +109,7 @@ class Hook:
 
     def locate(self, frames: Iterable[tuple[str, int]]) -> str:
         """Returns ``update_pre (callbacks.py:14)`` for the last frame in the hook's own file."""
-        return f"{self.name} ({self.line_in(frames) or self.where})"
+        return f"{self.name} ({self.line_in(frames) or where(self.function)})"
 
     def line_in(self, frames: Iterable[tuple[str, int]]) -> str | None:
         """Returns ``callbacks.py:14`` for the last frame in the hook's own file, if any is."""
@@ -143,7 +138,6 @@ def convert_call() -> Any:
     return tf.autograph.to_graph(call_function)
 
 
-HooksByStep = dict[int, tuple[Hook, ...]]
 # In the message of an op that failed: it was one of the data's, since reading had to stop for it.
 READING = re.compile(r"\[\[[^\[\]]*IteratorGetNext(\w*)(?:\}\})?\]\]")
 
@@ -171,8 +165,8 @@ class Hooks:
     turns: tuple[str, ...]
     create_train_metrics: Hook
     train_metric_pre: Hook
-    every_steps: HooksByStep
-    at_step: HooksByStep
+    every_steps: dict[int, tuple[Hook, ...]]
+    at_step: dict[int, tuple[Hook, ...]]
     create_eval_dataset: Hook | None
     create_metrics: Hook
     metric_pre: Hook
@@ -245,26 +239,31 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     for spec in TABLE:
         name = spec.name
 
-        def make_hooks(name: str, value: Any, spec: Spec = spec) -> Iterator[Hook]:
-            for function in value if isinstance(value, list | tuple) else [value]:
-                arguments = read_arguments(spec, name, function, origin)
-                yield Hook(name, function, arguments, common, spec, is_default(name, function))
+        def make_hook(name: str, function: Any, spec: Spec = spec) -> Hook:
+            arguments = read_arguments(spec, name, function, origin)
+            return Hook(name, function, arguments, common, spec, is_default(name, function))
 
         value = getattr(callbacks, name, getattr(defaults, name, None))
         if spec.kind == "names":
             found[name] = tuple(value or ())
         elif spec.kind == "by step":
             found[name] = {
-                step: tuple(make_hooks(f"{name}[{step}]", functions))
+                step: tuple(make_hook(f"{name}[{step}]", one) for one in _list(functions))
                 for step, functions in read_schedule(spec, value, origin).items()
             }
         elif spec.kind == "one or several":
-            found[name] = () if value is None else tuple(make_hooks(name, value))
-        elif value is None and spec.kind != "required" and not hasattr(defaults, name):
+            found[name] = tuple(make_hook(name, one) for one in _list(value))
+        elif value is None and not hasattr(defaults, name):
             found[name] = None
         else:
-            (found[name],) = make_hooks(name, value)
+            found[name] = make_hook(name, value)
     return Hooks(**found), misspelt
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if isinstance(value, list | tuple):
+        return value
+    return [] if value is None else [value]
 
 
 def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:

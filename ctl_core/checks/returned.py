@@ -141,9 +141,8 @@ def check_loss_value(create_loss: Hook, loss: Any, examples: Any) -> tf.Tensor:
     if not fits or not loss.dtype.is_floating:
         raise create_loss.reject(
             f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
-            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); sum or average over the "
-            "other dimensions in create_loss. What the sum is divided by, if not by the examples, "
-            "is for the hook batch_weight to say."
+            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); batch_weight says what it "
+            "is divided by, if not by the number of examples."
         )
     return loss
 
@@ -177,12 +176,11 @@ def split_objectives(
         SetupError: that one is missing.
     """
     named = returned if isinstance(returned, dict) else {objective or "": returned}
-    if objective is not None and objective not in named:
-        raise grad_pre.reject(
-            f"returned the objectives {list(named)} in the turn of '{objective}'."
-        )
-    names = named if objective is None else [objective]
-    return {name: (*named[name], {})[:4] for name in names}
+    if objective is not None:
+        if objective not in named:
+            raise grad_pre.reject(f"returned {list(named)} in the turn of '{objective}'.")
+        named = {objective: named[objective]}
+    return {name: (*values, {})[:4] for name, values in named.items()}
 
 
 def check_update(hook: Hook, update: Any, variables: list[Any]) -> None:

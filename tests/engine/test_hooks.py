@@ -94,23 +94,6 @@ def test_every_hook_may_name_config_and_hparams(train: Train) -> None:
     assert seen == [1.5]
 
 
-def test_variables_without_gradient_are_pointed_out_once(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spare: list[keras.Variable] = []
-
-    def grad_pre(loss: Any, train_model: Any) -> Any:
-        return loss, 0.0, [*train_model.trainable_variables, *spare]
-
-    def create_model() -> keras.Model:
-        spare.append(keras.Variable(1.0, name="spare"))
-        return small_model()
-
-    train(make_hooks(grad_pre=grad_pre, create_model=create_model), steps=3, virtual_devices=2)
-    (said,) = (line for line in capsys.readouterr().out.splitlines() if "not depend on" in line)
-    assert said.startswith("warning: ") and "spare" in said
-
-
 @pytest.mark.parametrize("stub", ["digits.py", "blank.py"])
 def test_the_stubs_show_the_defaults(stub: str, tmp_path: Path) -> None:
     """Also with docstrings and type hints they are the engine's own, which are not converted."""
