@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.example import Example, assert_devices_agree, assert_lives
+from tests.helpers.example import Example, assert_lives
 from tests.helpers.project import Cli, cli
 
 __all__ = ["cli"]
@@ -38,13 +38,7 @@ def test_the_loss_is_that_of_all_pairs_of_views(cli: Cli, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
-    """Each device has half of the views, and has to tell its own from those of both."""
-    assert_devices_agree(Example("contrastive", cli, tmp_path, *SMALL))
-
-
-@pytest.mark.slow
-def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
+def test_lives(cli: Cli, tmp_path: Path) -> None:
     images = np.random.default_rng(0).uniform(size=(5, 8, 8, 1)).astype("float32")
     assert_lives(Example("contrastive", cli, tmp_path, *SMALL), images)
     whole, parts = (tmp_path / f"runs/{name}/neighbours/000006.png" for name in ("whole", "parts"))

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.example import Example, assert_devices_agree, assert_lives
+from tests.helpers.example import Example, assert_lives
 from tests.helpers.project import Cli, cli
 
 __all__ = ["cli"]
@@ -18,12 +18,7 @@ BATCHES = ("--batch-size", "8", "--eval-batch-size", "64")
 
 
 @pytest.mark.slow
-def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
-    assert_devices_agree(Example("diffusion", cli, tmp_path, *SMALL, *BATCHES))
-
-
-@pytest.mark.slow
-def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
+def test_lives(cli: Cli, tmp_path: Path) -> None:
     noise = np.random.default_rng(0).normal(size=(5, 8, 8, 1)).astype("float32")
     example = Example("diffusion", cli, tmp_path, *SMALL, *BATCHES)
     hooks = tmp_path / "callbacks.py"

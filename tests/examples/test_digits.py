@@ -5,20 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from tests.helpers.example import Example, assert_devices_agree, assert_lives
+from tests.helpers.example import Example, assert_lives
 from tests.helpers.project import Cli, cli
 
 __all__ = ["cli"]
 SMALL = ("--hparams.width", "4", "--batch-size", "16", "--limit-eval", "2")
 
 
-def test_weights_do_not_depend_on_devices(cli: Cli, tmp_path: Path) -> None:
-    assert_devices_agree(Example("digits", cli, tmp_path, *SMALL))
-
-
-@pytest.mark.slow
-def test_killed_resumed_and_used_elsewhere(cli: Cli, tmp_path: Path) -> None:
+def test_lives(cli: Cli, tmp_path: Path) -> None:
     images = np.random.default_rng(0).uniform(size=(5, 8, 8, 1)).astype("float32")
     assert_lives(Example("digits", cli, tmp_path, *SMALL), images)

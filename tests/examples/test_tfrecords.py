@@ -16,7 +16,6 @@ import tensorflow as tf
 from tests.helpers.example import (
     EXAMPLES,
     Example,
-    assert_devices_agree,
     assert_lives,
 )
 from tests.helpers.project import Cli, cli
@@ -81,11 +80,6 @@ def pictures(run: Path) -> dict[tuple[str, int], np.ndarray]:
     return found
 
 
-@pytest.mark.slow
-def test_weights_do_not_depend_on_devices(example: Example) -> None:
-    assert_devices_agree(example)
-
-
 def test_splits_and_pictures(example: Example) -> None:
     """Each digit is in one split; what is shown is what was predicted."""
     outcome = example.train("a", "--learning-rate", "0.01", "--steps", "30", "--eval-every", "15")
@@ -123,7 +117,7 @@ def test_splits_and_pictures(example: Example) -> None:
 
 
 @pytest.mark.slow
-def test_killed_resumed_and_used_elsewhere(example: Example) -> None:
+def test_lives(example: Example) -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("uint8")
     assert_lives(example, images, dataset="test")
 

@@ -7,7 +7,6 @@ in the middle of a training.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -20,13 +19,14 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
+from tests.golden.compare import read_checkpoint
+from tests.golden.engine import environment
 from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli, Outcome
 from tests.helpers.rendering import ROOT, TEMPLATE
 
 EXAMPLES = ROOT / "templates" / "examples"
 NATIVE = re.compile(r"[IW]\d{4} ")  # of TensorFlow's own log, which a project's console leaves out
-Numbers = dict[str, np.ndarray]
 
 # Ends the process at step 5, once the checkpoint of step 3 counts.
 KILL = """
@@ -64,7 +64,6 @@ class Example:
     """A project with the hooks and the settings of an example, and small ones of the test.
 
     Attributes:
-        name: of the example
         folder: of the project
     """
 
@@ -77,8 +76,7 @@ class Example:
             folder: tmp_path, where ``cli`` runs
             flags: settings of each training, such as ``"--hparams.width", "4"``
         """
-        self.name, self.folder = name, folder
-        self._cli, self._flags = cli, flags
+        self.folder, self._cli, self._flags = folder, cli, flags
         source = (EXAMPLES / f"{name}.py").read_text()
         (folder / "callbacks.py").write_text(source)
         (folder / "config.yaml").write_text((EXAMPLES / f"{name}.yaml").read_text())
@@ -105,55 +103,41 @@ class Example:
         assert "warning" not in outcome.out, outcome.out
         return outcome
 
-    def numbers(self, run: str, step: int = 6) -> Numbers:
+    def numbers(self, run: str, step: int = 6) -> dict[str, np.ndarray]:
         """All numbers that a checkpoint holds, by name: weights, optimizer, what a hook keeps."""
-        found: Numbers = {}
-        for part in ("", "engine/"):
-            path = self.folder / f"runs/{run}/ckpt/{part}ckpt-{step}"
-            reader = tf.train.load_checkpoint(str(path))
-            types = reader.get_variable_to_dtype_map()
-            found |= {part + n: reader.get_tensor(n) for n in types if types[n] != tf.string}
-        return found
+        found = {
+            f"{part}/{name}": value
+            for part in ("", "engine")
+            for name, value in read_checkpoint(self.folder / "runs" / run, step, part).items()
+        }
+        return {name: value for name, value in found.items() if value.dtype != object}
 
 
-def assert_devices_agree(example: Example, atol: float = 1e-5, steps: int = 6) -> Numbers:
-    """Trains on one device and on two, and compares all that checkpoints hold.
-
-    Args:
-        example: with a batch size that two devices can share
-        atol: as of ``assert_allclose``
-        steps: how many; few where Adam and kinks (ReLU, max pooling) let rounding grow
-
-    Returns:
-        The numbers of one device.
-    """
-    one, two = "one-device", "two-devices"
-    flags = ("--eval-every", "0", "--steps", str(steps))
-    example.train(one, *flags)
-    example.train(two, *flags, "--virtual-devices", "2")
-    found, other = example.numbers(one, steps), example.numbers(two, steps)
-    assert found.keys() == other.keys() and len(found) > 3
-    for name, value in found.items():
-        np.testing.assert_allclose(value, other[name], 1e-4, atol, err_msg=name)
-    return found
-
-
-def assert_lives(example: Example, inputs: Any, dataset: str | None = None) -> None:
+def assert_lives(
+    example: Example, inputs: Any, dataset: str | None = None, atol: float = 1e-5
+) -> None:
     """Trains, evaluates, predicts, exports, loads elsewhere, is killed, and goes on bit for bit.
 
     Args:
-        example: the example
+        example: with a batch size that two devices can share
         inputs: what a client sends, or a dict of such by the names of the signature
         dataset: which of several is predicted
+        atol: how far numbers on two devices may be from those on one after three steps; more would
+            let rounding grow where Adam and kinks (ReLU, max pooling) make much of it
     """
     flags = ("--deterministic",)
-    done = example.train("whole", *flags)
-    assert "done: step 6" in done.out
+    assert "done: step 6" in example.train("whole", *flags).out
+    example.train("two-devices", "--virtual-devices", "2", *flags)
+    one, two = example.numbers("whole", 3), example.numbers("two-devices", 3)
+    assert one.keys() == two.keys() and len(one) > 3
+    for name, value in one.items():
+        np.testing.assert_allclose(value, two[name], 1e-4, atol, err_msg=name)
+
     predict = ["predict"] if dataset is None else ["predict", "--dataset", dataset]
     for command in (["evaluate"], predict, ["export"]):
         example.command(*command, "--run-name", "whole")
-    name = "predictions.npz" if dataset is None else f"predictions-{dataset}.npz"
-    with np.load(example.folder / "runs/whole" / name) as predictions:
+    file = "predictions.npz" if dataset is None else f"predictions-{dataset}.npz"
+    with np.load(example.folder / "runs/whole" / file) as predictions:
         assert predictions.files and all(len(predictions[each]) for each in predictions.files)
     named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
     np.savez(example.folder / "inputs.npz", **named)
@@ -166,13 +150,13 @@ def assert_lives(example: Example, inputs: Any, dataset: str | None = None) -> N
             if tf.as_dtype(value.dtype) == tf.string:
                 value = np.asarray(value).astype("S")
             np.testing.assert_array_equal(found[name], value, err_msg=name)
+
     assert "resuming at step 3" in example.train("parts", *flags).out
     whole, parts = example.numbers("whole"), example.numbers("parts")
     assert whole.keys() == parts.keys()
-    for name, number in whole.items():
-        np.testing.assert_array_equal(number, parts[name], err_msg=name)
-    before = example.numbers("whole", step=3)
-    assert any((before[name] != number).any() for name, number in whole.items() if "_var" in name)
+    for name, value in whole.items():
+        np.testing.assert_array_equal(value, parts[name], err_msg=name)
+    assert any((one[name] != value).any() for name, value in whole.items() if "_var" in name)
 
 
 def _use_elsewhere(example: Example, training: list[str]) -> None:
@@ -180,15 +164,8 @@ def _use_elsewhere(example: Example, training: list[str]) -> None:
     hooks = example.folder / "callbacks.py"
     source = hooks.read_text()
     hooks.write_text(source + KILL)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("CTL_")}
     command = [sys.executable, "-I", "-c", ELSEWHERE, str(ROOT), *training]
-    done = subprocess.run(
-        command,
-        env={**environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"},
-        cwd=example.folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    how: dict[str, Any] = {"cwd": example.folder, "env": environment(), "capture_output": True}
+    done = subprocess.run(command, text=True, check=False, **how)
     hooks.write_text(source)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr

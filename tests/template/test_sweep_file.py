@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import yaml
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from tests.helpers.rendering import EXAMPLES, ROOT, Render, Run
+from tests.helpers.rendering import ROOT, Render
 
 FILE = ROOT / "templates" / "sweeps" / "optuna.py"
 # Saves at each step, and above a rate of 1 waits to be told to end; ends as the engine does. STEPS,
@@ -260,32 +259,3 @@ def test_trainings_killed_ten_times(render: Render, tmp_path: Path) -> None:
         (project / "runs" / name / "metrics.jsonl").read_text() for name in ("whole", "sweep-000")
     ]
     assert lines[0] == lines[1]
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_rendered_on_request(render: Render, run: Run, tmp_path: Path, example: str) -> None:
-    """With its package, for a metric that the example has; linted here, and as users lint."""
-    project = render(tmp_path, sweep="optuna", example=example)
-    text = (project / "sweep.py").read_text()
-    metric = {"tfrecords": "validation/loss", "gan": "frechet"}.get(example, "loss")
-    expected = FILE.read_text()
-    assert text == expected.replace('"loss", False', f'"{metric}", False')
-    run("ruff", "check", "--no-cache", ".", cwd=project)
-    run("ruff", "format", "--check", "--no-cache", ".", cwd=project)
-    metadata = tomllib.loads((project / "pyproject.toml").read_text())
-    assert "optuna>=4.4" in metadata["project"]["dependencies"]
-    assert "sweep.py" in metadata["tool"]["mypy"]["files"]
-    assert "sweep.py" in metadata["tool"]["cruft"]["skip"]
-    assert "python sweep.py" in (project / "README.md").read_text()
-
-
-def test_only_on_request(digits: Path) -> None:
-    """The file itself is not in test_render.py's list either."""
-    for name in ("pyproject.toml", "README.md"):
-        assert not re.search("sweep|optuna", (digits / name).read_text(), re.I), name
-
-
-@pytest.mark.slow
-def test_types(render: Render, run: Run, tmp_path: Path) -> None:
-    project = render(tmp_path, sweep="optuna")
-    run("mypy", "--cache-dir", tmp_path / "cache", cwd=project)

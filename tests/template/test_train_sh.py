@@ -321,24 +321,3 @@ def test_a_run_in_the_background_is_killed_and_goes_on(
     assert steps and len(steps) == len(set(steps)) and text.count("\nstep ") == 0
     result = (project / "training_log.md").read_text()
     assert "- Expected: it learns\n" in result and result.count("stopped at step") == 2
-
-
-@pytest.mark.slow
-def test_smoke_test_of_the_digits_project(digits: Path, run: Run) -> None:
-    """The generated project's own tests pass as they are."""
-    run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=digits)
-
-
-@pytest.mark.slow
-def test_smoke_test_of_a_blank_project(projects: dict[tuple[str, ...], Path], run: Run) -> None:
-    """It fails with one line that names a hook that is still to be written."""
-    project = projects["blank", "cpu", "nowhere", "MIT"]
-    done = run(
-        *[sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"],
-        cwd=project,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout and "During handling" not in done.stdout
-    first, *_ = [line for line in done.stdout.splitlines() if line.startswith("callbacks.py")]
-    assert "create_dataset" in first
