@@ -22,51 +22,41 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden import small
 from tests.golden.compare import read_checkpoint
 from tests.helpers import lean
 
-CALLBACKS = """
+CALLBACKS = (
+    small.CALLBACKS
+    + """
 import json
 import os
 import time
 
-import keras
-import numpy as np
-import tensorflow as tf
-
 from ctl_core import data, report
 
-RANDOM = np.random.default_rng(0)
-IMAGES = RANDOM.normal(size=(203, 6, 6, 1)).astype("float32")
-LABELS = RANDOM.integers(0, 3, 203)
 PLACE = json.loads(os.environ.get("TF_CONFIG") or '{"task": {"index": 0}}')
+create_eval_dataset = small.create_eval_dataset
 
 
 def create_dataset(per_replica_batch_size, config):
-    examples = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(50, seed=config.seed)
+    examples = tf.data.Dataset.from_tensor_slices(small.data()).repeat(2)
+    examples = examples.shuffle(50, seed=config.seed)
 
     def augment(example, seed):
-        image, label = example
-        noise = tf.random.stateless_normal(image.shape, seed)
-        return image + 0.1 * noise, label
+        inputs, target = example
+        return inputs + 0.1 * tf.random.stateless_normal(inputs.shape, seed), target
 
     augmented = data.with_seeds(examples, config.seed).map(augment, num_parallel_calls=2)
     return augmented.batch(per_replica_batch_size)
 
 
-def create_eval_dataset(per_replica_batch_size):
-    return tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(per_replica_batch_size)
-
-
 def create_model():
-    return keras.Sequential([
-        keras.Input((6, 6, 1)), keras.layers.Flatten(), keras.layers.Dense(16, activation="relu"),
-        keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+    return small.model_with(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5))
 
 
-def create_loss():
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-    return lambda loss_input: loss(loss_input[1], loss_input[0])
+def create_opt(lr):
+    return keras.optimizers.Nadam(lr)
 
 
 def halve(lr):
@@ -81,6 +71,7 @@ def slow(step, loss, hparams):
 every_steps = {1: slow}
 at_step = {30: halve, 60: halve}
 """
+)
 SETTINGS = "--batch-size=16 --ckpt-every=7 --eval-every=20 --deterministic"
 PAUSE = "--hparams.pause=0.02"  # so that kills do not all come too late
 

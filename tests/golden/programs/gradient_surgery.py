@@ -7,14 +7,14 @@ out. Each task is an objective, with a head and an optimizer of its own.
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden import small
+from tests.golden.compare import RATE, STEPS, Program, whole_batches
 
 RANDOM = np.random.default_rng(0)
 POINTS = RANDOM.normal(size=(44, 5)).astype("float32")
@@ -22,12 +22,7 @@ TASKS = {
     "sum": POINTS.sum(axis=1, keepdims=True),
     "square": -(POINTS**2).sum(axis=1, keepdims=True),
 }
-
-# ---- callbacks.py -----------------------------------------------------------------------------
-
-
-def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices((POINTS, TASKS)).batch(per_replica_batch_size)
+create_dataset = small.slices((POINTS, TASKS))
 
 
 def create_model() -> keras.Model:
@@ -64,25 +59,21 @@ def update_pre(gradients: Any, objective: str, all_gradients: Any) -> Any:
     return [*projected, *head], gradients
 
 
-# ---- The same as a plain loop -----------------------------------------------------------------
-
-
-def hooks() -> SimpleNamespace:
-    return SimpleNamespace(
-        create_dataset=create_dataset,
-        create_model=create_model,
-        create_loss=lambda: train_loss,
-        create_opt=create_opt,
-        grad_pre=grad_pre,
-        update_pre=update_pre,
-        every_steps={},
-    )
+hooks = functools.partial(
+    small.hooks,
+    create_dataset=create_dataset,
+    create_model=create_model,
+    create_loss=lambda: train_loss,
+    create_opt=create_opt,
+    grad_pre=grad_pre,
+    update_pre=update_pre,
+)
 
 
 @functools.cache
-def train_plainly() -> list[Any]:
+def train_plainly() -> keras.Model:
     model, optimizers, conflicts = create_model(), create_opt(RATE), 0
-    for inputs, target in create_dataset(BATCH).take(5).repeat().take(STEPS):
+    for inputs, target in whole_batches(create_dataset):
         with tf.GradientTape(persistent=True) as tape:
             losses = train_loss((model(inputs), target))
             means = {name: tf.reduce_mean(losses[name]) for name in TASKS}
@@ -101,7 +92,7 @@ def train_plainly() -> list[Any]:
                 projected = [one - share * two for one, two in pairs] + gradients[name][2:]
             optimizers[name].apply(list(map(tf.constant, projected)), find_variables(model, name))
     assert 0 < conflicts < 2 * STEPS
-    return model.weights  # type: ignore[no-any-return]
+    return model
 
 
 PROGRAM = Program(hooks, train_plainly)

@@ -55,20 +55,18 @@ class Block(keras.layers.Layer):
 
 
 class Transformer(keras.Model):
-    """Words and places, two blocks, a number for each word of the vocabulary."""
+    """Words and places, a block, a number for each word of the vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = keras.layers.Embedding(VOCABULARY, WIDTH, "random_normal")
         self.places = keras.layers.Embedding(LONGEST, WIDTH, "random_normal")
-        self.blocks = [Block() for _ in range(2)]
+        self.block = Block()
         self.head = keras.layers.Dense(VOCABULARY, kernel_regularizer=keras.regularizers.L2(0.01))
 
     def call(self, inputs: Any) -> Any:
         x = 20.0 * (self.words(inputs) + self.places(tf.range(tf.shape(inputs)[1])))
-        for block in self.blocks:
-            x = block((x, inputs > 0))
-        return self.head(x)
+        return self.head(self.block((x, inputs > 0)))
 
 
 def create_model() -> keras.Model:

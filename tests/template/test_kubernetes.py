@@ -1,0 +1,65 @@
+"""launch/kubernetes.yaml: it is valid, pods find each other, and what ends one is acted on.
+
+That the engine ends with these codes, and goes on after them, is in tests/golden and tests/engine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+from tests.helpers.rendering import Render
+
+
+@pytest.fixture(scope="module")
+def documents(render: Render, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The documents of the manifest by their kinds."""
+    project = render(tmp_path_factory.mktemp("pods"), launch="kubernetes")
+    manifest: Path = project / "launch" / "kubernetes.yaml"
+    return {one["kind"]: one for one in yaml.safe_load_all(manifest.read_text())}
+
+
+def test_the_manifest_is_valid(documents: dict[str, Any]) -> None:
+    for document in documents.values():
+        kubernetes_validate.validate(document, "1.31", strict=True)
+    wrong = json.loads(json.dumps(documents["Job"]))
+    wrong["spec"]["parallelsim"] = 2
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.31", strict=True)
+
+
+def test_pods_find_each_other(documents: dict[str, Any]) -> None:
+    """By the host names that Kubernetes gives to the pods of an Indexed Job behind a Service."""
+    name, job = documents["Job"]["metadata"]["name"], documents["Job"]["spec"]
+    pod, service = job["template"]["spec"], documents["Service"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    (container,) = pod["containers"]
+    index, place = container["env"]
+    found = json.loads(place["value"].replace(f"$({index['name']})", "1"))
+    hosts = [f"{name}-{number}.{pod['subdomain']}:2222" for number in range(job["completions"])]
+    assert found == {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": 1}}
+    assert job["completions"] == job["parallelism"] == len(hosts)
+    assert job["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"
+
+
+def test_mistakes_end_the_job_and_losses_do_not(documents: dict[str, Any]) -> None:
+    """1 and 2: a hook or setting that fails; 75, 137, 143: others are gone, SIGKILL, SIGTERM."""
+    rules = documents["Job"]["spec"]["podFailurePolicy"]["rules"]
+    codes: dict[int, str] = {}
+    for rule in rules:
+        if "onExitCodes" in rule:
+            assert rule["onExitCodes"]["operator"] == "In"
+            assert rule["onExitCodes"]["containerName"] == "train"
+            codes |= dict.fromkeys(rule["onExitCodes"]["values"], rule["action"])
+    assert codes == {1: "FailJob", 2: "FailJob", 75: "Ignore", 137: "Ignore", 143: "Ignore"}
+    assert {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    } in rules
