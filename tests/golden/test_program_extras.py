@@ -13,7 +13,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import ctl_core
 from tests.golden import compare, engine
@@ -134,6 +133,7 @@ def test_codes_that_replicas_do_not_exchange_are_refused(train: engine.Train, ru
         ctl_core.check(alone, config)
 
 
+@pytest.mark.slow
 def test_codes_that_each_micro_batch_moves_are_pointed_out(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,10 +149,8 @@ def test_a_base_from_a_file_leaves_adapters_as_they_are_created(
     train: engine.Train, tmp_path: Path, suffix: str
 ) -> None:
     """Keras' load_weights would make both matrices of each 0."""
-    own, file = (
-        lora.hooks(create_model=lambda: lora.adapted(lora.create_base())),
-        tmp_path / f"base.{suffix}",
-    )
+    file = tmp_path / f"base.{suffix}"
+    own = lora.hooks(create_model=lambda: lora.adapted(lora.create_base()))
     base = keras.models.load_model(lora.write_base())
     (base.save if suffix == "keras" else base.save_weights)(file)
     settings = {**SETTINGS, "init_from": str(file), "virtual_devices": 2}
@@ -176,21 +174,3 @@ def test_a_part_of_a_loss_is_logged(train: engine.Train, runs: Path) -> None:
     logged = [line["penalty"] for line in lines if line["split"] == "train"]
     np.testing.assert_allclose(logged, wgan_gp.train_plainly()[1], rtol=1e-4)
     assert len(logged) == STEPS
-
-
-CALLBACKS = """
-from tests.golden.programs import recommender
-vars().update(vars(recommender.hooks(recommender.Plain)))
-"""
-
-
-@pytest.mark.slow
-def test_an_export_knows_the_names(train: engine.Train, tmp_path: Path) -> None:
-    state = train(recommender.hooks(recommender.Plain), **{**SETTINGS, "steps": 2})
-    (tmp_path / "callbacks.py").write_text(CALLBACKS)
-    done = engine.command(tmp_path, "export", "--run-name", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
-    served = tf.saved_model.load(str(tmp_path / "runs/run/export/1")).signatures["serving_default"]
-    some = {"user": tf.constant(["user 3", "nobody"]), "item": tf.constant(["item 1", "item 2"])}
-    found = next(iter(served(**some).values()))
-    np.testing.assert_allclose(found, state.train_model(some), rtol=1e-5, atol=1e-6)

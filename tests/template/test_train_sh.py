@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -161,6 +162,14 @@ def test_python_replaces_the_shell(place: Place) -> None:
     process.communicate()
 
 
+def is_running(pid: int) -> bool:
+    """Tells whether a process is there, and is no zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
 def test_in_the_background(place: Place) -> None:
     """In a process group of its own, which goes on when train.sh has ended."""
     env = str(place.make_environment("env"))
@@ -181,7 +190,7 @@ def test_in_the_background(place: Place) -> None:
         assert again == (2, ["train.sh: another process trains runs/a"])
     assert int((run / "pid").read_text()) == pid
     os.kill(pid, signal.SIGTERM)
-    while os.path.exists(f"/proc/{pid}") and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+    while is_running(pid):
         time.sleep(0.02)
     place.set("train", "0")
     assert place.train("--background", "--note", "a b", VENV=env)[0] == 0
@@ -205,21 +214,25 @@ def test_order_of_environments(place: Place) -> None:
     assert (place.project / ".venv").is_dir()
 
 
-def test_first_use_makes_venv(place: Place) -> None:
-    """The second time the stamp says that all is there."""
+def installing(place: Place) -> str:
+    return f"train.sh: installing what pyproject.toml asks for into {place.project}/.venv"
+
+
+def test_it_installs_when_it_has_to(place: Place) -> None:
+    """On first use, when pyproject.toml changes, and when the project moves; not otherwise."""
     assert place.train("--steps", "1") == (0, [installing(place)])
-    assert place.calls() == [
-        place.making(),
-        place.installation(),
-        place.training("--steps", "1"),
-    ]
+    assert place.calls() == [place.making(), place.installation(), place.training("--steps", "1")]
     assert place.train() == (0, [])
     assert place.calls() == [place.training()]
     assert not (place.project / ".venv.lock").exists()
-
-
-def installing(place: Place) -> str:
-    return f"train.sh: installing what pyproject.toml asks for into {place.project}/.venv"
+    pyproject = place.project / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text() + "\n# changed\n")
+    assert place.train()[0] == 0
+    assert place.calls() == [place.installation(), place.training()]
+    place.project = place.project.rename(place.folder / "moved")
+    assert place.train()[0] == 0
+    assert place.calls() == [place.installation(), place.training()]
+    assert place.train() == (0, [])
 
 
 def test_uv_is_used_when_there(place: Place) -> None:
@@ -231,20 +244,6 @@ def test_uv_is_used_when_there(place: Place) -> None:
         [folder, "pip", "install", "--python", ".venv", "--quiet", "--editable", "."],
         place.training(),
     ]
-
-
-def test_changed_requirements_and_moved_project(place: Place) -> None:
-    """.venv is brought up to date when pyproject.toml changes or the project moves."""
-    assert place.train()[0] == 0
-    place.calls()
-    pyproject = place.project / "pyproject.toml"
-    pyproject.write_text(pyproject.read_text() + "\n# changed\n")
-    assert place.train()[0] == 0
-    assert place.calls() == [place.installation(), place.training()]
-    place.project = place.project.rename(place.folder / "moved")
-    assert place.train()[0] == 0
-    assert place.calls() == [place.installation(), place.training()]
-    assert place.train() == (0, [])
 
 
 def test_failed_installation(place: Place) -> None:
@@ -301,23 +300,22 @@ def test_a_run_in_the_background_is_killed_and_goes_on(
     project = tmp_path / "project"
     shutil.copytree(digits, project)
     words = ["--run-name=a", "--steps=100000", "--ckpt-every=100000", "--note=it learns"]
+    folder = project / "runs" / "a"
+    log = folder / "train.log"
     for start in (0, 1):
         run(project / "train.sh", "--background", *words, cwd=project, VENV=sys.prefix)
-        folder = project / "runs" / "a"
-        pid, log = int((folder / "pid").read_text()), folder / "train.log"
+        pid = int((folder / "pid").read_text())
         while log.read_text().count("INFO step ") <= start * 3 or (
             log.read_text().count("to step 100000") <= start
         ):
-            assert Path(f"/proc/{pid}").exists(), log.read_text()
+            assert is_running(pid), log.read_text()
             time.sleep(0.2)
         os.kill(pid, signal.SIGTERM)
-        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+        while is_running(pid):
             time.sleep(0.1)
     text = log.read_text()
     assert text.count("stopped by SIGTERM, saved; goes on") == 2 and "resuming at step" in text
-    steps = [
-        line.split(" INFO ")[1].split()[1] for line in text.splitlines() if "INFO step" in line
-    ]
+    steps = re.findall(r"INFO step (\S+)", text)
     assert steps and len(steps) == len(set(steps)) and text.count("\nstep ") == 0
     result = (project / "training_log.md").read_text()
     assert "- Expected: it learns\n" in result and result.count("stopped at step") == 2
