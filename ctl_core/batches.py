@@ -8,7 +8,7 @@ cases of their own: a run is a function of the data, the seed and the global bat
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -57,8 +57,7 @@ class BatchShape:
         return rows, rows > 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What one replica has of a micro-batch.
 
     Attributes:
@@ -75,16 +74,14 @@ class Share:
 
 
 def take_share(batch: Any, examples: Any, index: Any, shares: int, replicas: int) -> Share:
-    """Returns the rows of one of many shares of a global batch.
-
-    Those with a row more come first, those without any last.
+    """Returns the rows of one of many shares; those with a row more come first.
 
     Args:
         batch: a structure of tensors, of which each has a row for each example, or is a scalar
         examples: how many there are; an int where that is fixed, otherwise an int32 tensor
         index: of the share, an int or an int32 tensor
         shares: how many there are
-        replicas: to how many of them a micro-batch belongs
+        replicas: how many of them make a micro-batch
     """
     if shares == 1:
         return Share(batch)
@@ -110,8 +107,7 @@ def take_share(batch: Any, examples: Any, index: Any, shares: int, replicas: int
 
 def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> tuple[Any, ...]:
     """Returns the fields of a ``Share``, each with a value for each replica of this process."""
-    names = [field.name for field in dataclasses.fields(Share)]
-    fields = [[getattr(share, name) for share in shares] for name in names]
+    fields = map(list, zip(*shares, strict=True))
     return tuple(None if one[0] is None else distribute(strategy, one) for one in fields)
 
 

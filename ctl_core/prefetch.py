@@ -1,11 +1,4 @@
-"""Reading ahead: elements while others are used, and batches many at once.
-
-A prefetch tunes itself. tf.data's tuner, which tunes the other stages, is a thread of each
-iterator, and the iterator's end waits for it, with Python standing still. Where the cores are busy,
-in one case of four that is until the tuner's next turn, which comes after as long a time as the
-iterator has been there, up to a minute. (Seen in TensorFlow 2.21: the thread is woken before it can
-see that it is to end, and waits again.)
-"""
+"""Reading ahead: elements while others are used, and batches many at once."""
 
 from __future__ import annotations
 
@@ -27,10 +20,15 @@ def read_ahead(
 ) -> tf.data.Dataset:
     """Prepares elements while others are used; without the tuner where that has nothing to do.
 
+    A prefetch tunes itself. What tunes the other stages is a thread, for which the iterator's end
+    waits, with Python standing still: where the cores are busy, in one case of four for as long as
+    the iterator has been there, up to a minute. (Seen in TensorFlow 2.21: the thread is woken
+    before it can see that it is to end, and waits again.)
+
     Args:
         dataset: what is read
-        for_long: whether it pays to tune how parallel stages are; if not, they take a fixed number
-            of calls, as many as there are cores, but no more than 16
+        for_long: whether it pays to tune parallel stages; if not, they take a number of calls that
+            is fixed, that of the cores
         number: of elements; default: as many as the prefetch finds right
     """
     tuned = tuned_parts(dataset) - (set() if for_long else {"num_parallel_calls"})
@@ -44,10 +42,9 @@ def read_ahead(
 class StackedBatches(tf.Module):  # type: ignore[misc]
     """An iterator that reads many batches at once, a unit, which is used up batch by batch.
 
-    An executable of many steps takes its batches stacked. Drawn one by one, each costs a small
-    model more than its step does; stacked by tf.data, they are made while the executable before
-    runs. A checkpoint may fall in the middle of a unit: it holds the unit and how much of it is
-    used, beside the position of what reads units.
+    An executable of many steps takes its batches stacked: drawn one by one, each would cost a small
+    model more than its step. A checkpoint may fall in the middle of a unit: it holds the unit and
+    how much of it is used, beside the position of what reads units.
     """
 
     def __init__(self, dataset: tf.data.Dataset, number: int) -> None:
@@ -69,9 +66,6 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
                 for part in tf.nest.flatten(spec)
             ]
             self._drawn = tf.Variable(number, dtype=tf.int64, trainable=False, name="drawn")
-
-    def __iter__(self) -> StackedBatches:
-        return self
 
     def __next__(self) -> Any:
         """Returns the next batch."""

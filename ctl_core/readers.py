@@ -1,9 +1,8 @@
 """Readers in Python, besides tf.data: what a hook returned, read as a dataset, and its position.
 
-The protocol is an iterable, one pass each time, with ``get_state()`` and ``set_state(state)``; the
-next pass, or the rest of this one, begins where the state says. grain has it on its iterators,
-torchdata by the names ``state_dict`` and ``load_state_dict``, and of a PyDataset the state is a
-number of passes and an index. An iterable without a state is read, too.
+The protocol is an iterable, one pass each time, with ``get_state()`` and ``set_state(state)``: the
+rest of this pass, or the next, begins where the state says. grain has it on its iterators,
+torchdata by other names; a PyDataset is given it. An iterable without a state is read, too.
 
 A position is the state before the element that holds the last row used, how many of its rows are
 used, and a checksum of it, by which a reader is found out that does not give the same again. Rows
@@ -252,12 +251,9 @@ def find_methods(owner: Any) -> tuple[str, str] | None:
 
 
 class _Source:
-    """Reads an iterable pass after pass; it, or what ``iter`` makes of it, may have a state.
+    """Reads ``iterator`` pass after pass; it, or what it is made of, may have a state.
 
-    Attributes:
-        iterator: of the pass that is read
-        has_state: whether its position can be saved
-        can_return: whether it can be read again from an earlier position
+    ``can_return`` says whether it can be read again from an earlier position.
     """
 
     def __init__(self, made: Any) -> None:
