@@ -58,22 +58,13 @@ class Console:
         listeners: hear the values that are shown
     """
 
-    def __init__(
-        self,
-        terminal: Terminal | None = None,
-        shown: bool = True,
-        listeners: Listeners | None = None,
-    ) -> None:
-        self.listeners = listeners
-        self._terminal = terminal or Terminal()
-        self._shown = shown
+    def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:
+        self.listeners: Listeners | None = None
+        self._terminal, self._shown = terminal or Terminal(), shown
         self._progress: Progress | None = None
-        self._total = ""
-        self._values = ""
-        self._speed = ""
+        self._step, self._total, self._values, self._speed = 0, "", "", ""
         self._clock: Callable[[], float] = time.monotonic
         self._mark = (math.inf, 0)  # seconds and step from which the speed is measured
-        self._step = 0
         self._drawn_at, self._drawn_step = 0.0, -1
         self._warned: set[str] = set()
 
@@ -110,29 +101,24 @@ class Console:
         if self._shown and self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
             columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
             if self._terminal.width >= NARROW:
-                columns += [BarColumn(bar_width=None), _Values()]
-                columns += [TextColumn("{task.fields[speed]}"), TimeRemainingColumn(compact=True)]
-            else:
-                columns += [_Values()]
-            self._progress = Progress(*columns, console=self._terminal, expand=True)
-            self._progress.add_task("train", total=total, completed=step, values="", speed="")
+                columns += [BarColumn(bar_width=None), TimeRemainingColumn(compact=True)]
+            self._progress = Progress(*columns, _Values(), console=self._terminal, expand=True)
+            self._progress.add_task("train", total=total, completed=step, values="")
             self._progress.start()
 
     def stop(self) -> None:
         """Ends the progress line."""
         if self._progress is not None:
-            self._draw()
+            self._show()
             self._progress.stop()
             self._progress = None
 
     def step(self, step: int) -> None:
         """Shows that a step is done: on the live line, or as a plain line once a second."""
         self._measure(step)
-        since = time.monotonic() - self._drawn_at
-        if self._progress is not None and since >= LIVE_INTERVAL:
-            self._draw()
-        elif self._progress is None and since >= PLAIN_INTERVAL and step != self._drawn_step:
-            self._say_line("")
+        pause = LIVE_INTERVAL if self._progress else PLAIN_INTERVAL
+        if step != self._drawn_step and time.monotonic() - self._drawn_at >= pause:
+            self._show()
 
     def values(self, step: int, split: str, values: dict[str, Any]) -> None:
         """Shows values measured at a step and hands them to the listeners.
@@ -143,7 +129,6 @@ class Console:
             values: scalars by name; of a dict in it, each value is shown as ``name/key``
 
         Raises:
-            TypeError: the step is no whole number.
             ValueError: a value is no scalar.
         """
         step = operator.index(step)
@@ -151,20 +136,16 @@ class Console:
         for name, value in values.items():
             parts = value if isinstance(value, dict) else {"": value}
             for key, part in parts.items():
-                numbers[f"{name}/{key}" if key else name] = _to_scalar(name, part)
+                numbers[f"{name}/{key}".rstrip("/")] = float(np.asarray(part).item())
         if self.listeners is not None:
             self.listeners.tell("values", step, split, numbers)
         text = format_values(numbers)
         self._measure(step)
-        if split != "train":
-            self._say_line(f"{split}: {text}")
-            return
-        self._values = text
-        if self._progress is not None:
-            LOG.info("step %d  %s", step, text)
-            self._draw()
+        if split == "train":
+            self._values = text
+            self._show(text)
         else:
-            self._say_line(text)
+            self._show(f"{split}: {text}", is_live=False)
 
     def _measure(self, step: int) -> None:
         """Notes the step, and how fast the last ones were."""
@@ -174,32 +155,25 @@ class Console:
             self._speed = f"{(step - first) / (now - then):.4g} steps/s"
             self._mark = now, step
 
-    def _draw(self) -> None:
-        assert self._progress is not None
-        self._drawn_at = time.monotonic()
-        task = self._progress.task_ids[0]
-        self._progress.update(task, completed=self._step, values=self._values, speed=self._speed)
-
-    def _say_line(self, text: str) -> None:
+    def _show(self, text: str = "", is_live: bool = True) -> None:
+        """Moves the live line, where there is one and that is wanted; else prints a line."""
         self._drawn_at, self._drawn_step = time.monotonic(), self._step
         parts = [f"step {self._step}{self._total}", text, self._speed]
-        self.say("  ".join(part for part in parts if part))
+        line = "  ".join(part for part in parts if part)
+        if self._progress is None or not is_live:
+            self.say(line)
+            return
+        if text:
+            LOG.info(line)
+        values = f"{self._values}  {self._speed}"
+        self._progress.update(self._progress.task_ids[0], completed=self._step, values=values)
 
     def _print(self, text: str, shown: bool) -> None:
-        if not shown:
-            return
-        if self._terminal.is_terminal:
+        if shown and self._terminal.is_terminal:
             self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
-        else:
+        elif shown:
             # In one piece: another thread may print, too.
             print(f"{text}\n", end="", file=self._terminal.file, flush=True)
-
-
-def _to_scalar(name: str, value: Any) -> float:
-    array = np.asarray(value)
-    if array.size != 1:
-        raise ValueError(f"{name} must be a scalar, got shape {list(array.shape)}")
-    return float(array.item())
 
 
 def format_values(values: Mapping[str, Any]) -> str:
@@ -208,13 +182,7 @@ def format_values(values: Mapping[str, Any]) -> str:
 
 
 def format_evaluation(values: Mapping[str, Any], of: int, step: int) -> str:
-    """Returns the values of an evaluation with its step, where that is another than the run's.
-
-    Args:
-        values: of the evaluation
-        of: the step that it is of
-        step: that the run has come to
-    """
+    """Returns values of an evaluation, with its step where that is not ``step`` of the run."""
     return f"evaluation{f' of step {of}' * (of != step)}: {format_values(values)}"
 
 

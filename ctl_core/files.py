@@ -16,8 +16,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ctl_core.errors import SetupError
-
 
 def from_here(path: str | Path) -> str:
     """Returns a path relative to the current folder where it is inside it, absolute otherwise."""
@@ -76,25 +74,9 @@ def lock_file(file: IO[Any]) -> bool:
     return fcntl is None
 
 
-def is_locked(path: Path) -> bool | None:
-    """Whether a process holds a file; None where there are no locks to tell."""
-    if fcntl is None:
-        return None
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a file; False where there are no locks to tell."""
+    if not path.exists():
         return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    return False
-
-
-def refuse_second(folder: Path) -> SetupError:
-    """Returns what to say of a run that another process is training."""
-    return SetupError(
-        f"{from_here(folder)}: another process is training this run; stop it, or choose another "
-        "run_name."
-    )
+    with path.open("rb") as file:
+        return not lock_file(file)

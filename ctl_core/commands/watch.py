@@ -71,7 +71,7 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
                 listeners.tell("values", step, "watch", values)
                 number += 1
                 continue
-            if held is not False:
+            if held:
                 left_at = math.inf
             elif _is_at_end(run, state) or time.monotonic() - left_at > GRACE:
                 break

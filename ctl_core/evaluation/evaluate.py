@@ -186,18 +186,16 @@ def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Eva
     if config.eval_batch_size is not None:
         per_replica = max(1, config.eval_batch_size // parts.shape.replicas)
 
-    def call(name: str | None = None) -> Any:
+    def call(name: str = "") -> Any:
         with seeds_kept():
             keras.utils.set_random_seed(config.seed)
             made = hook(per_replica_batch_size=per_replica)
-        return made if name is None else made[name]
+        return made[name] if name else made
 
     made = call()
-    if not isinstance(made, dict):
-        return Evaluation(parts, recording, {"": _create_set(parts, config, hook, made, call)})
     sets = {}
-    for name, one in made.items():
-        named = dataclasses.replace(hook, name=f"{hook.name}['{name}']")
+    for name, one in (made if isinstance(made, dict) else {"": made}).items():
+        named = dataclasses.replace(hook, name=f"{hook.name}['{name}']") if name else hook
         sets[name] = _create_set(parts, config, named, one, functools.partial(call, name))
     return Evaluation(parts, recording, sets)
 

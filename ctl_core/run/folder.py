@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import logging
 import platform
@@ -15,27 +14,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl_core import __version__
 from ctl_core.callbacks_file import COPY
 from ctl_core.cluster.task import Task
 from ctl_core.console import LOG, Console, activate
-from ctl_core.errors import CtlError
-from ctl_core.files import (
-    from_here,
-    is_locked,
-    is_stdout,
-    lock_file,
-    refuse_second,
-    written_whole,
-)
+from ctl_core.errors import CtlError, SetupError
+from ctl_core.files import from_here, is_locked, is_stdout, lock_file, written_whole
 from ctl_core.run.listeners import FILE, Listener, Listeners, MetricsFile, TrainingLog
 from ctl_core.run.summaries import Summaries
 from ctl_core.settings import Config, free_name, write_config
 from ctl_core.sources import check_start
-
-_PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "numpy")
 
 
 class _Handler(logging.StreamHandler[TextIO]):
@@ -51,7 +43,7 @@ class Run:
     In a cluster, only the chief writes; the others have a log, worker-1.log and so on.
 
     Attributes:
-        path: runs/NAME
+        path, ckpt, config_file: runs/NAME, its folder of checkpoints, and its settings
         task: this process's place in the cluster
         reading: whether the run is only used, and nothing is written to its folder
         summaries: what TensorBoard shows of it
@@ -83,6 +75,7 @@ class Run:
         """
         name = config.run_name or free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
+        self.ckpt, self.config_file = self.path / "ckpt", self.path / "config.yaml"
         self.task, self.reading = task, reading
         self.steps_taken = self._start = 0
         self.whole: list[tuple[int, Path]] = []
@@ -107,10 +100,13 @@ class Run:
             SetupError: another process is training it.
         """
         if not lock_file(self._log):
-            raise refuse_second(self.path)
+            raise SetupError(
+                f"{self.shown}: another process is training this run; stop it, or choose another "
+                "run_name."
+            )
 
-    def is_held(self) -> bool | None:
-        """Whether a process is training the run; None where there are no locks to tell."""
+    def is_held(self) -> bool:
+        """Whether a process is training the run."""
         return is_locked(self.path / "train.log")
 
     @property
@@ -124,19 +120,9 @@ class Run:
         return from_here(self.path)
 
     @property
-    def ckpt(self) -> Path:
-        """Where checkpoints are kept."""
-        return self.path / "ckpt"
-
-    @property
     def written(self) -> list[Path]:
         """What training writes here, but the log."""
         return [self.path / name for name in ("ckpt", "tb", "config.yaml", "env.json", FILE, COPY)]
-
-    @property
-    def config_file(self) -> Path:
-        """The settings as resolved."""
-        return self.path / "config.yaml"
 
     def open(self, config: Config, step: int, source: bytes | None, devices: Sequence[str]) -> None:
         """Writes config.yaml, and what the run was made with; the listeners begin to hear.
@@ -207,10 +193,7 @@ def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
         ``commit`` is that of the current folder's Git repository and ``dirty`` whether files differ
         from it; both are None where there is none, or where Git takes too long.
     """
-    versions = {"python": platform.python_version(), "ctl_core": __version__}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    packages = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -218,16 +201,16 @@ def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
         "host": platform.node(),
         "system": platform.platform(),
         "devices": list(devices),
-        "versions": versions,
+        "versions": {"python": platform.python_version(), "ctl_core": __version__, **packages},
         "commit": _git("rev-parse", "HEAD"),
         "dirty": None if changes is None else bool(changes),
     }
 
 
 def _git(*arguments: str) -> str | None:
-    command = ["git", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3, check=True)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", *arguments]
+        return subprocess.check_output(
+            command, text=True, timeout=3, stderr=subprocess.DEVNULL
+        ).strip()
+    return None
