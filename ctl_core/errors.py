@@ -99,7 +99,7 @@ def brief(error: BaseException, limit: int = 300) -> str:
 
 def reason(error: Exception) -> str:
     """Says in a few words why a file could not be read or written."""
-    return getattr(error, "strerror", None) or brief(error, 160)
+    return getattr(error, "strerror", None) or brief(error, 400).split("; ")[-1]
 
 
 # ---- Lines of the user's files, which messages name ----------------------------------------------

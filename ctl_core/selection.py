@@ -27,21 +27,16 @@ class Criterion:
     """What is better.
 
     Attributes:
-        setting: the setting that says so, keep_best or early_stop
+        key: what the progress of a run has it under; another criterion begins anew
         metric: a name of an evaluation's values
         highest: whether more is better
         patience: after how many evaluations without a better value training ends; 0: never
     """
 
-    setting: str
+    key: str
     metric: str
     highest: bool
     patience: int = 0
-
-    @property
-    def key(self) -> str:
-        """What the progress of a run has it under; another criterion begins anew."""
-        return f"{self.setting}={self.metric}:{'max' if self.highest else 'min'}"
 
     def judge(self, step: int, values: Mapping[str, float], best: Best) -> str | None:
         """Compares an evaluation with the best so far; a value that is NaN is no better than any.
@@ -80,31 +75,27 @@ def read_criteria(config: Config, names: Sequence[str]) -> list[Criterion]:
     """
     criteria = []
     if config.keep_best:
-        criteria.append(_read("keep_best", config.keep_best, names))
+        criteria.append(_read("keep_best", config.keep_best, 0, names))
     if config.early_stop:
         text, _, patience = config.early_stop.rpartition(":")
-        criterion = _read("early_stop", text, names)
-        criteria.append(dataclasses.replace(criterion, patience=int(patience)))
+        criteria.append(_read("early_stop", text, int(patience), names))
     return criteria
 
 
-def _read(setting: str, text: str, names: Sequence[str]) -> Criterion:
+def _read(setting: str, text: str, patience: int, names: Sequence[str]) -> Criterion:
     metric, _, mode = text.partition(":")
     if metric not in names:
         there = ", ".join(names) or "none, without create_eval_dataset"
         near = nearest(metric, names)
         raise SetupError(f"{setting}: no metric is called {metric!r}{near} (there: {there})")
     words = set(re.split(r"[/_]", metric))
-    if not mode and words & _LOWER:
-        mode = "min"
-    elif not mode and words & _HIGHER:
-        mode = "max"
+    mode = mode or ("min" if words & _LOWER else "max" if words & _HIGHER else "")
     if not mode:
         raise SetupError(
             f"{setting}: say whether {metric} is better when it is higher or lower: {metric}:max "
             f"or {metric}:min."
         )
-    return Criterion(setting, metric, mode == "max")
+    return Criterion(f"{setting}={metric}:{mode}", metric, mode == "max", patience)
 
 
 def best_step(best: Mapping[str, list[float]]) -> int:

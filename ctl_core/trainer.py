@@ -20,7 +20,7 @@ from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.sync import LoopStatus, peers
 from ctl_core.console import Console
-from ctl_core.errors import HookFailed, SetupError, StopTraining, one_line
+from ctl_core.errors import HookFailed, RunError, SetupError, StopTraining
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
 from ctl_core.messages import (
@@ -228,8 +228,6 @@ class Trainer:
     def _advance(self, step: int, stop: int) -> tuple[int, dict[str, Any]]:
         """Makes a graph call, up to ``stop`` at most; the step that hooks look at is another one.
 
-        Nothing comes between: in a cluster, telling the others takes longer than a step.
-
         Returns:
             The step it has come to; and, if that is ``stop``, the values that due hooks name.
         """
@@ -291,10 +289,9 @@ class Trainer:
             ended: whether it is to be the last of all
 
         Raises:
-            RunError: the loss is not finite, and training is to stop there; or the processes
-                differ in what must be the same.
+            RunError: the loss is not finite and ``on_nan`` is stop; or the processes differ.
         """
-        noted, self.functions.noted = self.functions.noted or Noted(), None  # once
+        noted, self.functions.noted = self.functions.noted or Noted(), None
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
             save=self.checkpoints.save_requested or self._deadlines.save_due(),
@@ -384,10 +381,10 @@ class Trainer:
         values = {"reason": reason, "metrics": dict(self.state.metrics)}
         try:
             self._run_hooks(self.state.step, self.state.hooks.at_end, values)
-        except Exception as error:
+        except RunError as error:
             if reason != "failed":
                 raise
-            self._console.warn(f"after a failure: {one_line(error, 300)}")
+            self._console.warn(f"after a failure: {error}")
 
 
 def find_fetches(due: Sequence[Hook]) -> frozenset[str]:

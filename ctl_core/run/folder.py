@@ -63,13 +63,6 @@ class Run:
     ) -> None:
         """Creates the folder and its log, nothing else; only to read, not even these.
 
-        Args:
-            config: the settings
-            task: this process's place in the cluster
-            note: what is expected of the run, for training_log.md
-            reading: whether it is only used
-            listeners: of the user's
-
         Raises:
             SetupError: it cannot begin as ``fork`` or ``init_from`` say.
         """
@@ -131,7 +124,7 @@ class Run:
             config: the settings
             step: how many steps were taken
             source: what is in the file with the hooks, if there is one
-            devices: that this process trains on
+            devices: that the replicas of this process train on
         """
         write_config(config, self.config_file)
         with written_whole(self.path / "env.json") as beside:
@@ -186,12 +179,7 @@ def open_session(run: Run, console: Console) -> Iterator[None]:
 def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
     """Returns versions, commit, host, devices and command line: what env.json holds.
 
-    Args:
-        devices: that the replicas of this process train on
-
-    Returns:
-        ``commit`` is that of the current folder's Git repository and ``dirty`` whether files differ
-        from it; both are None where there is none, or where Git takes too long.
+    ``commit`` and ``dirty`` are of the current folder's Git repository, None where there is none.
     """
     packages = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
     changes = _git("status", "--porcelain", "--untracked-files=no")
