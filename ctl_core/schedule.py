@@ -161,3 +161,43 @@ class ChunkLength:
         fitting = int(steps * TARGET_SECONDS / seconds)
         # Growing fourfold at most, so that one quick call does not lead to a very long one.
         self.limit = max(1, min(fitting, 4 * self.limit, self._most))
+
+
+PARTS = ("steps", "hooks", "evaluation", "checkpoints")
+
+
+class Clock:
+    """Adds up the seconds that each part of the outer loop takes; costs two readings a part.
+
+    Attributes:
+        seconds: by part, of ``PARTS``; tracing counts where it happens, mostly in steps
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._start = time.monotonic()
+
+    @contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        """Adds what happens within to a part, also if it fails."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.monotonic() - start
+
+    def training(self) -> float:
+        """Returns the seconds of steps and their hooks."""
+        return self.seconds["steps"] + self.seconds["hooks"]
+
+    @property
+    def total(self) -> float:
+        """The seconds since the clock was made."""
+        return time.monotonic() - self._start
+
+    def summary(self) -> str:
+        """Says in one line what share of the time went where."""
+        total = self.total + 1e-9
+        shares = {**self.seconds, "other": max(0.0, total - sum(self.seconds.values()))}
+        text = ", ".join(f"{name} {share / total:.0%}" for name, share in shares.items())
+        return f"time: {text} of {total:.1f} s"

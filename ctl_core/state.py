@@ -17,8 +17,8 @@ from ctl_core.model.parts import Parts
 from ctl_core.model.recording import Recording
 from ctl_core.numerics.learning_rate import LearningRate
 from ctl_core.numerics.not_finite import Noted
-from ctl_core.profile import Clock
 from ctl_core.run.listeners import FILE, read_metrics
+from ctl_core.schedule import Clock
 from ctl_core.settings import Config
 
 

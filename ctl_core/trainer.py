@@ -36,11 +36,10 @@ from ctl_core.metrics import log_metrics
 from ctl_core.model.parts import Moment
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
-from ctl_core.pace import Pace
-from ctl_core.profile import Clock, Profile
 from ctl_core.run.folder import Run, open_session
 from ctl_core.run.listeners import Listener, find_listener
-from ctl_core.schedule import MOST_STEPS, ChunkLength, Deadlines, Schedule
+from ctl_core.run.summaries import Pace, Profile
+from ctl_core.schedule import MOST_STEPS, ChunkLength, Clock, Deadlines, Schedule
 from ctl_core.selection import best_step, read_criteria
 from ctl_core.settings import Config
 from ctl_core.start import hold_run, load_initial_weights

@@ -1,19 +1,28 @@
-"""TensorBoard: the values of a run, what its hooks write, and its settings on the HParams page."""
+"""TensorBoard: values, summaries of hooks, settings on the HParams page, pace, profiles."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from tensorboard.plugins.hparams import api as hp
 
 from ctl_core.compat import GraphWriter
+from ctl_core.console import Console
+from ctl_core.files import from_here
+from ctl_core.numerics.learning_rate import rates_used
 from ctl_core.run.listeners import Listener, find_changes
 from ctl_core.settings import flatten
 
+if TYPE_CHECKING:
+    from ctl_core.state import State
+
+# Between two measurements, at least so many seconds.
+PAUSE = 0.1
 # What is written within this many milliseconds goes to the disk at once.
 _TOGETHER = 1000
 # Of the file on the HParams page: one for a run, however often it was started.
@@ -87,3 +96,68 @@ class Summaries(Listener):
         for writer in self._writers.values():
             with contextlib.suppress(tf.errors.OpError):
                 writer.close()
+
+
+class Pace(Listener):
+    """Writes how a run goes to ``tb/train``, whenever values are reported.
+
+    These are ``progress/learning_rate`` (of several objectives ``progress/learning_rate/NAME``),
+    ``progress/steps_per_second`` and ``progress/examples_per_second`` since those before,
+    evaluations and checkpoints left out. They depend on the clock, or are no measurements, and so
+    are not in metrics.jsonl, whose lines are the same whenever a run is resumed.
+    """
+
+    def __init__(self, state: State, summaries: Summaries) -> None:
+        self._state, self._summaries = state, summaries
+        self._written_at = -PAUSE
+        self._busy, self._step, self._examples = 0.0, state.step, state.progress.examples
+
+    def values(self, step: int, split: str, values: dict[str, float]) -> None:
+        """Writes, if that is due."""
+        state, now = self._state, time.monotonic()
+        if state.step == self._step or now - self._written_at < PAUSE:
+            return
+        paces, examples = self._rates(), state.progress.examples
+        busy = state.clock.training()
+        if (taken := busy - self._busy) > 0:
+            paces["steps_per_second"] = (state.step - self._step) / taken
+            paces["examples_per_second"] = (examples - self._examples) / taken
+        self._busy, self._step, self._examples = busy, state.step, examples
+        paces = {f"progress/{name}": value for name, value in paces.items()}
+        self._summaries.values(state.step, "train", paces)
+        self._written_at = now
+
+    def _rates(self) -> dict[str, float]:
+        """Returns the learning rates by name."""
+        rates = rates_used(self._state.parts.lr, self._state.parts.optimizers)
+        return {"learning_rate" + f"/{n}" * bool(n): rate for n, rate in rates.items()}
+
+
+class Profile:
+    """Profiles steps for TensorBoard, which slows them down.
+
+    Attributes:
+        marks: it begins after the first step, and ends after the second; empty: no profile
+    """
+
+    def __init__(self, marks: tuple[int, ...], folder: Path, console: Console) -> None:
+        self.marks = marks
+        self._folder, self._console = folder, console
+        self._running = False
+
+    def at(self, step: int) -> None:
+        """Begins or ends after a step, if it is time."""
+        due = len(self.marks) == 2 and self.marks[0] <= step < self.marks[1]
+        if due and not self._running:
+            tf.profiler.experimental.start(str(self._folder))
+            self._running = True
+        elif not due:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the profile, if it is running, and says where it is."""
+        if self._running:
+            self._running = False
+            tf.profiler.experimental.stop()
+            (start, stop), place = self.marks, from_here(self._folder)
+            self._console.say(f"the profile of the steps after {start} up to {stop} is in {place}")

@@ -12,17 +12,15 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    console data errors joining not_finite precision reduction signals table types
-    compat files nested supervisor variables
-    averaging defaults groups learning_rate prefetch profile recording settings staging
-    training_mode
-    batch_norm callbacks_file contract freezing listeners rate_schedule selection task
-    hooks randomness readers record strategy summaries sync
-    anomaly batches collectives divergence micro_batches pairs returned schedule sources
-    vocabularies
-    cli folder input parts
+    console data errors files joining not_finite precision reduction signals table types
+    compat nested settings supervisor variables
+    averaging callbacks_file defaults groups learning_rate listeners prefetch recording selection
+    staging task training_mode
+    batch_norm contract freezing randomness rate_schedule record strategy summaries sync
+    batches collectives divergence hooks micro_batches readers sources
+    anomaly cli folder input pairs parts returned schedule vocabularies
     __main__ metrics state
-    forward messages pace position writer
+    forward messages position writer
     checkpoint evaluate inference ratio start step
     predict stretches
     build export graph
