@@ -39,15 +39,12 @@ def numerics_checked(wanted: bool) -> Iterator[None]:
 
 
 def describe_anomaly(error: BaseException, hooks: Hooks, ops: Iterable[Any]) -> str | None:
-    """Says in one line which op gave NaN or infinity, and at which of the user's lines it was made.
+    """Says which op gave NaN or infinity: ``NaN from RealDiv (norm/truediv), model.py:24``.
 
     Args:
-        error: what a graph call raised
+        error: what a graph call raised; of one about something else, None is returned
         hooks: of the run
         ops: of such calls
-
-    Returns:
-        ``NaN from RealDiv (norm/truediv), model.py:24``; None if the error is about something else.
     """
     if (found := _FOUND.search(str(error))) is None:
         return None

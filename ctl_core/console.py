@@ -32,14 +32,10 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("ctl_core")
 LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
 
-# A plain line for the step alone, at most so often (seconds): a log is no progress bar.
-PLAIN_INTERVAL = 1.0
-# The live line moves at most so often; hooks may show each of a thousand steps at once.
-LIVE_INTERVAL = 0.1
-# The speed shown is measured over so many seconds at least.
-SPEED_INTERVAL = 0.5
-# Columns of a terminal below which the progress line is only the step and the values.
-NARROW = 60
+PLAIN_INTERVAL = 1.0  # seconds between plain lines for the step alone: a log is no progress bar
+LIVE_INTERVAL = 0.1  # between moves of the live line: hooks may show a thousand steps at once
+SPEED_INTERVAL = 0.5  # that the speed is measured over, at least
+NARROW = 60  # columns of a terminal below which there are only the step and the values
 
 
 class _Values(ProgressColumn):
@@ -81,10 +77,7 @@ class Console:
             self._print(f"warning: {text}", self._shown)
 
     def answer(self, text: str) -> None:
-        """Prints a line for who sits at this process's terminal, also where others are not shown.
-
-        May be called in any thread.
-        """
+        """Prints a line, in any thread, for who sits at this process's terminal."""
         LOG.info(text)
         self._print(text, self._shown or self._terminal.is_terminal)
 
@@ -121,15 +114,9 @@ class Console:
             self._show()
 
     def values(self, step: int, split: str, values: dict[str, Any]) -> None:
-        """Shows values measured at a step and hands them to the listeners.
+        """Shows values of a step, of the split train or eval, and hands them to the listeners.
 
-        Args:
-            step: the step
-            split: train or eval
-            values: scalars by name; of a dict in it, each value is shown as ``name/key``
-
-        Raises:
-            ValueError: a value is no scalar.
+        Of a dict among them, each value is shown as ``name/key``.
         """
         step = operator.index(step)
         numbers: dict[str, float] = {}
@@ -219,9 +206,6 @@ def report(step: int, **values: Any) -> None:
     Args:
         step: the step they belong to
         **values: scalars by name, or dicts of such
-
-    Raises:
-        ValueError: a value is no scalar.
     """
     (_active or Console()).values(step, "train", values)
 

@@ -57,10 +57,9 @@ def _remove(path: Path) -> None:
 
 
 def lock_file(file: IO[Any]) -> bool:
-    """Locks an open file until it is closed or this process ends, in whatever way.
+    """Locks an open file until it is closed or this process ends; False if another one has.
 
-    Returns:
-        Whether it is locked now, and not by another process; where a file system has no locks, too.
+    Where there are no locks, it is taken for locked.
     """
     for _ in range(3 if fcntl else 0):  # who only looks holds it for an instant
         try:

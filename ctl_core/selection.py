@@ -1,8 +1,7 @@
 """What an evaluation decides: whether it is the best so far, and whether training ends early.
 
-Both follow one metric. What they know of it is part of the run's progress, so that a resumed run
-decides as a whole one does: by criterion, the best value, its step, and how many evaluations there
-were since.
+What is known so far is part of the run's progress, so that a resumed run decides as a whole one
+does: by criterion, the best value, its step, and how many evaluations there were since.
 """
 
 from __future__ import annotations
@@ -39,15 +38,9 @@ class Criterion:
     patience: int = 0
 
     def judge(self, step: int, values: Mapping[str, float], best: Best) -> str | None:
-        """Compares an evaluation with the best so far; a value that is NaN is no better than any.
+        """Compares the values of an evaluation with the best so far, which is changed.
 
-        Args:
-            step: it was made after
-            values: by metric
-            best: the progress of all criteria; changed here
-
-        Returns:
-            Why training is to end, or None.
+        A value that is NaN is no better than any. Returns why training is to end, or None.
         """
         value = values[self.metric]
         worst = -math.inf if self.highest else math.inf
@@ -64,11 +57,7 @@ class Criterion:
 
 
 def read_criteria(config: Config, names: Sequence[str]) -> list[Criterion]:
-    """Reads ``keep_best`` and ``early_stop``.
-
-    Args:
-        config: of the run
-        names: of an evaluation's values; none if there is no evaluation
+    """Reads ``keep_best`` and ``early_stop``; ``names`` are those of an evaluation's values.
 
     Raises:
         SetupError: one names no metric, or it is not clear which way is better.

@@ -100,11 +100,9 @@ class Evaluation:
         ]
 
     def passing_variables(self) -> list[tf.Variable]:
-        """Returns the variables that each evaluation begins anew: no checkpoint need hold them.
-
-        Metrics with a ``reset_state`` of their own may keep something.
-        """
+        """Returns the variables that each evaluation begins anew: no checkpoint need hold them."""
         metrics = [metric for one in self.sets.values() for metric in one.passing]
+        # Metrics with a reset_state of their own may keep something.
         reset = [m for m in metrics if type(m).reset_state.__module__.startswith("keras.")]
         return [plain_variable(variable) for metric in reset for variable in metric.variables]
 
@@ -129,9 +127,8 @@ class Evaluation:
                 ends the evaluation early
 
         Returns:
-            The mean loss per example (plus the extra loss) and the metrics by name, see ``names``;
-            None if ended early. With ``batch_weight`` the loss is the mean by what batches weigh,
-            and NaN if that is nothing.
+            The mean loss per example, or by what batches weigh, and the metrics, see ``names``;
+            None if ended early.
         """
         found: dict[str, float] = {}
         for name, one in self.sets.items():
@@ -279,11 +276,7 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
 
 
 def add_batch(parts: Parts, one: EvaluationSet, batch: Any, present: tf.Tensor | None) -> None:
-    """Adds one replica's batch to the metrics and sums of a set.
-
-    Hooks are called in the replica's own graph, where they can exchange values with the other
-    replicas; a stand-in (``present`` is False) must only not count.
-    """
+    """Adds one replica's batch to the metrics and sums of a set; a stand-in counts nowhere."""
     hooks, moment = parts.hooks, Moment()
     output = run_model(parts, moment, batch, training=False)
     loss = compute_loss(parts, moment, batch, output, training=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,11 @@ def errors(model: Any) -> dict[str, float]:
     inputs, target = data()
     difference = model(inputs[-37:], training=False).numpy() - target[-37:]
     return {"loss": float((difference**2).mean()), "error": float(abs(difference).mean())}
+
+
+def read_files(folder: Path) -> dict[Path, bytes]:
+    """What is in the files of a folder, at any depth."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # A project's callbacks.py; what a test adds goes below it.

@@ -211,10 +211,10 @@ def test_an_export_holds_tables_of_the_file_and_of_a_function(
 
 
 def test_evaluate_leaves_a_run_as_it_is(run: Path, command: Command) -> None:
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = small.read_files(run)
     for words, step in (((), 6), (("--checkpoint=4",), 4)):
         outcome = command("evaluate", "--run-name=a", *words)
         error = small.errors(trained(step)[0])["error"]
         assert (outcome.code, outcome.err) == (0, ""), outcome
         assert f"step {step}" in outcome.out and f"error {error:.4g}" in outcome.out
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert small.read_files(run) == before
