@@ -159,14 +159,8 @@ class Trainer:
         state, run, console = self.state, self._run, self._console
         going_on = self.start < self.last and not state.ended
         last = self.last if going_on else min(self.start, self.last)
-        self._schedule = Schedule(
-            state.hooks,
-            state.config,
-            last,
-            self._profile.marks,
-            bool(state.parts.logged()),
-            state.data.steps_per_epoch,
-        )
+        extras = self._profile.marks, bool(state.parts.logged()), state.data.steps_per_epoch
+        self._schedule = Schedule(state.hooks, state.config, last, *extras)
         if going_on:
             self._check_step()
         if state.cluster.task.chief and (going_on or not run.config_file.exists()):
