@@ -15,7 +15,6 @@ from tests.helpers.cases import (
     dropout_model,
     eval_hooks,
     evaluated_by_hand,
-    l2_model,
     make_hooks,
     regression_data,
     sgd,
@@ -76,17 +75,6 @@ def test_the_values_of_a_set_decide(train: Train) -> None:
     state = train(hooks, steps=40, keep_best="b/loss", early_stop="a/error:max:2", **settings)
     best = min(state.history, key=lambda line: line["b/loss"])["step"]
     assert state.ended and (state.run_dir / f"ckpt/best/engine/ckpt-{best}.json").exists()
-
-
-def test_eval_pre_and_regularisation(train: Train) -> None:
-    penalty = float(sum(l2_model().losses))
-    plain = evaluated_by_hand(23)["loss"]
-    hooks = eval_hooks(23, create_model=l2_model)
-    state = train(hooks, steps=0, virtual_devices=2)
-    assert state.metrics["loss"] == pytest.approx(plain + penalty, rel=1e-5)
-    hooks.eval_pre = lambda loss: (3 * loss, 0.0)
-    state = train(hooks, steps=0, run_name="tripled")
-    assert state.metrics["loss"] == pytest.approx(3 * plain, rel=1e-5)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
