@@ -77,6 +77,13 @@ def test_the_values_of_a_set_decide(train: Train) -> None:
     assert state.ended and (state.run_dir / f"ckpt/best/engine/ckpt-{best}.json").exists()
 
 
+def test_eval_pre_says_what_the_loss_is(train: Train) -> None:
+    hooks = eval_hooks(23)
+    hooks.eval_pre = lambda loss: (3 * loss, 0.5)
+    state = train(hooks, steps=0, virtual_devices=2)
+    assert state.metrics["loss"] == pytest.approx(3 * evaluated_by_hand(23)["loss"] + 0.5, rel=1e-5)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_evaluation_may_take_more_at_once_than_a_step(train: Train, replicas: int) -> None:
     sizes: list[int] = []
