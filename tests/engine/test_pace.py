@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import pace
+from ctl_core.run import summaries
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 
@@ -43,7 +43,7 @@ def report_loss(step: int, loss: Any) -> None:
 @pytest.fixture
 def each(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast the steps are, scalars for each line of metrics."""
-    monkeypatch.setattr(pace, "PAUSE", 0.0)
+    monkeypatch.setattr(summaries, "PAUSE", 0.0)
 
 
 @pytest.mark.usefixtures("each")
