@@ -13,10 +13,11 @@ import importlib
 import logging
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
-from ctl_core.errors import CtlError, PeerLost, SetupError, brief
+from ctl_core.errors import CtlError, PeerLost, brief
 
 try:
     from ctl_core.callbacks_file import check_compiles, find_callbacks, load_callbacks
@@ -149,11 +150,12 @@ def _await_run(config: Config) -> Command:
     Raises:
         PeerLost: it has not begun after as long as workers wait for each other.
     """
-    words = ["evaluate", f"--run-name={config.run_name}", f"--runs-dir={config.runs_dir}"]
-    try:
-        return parse_command([*words, "--watch"], LONGEST)
-    except SetupError as error:
-        raise PeerLost(f"after {LONGEST:.0f} s, there is no run to evaluate: {error}") from None
+    run, end = Path(config.runs_dir, str(config.run_name)), time.monotonic() + LONGEST
+    while not (run / "config.yaml").is_file():
+        if time.monotonic() > end:
+            raise PeerLost(f"after {LONGEST:.0f} s, there is no run to evaluate: {run}")
+        time.sleep(0.2)
+    return parse_command(["evaluate", run.name, "--watch", f"--runs-dir={config.runs_dir}"])
 
 
 def _import_libraries(debug: bool) -> None:

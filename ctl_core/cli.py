@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import os
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -99,8 +98,6 @@ COMMANDS = {
 }
 # What a run does not take over from the one that it begins from.
 _NOT_FORKED = {"workers", "run_name", "runs_dir", "fork", "init_from"}
-# How long evaluate --watch waits for a run to begin (seconds).
-BEGINNING = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +121,8 @@ class Command:
     trained_with: str = DEFAULT
 
 
-def parse_command(argv: Sequence[str], patience: float = BEGINNING) -> Command:
+def parse_command(argv: Sequence[str]) -> Command:
     """Parses ``<command> [flags]``; of a command that uses a run, a word before is its name.
-
-    Args:
-        argv: the words
-        patience: how long ``evaluate --watch`` waits for its run to begin (seconds)
 
     Raises:
         SetupError: anything is unknown, of the wrong type, out of range or missing.
@@ -158,7 +151,7 @@ def parse_command(argv: Sequence[str], patience: float = BEGINNING) -> Command:
             with contextlib.suppress(SetupError):  # training says that there is none
                 source = read_source("fork", near.fork, near.runs_dir).run
     else:
-        run = source = find_run(runs_dir, near.run_name, patience if options.get("watch") else 0)
+        run = source = find_run(runs_dir, near.run_name)
     files, trained_with = project, DEFAULT
     if source is not None:
         own = read_file(source / "config.yaml")
@@ -259,22 +252,12 @@ def _explain_flag(text: str, known: Sequence[str]) -> str:
     return f"there is no setting {shown(unknown[1])}{near or '; settings are --name value.'}"
 
 
-def find_run(runs_dir: Path, run_name: str | None, patience: float = 0) -> Path:
+def find_run(runs_dir: Path, run_name: str | None) -> Path:
     """Returns the folder of a run that was trained before; without a name, the newest.
-
-    Args:
-        runs_dir: the folder of the runs
-        run_name: one's name
-        patience: how long it may be about to begin (seconds)
 
     Raises:
         SetupError: there is no such run.
     """
-    end = time.monotonic() + patience
-    while run_name and not (runs_dir / run_name / "config.yaml").is_file():
-        if time.monotonic() >= end:
-            break
-        time.sleep(0.2)
     runs = {path.parent.name: path.parent for path in sorted(runs_dir.glob("*/config.yaml"))}
     where = label(from_here(runs_dir))
     if not runs:

@@ -30,6 +30,23 @@ from ctl_core.state import State
 FETCHES = frozenset({"loss", "update_gradients", "output"})
 OF_STEP = ("output", "loss", "update")  # the first that differs is the cause
 TOLERANCE = 1e-3
+_EXCHANGE = "let replicas exchange what it is made of, by ctl_core.all_reduce or all_gather"
+_NO_SUM = f"it is no sum over the examples one by one, or is summed twice; {_EXCHANGE}"
+_METRIC = (
+    "replicas add up its variables; where its state is no sum, give replica 0 the rows of all, by "
+    "ctl_core.all_gather, and the others none"
+)
+# Of what differs, by kind: the hooks that may have made it, of which a default is blameless where
+# another follows, and what to do.
+_BLAMED: dict[str, tuple[tuple[str, ...], str]] = {
+    "output": (("create_model",), _EXCHANGE),
+    "loss": (("grad_pre", "create_loss"), _NO_SUM),
+    "update": (("update_pre", "grad_pre", "create_loss"), _EXCHANGE),
+    "variable": (("create_model",), _EXCHANGE),
+    "train metric": (("train_metric_pre",), _METRIC),
+    "loss of an evaluation": (("eval_pre", "create_loss"), _NO_SUM),
+    "metric": (("metric_pre",), _METRIC),
+}
 
 # What replicas have, by what it is, "output" say, and its name.
 Values = dict[tuple[str, str], list[np.ndarray]]
@@ -63,8 +80,11 @@ def observe(state: State) -> list[Values]:
         state.data.begin_anew()
     if state.evaluation is not None:
         with copies.put_back_after():
-            evaluated = state.evaluation.evaluate() or {}
-            found.append({("evaluation", n): [np.asarray(v)] for n, v in evaluated.items()})
+            values = {}
+            for name, value in (state.evaluation.evaluate() or {}).items():
+                is_loss = name.rpartition("/")[2] == "loss"
+                values["loss of an evaluation" if is_loss else "metric", name] = [np.array(value)]
+            found.append(values)
     return found
 
 
@@ -177,43 +197,9 @@ def find_farthest(one: Any, other: Any, tolerance: float, least: float) -> tuple
 
 def _blame(state: State, kind: str, name: str) -> str:
     """Says which hook, layer and variable a difference is of, and what to do."""
-    hooks = state.hooks
-    of_loss = hooks.create_loss if hooks.grad_pre.is_default else hooks.grad_pre
-    training = kind == "train metric"
-    if training or (kind == "evaluation" and name.rpartition("/")[2] != "loss"):
-        hook = hooks.train_metric_pre if training else hooks.metric_pre
-        made = hooks.create_train_metrics if training else hooks.create_metrics
-        return (
-            f"{hook}: the {kind} '{name}' of {made} differs: replicas add up its variables. Where "
-            f"its state is no sum, let {hook.name} give replica 0 the rows of all, by "
-            "ctl_core.all_gather, and the others none."
-        )
-    hook, said = {
-        "output": (hooks.create_model, "the model's output differs"),
-        "loss": (
-            of_loss,
-            f"the loss{f' of {name!r}' * bool(name)}, with what layers add to it, differs: it is "
-            "no sum over the examples one by one, or is summed twice",
-        ),
-        "update": (
-            of_loss if hooks.update_pre.is_default else hooks.update_pre,
-            f"the update of {name} differs",
-        ),
-        "variable": (
-            hooks.create_model,
-            f"what is assigned to {name}{_of_layer(state, name)} differs",
-        ),
-        "evaluation": (
-            of_loss if hooks.eval_pre.is_default else hooks.eval_pre,
-            f"the {name} of the evaluation differs: it is no sum over the examples",
-        ),
-    }[kind]
-    cure = "let replicas exchange what it is made of, by ctl_core.all_reduce or all_gather."
-    return f"{hook}: {said}; {cure}"
-
-
-def _of_layer(state: State, name: str) -> str:
-    """Says which layer holds a variable."""
+    names, cure = _BLAMED[kind]
+    several = [getattr(state.hooks, name) for name in names]
+    hook = next((hook for hook in several if not hook.is_default), several[-1])
     variable = state.recording.variables.get(name)
     holders = [
         layer
@@ -221,4 +207,5 @@ def _of_layer(state: State, name: str) -> str:
         if any(plain_variable(v) is variable for v in layer.variables)
     ]
     layer = min(holders, key=lambda one: len(one.variables), default=None)
-    return f" (of the layer '{layer.name}', {type(layer).__name__})" if layer else ""
+    where = f" of the layer '{layer.name}' ({type(layer).__name__})" if layer else ""
+    return f"{hook}: the {kind} {name}{where} differs: {cure}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import tensorflow as tf
 
 from ctl_core.commands.watch import watch as watch_run
 from ctl_core.console import Console
-from ctl_core.errors import SetupError, reason
+from ctl_core.errors import SetupError
 from ctl_core.files import from_here, written_whole
 from ctl_core.serving.export import next_version, save_model
 from ctl_core.serving.inference import create_inference
@@ -82,7 +80,7 @@ def predict(
         of = source.stem if source else name
         path = Path(output or state.run_dir / f"predictions{f'-{of}' * bool(of)}.npz")
         arrays = predict_outputs(state, source, name)
-        with _name_place(path), written_whole(path) as beside, beside.open("wb") as file:
+        with written_whole(path) as beside, beside.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         console.say(f"step {state.step}: wrote {shapes} to {from_here(path)}")
@@ -102,30 +100,16 @@ def export(
         Where it is, runs/NAME/export/1 say.
 
     Raises:
-        SetupError: there is no checkpoint, or the place cannot be written.
+        SetupError: there is no checkpoint.
+        OSError: the place cannot be written.
     """
     with restore_run(callbacks, config, checkpoint, console) as (state, _, console):
         base = Path(output or state.run_dir / "export")
         path = next_version(base)
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
         inference = create_inference(state)
-        with _name_place(path):
-            base.mkdir(exist_ok=True)
-            with written_whole(path) as beside:
-                save_model(inference, beside)
+        base.mkdir(exist_ok=True)
+        with written_whole(path) as beside:
+            save_model(inference, beside)
         console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")
     return path
-
-
-@contextmanager
-def _name_place(path: Path) -> Iterator[None]:
-    """Says in one line what cannot be written.
-
-    Raises:
-        SetupError: instead of the error within.
-    """
-    try:
-        yield
-    except (OSError, tf.errors.PermissionDeniedError, tf.errors.ResourceExhaustedError) as error:
-        said = f"output: {from_here(path)} cannot be written: {reason(error)}"
-        raise SetupError(f"{said}; name another place by --output.") from error

@@ -88,7 +88,7 @@ def test_a_ps_ends_at_once_and_an_evaluator_watches_the_run(
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": HOSTS}, "evaluator", 0)["TF_CONFIG"])
     words = ["train", "--steps", "3", "--run-name", "a"]
     assert main(words) == 75
-    assert "after 1 s, there is no run to evaluate: runs: no run" in capsys.readouterr().err
+    assert "after 1 s, there is no run to evaluate: runs/a" in capsys.readouterr().err
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text("steps: 3\nworkers: 2\n")
     assert main(words) == 0
