@@ -45,11 +45,17 @@ from ctl_core.settings import (
 from ctl_core.sources import read_source
 
 _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
-_CONFIG = {"config": (list[str] | None, declare(None, "settings file, again for more"))}
-_CHECKPOINT: dict[str, Any] = {
+_OPTIONS: dict[str, Any] = {
+    "config": (list[str] | None, declare(None, "settings file, again for more")),
+    "continue": (bool, declare(False, "train on where a hook has ended a run (StopTraining)")),
+    "check": (bool, declare(False, "try everything once, in seconds and a temporary folder")),
+    "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
     "checkpoint": (Count | Literal["best"] | None, declare(None, "step, or best; null: newest")),
+    "watch": (bool, declare(False, "evaluate each checkpoint of a run that is being trained")),
+    "input": (_File | None, declare(None, "a .npy file, or a .npz file of named inputs")),
+    "dataset": (str | None, declare(None, "which set, if create_eval_dataset has several")),
+    "output": (_File | None, declare(None, "where to write; null: in the folder of the run")),
 }
-_OUTPUT = {"output": (_File | None, declare(None, "where to write; null: in the run's folder"))}
 _OF_ALL = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
 
 
@@ -57,44 +63,27 @@ class Flags(NamedTuple):
     """What a command does, its own options, and the settings of a run that it takes."""
 
     text: str
-    options: dict[str, Any]
+    options: Sequence[str]
     settings: Sequence[str] = _OF_ALL
 
 
 COMMANDS = {
     "train": Flags(
-        "train, or resume a run",
-        {
-            **_CONFIG,
-            "continue": (bool, declare(False, "train on where a hook has ended a run")),
-            "check": (bool, declare(False, "try everything once, in a temporary folder")),
-            "note": (str | None, declare(None, "what you expect, for training_log.md")),
-        },
-        tuple(SETTINGS),
+        "train, or resume a run", ("config", "continue", "check", "note"), tuple(SETTINGS)
     ),
     "evaluate": Flags(
         "evaluate a run's checkpoint",
-        {
-            **_CONFIG,
-            **_CHECKPOINT,
-            "watch": (bool, declare(False, "evaluate each checkpoint of a run that is trained")),
-        },
+        ("config", "checkpoint", "watch"),
         (*_OF_ALL, "eval_batch_size", "limit_eval"),
     ),
     "predict": Flags(
         "write a run's predictions to a file",
-        {
-            **_CONFIG,
-            **_CHECKPOINT,
-            "input": (_File | None, declare(None, "a .npy file, or a .npz file of named inputs")),
-            "dataset": (str | None, declare(None, "which set, if there are several")),
-            **_OUTPUT,
-        },
+        ("config", "checkpoint", "input", "dataset", "output"),
     ),
     "export": Flags(
-        "write a run's model for TensorFlow Serving", {**_CONFIG, **_CHECKPOINT, **_OUTPUT}
+        "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
     ),
-    "hooks": Flags("print the table of hooks", {}, ()),
+    "hooks": Flags("print the table of hooks", (), ()),
 }
 # What a run does not take over from the one that it begins from.
 _NOT_FORKED = {"workers", "run_name", "runs_dir", "fork", "init_from"}
@@ -189,7 +178,8 @@ def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[
         SetupError: a flag is unknown, lacks its value, or has a wrong one.
     """
     words, hparams = _split_hparams(words)
-    text, options, names = COMMANDS[command]
+    text, own, names = COMMANDS[command]
+    options = {name: _OPTIONS[name] for name in own}
     settings: dict[str, Any] = {name: (SETTINGS[name].annotation, SETTINGS[name]) for name in names}
     variables = EnvironmentSource(create_model("Variables", __base__=BaseSettings, **settings))()
     settings.pop("hparams", None)

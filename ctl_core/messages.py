@@ -134,7 +134,7 @@ def look_at_rate(state: State, step: int, console: Console) -> None:
 
 
 @contextlib.contextmanager
-def attributed(state: State, step: int) -> Iterator[None]:
+def attribute_errors(state: State, step: int) -> Iterator[None]:
     """Turns a failure of TensorFlow's inside a graph call into one line that names the hook."""
     hooks = state.hooks
     try:

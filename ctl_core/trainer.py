@@ -25,7 +25,7 @@ from ctl_core.graph import StepFunctions
 from ctl_core.hooks import Hook
 from ctl_core.messages import (
     announce,
-    attributed,
+    attribute_errors,
     conclude,
     last_step,
     look_at_rate,
@@ -202,7 +202,7 @@ class Trainer:
             if step >= self.last or self._signal:
                 break
             before, stop = step, schedule.next_stop(step)
-            with attributed(state, step), clock.time("steps"):
+            with attribute_errors(state, step), clock.time("steps"):
                 step, values = self._advance(step, stop)
             self._run.steps_taken = step - self.start
             state.progress.examples += state.data.count_examples(step - before)
@@ -318,7 +318,7 @@ class Trainer:
         # Hooks after it see the weights that the metrics are of.
         with average.in_place_of_weights() if average else nullcontext():
             with (
-                attributed(state, step),
+                attribute_errors(state, step),
                 state.clock.time("evaluation"),
                 self.checkpoints.statistics.averaged(),
             ):

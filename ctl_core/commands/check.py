@@ -105,7 +105,7 @@ def _try_training(hooks: Hooks, config: Config, console: _Console, signals: Sign
     """Trains two steps, with all host hooks."""
     run = Run(config, task_of(config))
     with open_session(run, console), process_state(config), peers(run.task):
-        rehearsed = _rehearse(hooks, config, console)
+        rehearsed = _rehearse(hooks, console)
         state = create_state(rehearsed, _shorten(config), run, console)
         console.done(hooks.create_model, count_parameters(state))
         check_losses(state, console)
@@ -207,7 +207,7 @@ def _note(hook: Hook, console: _Console, at: int | None = None) -> Hook:
     return dataclasses.replace(hook, function=noted)
 
 
-def _rehearse(hooks: Hooks, config: Config, console: _Console) -> Hooks:
+def _rehearse(hooks: Hooks, console: _Console) -> Hooks:
     """Returns the hooks with all host hooks due after the last step, each with its own number."""
     several = [*hooks.every_steps.items(), *hooks.at_step.items()]
     due = [_note(hook, console, step) for step, some in several for hook in some]

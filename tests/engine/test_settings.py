@@ -149,18 +149,6 @@ def test_hparams_are_read_alike_everywhere_and_come_back(text: str) -> None:
         assert resolve(config=f"hparams:\n  x: {text}\n") == plain
 
 
-def test_hparams_are_merged_name_by_name() -> None:
-    config = "hparams: {width: 32, name: base, layers: {first: 1, second: 2}, rates: [1, 2]}"
-    flags = ("--hparams.name", "wide", "--hparams.layers.first=5", "--hparams.rates", "[3]")
-    environ = {"CTL_HPARAMS": "{width: 64, layers: {second: 3}}", "CTL_HPARAMS__LAYERS__FIRST": "9"}
-    assert resolve(*flags, config=config, **environ).hparams == {
-        "width": 64,
-        "name": "wide",
-        "layers": {"first": 5, "second": 3},
-        "rates": [3],
-    }
-
-
 def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
     """Else a slip in its name would train with the old value; a new one is written down first."""
     config = "hparams: {width: 3, optimizer: {momentum: 0.9}, rates: {}, deep: null}\n"
@@ -318,13 +306,6 @@ def test_help_shows_the_flags_of_a_command(
     _, options, settings = COMMANDS[command]
     names = {*options, *settings} - {"hparams"}
     assert flags == {name.replace("_", "-") for name in names}
-
-
-def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (main(["--help"]), main([])) == (0, 2)
-    shown = capsys.readouterr().out
-    for command, flags in COMMANDS.items():
-        assert shown.count(f"  {command:10}{flags.text}\n") == 2
 
 
 def test_every_setting_is_used_somewhere() -> None:
