@@ -6,8 +6,10 @@ itself, if it is there, is neither read nor locked.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 import signal
 import tempfile
 import time
@@ -134,7 +136,8 @@ def _try_commands(hooks: Hooks, state: State, config: Config, console: _Console)
         for name in sets:
             predict(hooks, config, dataset=name, console=log)
         export(hooks, config, console=log)
-        loaded = load(Path(config.runs_dir, str(config.run_name)), callbacks=hooks)
+        with contextlib.redirect_stdout(io.StringIO()):
+            loaded = load(Path(config.runs_dir, str(config.run_name)), callbacks=hooks)
         names = ", ".join(output_names(loaded.output_spec))
         console.done("predict, export, load", f"the model gives {names}")
     except (SetupError, RunError) as error:
