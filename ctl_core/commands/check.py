@@ -13,7 +13,7 @@ import io
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,7 @@ def _compare(hooks: Hooks, state: State, config: Config, console: _Console) -> I
     batch = max(1, config.batch_size // DEVICES) * DEVICES
     short = dataclasses.replace(_shorten(config), batch_size=batch, accumulate_steps=1)
     short = dataclasses.replace(short, eval_batch_size=DEVICES - 1, limit_eval=DEVICES)
+    tried = dataclasses.replace(hooks, create_eval_dataset=_cut(hooks.create_eval_dataset))
 
     def run(devices: int) -> list[Values]:
         names = [f"CPU:{index}" for index in range(devices)]
@@ -161,7 +162,7 @@ def _compare(hooks: Hooks, state: State, config: Config, console: _Console) -> I
             strategy = tf.distribute.OneDeviceStrategy(names[0])
         run = Run(short, Task(), reading=True)
         with open_session(run, console), process_state(short):
-            return observe(create_state(hooks, short, run, console, strategy))
+            return observe(create_state(tried, short, run, console, strategy))
 
     try:
         one, three = run(1), run(DEVICES)
@@ -170,6 +171,27 @@ def _compare(hooks: Hooks, state: State, config: Config, console: _Console) -> I
         return
     console.done("devices", f"a step and an evaluation on one and on {DEVICES} were compared")
     yield from describe_differences(state, one, three)
+
+
+def _cut(hook: Hook | None) -> Hook | None:
+    """Returns the hook of the evaluation data with two elements of two rows left.
+
+    Of elements that are a share each, a batch has more on more devices: all see the same.
+    """
+    if hook is None:
+        return None
+    create = hook.function
+
+    @functools.wraps(create)
+    def create_less(**values: Any) -> Any:
+        if "per_replica_batch_size" in values:
+            values["per_replica_batch_size"] = DEVICES - 1
+        made = create(**values)
+        sets = made if isinstance(made, Mapping) else {"": made}
+        cut = {n: s.take(2) if isinstance(s, tf.data.Dataset) else s for n, s in sets.items()}
+        return cut if isinstance(made, Mapping) else cut[""]
+
+    return dataclasses.replace(hook, function=create_less)
 
 
 class _Console(Console):

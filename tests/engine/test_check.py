@@ -62,24 +62,6 @@ class Counting(keras.layers.Layer):
         return inputs
 
 
-class Centring(keras.layers.Layer):
-    """Subtracts a moving average of its batch, exchanged or not."""
-
-    def __init__(self, exchanges: bool) -> None:
-        super().__init__()
-        self.exchanges = exchanges
-
-    def build(self, shape: Any) -> None:
-        self.average = self.add_weight(shape=(shape[-1],), name="average", trainable=False)
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        if training:
-            mean = tf.reduce_mean(inputs, 0)
-            mean = ctl_core.all_reduce(mean, "mean") if self.exchanges else mean
-            self.average.assign(0.9 * self.average + 0.1 * mean)
-        return inputs - self.average
-
-
 class Worst(keras.metrics.Metric):
     """The largest error: no sum."""
 
@@ -109,10 +91,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"create_model \(test_check.py:\d+\): the variable \S*counting/seen of the layer "
         r"'counting' \(Counting\) differs: .*all_reduce.* \[one device 30, three 10\]",
     ),
-    "an average": (
-        {"create_model": with_layer(lambda: Centring(False))},
-        r"create_model .*: the variable \S*centring/average .*all_reduce",
-    ),
     "a metric of maxima": (
         {"create_metrics": lambda: {"worst": Worst()}},
         r"metric_pre .*: the metric worst differs: .* give .*all_gather",
@@ -120,16 +98,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a sum over pairs": (
         {"create_loss": lambda: sum_of_pairs},
         r"create_loss \(test_check.py:\d+\): the loss .*differs: it is no sum",
-    ),
-    "a part that each replica adds": (
-        {
-            "grad_pre": lambda loss, train_model: (
-                loss * tf.cast(ctl_core.num_replicas(), tf.float32),
-                0.0,
-                train_model.trainable_variables,
-            )
-        },
-        r"grad_pre \(test_check.py:\d+\): the loss .*summed twice",
     ),
     "an update by replicas": (
         {"update_pre": lambda gradients, batch: ([g * len(batch[0]) for g in gradients], [])},
@@ -143,11 +111,6 @@ def test_what_differs_on_three_devices_is_named(check: Check, name: str) -> None
     more, message = WRONG[name]
     with pytest.raises(ctl_core.SetupError, match=rf"^check: {message}"):
         check(hooks(**more))
-
-
-def test_what_is_exchanged_is_well(check: Check, capsys: Output) -> None:
-    check(hooks(create_model=with_layer(lambda: Centring(True))))
-    assert "warning" not in capsys.readouterr().out
 
 
 def test_numbers_that_are_drawn_while_tracing_are_refused(check: Check) -> None:
