@@ -17,9 +17,10 @@ so that a process killed at any moment leaves either a whole checkpoint or none.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.cluster.divergence import Divergence
-from ctl_core.compat import checkpointed_names, max_to_keep, with_called, written_resources
+from ctl_core.compat import max_to_keep, with_called, written_resources
 from ctl_core.console import Console
 from ctl_core.errors import RunError, SetupError, brief
 from ctl_core.files import from_here
@@ -120,9 +121,7 @@ class Checkpoints:
         self._folder = Path(state.manager.directory)
         recording, variables = state.recording, state.recording.variables
         held = map(plain_variable, tf.train.TrackableView(state.ckpt).descendants())
-        order = {id(variable): number for number, variable in enumerate(variables.values())}
         self._held = [part for part in held if isinstance(part, tf.Variable)]
-        self._held.sort(key=lambda variable: order.get(id(variable), len(order)))
         # What an evaluation sums up begins anew each time.
         passing = state.evaluation.passing_variables() if state.evaluation is not None else []
         left_out = {id(variable) for variable in (*self._held, *passing)}
@@ -238,8 +237,8 @@ class Checkpoints:
             replicas=state.parts.shape.replicas,
             learning_rate=state.config.learning_rate,
             frozen=read_flags(state.recording),
-            created=_read_shapes(self._created),
-            progress=state.progress.to_json(),
+            created=list(self._created),
+            progress=dataclasses.asdict(state.progress),  # copies: hooks go on meanwhile
         )
         self._vocabularies.fill()
         with all_write(state, step):
@@ -275,7 +274,8 @@ class Checkpoints:
 
         Args:
             step: the checkpoint to take, or the one that ``keep_best`` keeps; default: the newest
-            with_input: whether training goes on from here, so that the data must, too
+            with_input: whether training goes on from here, so that the data must, too; otherwise
+                the weights are averaged with ``ema``
 
         Returns:
             Its record; None if there is no checkpoint at all.
@@ -302,10 +302,7 @@ class Checkpoints:
                 if with_input and chief:
                     keep_best(folder, record)  # a process was killed before it could
                 return record
-        # A single user's part beside a folder of the engine's without any record is what is left of
-        # a first checkpoint that was never finished: the run begins anew.
-        parts = list(folder.glob("*.index"))
-        if steps or len(parts) > 1 or (parts and not (folder / "engine").exists()):
+        if steps:
             raise SetupError(
                 f"{shown}: there are checkpoints, but none of them is whole; to start over, "
                 "choose another run_name or remove the folder."
@@ -330,6 +327,11 @@ class Checkpoints:
         if with_input:
             self._position.restore(record, folder / "engine" / f"input-{step}")
             self._restore_statistics(record)
+        if (average := state.parts.average) is not None:
+            if not any(name.startswith("ema/") for name in record.created):
+                average.begin()
+            if not with_input:
+                average.put_in()
         if not set_flags(state.recording, record.frozen):
             self._console.warn(
                 "what was frozen in the checkpoint is of other layers than the model has now; "
@@ -345,22 +347,18 @@ class Checkpoints:
             Damaged: a file is gone, or of another step; or what TensorFlow raises, UNREADABLE.
             SetupError: the checkpoint does not fit the model.
         """
-        record, user_part = read_record(folder, step), str(find_user_part(folder, step))
-        there, here = record.created, _read_shapes(self._created)
-        both = there.keys() & here.keys()
-        names = [n for n in {**here, **there} if n.startswith(_NEEDED) or n in both]
-        if mismatches := _find_mismatches(there, here, names):
-            raise _unfitting(user_part, mismatches)
+        record, user_part = read_record(folder, step), find_user_part(folder, step)
+        needed = [name for name in self._created if name.startswith(_NEEDED)]
         try:
-            self._state.ckpt.restore(user_part).expect_partial().assert_consumed()
+            if new := [name for name in needed if name not in record.created]:
+                raise ValueError(f"{', '.join(new[:5])} is new.")
+            self._state.ckpt.restore(str(user_part)).expect_partial().assert_consumed()
+            self._engine_part.read(str(folder / "engine" / f"ckpt-{step}")).expect_partial()
         except (ValueError, AssertionError) as error:
-            there, here = (
-                _read_saved_shapes(user_part),
-                {v.name.split(":")[0]: v.shape.as_list() for v in self._held},
-            )
-            mismatches = _find_mismatches(there, here, {**here, **there})
-            raise _unfitting(user_part, mismatches or [brief(error, 200)]) from error
-        self._engine_part.read(str(folder / "engine" / f"ckpt-{step}")).expect_partial()
+            raise SetupError(
+                f"the checkpoint {from_here(user_part)} does not fit the model any more: "
+                f"{brief(error)} Undo the change, or choose another run_name."
+            ) from error
         if self._state.step != step:
             raise Damaged(f"its files are of step {self._state.step}")
         self._vocabularies.put_back(self._console)
@@ -373,48 +371,8 @@ class Checkpoints:
         """Gives the replicas their own values again; others than before go on with the mean."""
         own = self.statistics.own
         same = record.replicas == self._state.parts.shape.replicas
-        if own and same and record.created == _read_shapes(self._created):
+        if own and same and record.created == list(self._created):
             # Without them, the mean differs by the order of sums only.
             with contextlib.suppress(*UNREADABLE):
                 own.read(str(self._own_part(record.step)))
                 self.statistics.put_back()
-
-
-def _read_shapes(variables: Mapping[str, tf.Variable]) -> dict[str, list[int]]:
-    return {name: variable.shape.as_list() for name, variable in variables.items()}
-
-
-def _read_saved_shapes(path: str) -> dict[str, list[int]]:
-    """Returns the shapes of the variables in a checkpoint, by the names that they had."""
-    reader = tf.train.load_checkpoint(path)
-    shapes = reader.get_variable_to_shape_map()
-    return {name: shapes[key] for key, name in checkpointed_names(reader).items() if key in shapes}
-
-
-def _find_mismatches(
-    there: Mapping[str, list[int]], here: Mapping[str, list[int]], names: Iterable[str]
-) -> list[str]:
-    """Says which variables a checkpoint and the model do not have alike.
-
-    Args:
-        there: the shapes of the checkpoint, by name
-        here: those of the model
-        names: those that must be the same
-    """
-    found = []
-    for name in names:
-        if name not in here:
-            found.append(f"{name} is gone")
-        elif name not in there:
-            found.append(f"{name} is new")
-        elif here[name] != there[name]:
-            found.append(f"{name} has shape {here[name]}, in the checkpoint {there[name]}")
-    return found
-
-
-def _unfitting(path: str, mismatches: list[str]) -> SetupError:
-    more = f", and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
-    return SetupError(
-        f"the checkpoint {from_here(path)} does not fit the model any more: "
-        f"{'; '.join(mismatches[:5])}{more}. Undo the change, or choose another run_name."
-    )

@@ -17,7 +17,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
@@ -336,17 +335,6 @@ def summaries_of_first_replica(step: Any, replica: int | None = None) -> Iterato
         yield
     finally:
         summaries.is_recording_distribution_strategy = before
-
-
-def checkpointed_names(reader: Any) -> dict[str, str]:
-    """Returns the names that the variables of a checkpoint had, by their keys."""
-    text = reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
-    graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(text)
-    return {
-        attribute.checkpoint_key: attribute.full_name.split(":")[0]
-        for node in graph.nodes
-        for attribute in node.attributes
-    }
 
 
 def max_to_keep(manager: tf.train.CheckpointManager) -> int | None:

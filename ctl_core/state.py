@@ -46,10 +46,6 @@ class Progress:
     scheduled: bool = True
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the same as a record has it: copies, since hooks go on while it is written."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
         """Returns what a record has."""
@@ -160,11 +156,6 @@ class State:
     def lr(self) -> Any:
         """The learning rate that hooks are given."""
         return self.parts.lr
-
-    @property
-    def eval_model(self) -> Any:
-        """What is evaluated: what ``create_eval_model`` returned, or ``train_model``."""
-        return self.parts.model_for(training=False)[-1]
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -141,8 +141,6 @@ class Trainer:
                 progress.ended = None
                 for known in progress.best.values():
                     known[2] = 0  # evaluations since the best one, which early_stop counts
-        if parts.average and record and not any(name.startswith("ema/") for name in record.created):
-            parts.average.begin()
         if record and record.learning_rate != config.learning_rate:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.learning_rate.variable.assign(config.learning_rate)

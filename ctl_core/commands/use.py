@@ -38,7 +38,7 @@ def evaluate(
         with open_run(callbacks, config, console) as (state, run, console):
             _check_data(state)
             return watch_run(state, run, console)
-    with restore_run(callbacks, config, checkpoint, console) as (state, _, console):
+    with restore_run(callbacks, config, checkpoint, console) as (state, console):
         _check_data(state)
         values: dict[str, float] = state.evaluation.evaluate()
         console.values(state.step, "eval", values)
@@ -69,7 +69,7 @@ def predict(
     if output and (Path(output).suffix != ".npz" or output == input):
         raise SetupError(f"output: expected the name of another .npz file, got {output}.")
     source = Path(input) if input else None
-    with restore_run(callbacks, config, checkpoint, console) as (state, _, console):
+    with restore_run(callbacks, config, checkpoint, console) as (state, console):
         name = None
         if source is None and state.evaluation is not None:
             names = list(state.evaluation.sets)
@@ -103,7 +103,7 @@ def export(
         SetupError: there is no checkpoint.
         OSError: the place cannot be written.
     """
-    with restore_run(callbacks, config, checkpoint, console) as (state, _, console):
+    with restore_run(callbacks, config, checkpoint, console) as (state, console):
         base = Path(output or state.run_dir / "export")
         path = next_version(base)
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack

@@ -19,8 +19,8 @@ from ctl_core.run.folder import Run
 from ctl_core.run.listeners import Listeners, MetricsFile, read_metrics
 from ctl_core.run.summaries import Summaries
 from ctl_core.run_state.record import Damaged, read_record, saved_steps
-from ctl_core.serving.restore import missing_checkpoint, restore_weights
 from ctl_core.settings import read_file
+from ctl_core.sources import Source
 from ctl_core.state import State
 
 FILE = "watch.jsonl"
@@ -79,8 +79,7 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
                 console.say(f"{run.shown}: not trained now; waiting {GRACE:g} s for more.")
                 left_at = time.monotonic()
             time.sleep(POLL)
-    if not saved_steps(folder):
-        raise missing_checkpoint(run)
+    Source("checkpoint", run.path).find_step()
     console.say(f"{run.shown}: has ended; evaluated {number} checkpoint{'s' * (number != 1)}.")
     return values
 
@@ -92,7 +91,7 @@ def _evaluate(state: State, checkpoints: Checkpoints, step: int) -> dict[str, fl
         SetupError: it has gone, is damaged or does not fit.
     """
     frozen = read_flags(state.recording)
-    restore_weights(checkpoints, state, step)
+    checkpoints.restore(step, with_input=False)
     # What is frozen is not regularized, so that the graph is another.
     if read_flags(state.recording) != frozen:
         state.evaluation.trace()

@@ -39,7 +39,7 @@ class Record:
         replicas: by how many the variables of replicas were saved
         learning_rate: the setting, to notice when it is changed
         frozen: the freeze flags of layers and variables
-        created: of the variables in the engine's part the name and the shape
+        created: the names of the variables in the engine's part
         progress: see ``state.Progress``
         format: what ``FORMAT`` was when it was written
         engine: the version of the engine that wrote it
@@ -51,7 +51,7 @@ class Record:
     replicas: int
     learning_rate: float
     frozen: list[bool]
-    created: dict[str, list[int]]
+    created: list[str]
     progress: dict[str, Any]
     format: int = FORMAT
     engine: str = __version__

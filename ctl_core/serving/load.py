@@ -45,7 +45,7 @@ def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = No
     own = load_config(folder / "config.yaml", run_name=folder.name, runs_dir=str(folder.parent))
     with seeds_kept():
         hooks = load_callbacks(source, project) if callbacks is None else callbacks
-        with restore_run(hooks, own, checkpoint, console) as (state, _, _):
+        with restore_run(hooks, own, checkpoint, console) as (state, _):
             return create_inference(state)
 
 

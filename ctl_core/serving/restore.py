@@ -11,11 +11,9 @@ from ctl_core.build import create_state, process_state
 from ctl_core.checkpoint import Checkpoints
 from ctl_core.cluster.task import Task
 from ctl_core.console import Console
-from ctl_core.errors import SetupError
-from ctl_core.files import from_here
 from ctl_core.run.folder import Run, open_session
-from ctl_core.run_state.record import Record
 from ctl_core.settings import Config
+from ctl_core.sources import Source
 from ctl_core.state import State
 
 CheckpointName = int | Literal["best"] | None
@@ -38,7 +36,7 @@ def open_run(
 @contextmanager
 def restore_run(
     callbacks: Any, config: Config, checkpoint: CheckpointName, console: Console | None = None
-) -> Iterator[tuple[State, Record, Console]]:
+) -> Iterator[tuple[State, Console]]:
     """Builds the state of a run and restores a checkpoint; the weights are averaged with ``ema``.
 
     Args:
@@ -51,24 +49,7 @@ def restore_run(
         SetupError: there is none, or it does not fit.
     """
     with open_run(callbacks, config, console) as (state, run, console):
-        record = restore_weights(Checkpoints(state, console), state, checkpoint)
-        if record is None:
-            raise missing_checkpoint(run)
-        console.say(f"{run.shown}: checkpoint of step {record.step}.")
-        yield state, record, console
-
-
-def restore_weights(
-    checkpoints: Checkpoints, state: State, checkpoint: CheckpointName
-) -> Record | None:
-    """Restores a checkpoint for those who only use it; returns None if there is none at all."""
-    record = checkpoints.restore(checkpoint, with_input=False)
-    average = state.parts.average
-    if average and record and any(name.startswith("ema/") for name in record.created):
-        average.put_in()
-    return record
-
-
-def missing_checkpoint(run: Run) -> SetupError:
-    """Says that a run has no checkpoint."""
-    return SetupError(f"{from_here(run.ckpt)}: no checkpoint there yet; train the run first.")
+        Source("checkpoint", run.path, checkpoint).find_step()
+        Checkpoints(state, console).restore(checkpoint, with_input=False)
+        console.say(f"{run.shown}: checkpoint of step {state.step}.")
+        yield state, console

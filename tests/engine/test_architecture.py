@@ -22,11 +22,10 @@ LAYERS = """
     __main__ metrics state
     forward messages position writer
     checkpoint evaluate inference ratio start step
-    predict stretches
+    predict stretches watch
     build export graph
     devices restore trainer
-    load watch
-    use
+    load use
     check
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -178,16 +178,16 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
             )
         )
 
-    with pytest.raises(ctl_core.SetupError, match=r"hidden/kernel has shape \[5, 9\].*\[5, 8\]"):
+    with pytest.raises(ctl_core.SetupError, match=r"does not fit .*\(5, 8\).*\(5, 9\).*hidden/k"):
         train(make_hooks(create_model=wider), steps=4)
 
     def deeper() -> keras.Model:
         model = small_model()
         return keras.Sequential([keras.Input((FEATURES,)), *model.layers, keras.layers.Dense(1)])
 
-    with pytest.raises(ctl_core.SetupError, match=r"dense[^ ]*/kernel is new"):
+    with pytest.raises(ctl_core.SetupError, match=r"does not fit .*dense[^ ]*/kernel"):
         train(make_hooks(create_model=deeper), steps=4)
-    with pytest.raises(ctl_core.SetupError, match="is gone"):
+    with pytest.raises(ctl_core.SetupError, match="does not fit .*optimizer"):
         train(make_hooks(create_opt=sgd), steps=4)
 
 

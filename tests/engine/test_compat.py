@@ -204,8 +204,6 @@ def test_max_to_keep_and_holding(tmp_path: Path) -> None:
         path = manager.save()
     assert manager.checkpoint is one
     assert tf.train.load_checkpoint(path).get_tensor("x/.ATTRIBUTES/VARIABLE_VALUE") == 2.0
-    names = compat.checkpointed_names(tf.train.load_checkpoint(path))
-    assert names["x/.ATTRIBUTES/VARIABLE_VALUE"] == "Variable"
 
 
 def test_lines_of_a_helper_that_fails() -> None:
