@@ -187,7 +187,7 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
 
     with pytest.raises(ctl_core.SetupError, match=r"does not fit .*dense[^ ]*/kernel"):
         train(make_hooks(create_model=deeper), steps=4)
-    with pytest.raises(ctl_core.SetupError, match="does not fit .*optimizer"):
+    with pytest.raises(ctl_core.SetupError, match=r"does not fit .*optimizer"):
         train(make_hooks(create_opt=sgd), steps=4)
 
 
