@@ -31,9 +31,9 @@ from ctl_core.console import LOG, Console, format_values
 from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, brief
 from ctl_core.hooks import Hook, Hooks, load_hooks
 from ctl_core.messages import count_parameters
-from ctl_core.nested import output_names
 from ctl_core.run.folder import Run, open_session
 from ctl_core.run.listeners import find_listener
+from ctl_core.serving.inference import output_names
 from ctl_core.serving.load import load
 from ctl_core.settings import Config
 from ctl_core.sources import from_anywhere

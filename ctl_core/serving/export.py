@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from ctl_core.batches import with_rows
 from ctl_core.errors import SetupError, brief
-from ctl_core.nested import input_names, structured
-from ctl_core.serving.inference import LoadedModel
+from ctl_core.serving.inference import LoadedModel, input_names, pack_inputs
 from ctl_core.serving.predict import make_dense
 
 
@@ -36,7 +35,7 @@ def save_model(model: LoadedModel, folder: Path) -> None:
 
     @tf.function(autograph=False, input_signature=[spec])
     def by_name(inputs: dict[str, Any]) -> dict[str, Any]:
-        return make_dense(model.function(structured(model.input_spec, inputs)))
+        return make_dense(model.function(pack_inputs(model.input_spec, inputs)))
 
     @tf.function(autograph=False, input_signature=[model.input_spec])
     def serve(inputs: Any) -> Any:

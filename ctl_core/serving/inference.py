@@ -19,7 +19,6 @@ from ctl_core.batches import with_rows
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
 from ctl_core.forward import call_made, make_model_input
 from ctl_core.model.parts import Moment, Parts
-from ctl_core.nested import described, input_names
 from ctl_core.numerics.precision import to_float32
 from ctl_core.settings import Config
 from ctl_core.state import State
@@ -85,7 +84,7 @@ class LoadedModel:
 
     def _describe_inputs(self) -> str:
         parts = input_names(self.input_spec).items()
-        return ", ".join(f"{name} {described(part)}" for name, part in parts)
+        return ", ".join(f"{name} {part.dtype.name} {part.shape}" for name, part in parts)
 
 
 def _convert_to_tensor(spec: Any, value: Any) -> Any:
@@ -103,6 +102,33 @@ def _convert_to_tensor(spec: Any, value: Any) -> Any:
     if spec.dtype.is_integer and not np.array_equal(tensor, value):  # TensorFlow cuts them off
         raise ValueError(f"numbers that {spec.dtype.name} cannot hold")
     return tensor
+
+
+def input_names(spec: Any) -> dict[str, Any]:
+    """Returns the parts of a model's input by their names in files and in signatures.
+
+    A part of a dict has its key, one within that ``key/inner``, the first of a tuple ``input_0``;
+    what is no structure is ``inputs``.
+    """
+    return _name_parts(spec, "inputs", "input_")
+
+
+def output_names(output: Any) -> dict[str, Any]:
+    """Returns the parts of a model's output likewise: ``output``, or ``output_0``."""
+    return _name_parts(output, "output", "output_")
+
+
+def _name_parts(structure: Any, alone: str, numbered: str) -> dict[str, Any]:
+    found = {}
+    for path, part in keras.tree.flatten_with_path(structure):
+        prefix = numbered if path and isinstance(path[0], int) else ""
+        found[prefix + "/".join(map(str, path)) or alone] = part
+    return found
+
+
+def pack_inputs(spec: Any, values: Mapping[str, Any]) -> Any:
+    """Returns values by the names of ``input_names`` in the structure of a specification."""
+    return keras.tree.pack_sequence_as(spec, [values[name] for name in input_names(spec)])
 
 
 def create_inference(state: State) -> LoadedModel:

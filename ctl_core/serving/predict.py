@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from ctl_core.errors import SetupError
 from ctl_core.files import from_here
-from ctl_core.nested import input_names, output_names, structured
-from ctl_core.serving.inference import create_inference
+from ctl_core.serving.inference import create_inference, input_names, output_names, pack_inputs
 from ctl_core.state import State
 
 
@@ -62,7 +61,7 @@ def read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
     for start in range(0, numbers.pop(), size):
         rows = slice(start, start + size)
         batch = {name: array[rows] if array.ndim else array for name, array in arrays.items()}
-        yield structured(spec, batch)
+        yield pack_inputs(spec, batch)
 
 
 def make_dense(output: Any) -> dict[str, tf.Tensor]:

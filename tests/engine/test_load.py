@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,23 +13,21 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.cases import FEATURES, make_hooks, sgd
+from tests.helpers.cases import FEATURES, make_hooks, regression_data, sgd
 from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli, refused
+from tests.helpers.project import EVALUATED, Cli, refused
 
-# Images as whole numbers, which input_pre brings into a range; the label is not needed for that.
-SCALED = """
+FLAGS = ("train", "--run-name", "a", "--steps", "6", "--batch-size", "16")
+IMAGES = """
 import keras
 import numpy as np
 import tensorflow as tf
 
-random = np.random.default_rng(0)
-x = random.integers(0, 256, (48, 5)).astype("uint8")
-y = (x.sum(1, keepdims=True) / 640).astype("float32")
+x = np.random.default_rng(0).uniform(size=(48, 8, 8, 1)).astype("float32")
 
 
 def create_dataset(per_replica_batch_size):
-    return tf.data.Dataset.from_tensor_slices((x, y)).batch(per_replica_batch_size)
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :3, 0, 0])).batch(per_replica_batch_size)
 
 
 def create_eval_dataset(per_replica_batch_size):
@@ -36,26 +35,17 @@ def create_eval_dataset(per_replica_batch_size):
 
 
 def create_model():
-    kernel = keras.initializers.RandomNormal(stddev=0.3, seed=1)
     return keras.Sequential(
-        [keras.Input((5,)), keras.layers.Dense(4, "tanh", kernel_initializer=kernel),
-         keras.layers.Dense(1)])
+        [keras.Input((8, 8, 1)), keras.layers.RandomFlip(seed=1), keras.layers.Flatten(),
+         keras.layers.Dense(3)])
 
 
 def create_loss():
     return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)
 
 
-def input_pre(batch, step):
-    images, _ = batch
-    return tf.cast(images, tf.float32) / 255.0 - 0.5
-
-
 every_steps = {}
 """
-FLAGS = ("train", "--run-name", "a", "--steps", "6", "--batch-size", "16")
-
-
 # A model of a dict within a dict, and one of a tuple.
 NESTED = """
 import keras
@@ -144,7 +134,7 @@ def test_inputs_that_do_not_fit(train: Train) -> None:
     expected = state.train_model(np.eye(FEATURES)[[1, 0]])
     np.testing.assert_allclose(served({"n": [1, 0]}), expected, rtol=1e-5)
     for wrong in ({"n": [1.5]}, {"n": [300]}, {"n": [[1]]}, {"m": [1]}, [1]):
-        with pytest.raises(ctl_core.SetupError, match=r"^input: expected n uint8 \[None\]: "):
+        with pytest.raises(ctl_core.SetupError, match=r"^input: expected n uint8 \(None,\): "):
             served(wrong)
 
 
@@ -152,14 +142,7 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     """The hooks of docs/serving.md, for images of 8 by 8 that clients send as files."""
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     serve, around, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    images = "x = np.random.default_rng(0).uniform(size=(48, 8, 8, 1)).astype('float32')\n"
-    source = SCALED.replace("def create_dataset", images + "\n\ndef create_dataset", 1)
-    source = source.replace(
-        "keras.Input((5,))",
-        "keras.Input((8, 8, 1)), keras.layers.RandomFlip(seed=1), keras.layers.Flatten()",
-    )
-    source = source.replace("tf.cast(images, tf.float32) / 255.0 - 0.5", "images")
-    outcome = cli(source.replace("Dense(1)", "Dense(3)") + serve + around, command=FLAGS)
+    outcome = cli(IMAGES + serve + around, command=FLAGS)
     assert outcome.code == 0, outcome
     served = ctl_core.load("runs/a")
     pixels = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 1)).astype("uint8")
@@ -179,3 +162,21 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     with np.load("runs/a/predictions.npz") as file:  # of batches, which are no files: input_pre
         expected = tf.nn.softmax(network(sys.modules["callbacks"].x[:16], training=False))
         np.testing.assert_allclose(file["output"][:16], expected, rtol=1e-5)
+
+
+def test_what_is_read_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
+    flags = ("--steps", "2", "--batch-size", "16", "--run-name", "a")
+    assert cli(EVALUATED, command=("train", *flags)).code == 0
+    np.savez("x.npz", regression_data()[0])
+    os.link("x.npz", "hard.npz")
+    os.symlink("x.npz", "soft.npz")
+    before = Path("x.npz").read_bytes()
+    for output in ("x.npz", "./x.npz", "hard.npz", "soft.npz"):
+        outcome = cli(None, "--input", "x.npz", "--output", output, command=("predict",))
+        refused(outcome, "output: ", "another .npz file")
+        assert Path("x.npz").read_bytes() == before
+    assert cli(None, command=("predict",)).code == 0
+    first = Path("runs/a/predictions.npz").read_bytes()
+    outcome = cli(None, "--input", "x.npz", command=("predict",))
+    assert outcome.code == 0 and "to runs/a/predictions-x.npz" in outcome.out
+    assert Path("runs/a/predictions.npz").read_bytes() == first
