@@ -13,7 +13,7 @@ ENGINE = Path(ctl_core.__file__).parent
 # it may import from below; the command line does, to be quick.
 LAYERS = """
     console data errors files joining not_finite precision reduction signals table types
-    compat nested settings supervisor variables
+    compat settings supervisor variables
     averaging callbacks_file defaults groups learning_rate listeners prefetch recording selection
     staging task training_mode
     batch_norm contract freezing randomness rate_schedule record strategy summaries sync
