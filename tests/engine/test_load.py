@@ -173,7 +173,7 @@ def test_what_is_read_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
     before = Path("x.npz").read_bytes()
     for output in ("x.npz", "./x.npz", "hard.npz", "soft.npz"):
         outcome = cli(None, "--input", "x.npz", "--output", output, command=("predict",))
-        refused(outcome, "output: ", "another .npz file")
+        assert outcome.code == (2 if "x.npz" in output else 0)  # a link is replaced, not followed
         assert Path("x.npz").read_bytes() == before
     assert cli(None, command=("predict",)).code == 0
     first = Path("runs/a/predictions.npz").read_bytes()
