@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -105,10 +104,10 @@ at_step = {2: start_another}
 # ---- Signals -----------------------------------------------------------------------------------
 
 SLOW = """
-import time
+import os, time
 
 def wait(step):
-    open("step", "w").write(str(step))
+    open(f"step-{os.getpid()}", "w").write(str(step))
     time.sleep(0.05)
 
 every_steps = {1: wait}
@@ -124,7 +123,7 @@ def test_a_signal_saves_and_the_run_goes_on(project: Path, number: int, code: in
     process = subprocess.Popen(
         words, cwd=project, env=engine.environment(), stdout=subprocess.PIPE, text=True
     )
-    wait_for(lambda: (project / "step").exists() and (project / "step").read_text() > "1", process)
+    wait_for_steps(project, process)
     process.send_signal(number)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == code, out
@@ -139,11 +138,13 @@ def test_a_signal_saves_and_the_run_goes_on(project: Path, number: int, code: in
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+def wait_for_steps(project: Path, *processes: subprocess.Popen[str]) -> None:
     limit = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.02)
+    for process in processes:
+        step = project / f"step-{process.pid}"
+        while not (step.exists() and step.read_text() > "1"):
+            assert process.poll() is None and time.monotonic() < limit
+            time.sleep(0.02)
 
 
 # ---- Disks -------------------------------------------------------------------------------------
@@ -198,8 +199,7 @@ def test_a_checkpoint_that_is_damaged(train: engine.Train, capsys: Any) -> None:
 
 @pytest.mark.cluster
 def test_a_process_whose_peer_dies_ends_with_75(project: Path) -> None:
-    (project / "callbacks.py").write_text(small.CALLBACKS + SLOW.replace('"step"', "NAME").replace(
-        "import time", 'import os, time\nNAME = f"step-{os.getpid()}"'))  # fmt: skip
+    (project / "callbacks.py").write_text(small.CALLBACKS + SLOW)
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     hosts = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
     for one in sockets:
@@ -208,16 +208,10 @@ def test_a_process_whose_peer_dies_ends_with_75(project: Path) -> None:
     processes = []
     for index in range(2):
         place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
-        environ = engine.environment(TF_CONFIG=json.dumps(place))
-        processes.append(
-            subprocess.Popen(
-                words, cwd=project, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                text=True,
-            )
-        )  # fmt: skip
-    steps = [project / f"step-{process.pid}" for process in processes]
-    wait_for(lambda: all(path.exists() and path.read_text() > "1" for path in steps), processes[0])
-    os.kill(processes[1].pid, signal.SIGKILL)
+        how: Any = {"cwd": project, "env": engine.environment(TF_CONFIG=json.dumps(place))}
+        processes.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **how))
+    wait_for_steps(project, *processes)
+    processes[1].kill()
     _, err = processes[0].communicate(timeout=120)
     processes[1].communicate()
     assert processes[0].returncode == 75, err
