@@ -28,6 +28,7 @@ from ctl_core.collectives import Alone
 from ctl_core.compat import (
     captured_variables,
     large_sums_whole,
+    layers_run,
     losses_apart,
     names_anew,
     op_determinism,
@@ -51,11 +52,10 @@ from ctl_core.model.parts import Moment, Parts, Written
 from ctl_core.model.recording import Recording
 from ctl_core.model.variables import is_summed, plain_variable, trainable_variables
 from ctl_core.numerics.averaging import WeightAverage
-from ctl_core.numerics.batch_norm import moving_statistics
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
-from ctl_core.numerics.learning_rate import LearningRate, rate_for_hooks
+from ctl_core.numerics.learning_rate import LearningRate, create_schedule, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes, policy
-from ctl_core.numerics.rate_schedule import schedule_of
+from ctl_core.numerics.replicas import moving_statistics
 from ctl_core.prefetch import count_batches
 from ctl_core.run.folder import Run
 from ctl_core.run_state.record import read_first_batch_size
@@ -63,7 +63,6 @@ from ctl_core.settings import Config
 from ctl_core.state import State
 from ctl_core.step import change_gradients
 from ctl_core.stretches import count_stacked_steps
-from ctl_core.training_mode import inference
 
 
 @contextlib.contextmanager
@@ -307,7 +306,7 @@ class _Builder:
                 build = getattr(one, "build", None)
                 if callable(build) and not getattr(one, "built", False):
                     call_made(hook, "the optimizer", build, variables[name])
-        lr = rate_for_hooks(rate, optimizers, str(hook))
+        lr = rate_for_hooks(rate, optimizers)
         return dataclasses.replace(parts, optimizer=optimizer, optimizers=optimizers, lr=lr)
 
     def _trace_update(self, parts: Parts) -> None:
@@ -334,7 +333,7 @@ class _Builder:
         return dataclasses.replace(
             parts,
             loss_scale=LossScale() if "float16" in self._find_precisions() else None,
-            rate_schedule=schedule_of(self.config, rate, parts.lr, self.console),
+            rate_schedule=create_schedule(self.config, rate, parts.lr, self.console),
             average=average,
         )
 
@@ -346,7 +345,7 @@ class _Builder:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""
         for one in evaluation.sets.values() if evaluation else [None]:
             spec = self.data.share_spec if one is None else one.make().element_spec
-            with inference(), self._scratch(spec) as (_, batch):
+            with layers_run(training=False), self._scratch(spec) as (_, batch):
                 if parts.eval_model is not None:
                     with self.recording.during("create_eval_model"):
                         run_model(parts, Moment(), batch, training=False)

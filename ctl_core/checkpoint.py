@@ -34,8 +34,7 @@ from ctl_core.errors import RunError, SetupError, brief
 from ctl_core.files import from_here
 from ctl_core.model.freezing import read_flags, set_flags
 from ctl_core.model.variables import is_summed, plain_variable
-from ctl_core.numerics.batch_norm import MovingStatistics
-from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.numerics.replicas import MovingStatistics, ReplicaCopies
 from ctl_core.position import UNREADABLE, InputPosition
 from ctl_core.run_state.record import (
     Damaged,
@@ -326,12 +325,11 @@ class Checkpoints:
         state.progress = Progress.from_json(record.progress)
         if with_input:
             self._position.restore(record, folder / "engine" / f"input-{step}")
-            self._restore_statistics(record)
         if (average := state.parts.average) is not None:
             if not any(name.startswith("ema/") for name in record.created):
                 average.begin()
             if not with_input:
-                average.put_in()
+                average.swap()
         if not set_flags(state.recording, record.frozen):
             self._console.warn(
                 "what was frozen in the checkpoint is of other layers than the model has now; "
@@ -367,7 +365,7 @@ class Checkpoints:
                 layer.finalize_state()  # it computes with constants made of its variables
         return record
 
-    def _restore_statistics(self, record: Record) -> None:
+    def restore_own(self, record: Record) -> None:
         """Gives the replicas their own values again; others than before go on with the mean."""
         own = self.statistics.own
         same = record.replicas == self._state.parts.shape.replicas

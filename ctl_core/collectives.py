@@ -101,19 +101,13 @@ def counting_rows(
         return tf.where(present, part, tf.zeros_like(part))
 
     def masked_reduce(op: Any, value: Any, options: Any = None) -> Any:
-        if present is None:
-            return reduce(op, value, options)
-        counted = tf.nest.map_structure(mask, value)
-        total = reduce(tf.distribute.ReduceOp.SUM, counted, options)
+        total = reduce(tf.distribute.ReduceOp.SUM, tf.nest.map_structure(mask, value), options)
         if op in (tf.distribute.ReduceOp.SUM, "SUM"):
             return total
         number = reduce(tf.distribute.ReduceOp.SUM, tf.cast(present, tf.float32), options)
         return tf.nest.map_structure(lambda part: part / tf.cast(number, part.dtype), total)
 
     def masked_gather(value: Any, axis: int, options: Any = None) -> Any:
-        if present is None:
-            return gather(value, axis, options)
-
         # Stand-ins, which are the last ones, are there for each other alone: their own code may
         # look for itself behind the rows of the replicas before it.
         def cut(part: Any, gathered: Any) -> Any:
@@ -126,11 +120,15 @@ def counting_rows(
 
         return tf.nest.map_structure(cut, value, gather(value, axis, options))
 
-    context.all_reduce, context.all_gather, context.ctl_rows = masked_reduce, masked_gather, rows
+    within = {"ctl_rows": rows}
+    if present is not None:
+        within |= {"all_reduce": masked_reduce, "all_gather": masked_gather}
+    vars(context).update(within)
     try:
         yield
     finally:
-        del context.all_reduce, context.all_gather, context.ctl_rows
+        for name in within:
+            delattr(context, name)
 
 
 class Alone(tf.distribute.ReplicaContext):

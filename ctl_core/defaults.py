@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from ctl_core.console import report, show_step
 from ctl_core.model.variables import regularization, trainable_variables
-from ctl_core.numerics.not_finite import note_nans
 
 # ---- What hooks of the user's may be written with, too -------------------------------------------
 
@@ -24,9 +23,7 @@ def nan_to_zero(gradient: Any) -> Any:
         return tf.IndexedSlices(
             nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape
         )
-    is_nan = tf.math.is_nan(gradient)
-    note_nans(is_nan)
-    return tf.where(is_nan, tf.zeros_like(gradient), gradient)
+    return tf.where(tf.math.is_nan(gradient), tf.zeros_like(gradient), gradient)
 
 
 DIFFER = (

@@ -7,10 +7,12 @@ What hooks may return is checked as they are called (hooks.py), and in checks/re
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ctl_core.batches import keep_rows_if
@@ -22,17 +24,15 @@ from ctl_core.checks.returned import (
     split_objectives,
 )
 from ctl_core.collectives import counting_rows
+from ctl_core.compat import layers_run
 from ctl_core.console import warn
 from ctl_core.errors import CtlError, HookFailed
 from ctl_core.hooks import Hook
 from ctl_core.metrics import update_train_metrics
-from ctl_core.model.pairs import refuse_pairs
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.variables import variable_name
 from ctl_core.numerics.precision import to_float32
-from ctl_core.training_mode import call, call_model
-
-PIECES = ("output", "batch")  # what hooks are given of each replica
+from ctl_core.numerics.reduction import PIECES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def compute_loss(parts: Parts, moment: Moment, batch: Any, output: Any, training
     loss_input = hooks.loss_pre.in_graph(output=output, **values)
     train_loss = parts.train_loss
     return to_float32(
-        call_made(hooks.create_loss, "train_loss", call, train_loss, loss_input, training)
+        call_made(hooks.create_loss, "train_loss", call_trained, train_loss, loss_input, training)
     )
 
 
@@ -85,6 +85,23 @@ def call_made(hook: Hook, what: str, function: Any, *args: Any) -> Any:
         raise
     except Exception as error:
         raise HookFailed(f"{what} from {hook.failure(error)}") from error
+
+
+def call_model(model: Any, inputs: Any, training: bool) -> Any:
+    """Calls the model; with ``training`` run also layers that it is a function around."""
+    with layers_run(training):
+        return call_trained(model, inputs, training)
+
+
+def call_trained(function: Any, inputs: Any, training: bool) -> Any:
+    """Calls a model, or a loss, with ``training`` where it takes that argument."""
+    try:
+        takes = "training" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin has none to read
+        takes = False
+    if takes or isinstance(function, keras.Layer):
+        return function(inputs, training=training)
+    return function(inputs)
 
 
 def weigh_batch(
@@ -107,7 +124,6 @@ def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
         batch: whose examples they are
     """
     hooks = parts.hooks
-    refuse_pairs(hooks, loss)
     loss = check_loss_value(hooks.create_loss, loss, count_examples(hooks.count_examples, batch))
     return tf.reduce_sum(to_float32(loss))
 
@@ -141,29 +157,20 @@ def compute_objectives(
     output = run_model(parts, moment, batch, training=True)
     loss = compute_loss(parts, moment, batch, output, training=True)
     weight = weigh_batch(parts, moment, batch, output, present)
+    own, whole = examples / parts.shape.shares if rows is None else rows, examples
+    if weight is not None:
+        own, whole = weight, parts.shape.batch
     values = {"loss": loss, "output": output, "batch": batch, **parts.values(moment)}
     returned = hooks.grad_pre.in_graph(**values)
     named = split_objectives(hooks.grad_pre, returned, parts.objective(moment))
     found = {}
     for name, (loss_per_batch, extra_loss, variables, loss_parts) in named.items():
-        total = keep_if(present, sum_loss(parts, loss_per_batch, batch))
+        total = sum_loss(parts, loss_per_batch, batch)
         extra = read_extra_loss(extra_loss, total.dtype, hooks.grad_pre)
-        if weight is None:
-            value = total / tf.cast(examples, total.dtype) + keep_if(
-                present, extra * _part_of_batch(parts, rows, examples, total.dtype)
-            )
-        else:
-            value = (total + tf.cast(weight, total.dtype) * extra) / parts.shape.batch
+        value = (total + tf.cast(own, total.dtype) * extra) / tf.cast(whole, total.dtype)
         is_scalar = getattr(loss_per_batch, "shape", tf.TensorShape([])).rank == 0
-        found[name] = Objective(value, list(variables), loss_parts, is_scalar)
+        found[name] = Objective(keep_if(present, value), list(variables), loss_parts, is_scalar)
     return found, {"output": output, "batch": batch, "loss": loss, "weight": weight}
-
-
-def _part_of_batch(parts: Parts, rows: tf.Tensor | None, examples: Any, dtype: Any) -> Any:
-    """Returns which part of the global batch a share is."""
-    if rows is None:
-        return 1 / parts.shape.shares
-    return tf.cast(rows, dtype) / tf.cast(examples, dtype)
 
 
 def forward_backward(
@@ -192,20 +199,20 @@ def forward_backward(
                 name: one.value if scale is None else scale.multiply(one.value)
                 for name, one in objectives.items()
             }
-        gradients = {
-            name: _existing(parts, tape.gradient(scaled[name], one.variables), one.variables)
+        pairs = {
+            name: _leave_out_idle(parts, tape.gradient(scaled[name], one.variables), one.variables)
             for name, one in objectives.items()
         }
         loss_parts = {key: v for one in objectives.values() for key, v in one.parts.items()}
         update_train_metrics(parts, moment, loss_parts, made, present)
     found = {
         "loss": {name: one.value for name, one in objectives.items()},
-        "gradients": {name: several for name, (several, _) in gradients.items()},
+        "gradients": {name: [g for g, _ in several] for name, several in pairs.items()},
+        **{name: made[name] for name in kept},
     }
-    found |= {name: made[name] for name in ("output", "batch") if name in kept}
     if made["weight"] is not None:
         found["weight"] = made["weight"] / parts.shape.batch
-    return found, {name: variables for name, (_, variables) in gradients.items()}
+    return found, {name: [v for _, v in several] for name, several in pairs.items()}
 
 
 @contextmanager
@@ -254,10 +261,10 @@ def settle_stand_in(parts: Parts, contributed: dict[str, Any], present: tf.Tenso
     return {**contributed, **cut}
 
 
-def _existing(
+def _leave_out_idle(
     parts: Parts, gradients: list[Any], variables: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """Leaves out the variables that the loss does not depend on."""
+) -> list[tuple[Any, Any]]:
+    """Returns gradients with their variables, without those that the loss does not depend on."""
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     idle = [variable_name(v) for g, v in zip(gradients, variables, strict=True) if g is None]
     if idle and not parts.quiet:  # then another part of the model may have run
@@ -268,4 +275,4 @@ def _existing(
             "the loss depends on none of the trainable_vars "
             f"({', '.join(variable_name(v) for v in variables[:5])})."
         )
-    return [g for g, _ in pairs], [v for _, v in pairs]
+    return pairs

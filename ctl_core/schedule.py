@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from ctl_core.errors import SetupError
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.settings import EPOCHS, Config, seconds_in
+from ctl_core.table import OBSERVED
 
 TARGET_SECONDS = 1.0
 # Most steps of a graph call: a signal and the clock are looked at between two.
@@ -44,11 +45,7 @@ def in_steps(setting: str, value: int | str, steps_per_epoch: int | None) -> int
 
 
 class Schedule:
-    """Which hooks, evaluations and checkpoints are due after which step.
-
-    Attributes:
-        every_step: whether a hook that is not deferred runs after each step
-    """
+    """Which hooks, evaluations and checkpoints are due after which step."""
 
     def __init__(
         self,
@@ -77,11 +74,8 @@ class Schedule:
         self._ckpt_every = in_steps("ckpt_every", config.ckpt_every, steps_per_epoch)
         self._eval_every = in_steps("eval_every", config.eval_every, steps_per_epoch)
         self._log_every = config.log_every if train_metrics else 0
-        # Whether a step runs in a chunk or on its own must not depend on where a process began,
-        # or a resumed run would compute some steps by another graph.
-        own = {n for n, hook in self._every if not hook.deferred}
-        self.every_step = 1 in own
-        self._periods = own | ({self._ckpt_every, self._eval_every, self._log_every} - {0})
+        self._periods = {n for n, hook in self._every if not hook.deferred}
+        self._periods |= {self._ckpt_every, self._eval_every, self._log_every} - {0}
 
     def end_at(self, step: int) -> None:
         """Makes this step the last one."""
@@ -96,6 +90,11 @@ class Schedule:
     def due(self, step: int) -> list[Hook]:
         """Returns the hooks to run after a step: every_steps first, each in its own order."""
         return [hook for n, hook in self._every if step % n == 0] + list(self._at.get(step, ()))
+
+    def find_fetches(self, step: int) -> frozenset[str]:
+        """Returns what of a step hooks are given that are due after it."""
+        due = self.due(step)
+        return frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
 
     def deferred(self, steps: range) -> list[tuple[int, Hook]]:
         """Returns steps for which the graph was not left, each with a hook due after it."""

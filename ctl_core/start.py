@@ -15,7 +15,7 @@ from ctl_core.console import Console
 from ctl_core.errors import SetupError, brief, reason
 from ctl_core.files import from_here, written_whole
 from ctl_core.model.variables import plain_variable
-from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.position import UNREADABLE
 from ctl_core.run.folder import Run
 from ctl_core.run_state.record import (

@@ -6,6 +6,7 @@ above it one of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -23,13 +24,24 @@ from ctl_core.compat import (
     optimizers_refused,
     summaries_of_first_replica,
 )
-from ctl_core.forward import PIECES, call_made, forward_backward, settle_stand_in
+from ctl_core.forward import call_made, forward_backward, settle_stand_in
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.variables import plain_variable
-from ctl_core.numerics.micro_batches import ONCE_IN_MICRO_BATCH, accumulate
-from ctl_core.numerics.not_finite import found_nans, seen
-from ctl_core.numerics.precision import all_finite
-from ctl_core.numerics.reduction import divide, for_optimizer, sum_over_replicas
+from ctl_core.numerics.not_finite import Note, note_update
+from ctl_core.numerics.precision import are_finite
+from ctl_core.numerics.reduction import (
+    PIECES,
+    accumulate,
+    divide,
+    for_optimizer,
+    sum_over_replicas,
+)
+
+_ONCE_IN_MICRO_BATCH = (
+    "grad_pre: applies an optimizer by itself, which with accumulate_steps would be once for each "
+    "micro-batch; make it an objective of its own (create_opt and grad_pre return dicts with the "
+    "same names), or leave out accumulate_steps."
+)
 
 
 class Batches(Protocol):
@@ -47,7 +59,7 @@ class StepResult:
         loss: by objective, its sum over the replicas; empty where nobody asks for it
         gradients, update_gradients, display_gradients: by objective
         output, batch: of the last turn, one for each micro-batch; empty where nobody asks for them
-        noted: what ``not_finite.seen`` returned, by turn
+        notes: of losses and gradients that are not finite, by turn; empty where nobody looks
     """
 
     loss: dict[str, Any]
@@ -56,7 +68,7 @@ class StepResult:
     display_gradients: dict[str, Any]
     output: list[Any]
     batch: list[Any]
-    noted: list[Any]
+    notes: list[Note]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Any]:
         """Returns the values of these names; of a single objective, without its name."""
@@ -70,7 +82,7 @@ class StepResult:
 # ---- On one replica ------------------------------------------------------------------------------
 
 
-def apply_update(
+def make_gradients(
     parts: Parts,
     moment: Moment,
     contributed: dict[str, Any],
@@ -78,11 +90,7 @@ def apply_update(
     examples: Any,
     asks_for_loss: bool,
 ) -> dict[str, Any]:
-    """Makes one update of what this replica contributes: sum, ``update_pre``, optimizer.
-
-    Gradients are summed over the replicas once, before ``update_pre``; the optimizer applies them
-    without reducing again. With a loss scale it is the caller who applies them, if the update is
-    finite: a replica cannot decide on its own.
+    """Sums what replicas contribute, once, and calls ``update_pre``; nothing is applied yet.
 
     Args:
         parts: of the step
@@ -94,19 +102,35 @@ def apply_update(
 
     Returns:
         ``loss``, if anybody asks for it, ``gradients``, ``update_gradients`` and
-        ``display_gradients``, each by objective; with a loss scale also ``finite``, a scalar bool
-        that is the same on every replica.
+        ``display_gradients``, each by objective, and ``notes``.
     """
     asks_for_loss = asks_for_loss or "loss" in parts.hooks.update_pre.arguments
     summed = sum_contributions(parts, contributed, asks_for_loss)
     counts = parts.shape.count_rows_of(replica_id(), examples)
     with counting_rows(*counts):
         updates, displays = change_gradients(parts, moment, contributed, summed, trained)
-    found = {**summed, "update_gradients": updates, "display_gradients": displays}
-    if parts.loss_scale is not None:
-        return {**found, "finite": all_finite(summed["gradients"])}
-    apply_gradients(parts, updates, trained)
+    found = {**summed, "update_gradients": updates, "display_gradients": displays, "notes": []}
+    if parts.notes_losses:
+        # Those that the default turns into 0; with a loss scale, such an update is skipped.
+        counts_nans = parts.hooks.update_pre.is_default and parts.loss_scale is None
+        gradients = itertools.chain(*summed["gradients"].values()) if counts_nans else None
+        found["notes"] = [note_update(contributed["loss"], gradients)]
     return found
+
+
+def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool) -> dict[str, Any]:
+    """Sums gradients, and objectives if they are asked for, over the replicas, in one all-reduce.
+
+    The sums are those of the objectives, without their scale, divided by what the batch weighs.
+    """
+    names = {"gradients", "weight", *(["loss"] if with_loss else [])} & contributed.keys()
+    values = {name: contributed[name] for name in names}
+    values = sum_over_replicas(values, parts.shape.replicas, parts.in_executable)
+    if parts.loss_scale is not None:
+        values["gradients"] = parts.loss_scale.divide(values["gradients"])
+    if (weight := values.pop("weight", None)) is not None:
+        values = tf.nest.map_structure(lambda value: divide(value, weight), values)
+    return {"loss": {}, **values}
 
 
 def change_gradients(
@@ -135,32 +159,13 @@ def change_gradients(
     return updates, displays
 
 
-def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool) -> dict[str, Any]:
-    """Sums gradients, and objectives if they are asked for, over the replicas, in one all-reduce.
-
-    The sums are those of the objectives, without their scale, divided by what the batch weighs.
-    """
-    values = {"gradients": contributed["gradients"]}
-    if with_loss:
-        values["loss"] = contributed["loss"]
-    if "weight" in contributed:
-        values["weight"] = contributed["weight"]
-    values = sum_over_replicas(values, parts.shape.replicas, parts.in_executable)
-    weight = values.pop("weight", None)
-    if scale := parts.loss_scale:
-        values["gradients"] = {
-            name: [scale.divide(gradient) for gradient in several]
-            for name, several in values["gradients"].items()
-        }
-    if weight is not None:
-        values = tf.nest.map_structure(lambda value: divide(value, weight), values)
-    return {"loss": {}, **values}
-
-
 def apply_gradients(
     parts: Parts, updates: dict[str, list[Any]], trained: dict[str, list[Any]]
 ) -> None:
-    """Lets each objective's optimizer apply what ``update_pre`` returned for it, if anything."""
+    """Lets each objective's optimizer apply what ``update_pre`` returned for it, if anything.
+
+    It does not reduce again.
+    """
     for name, gradients in updates.items():
         optimizer = parts.optimizers[name]
         pairs = list(zip(for_optimizer(optimizer, gradients), trained[name], strict=True))
@@ -169,33 +174,15 @@ def apply_gradients(
                 call_made(parts.hooks.create_opt, "the optimizer", optimizer.apply_gradients, pairs)
 
 
-# ---- Over all replicas ---------------------------------------------------------------------------
-
-
-def compiled(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Compiles what one replica does with a batch.
-
-    A function of its own for each replica and each graph: a cached trace of another replica would
-    hold that replica's variables.
-    """
-
-    def on_replica(batch: Any) -> Any:
-        @tf.function(jit_compile=True, autograph=False)
-        def on_device(batch: Any) -> Any:
-            with GraphWriter(no_summaries).as_default():
-                return function(batch)
-
-        return on_device(batch)
-
-    return on_replica
-
-
-def no_summaries() -> None:
+def refuse_summaries() -> None:
     """Refuses tf.summary, which an executable cannot write."""
     raise ValueError(
         "tf.summary in a step that jit_compile compiles; write it in a host hook, or leave out "
         "jit_compile"
     )
+
+
+# ---- Over all replicas ---------------------------------------------------------------------------
 
 
 def train_step(parts: Parts, data: Batches, fetches: frozenset[str], step: tf.Tensor) -> StepResult:
@@ -217,14 +204,12 @@ def train_step(parts: Parts, data: Batches, fetches: frozenset[str], step: tf.Te
     results = [
         make_update(parts, moment, deal, examples, fetches) for moment in parts.moments(step)
     ]
-    if len(results) == 1:
-        return results[0]
     by_objective: dict[str, Any] = {
         field: {name: value for one in results for name, value in getattr(one, field).items()}
         for field in ("loss", "gradients", "update_gradients", "display_gradients")
     }
-    noted = [value for one in results for value in one.noted]
-    return dataclasses.replace(results[-1], **by_objective, noted=noted)
+    notes = [note for one in results for note in one.notes]
+    return dataclasses.replace(results[-1], **by_objective, notes=notes)
 
 
 def make_update(
@@ -235,8 +220,8 @@ def make_update(
     fetches: frozenset[str],
 ) -> StepResult:
     """Makes one update over all replicas, on the micro-batches that ``deal`` returns."""
-    update_pre, scale, strategy = parts.hooks.update_pre, parts.loss_scale, parts.strategy
-    kept = frozenset({*PIECES} & {*fetches, *update_pre.arguments})
+    steps, strategy, scale = parts.shape.accumulate_steps, parts.strategy, parts.loss_scale
+    kept = frozenset({*PIECES} & {*fetches, *parts.hooks.update_pre.arguments})
     trained: dict[str, list[Any]] = {}
     generator = global_seed_generator()  # which replicas are traced without, each in a thread
 
@@ -249,45 +234,37 @@ def make_update(
             return strategy.run(on_replica, args)
 
     def contribute(share: Any) -> Any:
-        found, variables = forward_backward(parts, moment, examples, kept, share)
+        once = optimizers_refused(_ONCE_IN_MICRO_BATCH) if steps > 1 else contextlib.nullcontext()
+        with once:
+            found, variables = forward_backward(parts, moment, examples, kept, share)
         trained.update(variables)
         return found
 
-    def contribute_once(share: Any) -> Any:
-        with optimizers_refused(ONCE_IN_MICRO_BATCH):
-            return contribute(share)
-
-    def update(contributed: dict[str, Any]) -> dict[str, Any]:
-        with found_nans() as nans:
-            found = apply_update(parts, moment, contributed, trained, examples, "loss" in fetches)
-        if parts.notes_losses:  # with a loss scale, an update of NaN gradients is skipped
-            found["noted"] = [seen(contributed["loss"], [] if scale else nans)]
-        return found
+    def contribute_compiled(share: Any) -> Any:
+        # A function of its own for each replica and each graph: a cached trace of another replica
+        # would hold that replica's variables.
+        with GraphWriter(refuse_summaries).as_default():
+            return tf.function(contribute, jit_compile=True, autograph=False)(share)
 
     def contribute_all(index: Any) -> Any:
         share = deal(index)
-        contributed, present = on_replicas(run, share), share[2]
-        if present is None:
+        contributed = on_replicas(contribute_compiled if parts.jit_compile else contribute, share)
+        if (present := share[2]) is None:
             return contributed
         return on_replicas(lambda *args: settle_stand_in(parts, *args), contributed, present)
 
-    if parts.shape.accumulate_steps == 1:
-        run = compiled(contribute) if parts.jit_compile else contribute
-        contributed = contribute_all(0)
-        pieces = {name: [contributed[name]] for name in kept}
-        found = on_replicas(update, contributed)
-    else:
-        run = compiled(contribute_once) if parts.jit_compile else contribute_once
-        contributed, pieces = accumulate(
-            strategy,
-            parts.shape.accumulate_steps,
-            contribute_all,
-            joined_for={name: str(update_pre) for name in kept & {*update_pre.arguments}},
-        )
-        found = on_replicas(update, contributed)
+    def update(contributed: dict[str, Any]) -> dict[str, Any]:
+        found = make_gradients(parts, moment, contributed, trained, examples, "loss" in fetches)
+        if scale is None:
+            apply_gradients(parts, found["update_gradients"], trained)
+            return found
+        return {**found, "finite": are_finite(found["gradients"])}
+
+    contributed, pieces = accumulate(strategy, steps, contribute_all)
+    found = on_replicas(update, contributed)
     if scale is None:
         finish_update(parts, moment, trained)
-    else:
+    else:  # a replica cannot decide on its own
         finite = strategy.experimental_local_results(found.pop("finite"))[0]
 
         def apply_if_finite() -> None:
@@ -298,7 +275,7 @@ def make_update(
         tf.cond(finite, apply_if_finite, lambda: None)
         scale.adjust(finite)
     output, batch = pieces.get("output", []), pieces.get("batch", [])
-    return StepResult(**{"noted": [], **found}, output=output, batch=batch)
+    return StepResult(output=output, batch=batch, **found)
 
 
 def finish_update(parts: Parts, moment: Moment, trained: dict[str, list[Any]]) -> None:

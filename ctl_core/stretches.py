@@ -19,7 +19,7 @@ from ctl_core.input import Input
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.not_finite import nothing, of_step, then
 from ctl_core.prefetch import StackedBatches
-from ctl_core.step import StepResult, no_summaries, train_step
+from ctl_core.step import StepResult, refuse_summaries, train_step
 
 # What of a step is carried through a loop; all else is returned of one that is not part of it.
 LOSS = frozenset({"loss"})
@@ -70,7 +70,7 @@ def count_stacked_steps(parts: Parts, data: Input) -> int:
 
 
 def train_stretches(
-    parts: Parts, data: Input, before: tf.Tensor, steps: tf.Tensor, loss_spec: Any = None
+    parts: Parts, data: Input, before: tf.Tensor, steps: tf.Tensor, fetches: frozenset[str]
 ) -> tuple[dict[str, Any], tf.Tensor]:
     """Takes steps, as many in one executable as a stack holds.
 
@@ -79,22 +79,21 @@ def train_stretches(
         data: where batches are drawn from
         before: how many steps were taken
         steps: how many to take; both int64 scalars
-        loss_spec: of the loss by objective, if that of the last step is returned
+        fetches: ``LOSS``, if that of the last step is returned, or nothing
 
     Returns:
-        The loss of the last step, by objective, or nothing; the numbers of ``Noted``, an int64
-        vector.
+        The loss of the last step by objective, float32 scalars, or nothing; the numbers of
+        ``Noted``, an int64 vector.
     """
-    fetches = LOSS if loss_spec else frozenset()
-    no_loss = tf.nest.map_structure(lambda one: tf.zeros(one.shape, one.dtype), loss_spec or {})
+    no_loss = {name: tf.zeros([]) for name in parts.optimizers if fetches}
 
     @tf.function(jit_compile=True, autograph=False)
     def stretch(stacked: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor) -> Any:
         def take_one(done: tf.Tensor, _: Any, noted: Any) -> tuple[Any, ...]:
             step = before + tf.cast(done, tf.int64) + 1
             result = _take_step(parts, stacked, first + done, step, fetches)
-            noted = then(noted, of_step(result.noted, step))
-            return done + 1, result.loss if loss_spec else {}, noted
+            loss = {name: tf.cast(result.loss[name], tf.float32) for name in no_loss}
+            return done + 1, loss, then(noted, of_step(result.notes, step))
 
         start = (tf.constant(0), no_loss, nothing())
         return tf.while_loop(lambda done, *_: done < steps, take_one, start)[1:]
@@ -114,7 +113,7 @@ def train_one(parts: Parts, data: Input, fetches: frozenset[str], step: tf.Tenso
     @tf.function(jit_compile=True, autograph=False)
     def one(stacked: Any, step: tf.Tensor) -> dict[str, Any]:
         result = _take_step(parts, stacked, tf.constant(0), step, fetches)
-        return {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+        return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
 
     stacked = _split(parts, tf.nest.map_structure(lambda part: part[None], next(data.iterator)))
     return StepResult(**one(stacked, step))
@@ -124,8 +123,8 @@ def _take_step(
     parts: Parts, stacked: Any, index: tf.Tensor, step: tf.Tensor, fetches: frozenset[str]
 ) -> StepResult:
     drawn = _Drawn(stacked, index, parts.shape.batch, parts.shape.accumulate_steps)
-    with GraphWriter(no_summaries).as_default():
-        whole = dataclasses.replace(parts, jit_compile=False, in_executable=True)
+    whole = dataclasses.replace(parts, jit_compile=False, in_executable=True)
+    with GraphWriter(refuse_summaries).as_default():
         return train_step(whole, drawn, fetches, step)
 
 

@@ -44,7 +44,6 @@ from ctl_core.selection import best_step, read_criteria
 from ctl_core.settings import Config
 from ctl_core.start import hold_run, load_initial_weights
 from ctl_core.state import State, check_hook_state
-from ctl_core.table import OBSERVED
 
 
 def train(
@@ -131,8 +130,9 @@ class Trainer:
         if record is None:
             load_initial_weights(state, self._console)
         progress = state.progress
-        generators = self.checkpoints.statistics.not_back(state.recording.generators)
-        fold_in_replica_id(generators, state.strategy, state.cluster.task)
+        fold_in_replica_id(state.recording.generators, state.strategy, state.cluster.task)
+        if record is not None:
+            self.checkpoints.restore_own(record)
         self.start, self.last = state.step, last_step(state, self._console)
         if progress.ended is not None:
             go_on = bool(state.cluster.gather([go_on]).any())
@@ -217,23 +217,15 @@ class Trainer:
         state.stopped_by = self._signal if step < self.last else None
 
     def _advance(self, step: int, stop: int) -> tuple[int, dict[str, Any]]:
-        """Makes a graph call, up to ``stop`` at most; the step that hooks look at is another one.
+        """Takes steps, up to ``stop`` at most, as many as should be between two exchanges.
 
         Returns:
             The step it has come to; and, if that is ``stop``, the values that due hooks name.
         """
-        due = self._schedule.due(stop)
-        fetches = find_fetches(due)
-        alone = bool(fetches or (self._schedule.every_step and stop == step + 1))
-        loops = self.functions.can_loop(fetches) and stop > step + 1
-        if steps := min(stop - step - (alone and not loops), self._steps_per_call.limit):
-            with self._steps_per_call.timed(steps):
-                if loops and step + steps == stop:
-                    return stop, self.functions.train_step(fetches, steps)
-                self.functions.train_steps(steps)
-        if alone and step + steps + 1 == stop and steps < self._steps_per_call.limit:
-            return stop, self.functions.train_step(fetches)
-        return step + steps, {}
+        steps = min(stop - step, self._steps_per_call.limit)
+        fetches = self._schedule.find_fetches(stop) if step + steps == stop else frozenset()
+        with self._steps_per_call.timed(steps):
+            return step + steps, self.functions.take_steps(steps, fetches)
 
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
         """Runs host hooks after a step; returns whether one ends training."""
@@ -352,9 +344,7 @@ class Trainer:
         """
         state = self.state
         try:
-            due = self._schedule.due(self.start + 1)
-            fetches = find_fetches(due) if self._schedule.every_step else None
-            graph = self.functions.trace(fetches).graph
+            graph = self.functions.trace(self._schedule.find_fetches(self.start + 1)).graph
             if state.evaluation is not None:
                 state.evaluation.trace()
         except HookFailed as error:
@@ -376,8 +366,3 @@ class Trainer:
             if reason != "failed":
                 raise
             self._console.warn(f"after a failure: {error}")
-
-
-def find_fetches(due: Sequence[Hook]) -> frozenset[str]:
-    """Returns what due hooks name of a step's values."""
-    return frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)

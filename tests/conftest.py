@@ -22,7 +22,7 @@ LONGEST = """
 # They start no process, and take less than half a minute of one core each.
 QUICK = """
     test_architecture test_compat test_console test_errors test_hook_state test_losses test_profile
-    test_randomness test_rate test_reduction test_settings test_layout test_splits test_numbers
+    test_rate test_reduction test_settings test_layout test_splits test_numbers
     test_scripts
 """
 

@@ -24,7 +24,7 @@ from ctl_core.forward import forward_backward
 from ctl_core.graph import StepFunctions
 from ctl_core.metrics import read_results
 from ctl_core.model.variables import is_summed, plain_variable, variable_name
-from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.state import State
 
 FETCHES = frozenset({"loss", "update_gradients", "output"})
@@ -66,7 +66,7 @@ def observe(state: State) -> list[Values]:
         functions = StepFunctions(run, tf.summary.create_noop_writer())
         with copies.put_back_after():
             for _ in range(1 if quiet else 2):
-                fetched = functions.train_step(FETCHES)
+                fetched = functions.take_steps(1, FETCHES)
             exact = not draws_numbers(functions.operations()) and (
                 quiet or not any(map(_normalizes, state.recording.layers))
             )

@@ -23,7 +23,7 @@ from ctl_core.console import Console
 from ctl_core.forward import compute_loss, run_model
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.randomness import seeds_kept
-from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.state import State
 
 BATCHES, MOST_ROWS = 3, 64

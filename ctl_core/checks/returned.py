@@ -141,8 +141,8 @@ def check_loss_value(create_loss: Hook, loss: Any, examples: Any) -> tf.Tensor:
     if not fits or not loss.dtype.is_floating:
         raise create_loss.reject(
             f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
-            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); batch_weight says what it "
-            "is divided by, if not by the number of examples."
+            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); [b, 1] and [b] make [b, b]; "
+            "batch_weight says what it is divided by, if not by the number of examples."
         )
     return loss
 

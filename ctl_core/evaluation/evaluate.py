@@ -30,6 +30,7 @@ from ctl_core.collectives import counting_rows
 from ctl_core.compat import (
     drawing_from,
     global_seed_generator,
+    layers_run,
     stages,
     with_called,
 )
@@ -41,11 +42,10 @@ from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.recording import Recording
 from ctl_core.model.variables import plain_variable
 from ctl_core.numerics.randomness import seeds_kept
-from ctl_core.numerics.staging import ReplicaCopies
+from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.prefetch import read_ahead
 from ctl_core.schedule import ChunkLength
 from ctl_core.settings import Config
-from ctl_core.training_mode import inference
 
 Sync = Callable[[LoopStatus], LoopStatus]
 
@@ -241,7 +241,11 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
     def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:
         if present is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
-        with drawing_from(generator), counting_rows(rows, present, together), inference():
+        with (
+            drawing_from(generator),
+            counting_rows(rows, present, together),
+            layers_run(training=False),
+        ):
             add_batch(parts, one, batch, present)
 
     def share_of(batch: Any, replica: int) -> Share:

@@ -12,9 +12,8 @@ import tensorflow as tf
 from ctl_core.batches import BatchShape
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.numerics.averaging import WeightAverage
+from ctl_core.numerics.learning_rate import RateSchedule
 from ctl_core.numerics.precision import LossScale
-from ctl_core.numerics.rate_schedule import RateSchedule
-from ctl_core.types import Loss, Model, Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +72,13 @@ class Parts:
     hooks: Hooks
     strategy: tf.distribute.Strategy
     shape: BatchShape
-    train_model: Model
-    train_loss: Loss
+    train_model: Any
+    train_loss: Any
     lr: Any
     step_variable: tf.Variable
     optimizer: Any = None
-    optimizers: Mapping[str, Optimizer] = dataclasses.field(default_factory=dict)
-    eval_model: Model | None = None
+    optimizers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    eval_model: Any = None
     jit_compile: bool = False
     in_executable: bool = False
     notes_losses: bool = False
@@ -92,7 +91,7 @@ class Parts:
     written: tuple[Written, ...] = ()
     quiet: bool = False
 
-    def model_for(self, training: bool) -> tuple[Hook, str, Model]:
+    def model_for(self, training: bool) -> tuple[Hook, str, Any]:
         """Returns the model that is run, and, for messages, the hook that made it and its name."""
         hook = self.hooks.create_eval_model
         if training or hook is None or self.eval_model is None:

@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from ctl_core.numerics.precision import to_float32
-from ctl_core.types import Model
 
 
 def plain_variable(variable: Any) -> Any:
@@ -33,7 +32,7 @@ def is_summed(variable: Any) -> bool:
 
 
 @tf.autograph.experimental.do_not_convert  # which would take a third of a second
-def trainable_variables(model: Model) -> list[Any]:
+def trainable_variables(model: Any) -> list[Any]:
     """Returns the variables of a model that are trained: those of frozen layers are left out.
 
     Of a Keras model these are its ``trainable_variables``; of a ``tf.Module``, of any other object
@@ -49,7 +48,7 @@ def trainable_variables(model: Model) -> list[Any]:
 
 
 @tf.autograph.experimental.do_not_convert
-def regularization(model: Model) -> Any:
+def regularization(model: Any) -> Any:
     """Returns the sum of a model's regularisation and ``add_loss`` terms, a scalar."""
     layers = [item for item in walk(model) if isinstance(item, keras.Layer)]
     losses = [loss for layer in layers for loss in layer.losses]

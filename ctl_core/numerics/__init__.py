@@ -1,1 +1,1 @@
-"""Rate, precision, freezing, random state, moving statistics, and copies of values."""
+"""Learning rate, precision, sums, averages, what replicas have of their own, copies of values."""

@@ -3,70 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ctl_core.model.variables import plain_variable
+from ctl_core.numerics.replicas import define_copy
 
 
-class WeightAverage(tf.Module):
+class WeightAverage:
     """An average for each weight: ``average = decay * average + (1 - decay) * weight``.
 
     It begins with the weights themselves. Its values and those of the weights are exchanged for an
     evaluation, so that whatever is evaluated need not know of it.
+
+    Attributes:
+        begin: begins anew with the present weights
+        swap: exchanges averages and weights
     """
 
     def __init__(self, decay: float, weights: list[Any], strategy: tf.distribute.Strategy) -> None:
         """Makes the averages; called in the strategy's scope."""
-        super().__init__(name="ema")
         self._decay = decay
-        self._strategy = strategy
-        # A tuple in a lambda is nothing that is followed: the weights are the model's.
-        plain = tuple(map(plain_variable, weights))
-        self._weights: Callable[[], tuple[Any, ...]] = lambda: plain
-        self.averages = [
+        self._weights = [plain_variable(weight) for weight in weights]
+        self._averages = [
             tf.Variable(keras.ops.convert_to_numpy(weight), trainable=False) for weight in weights
         ]
-        self._moves: dict[str, Any] = {}
+        local = strategy.experimental_local_results
+        own = [part for average in self._averages for part in local(average)]
+        here = [part for weight in self._weights for part in local(weight)]
+        self.begin = define_copy(here, own)
+        self.swap = define_copy([*here, *own], [*own, *here])
 
     def update(self) -> None:
         """Takes one step; runs in a graph, for each replica with its own values."""
-        for average, weight in zip(self.averages, self._weights(), strict=True):
+        for average, weight in zip(self._averages, self._weights, strict=True):
             average.assign(self._decay * average + (1 - self._decay) * weight)
-
-    def begin(self) -> None:
-        """Begins anew with the present weights."""
-        self._move("begin")
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
         """Within, the weights have the averaged values."""
-        self._move("swap")
+        self.swap()
         try:
             yield
         finally:
-            self._move("swap")
-
-    def put_in(self) -> None:
-        """Gives the weights the averaged values, for good."""
-        self._move("swap")
-
-    def _move(self, how: str) -> None:
-        if how not in self._moves:
-            results = self._strategy.experimental_local_results
-
-            @tf.function(autograph=False)
-            def move() -> None:
-                for average, weight in zip(self.averages, self._weights(), strict=True):
-                    for own, here in zip(results(average), results(weight), strict=True):
-                        with tf.device(here.device):
-                            before, after = here.read_value(), own.read_value()
-                            own.assign(before)
-                            if how == "swap":
-                                here.assign(after)
-
-            self._moves[how] = move
-        self._moves[how]()
+            self.swap()

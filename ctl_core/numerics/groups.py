@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ctl_core.model.variables import plain_variable, variable_name
-from ctl_core.types import Optimizer
 
 
 class OptimizerGroups(tf.Module):
@@ -30,14 +29,8 @@ class OptimizerGroups(tf.Module):
         groups = tuple(tuple(variables) for _, variables in pairs)
         self._groups = lambda: groups
 
-    def __iter__(self) -> Iterator[Optimizer]:
-        return iter(self.optimizers)
-
-    def __len__(self) -> int:
-        return len(self.optimizers)
-
-    def __getitem__(self, index: int) -> Optimizer:
-        return self.optimizers[index]  # type: ignore[no-any-return]
+    def __getitem__(self, index: int) -> Any:
+        return self.optimizers[index]  # hooks name the optimizer as they have returned it
 
     def _check_groups(self, variables: Iterable[Any]) -> None:
         """Refuses variables that are trained, and not frozen, and in no group or two."""
@@ -81,14 +74,10 @@ class OptimizerGroups(tf.Module):
 
 def is_pairs(made: Any) -> bool:
     """Whether ``create_opt`` has returned pairs (optimizer, variables)."""
-    return (
-        isinstance(made, list | tuple)
-        and len(made) > 0
-        and all(
-            isinstance(pair, list | tuple)
-            and len(pair) == 2
-            and hasattr(pair[0], "apply_gradients")
-            and isinstance(pair[1], list | tuple)
-            for pair in made
-        )
+    return isinstance(made, list | tuple) and all(
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and hasattr(pair[0], "apply_gradients")
+        and isinstance(pair[1], list | tuple)
+        for pair in made
     )

@@ -1,12 +1,13 @@
-"""The learning rate: a variable that hooks assign to, what is made of it, and what is used.
+"""The learning rate: a variable that hooks assign to, what is made of it, its schedule.
 
-``create_opt`` is given a ``LearningRate``. Arithmetic with it there gives a ``Product``, which goes
-on following it; anywhere else, a value. Where an optimizer has a schedule, the other hooks are
-given ``Scheduled``, the rate that it uses.
+``create_opt`` is given a ``LearningRate``. Arithmetic with it there goes on following it; anywhere
+else, it gives a value. Where an optimizer has a schedule of its own, the other hooks are given the
+rate that it uses.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import rate_of
+from ctl_core.console import Console
+from ctl_core.settings import Config
 
 
 def _define_operators(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
@@ -39,7 +42,9 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
     """
 
     __array_priority__ = 100  # numpy's numbers leave arithmetic to it
-    follows = True
+    follows = True  # whether arithmetic gives what goes on following it
+    dtype = tf.float32
+    shape = tf.TensorShape([])
 
     def __call__(self, step: Any = None) -> tf.Tensor:
         """Returns the current value, a float32 scalar."""
@@ -54,22 +59,18 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
         """The rate itself: both ``lr.value`` and ``lr.value()`` do."""
         return self
 
-    def read_value(self) -> tf.Tensor:
-        """Returns the current value, a float32 scalar."""
-        return self()
-
     def numpy(self) -> Any:
         """Returns the value as a NumPy scalar."""
         return self().numpy()
 
-    dtype = tf.float32
-    shape = tf.TensorShape([])
-
     def combine(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Returns a rate that follows its operands, where that is asked for, otherwise a value."""
-        if self.follows and all(isinstance(one, Rate | numbers.Real) for one in operands):
-            return Product(function, operands)
-        return function(*(one() if isinstance(one, Rate) else one for one in operands))
+
+        def compute(step: Any = None) -> Any:
+            return function(*(one(step) if isinstance(one, Rate) else one for one in operands))
+
+        follows = self.follows and all(isinstance(one, Rate | numbers.Real) for one in operands)
+        return DerivedRate(compute) if follows else compute()
 
     def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
         return tf.convert_to_tensor(self(), dtype=dtype, name=name)
@@ -108,12 +109,10 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
         return self() >= other
 
     def __eq__(self, other: Any) -> Any:
-        number = isinstance(other, Rate | numbers.Real | np.ndarray) or tf.is_tensor(other)
-        return self() == tf.convert_to_tensor(other, tf.float32) if number else other is self
+        return self() == other
 
     def __ne__(self, other: Any) -> Any:
-        equal = self == other
-        return tf.logical_not(equal) if tf.is_tensor(equal) else not equal
+        return self() != other
 
     __hash__ = object.__hash__
 
@@ -123,34 +122,20 @@ class LearningRate(Rate, tf.Module):
 
     Attributes:
         variable: holds it, a float32 scalar
-        assigned: whether anyone has assigned to it, a hook or a callback
+        assigned: whether a hook has assigned to it
         follows: whether arithmetic gives what goes on following it; while ``create_opt`` runs
     """
 
     def __init__(self, value: float) -> None:
         tf.Module.__init__(self, name="lr")
         self.assigned = False
-        self.value = tf.Variable(
+        self.variable = tf.Variable(
             value,
             dtype=tf.float32,
             trainable=False,
             name="lr",
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
-
-    @property
-    def value(self) -> LearningRate:
-        """The rate itself, which is as good as its variable."""
-        return self
-
-    @value.setter
-    def value(self, variable: tf.Variable) -> None:  # "value" is its name in checkpoints
-        self.__dict__["value"] = variable
-
-    @property
-    def variable(self) -> tf.Variable:
-        """Holds the value."""
-        return self.__dict__["value"]
 
     def __call__(self, step: Any = None) -> tf.Tensor:
         """Returns the current value, a float32 scalar."""
@@ -163,65 +148,40 @@ class LearningRate(Rate, tf.Module):
 
     def assign_add(self, delta: Any) -> None:
         """Adds to the value."""
-        self.assigned = True
-        self.variable.assign_add(delta)
+        self.assign(self() + delta)
 
     def assign_sub(self, delta: Any) -> None:
         """Subtracts from the value."""
-        self.assigned = True
-        self.variable.assign_sub(delta)
+        self.assign(self() - delta)
 
 
-class Product(Rate):
-    """What arithmetic makes of a learning rate and numbers; changes when the learning rate does."""
+class DerivedRate(Rate):
+    """A rate that is worked out whenever it is asked for, and so cannot be assigned.
 
-    def __init__(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> None:
-        self._function, self._operands = function, operands
+    It is what arithmetic makes of a learning rate and numbers, or what a schedule gives.
+    """
 
-    def __call__(self, step: Any = None) -> tf.Tensor:
-        """Returns the current value, a float32 scalar."""
-        values = (one(step) if isinstance(one, Rate) else one for one in self._operands)
-        return self._function(*values)
-
-
-class Scheduled(Rate):
-    """The rate that an optimizer takes from a schedule: for its next update, as Keras has it."""
-
-    follows = False
-
-    def __init__(self, optimizer: keras.Optimizer, create_opt: str) -> None:
-        self._optimizer, self._create_opt = optimizer, create_opt
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        """``compute`` is given the step that Keras asks for, or None."""
+        self._compute = compute
 
     def __call__(self, step: Any = None) -> tf.Tensor:
         """Returns the current value, a float32 scalar."""
-        return tf.cast(self._optimizer.learning_rate, tf.float32)
-
-    def assign(self, _: Any) -> None:
-        """Refuses.
-
-        Raises:
-            ValueError: always; the next step's value would be the schedule's again.
-        """
-        raise ValueError(
-            f"lr comes from the {type(rate_of(self._optimizer)).__name__} that {self._create_opt} "
-            "gives the optimizer, so that it cannot be assigned; change the schedule, or give the "
-            "optimizer lr itself"
-        )
-
-    assign_add = assign_sub = assign
+        return tf.cast(self._compute(step), tf.float32)
 
 
-def rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any], create_opt: str) -> Rate:
+def rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate:
     """Returns what hooks are given as ``lr``: what the optimizers use.
 
     That is ``lr`` itself, if one of them takes it or a product of it, or none is Keras'; otherwise
-    the rate of the first optimizer, if that has a schedule.
+    the rate of the first optimizer, if that has a schedule, for its next update.
     """
     rates = [rate_of(optimizer) for optimizer in optimizers.values()]
     schedule = keras.optimizers.schedules.LearningRateSchedule
     if any(isinstance(rate, Rate) for rate in rates) or not isinstance(rates[0], schedule):
         return lr
-    return Scheduled(next(iter(optimizers.values())), create_opt)
+    first = next(iter(optimizers.values()))
+    return DerivedRate(lambda _: first.learning_rate)
 
 
 def rates_used(lr: Rate, optimizers: Mapping[str, Any]) -> dict[str, float]:
@@ -236,3 +196,76 @@ def rates_used(lr: Rate, optimizers: Mapping[str, Any]) -> dict[str, float]:
         for name, optimizer in optimizers.items()
     }
     return {name: float(tf.cast(rate, tf.float32)) for name, rate in rates.items()}
+
+
+class RateSchedule:
+    """What ``lr_schedule`` and ``warmup`` make of ``learning_rate``: warm-up, then a curve.
+
+    It is assigned to ``lr`` at the beginning of each step, in the graph, so that hooks and
+    optimizers see it there. A hook that assigns ``lr`` by itself ends it.
+    """
+
+    def __init__(self, config: Config, lr: LearningRate) -> None:
+        self._config = config
+        self._lr = lr
+        with tf.device("CPU:0"):
+            self._active = tf.Variable(True, trainable=False, name="lr_schedule")
+            self._last = tf.Variable(1, dtype=tf.int64, trainable=False, name="last_step")
+
+    def end_at(self, last: int) -> None:
+        """Says how many steps there are, which the curve is spread over."""
+        self._last.assign(last)
+
+    def ended(self, active: bool) -> bool:
+        """Notices that a hook has assigned ``lr``; returns whether the schedule has ended by that.
+
+        Args:
+            active: whether it held until now
+        """
+        now = active and not self._lr.assigned
+        self._active.assign(now)
+        return active and not now
+
+    def apply(self, step: tf.Tensor) -> None:
+        """Assigns ``lr`` for a step, an int64 scalar from 1 up; in a graph, over all replicas."""
+        value = tf.where(self._active, self._compute(step), self._lr.variable)
+        self._lr.variable.assign(value)
+
+    def _compute(self, step: Any) -> tf.Tensor:
+        """Returns the rate of a step, a float32 scalar."""
+        config, warmup = self._config, self._config.warmup
+        before = tf.cast(step, tf.float32) - 1.0  # how many steps were taken
+        after = tf.maximum(tf.cast(self._last, tf.float32) - warmup, 1.0)
+        share = tf.clip_by_value((before - warmup) / after, 0.0, 1.0)
+        curve = {
+            "constant": lambda: tf.ones([]),
+            "linear": lambda: 1.0 - share,
+            "cosine": lambda: 0.5 * (1.0 + tf.cos(math.pi * share)),
+            "exponential": lambda: tf.pow(0.01, share),
+            "step": lambda: tf.where(share < 0.5, 1.0, tf.where(share < 0.75, 0.1, 0.01)),
+        }[config.lr_schedule]()
+        if warmup:
+            curve = tf.where(before < warmup, (before + 1.0) / warmup, curve)
+        return config.learning_rate * curve
+
+
+def create_schedule(
+    config: Config, lr: LearningRate, used: Rate, console: Console
+) -> RateSchedule | None:
+    """Makes the schedule, if one is asked for; one that the optimizer has of its own goes before.
+
+    Args:
+        config: the settings
+        lr: what ``create_opt`` was given
+        used: the rate that the optimizer uses
+        console: for a warning
+    """
+    if config.lr_schedule == "constant" and not config.warmup:
+        return None
+    if used is not lr:
+        console.warn(
+            "lr_schedule and warmup change nothing: create_opt gives the optimizer a schedule of "
+            "its own, which goes before."
+        )
+        return None
+    return RateSchedule(config, lr)

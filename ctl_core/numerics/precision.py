@@ -55,51 +55,41 @@ def to_float32(structure: Any) -> Any:
     )
 
 
-def all_finite(structure: Any) -> tf.Tensor:
-    """Says whether every entry of all tensors in a structure is finite; a scalar bool."""
-    tensors = tf.nest.flatten(structure, expand_composites=True)
-    floating = [tensor for tensor in tensors if tensor.dtype.is_floating]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in floating])
-
-
-class LossScale(tf.Module):
+class LossScale:
     """What objectives are multiplied by, so that float16 gradients do not become 0.
 
     It doubles after 2000 finite updates in a row and is halved by one that is not finite, which is
     skipped: Micikevicius et al. 2018, Mixed Precision Training.
-
-    Attributes:
-        scale: the factor, a float32 scalar
-        finite: how many updates in a row were finite since the scale last changed
-        skipped: how many updates in a row were not finite
     """
 
     def __init__(self) -> None:
-        super().__init__(name="loss_scale")
-        self.scale = _variable(INITIAL, tf.float32, "scale")
-        self.finite = _variable(0, tf.int64, "finite")
-        self.skipped = _variable(0, tf.int64, "skipped")
+        """Makes the scale, and counts of updates in a row that were finite, and that were not."""
+        self._scale = _create_variable(INITIAL, tf.float32, "scale")
+        self._finite = _create_variable(0, tf.int64, "finite")
+        self._skipped = _create_variable(0, tf.int64, "skipped")
 
     def multiply(self, objective: tf.Tensor) -> tf.Tensor:
         """Returns the scaled objective."""
-        return objective * tf.cast(self.scale, objective.dtype)
+        return objective * tf.cast(self._scale, objective.dtype)
 
-    def divide(self, gradient: Any) -> Any:
-        """Returns a gradient of the scaled objective as that of the objective; sparse ones too."""
-        return tf.math.scalar_mul(tf.cast(1.0 / self.scale, gradient.dtype), gradient)
+    def divide(self, gradients: Any) -> Any:
+        """Returns gradients of scaled objectives as those of the objectives; sparse ones too."""
+        return tf.nest.map_structure(
+            lambda one: tf.math.scalar_mul(tf.cast(1.0 / self._scale, one.dtype), one), gradients
+        )
 
     def adjust(self, finite: tf.Tensor) -> None:
         """Notes whether an update was finite; runs once an update, in a cross-replica context."""
-        count, scale = self.finite + 1, tf.convert_to_tensor(self.scale)
+        count, scale = self._finite + 1, tf.convert_to_tensor(self._scale)
         grown = count >= PATIENCE
         doubled = tf.where(grown, tf.minimum(scale * 2.0, MOST), scale)
-        self.scale.assign(tf.where(finite, doubled, tf.maximum(scale / 2.0, LEAST)))
-        self.finite.assign(tf.where(finite & ~grown, count, 0))
-        self.skipped.assign(tf.where(finite, tf.constant(0, tf.int64), self.skipped + 1))
+        self._scale.assign(tf.where(finite, doubled, tf.maximum(scale / 2.0, LEAST)))
+        self._finite.assign(tf.where(finite & ~grown, count, 0))
+        self._skipped.assign(tf.where(finite, tf.constant(0, tf.int64), self._skipped + 1))
 
     def complaint(self) -> str | None:
         """Says that nothing is learnt any more, if updates keep being skipped."""
-        if int(self.skipped.numpy()) < TOO_MANY:
+        if int(self._skipped.numpy()) < TOO_MANY:
             return None
         return (
             f"the last {TOO_MANY} updates or more were skipped: gradients were not finite in "
@@ -108,11 +98,13 @@ class LossScale(tf.Module):
         )
 
 
-def _variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
-    return tf.Variable(
-        value,
-        dtype=dtype,
-        trainable=False,
-        name=name,
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-    )
+def _create_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return tf.Variable(value, dtype=dtype, trainable=False, name=name, aggregation=first)
+
+
+def are_finite(gradients: Any) -> tf.Tensor:
+    """Returns whether every entry of all gradients is finite, a scalar bool."""
+    tensors = tf.nest.flatten(gradients, expand_composites=True)
+    floating = [tensor for tensor in tensors if tensor.dtype.is_floating]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in floating])

@@ -51,16 +51,14 @@ def random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[st
         graph: where to look
         others: more types of ops to look for
     """
+
+    def draws(node: Any) -> bool:
+        dropout = node.attr["dropout"].f if "dropout" in node.attr else 1.0  # cuDNN's layers
+        return "seed" in node.attr and dropout != 0.0 and not node.attr["deterministic"].b
+
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    drawing = (node for node in nodes if "seed" in node.attr and draws(node))
-    return sorted({node.op for node in (*drawing, *(n for n in nodes if n.op in others))})
-
-
-def draws(node: Any) -> bool:
-    """Whether a node of a graph that has a ``seed`` draws random numbers."""
-    no_dropout = "dropout" in node.attr and node.attr["dropout"].f == 0  # cuDNN's recurrent layers
-    return not (no_dropout or node.attr["deterministic"].b)
+    return sorted({node.op for node in nodes if node.op in others or draws(node)})
 
 
 @contextmanager

@@ -16,13 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.batches import with_rows
+from ctl_core.compat import layers_run
 from ctl_core.errors import HookFailed, RunError, SetupError, brief
-from ctl_core.forward import call_made, make_model_input
+from ctl_core.forward import call_made, call_model, make_model_input
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.numerics.precision import to_float32
 from ctl_core.settings import Config
 from ctl_core.state import State
-from ctl_core.training_mode import call_model, inference
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -171,7 +171,7 @@ def _create(state: State) -> LoadedModel:
         """Returns the function that runs the model on what another one makes for it."""
 
         def run_made(given: Any) -> Any:
-            with inference():
+            with layers_run(training=False):
                 made = to_input(given)
                 return to_float32(call_made(hook, what, call_model, model, made, False))
 

@@ -65,7 +65,7 @@ def test_manager_save_in_a_hook_holds_what_later_hooks_of_the_step_do(train: Tra
     assert [Path(path).name for path in paths] == ["ckpt-5", "ckpt-10"]
     assert numbers(folder, "engine/ckpt-*.json") == [5, 10]
     reader = tf.train.load_checkpoint(paths[1])
-    assert reader.get_tensor("lr/value/.ATTRIBUTES/VARIABLE_VALUE") == 0.125
+    assert reader.get_tensor("lr/variable/.ATTRIBUTES/VARIABLE_VALUE") == 0.125
 
 
 def cut_short(path: Path) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
 from tests.golden import small
 from tests.helpers.cases import assert_weights, make_hooks, norm_model, squared_error
 from tests.helpers.fixtures import Train
@@ -92,25 +91,3 @@ def test_an_objective_whose_variables_are_all_frozen_waits_until_they_are_unfroz
         state = train(hooks, steps=steps, **settings)
     assert_weights(state, train_plainly(), rtol=1e-5)
     assert [int(o.iterations.numpy()) for o in state.optimizer.values()] == [8, STEPS]
-
-
-def test_where_all_is_frozen_nothing_is_trained_and_an_objective_needs_variables(
-    train: Train,
-) -> None:
-    more = {"create_opt": each_by_its_own}
-    freeze_all = {2: lambda train_model: setattr(train_model, "trainable", False)}
-    two, four = (
-        train(
-            make_hooks(grad_pre=losses, at_step=freeze_all, **more),
-            steps=steps,
-            run_name=f"frozen-{steps}",
-        )
-        for steps in (2, 4)
-    )
-    assert_weights(four, two, rtol=0)
-    none = lambda loss, train_model: {  # noqa: E731
-        "hidden": (loss, 0.0, []),
-        "out": (loss, 0.0, train_model.trainable_variables),
-    }
-    with pytest.raises(ctl_core.SetupError, match="returned no trainable_vars of 'hidden'"):
-        train(make_hooks(grad_pre=none, **more), steps=4, run_name="empty")

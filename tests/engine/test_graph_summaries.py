@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import trainer
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 
@@ -74,40 +73,6 @@ def watched_hooks(**hooks: Any) -> SimpleNamespace:
     return make_hooks(**{**base, **hooks})
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.slow
-def test_each_step_is_written_once_with_its_number_and_a_resumed_run_goes_on(
-    train: Train, tmp_path: Path, replicas: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hooks = watched_hooks()
-    for steps in (4, 7):
-        train(hooks, steps=steps, virtual_devices=replicas)
-    found = seen(tmp_path / "runs/run/tb/train")
-    steps_of = {name: [step for step, tag, _ in found if tag == name] for _, name, _ in found}
-    (of_model,) = (name for name in steps_of if name.endswith("/model"))  # in the layer's scope
-    for name in ("input", "loss", "grad", "norm", of_model):
-        assert steps_of[name] == list(range(1, 8)), name
-    assert steps_of["host"] == [3, 6]
-    for step, name, value in found:
-        assert name not in ("input", "loss", "grad") or value == step
-    norms = [value for _, name, value in found if name == "norm"]
-    monkeypatch.setattr(trainer, "MOST_STEPS", 1)
-    by_steps = train(hooks, steps=7, virtual_devices=replicas, run_name="whole")
-    assert by_steps.step == 7
-    whole = [v for _, name, v in seen(tmp_path / "runs/whole/tb/train") if name == "norm"]
-    np.testing.assert_allclose(norms, whole, rtol=1e-6)
-
-
-def test_record_if_every_few_steps(train: Train, tmp_path: Path) -> None:
-    def update_pre(gradients: Any) -> Any:
-        with tf.summary.record_if(tf.summary.experimental.get_step() % 3 == 0):
-            tf.summary.scalar("norm", tf.linalg.global_norm(gradients))
-        return gradients, gradients
-
-    train(make_hooks(update_pre=update_pre), steps=7, virtual_devices=2)
-    assert [step for step, *_ in seen(tmp_path / "runs/run/tb/train")] == [3, 6]
-
-
 def test_a_summary_leaves_the_replicas_variables_equal(train: Train) -> None:
     """What one replica alone used would be computed, and rounded, in another way there."""
 
@@ -130,11 +95,11 @@ def test_micro_batches_write_one_each(train: Train, tmp_path: Path) -> None:
 
 
 def test_a_compiled_step_refuses_it(train: Train, tmp_path: Path) -> None:
-    said = r"^input_pre \(\w+.py:\d+\): ValueError: tf.summary in a step that jit_compile compiles;"
-    with pytest.raises(ctl_core.SetupError, match=said):
+    said = "tf.summary in a step that jit_compile compiles;"
+    with pytest.raises(ctl_core.SetupError, match=rf"^input_pre \(\w+.py:\d+\): .*{said}"):
         train(watched_hooks(), steps=1, jit_compile=True)
     hooks = make_hooks(update_pre=watched_hooks().update_pre)
-    with pytest.raises(ctl_core.SetupError, match=r"^update_pre \(.*write it in a host hook, or"):
+    with pytest.raises(ctl_core.SetupError, match=rf"^update_pre \(.*{said}"):
         train(hooks, steps=2, jit_compile=True)
     train(hooks, steps=2, jit_compile=True, virtual_devices=2, run_name="update")
     assert [step for step, *_ in seen(tmp_path / "runs/update/tb/train")] == [1, 2]

@@ -63,26 +63,6 @@ def test_a_mean_is_refused(train: Train, loss: Loss, replicas: int) -> None:
         train(hooks, steps=1, virtual_devices=replicas)
 
 
-def test_grad_pre_is_named_where_it_takes_the_mean(train: Train) -> None:
-    def grad_pre(loss: Any, train_model: Any) -> Any:
-        return tf.reduce_mean(loss), 0.0, train_model.trainable_variables
-
-    with pytest.raises(ctl_core.SetupError, match=r"^grad_pre \(test_losses.py:\d+\): .*mean"):
-        train(make_hooks(grad_pre=grad_pre), steps=1)
-
-
-def test_of_two_vectors_the_cure_is_their_shape(train: Train) -> None:
-    data = tf.data.Dataset.from_tensor_slices((X, Y[:, 0]))
-    loss = keras.losses.MeanSquaredError(reduction="none")
-    hooks = make_hooks(
-        create_dataset=lambda: data.batch(8),
-        loss_pre=lambda output, batch: (output[:, 0], batch[1]),
-        create_loss=lambda: lambda pair: loss(pair[1], pair[0]),
-    )
-    with pytest.raises(ctl_core.SetupError, match=r"of values of shape \[b, 1\]"):
-        train(hooks, steps=1)
-
-
 def barlow(pair: Any) -> Any:
     """Of features that do not correlate, so that less is found the more examples there are."""
     features = tf.random.stateless_normal([tf.shape(pair[0])[0], 20], [1, 2]) + 0.0 * pair[0]
@@ -112,23 +92,6 @@ def test_what_is_no_mean_trains(
     assert all("create_loss (test_losses.py" in line and "as a whole" in line for line in said)
 
 
-def contrastive(inputs: Any) -> Any:
-    logits = tf.matmul(inputs, inputs, transpose_b=True)
-    labels = tf.range(tf.shape(inputs)[0])
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, 0.1 * logits))
-
-
-def test_a_mean_with_negatives_out_of_the_batch_is_pointed_out(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hooks = make_hooks(
-        loss_pre=lambda output, batch: output + batch[0], create_loss=lambda: contrastive
-    )
-    assert train(hooks, steps=1, batch_size=8).step == 1
-    (said,) = warnings(capsys)
-    assert "ctl_core.all_gather" in said
-
-
 def test_a_loss_of_each_example_with_every_other_is_refused(train: Train) -> None:
     """What broadcasting makes of [b, 1] and [b]."""
     data = tf.data.Dataset.from_tensor_slices((X, Y[:, 0]))
@@ -136,7 +99,7 @@ def test_a_loss_of_each_example_with_every_other_is_refused(train: Train) -> Non
         create_dataset=lambda: data.batch(8),
         create_loss=lambda: lambda pair: (pair[0] - pair[1]) ** 2,
     )
-    message = r"^create_loss \(test_losses.py:\d+\): Sub of the shapes \[8, 1\] and \[8\] gives"
+    message = r"^create_loss \(test_losses.py:\d+\): .*\[8, 8\].* \[b, 1\] and \[b\] make"
     with pytest.raises(ctl_core.SetupError, match=message):
         train(hooks, steps=1, batch_size=8)
 
@@ -156,13 +119,3 @@ def test_what_is_tried_changes_nothing(train: Train) -> None:
     tried = train(hooks(sum_error), steps=5, run_name="tried")
     state = train(hooks(each), steps=5, run_name="not")
     assert_weights(tried, state, rtol=1e-5)
-
-
-def test_variables_that_are_overwritten_with_their_gradient_are_refused(train: Train) -> None:
-    def create_model() -> keras.Model:
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-        model.layers[0].quantize("float8")
-        return model
-
-    with pytest.raises(ctl_core.SetupError, match="is overwritten with its gradient"):
-        train(make_hooks(create_model=create_model), steps=1)

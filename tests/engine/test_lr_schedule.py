@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import pytest
 
-import ctl_core
 from tests.golden import small
 from tests.helpers.cases import assert_weights
 from tests.helpers.fixtures import Train
@@ -49,29 +48,6 @@ def test_the_rates_are_those_of_keras(train: Train, kind: str) -> None:
     assert_weights(state, model, rtol=2e-5)
 
 
-def test_many_steps_in_one_graph_call_and_a_resume(train: Train) -> None:
-    """A run that is stopped and goes on, as one that is not."""
-
-    def stop(step: int) -> None:
-        if step == 5 and not stopped:
-            stopped.append(step)
-            raise ctl_core.StopTraining
-
-    stopped: list[int] = []
-    own = small.hooks(at_step={5: stop})
-    more: dict[str, Any] = {
-        "lr_schedule": "cosine",
-        "warmup": WARMUP,
-        "learning_rate": RATE,
-        "jit_compile": True,
-    }
-    ended = train(own, steps=STEPS, **more)
-    assert ended.step == 5
-    state = ctl_core.train(own, ended.config, go_on=True)
-    assert state.step == STEPS and state.functions.trace_counts() == [1]
-    assert_weights(state, by_hand("cosine", WARMUP)[0], rtol=2e-5)
-
-
 def test_a_hook_that_assigns_lr_ends_the_schedule(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,12 +74,3 @@ def test_a_schedule_of_create_opt_goes_before(
     state = train(own, steps=STEPS, lr_schedule="linear", warmup=3, learning_rate=0.5)
     assert "lr_schedule and warmup change nothing: create_opt gives" in capsys.readouterr().out
     assert_weights(state, by_hand("cosine", 0)[0], rtol=2e-5)
-
-
-def test_a_changed_learning_rate_scales_the_rest(train: Train) -> None:
-    more: dict[str, Any] = {"lr_schedule": "linear", "ckpt_every": 2}
-    seen: list[float] = []
-    own = small.hooks(every_steps={1: lambda lr: seen.append(float(lr))})
-    train(own, steps=4, learning_rate=RATE, **more)
-    train(own, steps=8, learning_rate=2 * RATE, **more)
-    assert seen[4:] == pytest.approx([2 * RATE * (1 - step / 8) for step in range(4, 8)])

@@ -12,10 +12,6 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from ctl_core.errors import SetupError
-from ctl_core.numerics import precision
-from tests.golden import compare
-from tests.golden.compare import STEPS
 from tests.golden.programs import embedding, l2
 from tests.helpers.cases import (
     FEATURES,
@@ -57,51 +53,6 @@ def with_policy(policy: str) -> Callable[[], keras.Model]:
     return create_model
 
 
-@pytest.mark.parametrize(
-    ("kind", "case", "replicas", "accumulate"),
-    [
-        ("bfloat16", "l2", 1, 2),
-        ("float16", "l2", 2, 2),
-        ("float16", "embedding", 2, 1),
-    ],
-)
-def test_weights_are_near_those_of_float32(
-    train: Train,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    case: str,
-    replicas: int,
-    accumulate: int,
-) -> None:
-    monkeypatch.setattr(precision, "INITIAL", 2.0**8)  # so that no update of these is skipped
-    hooks = CASES[case].hooks()
-    loss = hooks.create_loss()
-    seen: list[Any] = []
-
-    def checked(loss_input: Any) -> tf.Tensor:
-        assert all(part.dtype == tf.float32 for part in tf.nest.flatten(loss_input))
-        return loss(loss_input)
-
-    hooks.create_loss = lambda: checked
-    hooks.every_steps = {10: lambda loss, output, gradients: seen.append((loss, output, gradients))}
-    state = train(
-        hooks,
-        steps=STEPS,
-        batch_size=compare.BATCH,
-        learning_rate=compare.RATE,
-        precision=kind,
-        virtual_devices=replicas,
-        accumulate_steps=accumulate,
-    )
-    assert {layer.compute_dtype for layer in state.train_model.layers[-1:]} == {kind}
-    for values in seen:
-        assert all(part.dtype == tf.float32 for part in tf.nest.flatten(values))
-    expected = CASES[case].plain_weights()
-    for weight, reference in zip(state.train_model.get_weights(), expected, strict=True):
-        assert weight.dtype == np.float32
-        np.testing.assert_allclose(weight, reference, atol=0.01)
-
-
 def test_update_pre_sees_the_gradients_that_float16_cannot_hold(train: Train) -> None:
     seen: list[Any] = []
 
@@ -121,16 +72,6 @@ def test_update_pre_sees_the_gradients_that_float16_cannot_hold(train: Train) ->
     np.testing.assert_allclose(bias, [1e-7], rtol=0.02)
     output = state.train_model(x).numpy()
     np.testing.assert_allclose(loss, 1e-7 * output.astype("float64").mean(), rtol=0.02)
-
-
-def test_an_optimizer_that_scales_by_itself_is_refused(train: Train) -> None:
-    def create_opt(lr: Any) -> Any:
-        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(lr))
-
-    with pytest.raises(SetupError, match="returned a LossScaleOptimizer") as error:
-        train(make_hooks(create_opt=create_opt), precision="float16")
-    message = str(error.value)
-    assert message.startswith("create_opt (test_precision.py:") and "inner_optimizer" in message
 
 
 def test_a_run_is_used_in_its_own_precision(
@@ -155,22 +96,6 @@ def test_a_run_is_used_in_its_own_precision(
 
 
 # ---- A policy of the user's own ---------------------------------------------------------------
-
-
-def test_a_layer_keeps_its_own_type_in_lower_precision(train: Train) -> None:
-    def create_model() -> keras.Model:
-        layers = [keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")]
-        return set_weights(keras.Sequential([keras.Input((FEATURES,)), *layers]))
-
-    state = train(make_hooks(create_model=create_model), steps=1, precision="bfloat16")
-    assert [layer.compute_dtype for layer in state.train_model.layers] == ["bfloat16", "float32"]
-
-
-def test_float16_variables_are_not_trained(train: Train) -> None:
-    with pytest.raises(SetupError, match="is trained in float16") as error:
-        train(make_hooks(create_model=with_policy("float16")))
-    message = str(error.value)
-    assert message.startswith("create_model (test_precision.py:") and "mixed_float16" in message
 
 
 def test_variables_of_another_type_are_trained_in_it(train: Train) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
-import ctl_core
 from ctl_core import schedule, trainer
 from tests.helpers.cases import make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
@@ -39,17 +37,6 @@ def test_an_epoch_is_a_pass_over_the_data(train: Train, replicas: int) -> None:
     assert saved(state.run_dir) == [12, 24, 26]
     again = train(hooks(), epochs=5, steps=None, **more)
     assert evaluated(again.run_dir)[-1] == 30 and saved(again.run_dir)[-1] == 30
-
-
-def test_endless_data_have_no_epochs(train: Train) -> None:
-    def endless(per_replica_batch_size: int) -> tf.data.Dataset:
-        return sliced(regression_data())(per_replica_batch_size).repeat()
-
-    for setting in ("eval_every", "ckpt_every"):
-        with pytest.raises(
-            ctl_core.SetupError, match=f"{setting}: .*endless dataset, which has no"
-        ):
-            train(hooks(create_dataset=endless), steps=3, **{setting: "1epoch"})
 
 
 class Clock:

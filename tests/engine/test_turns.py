@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import ctl_core
 from tests.golden.programs import wgan_gp
-from tests.helpers.cases import assert_weights, make_hooks, sgd
+from tests.helpers.cases import assert_weights
 from tests.helpers.fixtures import Train
 
 STEPS, BATCH, RATE = 7, 8, 0.1
@@ -74,7 +73,6 @@ def test_update_post_follows_each_turn_and_the_average_the_step(
     model, seen = loop(clip=clip)
     assert_weights(state, model, rtol=2e-5)
     np.testing.assert_allclose(losses, seen, rtol=1e-4, atol=1e-6)
-    assert state.functions.trace_counts() == [1]
     average = [weight.numpy() for weight in wgan_gp.create_model().trainable_variables]
     for step in range(1, STEPS + 1):
         new = loop(step, clip)[0].trainable_variables
@@ -97,46 +95,3 @@ def test_metrics_of_a_turn(train: Train) -> None:
     state = train(own, steps=1, batch_size=BATCH, learning_rate=RATE, log_every=1)
     (line,) = (line for line in state.history if line["split"] == "train")
     np.testing.assert_allclose([line[name] for name in TURNS], loop(1)[1][0], rtol=1e-5)
-
-
-def test_an_evaluation_is_nobodys_turn(train: Train) -> None:
-    own = gan_hooks(create_eval_dataset=wgan_gp.create_dataset)
-    state = train(own, steps=STEPS, batch_size=BATCH, learning_rate=RATE)
-    output = loop()[0](wgan_gp.input_pre(wgan_gp.DATA, 0))
-    expected = np.mean(wgan_gp.create_loss()((output, None)))
-    np.testing.assert_allclose(state.metrics["loss"], expected, 1e-4)
-
-
-def test_micro_batches_are_refused(train: Train) -> None:
-    with pytest.raises(ctl_core.SetupError, match=r"^accumulate_steps: 2 micro-batches cannot go"):
-        train(gan_hooks(), batch_size=BATCH, accumulate_steps=2)
-
-
-@pytest.mark.parametrize("settings", [{}, {"virtual_devices": 2}, {"accumulate_steps": 2}], ids=str)
-def test_parts_of_a_loss_without_turns(train: Train, settings: Any) -> None:
-    """The mean over all examples since the last line: of vectors, and of scalars of a batch."""
-
-    def grad_pre(loss: Any, output: Any, train_model: Any) -> Any:
-        regular = 0.1 * tf.reduce_sum(train_model.layers[0].kernel ** 2)
-        parts = {"squared": loss, "l2": regular, "size": tf.reduce_mean(output)}
-        return loss, regular, train_model.trainable_variables, parts
-
-    seen: list[Any] = []
-    state = train(
-        make_hooks(
-            grad_pre=grad_pre,
-            every_steps={1: lambda loss, output, batch: seen.append((output, batch[1]))},
-            create_opt=sgd,
-        ),
-        steps=5,
-        log_every=2,
-        learning_rate=0.01,
-        **settings,
-    )
-    lines = [line for line in state.history if line["split"] == "train"]
-    assert [line["step"] for line in lines] == [2, 4, 5]
-    for line, some in zip(lines, (seen[:2], seen[2:4], seen[4:]), strict=True):
-        outputs, targets = (np.concatenate(each) for each in zip(*some, strict=True))
-        np.testing.assert_allclose(line["squared"], np.mean((outputs - targets) ** 2), 1e-5)
-        np.testing.assert_allclose(line["size"], np.mean(outputs), 1e-4, 1e-6)
-        assert line["l2"] > 0

@@ -55,14 +55,6 @@ def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any
     own = small.hooks(create_model=Followed, update_post=follow, every_steps={4: lambda loss: None})
     state = train(own, steps=STEPS, learning_rate=RATE, **settings)
     assert_weights(state, loop(), rtol=2e-5)
-    assert state.functions.trace_counts() == [1, 1]
-
-
-def test_a_resumed_run_follows_as_a_whole_one_does(train: Train) -> None:
-    own = small.hooks(create_model=Followed, update_post=follow)
-    for steps in (3, 8, STEPS):
-        state = train(own, steps=steps, learning_rate=RATE, ckpt_every=2)
-    assert_weights(state, loop(), rtol=2e-5)
 
 
 def test_an_update_that_is_skipped_has_nothing_after_it(train: Train) -> None:
@@ -151,13 +143,3 @@ def test_training_may_be_named(train: Train, replicas: int) -> None:
     inputs, target = (part[:96] for part in regression_data())
     error = float(tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, 1)))
     assert state.metrics["loss"] == pytest.approx(error, rel=1e-5)
-
-
-def test_create_model_may_name_the_size_of_a_replicas_batch(train: Train) -> None:
-    def create_model(per_replica_batch_size: int) -> Any:
-        sizes.append(per_replica_batch_size)
-        return small_model()
-
-    sizes: list[int] = []
-    train(small.hooks(create_model=create_model), steps=1, virtual_devices=2, accumulate_steps=2)
-    assert sizes == [4]

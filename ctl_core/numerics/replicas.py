@@ -1,0 +1,126 @@
+"""What each replica has of its own, such as moving statistics, and copies of variables.
+
+Of batch normalisation, each replica keeps moving statistics of its own batches, of which a
+checkpoint would hold the first replica's. Training does not read them, and they are linear in those
+of the batches, so averaging them before they are read, for an evaluation or a checkpoint, gives
+what averaging after every step would give, and costs nothing per step. Then each goes on with its
+own: when a run was evaluated or saved must not change a bit of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def moving_statistics(layers: list[keras.Layer]) -> list[Any]:
+    """Returns the variables of the batch normalisations among layers that are moving statistics."""
+    return [
+        variable.value
+        for layer in layers
+        if isinstance(layer, keras.layers.BatchNormalization)
+        for variable in layer.non_trainable_variables
+        if variable.path.split("/")[-1].startswith(("moving_", "renorm_"))
+    ]
+
+
+class ReplicaCopies:
+    """What each of this process's replicas has in some variables, kept aside and put back.
+
+    One graph call each, in which nothing passes between processes.
+
+    Attributes:
+        own: the copies, a variable for each replica's part of each variable
+        put_back: gives each replica what was kept
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, variables: list[Any]) -> None:
+        local = strategy.experimental_local_results
+        here = [part for variable in variables for part in local(variable)]
+        self.own = [tf.Variable(part.read_value(), trainable=False) for part in here]
+        self._take = define_copy(here, self.own)
+        self.put_back = define_copy(self.own, here)
+
+    @contextlib.contextmanager
+    def put_back_after(self) -> Iterator[None]:
+        """Around something that changes the variables, and must not."""
+        self._take()
+        try:
+            yield
+        finally:
+            self.put_back()
+
+
+def define_copy(sources: Sequence[Any], targets: Sequence[Any]) -> Any:
+    """Returns a graph function that gives variables the values of others.
+
+    All are read before any is assigned.
+    """
+
+    @tf.function(autograph=False)
+    def copy() -> None:
+        values = [source.read_value() for source in sources]
+        for value, target in zip(values, targets, strict=True):
+            with tf.device(target.device):
+                target.assign(value)
+
+    return copy
+
+
+class MovingStatistics:
+    """The moving statistics of the batch normalisations among the layers of a run."""
+
+    def __init__(
+        self, layers: list[keras.Layer], strategy: tf.distribute.Strategy, others: Sequence[Any]
+    ) -> None:
+        """``others`` may differ between replicas, too, and are not averaged.
+
+        So do random generators: a replica that had no examples in a step has drawn less.
+        """
+        self._strategy = strategy
+        several = strategy.num_replicas_in_sync > 1
+        self._statistics = moving_statistics(layers) if several else []
+        both = [*self._statistics, *others] if several else []
+        self._copies = ReplicaCopies(strategy, list({id(one): one for one in both}.values()))
+        self._average = tf.function(self._define_average, autograph=False)
+
+    def _define_average(self) -> None:
+        def on_replica() -> None:
+            context = tf.distribute.get_replica_context()
+            values = [statistic.read_value() for statistic in self._statistics]
+            means = context.all_reduce(tf.distribute.ReduceOp.MEAN, values)
+            for statistic, mean in zip(self._statistics, means, strict=True):
+                statistic.assign(mean)
+
+        self._strategy.run(on_replica)
+
+    def average(self) -> None:
+        """Gives each replica the mean over all replicas.
+
+        Every process of a cluster must call it.
+        """
+        if self._statistics:
+            self._average()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Gives each replica the mean while something reads it, and then its own back.
+
+        Every process of a cluster must enter it.
+        """
+        with self._copies.put_back_after():
+            self.average()
+            yield
+
+    @property
+    def own(self) -> tf.train.Checkpoint | None:
+        """What this process's replicas had before the mean, to be saved; None if it is the same."""
+        return tf.train.Checkpoint(own=self._copies.own) if self._copies.own else None
+
+    def put_back(self) -> None:
+        """Gives this process's replicas what ``own`` holds, after a restore."""
+        self._copies.put_back()
