@@ -12,13 +12,13 @@ ENGINE = Path(ctl_core.__file__).parent
 # From the ground up: a module imports only what stands in a line above its own. Inside functions
 # it may import from below; the command line does, to be quick.
 LAYERS = """
-    console data errors files joining not_finite precision reduction signals table types
+    console data errors files not_finite precision replicas signals table
     compat settings supervisor variables
     averaging callbacks_file defaults groups learning_rate listeners prefetch recording selection
-    staging task training_mode
-    batch_norm contract freezing randomness rate_schedule record strategy summaries sync
-    batches collectives divergence hooks micro_batches readers sources
-    anomaly cli folder input pairs parts returned schedule vocabularies
+    staging task
+    contract freezing randomness record strategy summaries sync
+    batches collectives divergence hooks readers reduction sources
+    anomaly cli folder input parts returned schedule vocabularies
     __main__ metrics state
     forward messages position writer
     checkpoint evaluate inference ratio start step
