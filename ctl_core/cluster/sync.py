@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -72,7 +73,6 @@ class Cluster:
     def __init__(self, strategy: tf.distribute.Strategy, task: Task) -> None:
         self.task = task
         self._strategy = strategy
-        self._gather: Any = None
 
     def gather(self, values: Sequence[int]) -> np.ndarray:
         """Gives every process the whole numbers of all; also a barrier.
@@ -83,12 +83,11 @@ class Cluster:
         own = np.array(values, np.int64)
         if self.task.processes == 1:
             return own[None]
-        if self._gather is None:
-            self._gather = self._trace()
         return self._gather(own).numpy()  # type: ignore[no-any-return]
 
-    def _trace(self) -> Any:
-        """Builds the gathering: each adds up a table in which only its own row is not zero."""
+    @functools.cached_property
+    def _gather(self) -> Any:
+        """The graph function: all add up a table in which only the own row of each is not zero."""
         strategy, task = self._strategy, self.task
 
         def on_replica(values: tf.Tensor) -> tf.Tensor:
@@ -132,7 +131,7 @@ class Cluster:
 
     def has_same(self, content: bytes) -> bool:
         """Whether all processes have the same."""
-        digest = _digest(content)
+        digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
         return bool((self.gather([digest]) == digest).all())
 
     def check_settings(self, config: Config) -> None:
@@ -141,8 +140,6 @@ class Cluster:
         Raises:
             SetupError: they are not.
         """
-        if self.task.processes == 1:
-            return
         # What only says how a process works and reports, not what it computes, may differ.
         own = dataclasses.replace(config, debug=False, runs_dir="runs")
         if not self.has_same(repr(own).encode()):
@@ -202,8 +199,3 @@ def _lost(task: Task, error: BaseException | None) -> bool:
     if "mismatch in the collective" in str(error):  # of shapes, say: it would be so again
         return False
     return isinstance(error, _LOST) or _ABORTED in str(error)
-
-
-def _digest(content: bytes) -> int:
-    """Returns a number of 63 bits for a content."""
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
