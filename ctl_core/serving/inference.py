@@ -182,8 +182,8 @@ def _create(state: State) -> LoadedModel:
     of_batch = read_batch if signature or hooks.serve is None else serve_batch
     to_input: Callable[[Any], Any] = serve
     if not signature:
-        part = UsedPart(run(of_batch), _element_spec(state))
-        signature, to_input = [part.spec], lambda sent: of_batch(part.fill(sent))
+        part, fill = find_used_part(run(of_batch), _element_spec(state))
+        signature, to_input = [part], lambda sent: of_batch(fill(sent))
     spec = tf.nest.map_structure(with_rows, signature[0])
     function = tf.function(run(to_input), autograph=False, input_signature=[spec])
     traced = function.get_concrete_function()
@@ -212,31 +212,23 @@ def _element_spec(state: State) -> Any:
     return tf.nest.map_structure(with_rows, element)
 
 
-class UsedPart:
-    """The part of a batch that a graph uses.
+def find_used_part(
+    function: Callable[[Any], Any], element: Any
+) -> tuple[Any, Callable[[Any], Any]]:
+    """Finds the part of a batch that the output of a function depends on.
 
     Of a dict these are some keys, of a tuple some parts, or the only one by itself.
 
-    Attributes:
-        spec: of it
+    Returns:
+        The specification of the part, and what puts it back into a batch, beside stand-ins.
     """
+    leaves = tf.nest.flatten(element)
+    used = _find_used(function, element)
+    kept = [leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)]
 
-    def __init__(self, function: Callable[[Any], Any], element: Any) -> None:
-        """Finds it out by a graph of ``function`` that is thrown away."""
-        self._element = element
-        self._used = find_used(function, element)
-        self.spec = self.take(element)
-
-    def take(self, batch: Any) -> Any:
-        """Returns the part of a batch."""
-        leaves = zip(tf.nest.flatten(batch), self._used, strict=True)
-        kept = [leaf if used else None for leaf, used in leaves]
-        return _without_nones(tf.nest.pack_sequence_as(self._element, kept))
-
-    def fill(self, inputs: Any) -> Any:
-        """Returns a batch with the part in its place; nothing depends on the others."""
-        given = tf.nest.flatten(inputs)
-        rows = [tf.cast(tf.shape(part)[0], tf.int32) for part in given if part.shape.rank != 0]
+    def fill(part: Any) -> Any:
+        given = tf.nest.flatten(part)
+        rows = [tf.cast(tf.shape(one)[0], tf.int32) for one in given if one.shape.rank != 0]
         sent = iter(given)
 
         def stand_in(spec: Any) -> Any:
@@ -245,14 +237,16 @@ class UsedPart:
                 sizes[0] = rows[0]
             return tf.compat.v1.placeholder_with_default(tf.zeros(sizes, spec.dtype), spec.shape)
 
-        leaves = [
-            next(sent) if used else tf.nest.map_structure(stand_in, spec, expand_composites=True)
-            for spec, used in zip(tf.nest.flatten(self._element), self._used, strict=True)
+        filled = [
+            next(sent) if is_used else tf.nest.map_structure(stand_in, leaf, expand_composites=True)
+            for leaf, is_used in zip(leaves, used, strict=True)
         ]
-        return tf.nest.pack_sequence_as(self._element, leaves)
+        return tf.nest.pack_sequence_as(element, filled)
+
+    return _without_nones(tf.nest.pack_sequence_as(element, kept)), fill
 
 
-def find_used(function: Callable[[Any], Any], element: Any) -> list[bool]:
+def _find_used(function: Callable[[Any], Any], element: Any) -> list[bool]:
     """Returns which parts of a batch the output of a function depends on; all, if on none."""
     names: list[set[str]] = []
 
