@@ -59,22 +59,20 @@ def find_callbacks(
     project = project or Path.cwd()
     path = project / name
     copy = (run / COPY).absolute() if run else path
-    kept = label(from_here(copy))
     if run and os.path.realpath(path) == os.path.realpath(copy):
         return Source(path, project / trained_with)
-    has_copy = run is not None and name == trained_with and copy.is_file()
-    if not path.is_file():
-        if not has_copy:
+    if run is None or name != trained_with or not copy.is_file():
+        if not path.is_file():
             raise SetupError(f"callbacks: no file {label(name)} in {project}; name a Python file.")
+        return Source(path, path)
+    kept = label(from_here(copy))
+    if not path.is_file():
         return Source(copy, path, f"{label(name)} is not there; the run's copy is used, {kept}.")
-    note = ""
-    if has_copy and copy.read_bytes() != path.read_bytes():
-        now = "; the run goes on with what it is now" * training
-        note = (
-            f"{label(name)} is not as it was when the run was trained{now}; --callbacks {kept} "
-            "takes what it was."
-        )
-    return Source(path, path, note)
+    if copy.read_bytes() == path.read_bytes():
+        return Source(path, path)
+    now = "; the run goes on with what it is now" * training
+    note = f"{label(name)} is not as it was when the run was trained{now}; "
+    return Source(path, path, f"{note}--callbacks {kept} takes what it was.")
 
 
 def check_compiles(source: Source) -> types.CodeType:

@@ -82,7 +82,8 @@ class Hook:
     def in_graph(self, **values: Any) -> Any:
         """The same while a graph is traced: Python control flow on tensors works (AutoGraph)."""
         # The defaults need no converting, which costs a fortieth of a second each.
-        return self._call(call_function if self.is_default else convert_call(), values)
+        call = call_function if self.is_default else convert(call_function)
+        return self._call(call, values)
 
     def _call(self, call: Callable[..., Any], values: dict[str, Any]) -> Any:
         available = {**self.common, **values}
@@ -132,10 +133,7 @@ def call_function(function: Callable[..., Any], values: dict[str, Any]) -> Any:
     return function(**values)
 
 
-@functools.cache
-def convert_call() -> Any:
-    """Returns ``call_function`` as AutoGraph converts it: what it calls is converted, too."""
-    return tf.autograph.to_graph(call_function)
+convert = functools.cache(tf.autograph.to_graph)  # what a function calls is converted, too
 
 
 # In the message of an op that failed: it was one of the data's, since reading had to stop for it.
@@ -277,14 +275,7 @@ def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
 
 
 def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
-    """Returns the arguments that a hook's function names, if it may name all of them.
-
-    Args:
-        spec: the hook's row of the table
-        name: what to call the hook: ``update_pre``, ``every_steps[10]``
-        function: the user's, or a default
-        origin: where it comes from, if it is not known where it is defined
-    """
+    """Returns the arguments that a hook's function names, if it may name all of them."""
     if not callable(function):
         got = one_line(repr(function), 60)
         raise SetupError(f"{origin}: {name} must be a function, got {got}.")

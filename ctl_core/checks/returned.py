@@ -49,14 +49,7 @@ def check_loss(hook: Hook, loss: Any) -> None:
 def check_optimizers(
     hooks: Hooks, optimizers: Mapping[str, Any], objectives: Iterable[str], accumulate_steps: int
 ) -> None:
-    """Refuses optimizers that would be stepped wrongly, and those that no objective steps.
-
-    Args:
-        hooks: of the run
-        optimizers: by objective
-        objectives: of grad_pre, in all turns
-        accumulate_steps: micro-batches in a batch
-    """
+    """Refuses optimizers, by objective, that would be stepped wrongly, or by no objective."""
     for optimizer in optimizers.values():
         members = optimizer if isinstance(optimizer, OptimizerGroups) else [optimizer]
         if any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in members):
@@ -78,12 +71,7 @@ def check_optimizers(
 
 
 def check_variables(hooks: Hooks, variables: Mapping[str, Mapping[int, Any]]) -> None:
-    """Refuses objectives without variables, and variables whose updates get lost.
-
-    Args:
-        hooks: of the run
-        variables: by objective and identity
-    """
+    """Refuses objectives without variables, and variables whose updates get lost."""
     for name in variables:
         if not variables[name]:
             raise hooks.grad_pre.reject(
