@@ -33,3 +33,5 @@ def test_a_hook_raises(tmp_path: Path, where: str) -> None:
     else:
         line = rf"error: worker 1: {what} \(runs/a/worker-1.log\)\n"
         assert re.fullmatch(line, err) and "is gone" not in out, err
+    log = (tmp_path / "runs/a/train.log").read_text()
+    assert log.count("training, to step 20") == 1, "started once"
