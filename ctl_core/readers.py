@@ -395,10 +395,11 @@ def _encode(value: Any) -> Any:
         return kind(map(_encode, value))
     if isinstance(value, dict):
         return {_encode(key): _encode(part) for key, part in value.items()}
-    if kind.__module__ == "torch" and kind.__name__ == "Tensor":
-        return {_ARRAY: (*_encode(value.numpy())[_ARRAY][:3], "Tensor")}
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        return {_ARRAY: (value.dtype.str, value.shape, value.tobytes(), kind.__name__)}
+    of_torch = kind.__module__ == "torch" and kind.__name__ == "Tensor"
+    if of_torch or isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        if not array.dtype.hasobject:
+            return {_ARRAY: (array.dtype.str, array.shape, array.tobytes(), kind.__name__)}
     if value is None or kind in (bool, int, str, bytes) or (kind is float and np.isfinite(value)):
         return value
     raise ValueError(f"the reader's state holds a {kind.__name__}: {value!r:.50}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,21 +18,25 @@ Batch = tuple[np.ndarray, np.ndarray]
 SIZE = 10  # of elements: no batch of 16 is one, and a pass of 100 examples leaves 4 over
 
 
+def pick(rows: Any, noise: Any = 0.0) -> Batch:
+    """Examples by their numbers."""
+    x, y = small.data()
+    return x[rows] + np.float32(noise), y[rows]
+
+
 class Batches(keras.utils.PyDataset):
     """As Keras' documentation has it, shuffled after each epoch."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.x, self.y = small.data()
         self.random = np.random.default_rng(7)
-        self.order = self.random.permutation(len(self.x))
+        self.order = self.random.permutation(small.EXAMPLES)
 
     def __len__(self) -> int:
-        return math.ceil(len(self.x) / SIZE)
+        return small.EXAMPLES // SIZE
 
     def __getitem__(self, index: int) -> Batch:
-        rows = self.order[index * SIZE : (index + 1) * SIZE]
-        return self.x[rows], self.y[rows]
+        return pick(self.order[index * SIZE : (index + 1) * SIZE])
 
     def on_epoch_end(self) -> None:
         self.random.shuffle(self.order)
@@ -47,7 +50,6 @@ class Loader:
     """
 
     def __init__(self) -> None:
-        self.x, self.y = small.data()
         self.random = np.random.default_rng(3)
         self.order = np.zeros(0, int)
         self.position = 0
@@ -64,13 +66,12 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         if not self.loaded or not len(self.order):
-            self.order, self.position = self.random.permutation(len(self.x)), 0
+            self.order, self.position = self.random.permutation(small.EXAMPLES), 0
         self.loaded = False
         while self.position < len(self.order):
             rows = self.order[self.position : self.position + SIZE]
             self.position += SIZE
-            noise = self.random.normal(size=self.x[rows].shape).astype("float32")
-            yield self.x[rows] + 0.01 * noise, self.y[rows]
+            yield pick(rows, self.random.normal(scale=0.01, size=[len(rows), 1]))
 
 
 class Endless:
@@ -83,10 +84,9 @@ class Endless:
         return self
 
     def __next__(self) -> Batch:
-        x, y = small.data()
-        rows = (np.arange(SIZE) + self.number * SIZE) % len(x)
+        rows = (np.arange(SIZE) + self.number * SIZE) % small.EXAMPLES
         self.number += 1
-        return x[rows] + np.float32(0.01 * self.number), y[rows]
+        return pick(rows, 0.01 * self.number)
 
     def get_state(self) -> bytes:
         return str(self.number).encode()
@@ -96,31 +96,27 @@ class Endless:
 
 
 def generate() -> Iterator[Batch]:
-    x, y = small.data()
-    for first in range(0, len(x), SIZE):
-        yield x[first : first + SIZE], y[first : first + SIZE]
+    for first in range(0, small.EXAMPLES, SIZE):
+        yield pick(np.arange(first, first + SIZE))
 
 
 def load_by_grain() -> Any:
     """A shuffled pass, with noise that depends on an example's place in it."""
     grain = pytest.importorskip("grain")
-    x, y = small.data()
 
     def blur(row: int, random: np.random.Generator) -> Batch:
-        return x[row] + random.normal(scale=0.01, size=x[row].shape).astype("float32"), y[row]
+        return pick(row, random.normal(scale=0.01))
 
-    rows = grain.MapDataset.range(len(x)).seed(5).shuffle()
+    rows = grain.MapDataset.range(small.EXAMPLES).seed(5).shuffle()
     return rows.random_map(blur).batch(SIZE).to_iter_dataset()
 
 
 def load_by_a_loader_of_grain() -> Any:
     grain = pytest.importorskip("grain")
     sampler = grain.samplers.IndexSampler(100, shuffle=True, seed=2, num_epochs=3)
-    x, y = small.data()
 
     class Pick(grain.transforms.Map):  # type: ignore[misc, name-defined]
-        def map(self, row: int) -> Batch:
-            return x[row], y[row]
+        map = staticmethod(pick)
 
     source = grain.sources.RangeDataSource(0, 100, 1)
     operations = [Pick(), grain.transforms.Batch(SIZE)]
@@ -206,9 +202,8 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint(train: engine.Train, kind
 
     whole = run(train, KINDS[kind], 20, run_name="whole")
     failing = hooks_of(KINDS[kind], at_step={8: fail})
-    settings = {"learning_rate": small.RATE, "ckpt_every": 5, "seed": 3}
     with pytest.raises(ctl_core.RunError, match="the disk is gone"):
-        train(failing, steps=20, **settings)
+        train(failing, steps=20, learning_rate=small.RATE, ckpt_every=5, seed=3)
     assert_same(run(train, KINDS[kind], 20), whole)
 
 
@@ -241,8 +236,7 @@ class Noisy(Batches):
     """Gives other numbers each time that an item is read."""
 
     def __getitem__(self, index: int) -> Batch:
-        x, y = super().__getitem__(index)
-        return x + np.random.default_rng().normal(size=x.shape).astype("float32"), y
+        return pick(np.arange(SIZE), np.random.default_rng().normal())
 
 
 class Unwritable(Endless):
