@@ -52,13 +52,13 @@ def note_update(losses: Mapping[str, tf.Tensor], gradients: Iterable[Any] | None
         return (loss,)
     values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
     some = [tf.reduce_any(tf.math.is_nan(value)) for value in values]
-    return loss, tf.reduce_any(some or [False])
+    return loss, tf.reduce_any(tf.stack(some or [False]))
 
 
 def unite_notes(notes: Iterable[Note]) -> Note:
     """Returns the note of a step, of those of its turns and of all local replicas."""
     losses, *nans = zip(*notes, strict=True)
-    return (tf.add_n(losses), *(tf.reduce_any(several) for several in nans))
+    return (tf.add_n(losses), *(tf.reduce_any(tf.stack(several)) for several in nans))
 
 
 def create_arrays(steps: tf.Tensor) -> list[tf.TensorArray]:

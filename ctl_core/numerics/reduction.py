@@ -129,8 +129,9 @@ def accumulate(
     # A total has for each tensor of a contribution its sum, or an array of A entries.
     def start(one: dict[str, Any]) -> list[Any]:
         def begin(tensor: tf.Tensor, summed: bool) -> Any:
-            array = tf.TensorArray(tensor.dtype, steps, infer_shape=False)
-            return tensor if summed else array.write(0, tensor)
+            if summed:
+                return tensor
+            return tf.TensorArray(tensor.dtype, steps, infer_shape=False).write(0, tensor)
 
         return [begin(*pair) for pair in zip(_flatten(one), _are_summed(one), strict=True)]
 
