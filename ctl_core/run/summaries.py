@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 # Between two measurements, at least so many seconds.
 PAUSE = 0.1
-# What is written within this many milliseconds goes to the disk at once.
-_TOGETHER = 1000
-# Of the file on the HParams page: one for a run, however often it was started.
-_SUFFIX = ".hparams"
-# Columns of every run there, so that the page can compare all of them.
+# Columns of every run on the HParams page, so that it can compare all of them.
 _ALWAYS = ("batch_size", "learning_rate", "lr_schedule", "warmup", "steps", "epochs", "seed")
 
 
@@ -65,20 +61,18 @@ class Summaries(Listener):
             for name, value in flatten(self._config).items()
             if name in names and value is not None
         }
-        before = list(self._folder.glob(f"*{_SUFFIX}"))
-        writer = tf.summary.create_file_writer(str(self._folder), filename_suffix=_SUFFIX)
+        for path in self._folder.glob("*.hparams"):  # of an earlier start
+            path.unlink()
+        writer = tf.summary.create_file_writer(str(self._folder), filename_suffix=".hparams")
         with contextlib.closing(writer), writer.as_default(step=0):
             hp.hparams(values, trial_id=self._folder.parent.name)
-        for path in before:
-            path.unlink()
 
     def writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer of ``train`` or ``eval``, created on first use."""
         if not self._writes:
             return tf.summary.create_noop_writer()
         if split not in self._writers:
-            folder = str(self._folder / split)
-            writer = tf.summary.create_file_writer(folder, flush_millis=_TOGETHER)
+            writer = tf.summary.create_file_writer(str(self._folder / split), flush_millis=1000)
             # TensorFlow flushes whenever an ``as_default`` ends, so after each step with a hook.
             writer.flush = lambda: None
             self._writers[split] = writer
@@ -117,20 +111,16 @@ class Pace(Listener):
         state, now = self._state, time.monotonic()
         if state.step == self._step or now - self._written_at < PAUSE:
             return
-        paces, examples = self._rates(), state.progress.examples
-        busy = state.clock.training()
+        rates = rates_used(state.parts.lr, state.parts.optimizers)
+        paces = {f"learning_rate/{name}".rstrip("/"): rate for name, rate in rates.items()}
+        busy, examples = state.clock.training(), state.progress.examples
         if (taken := busy - self._busy) > 0:
             paces["steps_per_second"] = (state.step - self._step) / taken
             paces["examples_per_second"] = (examples - self._examples) / taken
-        self._busy, self._step, self._examples = busy, state.step, examples
+        self._written_at, self._busy = now, busy
+        self._step, self._examples = state.step, examples
         paces = {f"progress/{name}": value for name, value in paces.items()}
         self._summaries.values(state.step, "train", paces)
-        self._written_at = now
-
-    def _rates(self) -> dict[str, float]:
-        """Returns the learning rates by name."""
-        rates = rates_used(self._state.parts.lr, self._state.parts.optimizers)
-        return {"learning_rate" + f"/{n}" * bool(n): rate for n, rate in rates.items()}
 
 
 class Profile:
