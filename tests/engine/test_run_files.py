@@ -93,19 +93,3 @@ def test_a_run_of_somebody_elses_is_used_and_left_as_it_is(
         np.testing.assert_allclose(value, model(inputs), rtol=1e-5, atol=1e-6)
     for path in (run, *run.rglob("*")):
         path.chmod(path.stat().st_mode | 0o200)
-
-
-def test_an_export_replaces_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("7", "9.old", "notes"):
-        (project / "mine" / name).mkdir(parents=True)
-    for version in (8, 9):
-        assert main(["export", "--output", "mine"]) == 0
-        assert tf.saved_model.load(f"mine/{version}")
-    assert sorted(os.listdir("mine")) == ["7", "8", "9", "9.old", "notes"]
-    before = tree(project)
-    for place in ("callbacks.py", "not/there", ""):
-        capsys.readouterr()
-        assert main(["export", "--output", place]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: output: ") and error.count("\n") == 1
-    assert tree(project) == before
