@@ -12,7 +12,7 @@ from pathlib import Path
 from ctl_core.errors import SetupError, one_line
 from ctl_core.files import from_here
 from ctl_core.run_state.record import saved_steps
-from ctl_core.settings import Config, nearest, read_file, shown
+from ctl_core.settings import Config, read_file
 
 _FORM = re.compile(r"(.+?)(?:@(\d{1,18}|best))?", re.DOTALL)
 
@@ -58,12 +58,7 @@ class Source:
 
 
 def read_source(setting: str, text: str, runs_dir: str) -> Source:
-    """Reads RUN, RUN@STEP or RUN@best, where RUN is the name of a run or its folder.
-
-    Args:
-        setting: that says so, for messages
-        text: what it says
-        runs_dir: the folder of the runs
+    """Reads RUN, RUN@STEP or RUN@best, where RUN is the name of a run in ``runs_dir``, or a folder.
 
     Raises:
         SetupError: there is no such run.
@@ -73,11 +68,11 @@ def read_source(setting: str, text: str, runs_dir: str) -> Source:
         if (folder / "ckpt").is_dir():
             return Source(setting, folder, int(step) if step and step != "best" else step)
     there = sorted(path.parent.name for path in Path(runs_dir).glob("*/ckpt"))
-    known = f" (there: {one_line(', '.join(there), 100)})" if there else ""
+    names = one_line(", ".join(there) or "none", 100)
     others = ", or a .keras or .weights.h5 file" * (setting == "init_from")
     raise SetupError(
-        f"{setting}: there is no run {shown(name)}{nearest(name, there)}{known}; name a run of "
-        f"{runs_dir}, or its folder, such as a or a@300 or a@best{others}."
+        f"{setting}: there is no run {name!r} (there: {names}); "
+        f"name a run of {runs_dir}, or its folder, such as a or a@300 or a@best{others}."
     )
 
 

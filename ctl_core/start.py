@@ -38,11 +38,6 @@ def hold_run(config: Config, run: Run, console: Console) -> Iterator[None]:
     A run that fails before its first step leaves nothing but its log: the command, put right, then
     begins it.
 
-    Args:
-        config: of the run
-        run: whose ``steps_taken`` tells whether it was trained
-        console: where to say what is forked
-
     Raises:
         SetupError: another process trains the run, or it cannot be forked.
     """
@@ -80,9 +75,10 @@ def _fork(config: Config, run: Run, console: Console) -> None:
     try:
         with written_whole(run.ckpt) as beside:
             copy_checkpoint(source.folder, step, beside)
-            best, kept = source.run / "ckpt" / "best", read_record(source.folder, step).best
-            if best_step(kept) in saved_steps(best):
-                copy_checkpoint(best, best_step(kept), beside / "best")
+            best = source.run / "ckpt" / "best"
+            kept = best_step(read_record(source.folder, step).progress["best"])
+            if kept in saved_steps(best):
+                copy_checkpoint(best, kept, beside / "best")
     except (OSError, Damaged) as error:
         why = reason(error) if isinstance(error, OSError) else error
         raise SetupError(f"fork: {where}: the checkpoint cannot be copied: {why}.") from error

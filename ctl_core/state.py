@@ -88,7 +88,7 @@ class State:
         data: the training data
         evaluation: what is evaluated, or None
         cluster: the processes that train together
-        ckpt, manager: as hooks are given them, see checkpoint.py
+        ckpt, manager: what ``create_ckpt`` returned
         computed_in: the dtypes lower than float32 in which layers compute
         progress: how far the run has come
         ended: whether a hook has ended training (StopTraining), now or earlier

@@ -108,9 +108,7 @@ class Recording:
     def add(self, variable: Any, name: str | None = None) -> None:
         """Records a tf.Variable, if it is not known, as that of the hook that runs.
 
-        Args:
-            variable: what is recorded
-            name: where its own says nothing that another process would say, too
+        ``name`` is given where its own says nothing that another process would say, too.
         """
         if id(variable) in self._known:
             return

@@ -56,11 +56,6 @@ class Record:
     format: int = FORMAT
     engine: str = __version__
 
-    @property
-    def best(self) -> dict[str, list[float]]:
-        """What ``keep_best`` and ``early_stop`` know."""
-        return self.progress["best"]  # type: ignore[no-any-return]
-
 
 def saved_steps(folder: Path) -> list[int]:
     """Returns the steps of which a folder of checkpoints has records, newest first."""
@@ -167,24 +162,15 @@ def remove_orphans(folder: Path) -> None:
 
 
 def keep_best(folder: Path, record: Record) -> None:
-    """Keeps the best checkpoint in the folder ``best``, instead of another one.
-
-    Args:
-        folder: of checkpoints
-        record: of the newest, which knows which is the best
-    """
-    step, best = best_step(record.best), folder / "best"
+    """Keeps the best checkpoint, as the record of the newest one has it, in the folder ``best``."""
+    step, best = best_step(record.progress["best"]), folder / "best"
     if step in saved_steps(folder) and step not in saved_steps(best):
         with written_whole(best) as beside:
             copy_checkpoint(folder, step, beside)
 
 
 def copy_checkpoint(folder: Path, step: int, to: Path) -> None:
-    """Copies a checkpoint; its files are shared where the file system can do that.
-
-    Raises:
-        OSError: one cannot be written.
-    """
+    """Copies a checkpoint; its files are shared where the file system can do that."""
     (to / "engine").mkdir(parents=True)
     for path in _files_of(folder, step):
         copy = to / path.relative_to(folder)
