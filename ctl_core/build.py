@@ -50,7 +50,7 @@ from ctl_core.metrics import update_train_metrics
 from ctl_core.model.freezing import unfrozen
 from ctl_core.model.parts import Moment, Parts, Written
 from ctl_core.model.recording import Recording
-from ctl_core.model.variables import is_summed, plain_variable, trainable_variables
+from ctl_core.model.variables import is_summed, plain_variable, trainable_variables, walk
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, create_schedule, rate_for_hooks
@@ -366,9 +366,11 @@ def repair_list(folder: Path) -> None:
 
 
 def as_trackable(value: Any) -> Any:
-    """Returns what a ``tf.train.Checkpoint`` can hold: of a function, nothing."""
+    """Returns what a ``tf.train.Checkpoint`` can hold: of a function, its layers and variables."""
     try:
         tf.train.Checkpoint(value=value)
     except ValueError:
-        return tf.Module()
+        holder = tf.Module()
+        holder.parts = list(walk(value))
+        return holder
     return value

@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,11 +145,17 @@ class Checkpoints:
             SetupError: it does.
         """
         local, iterator = self._state.strategy.experimental_local_results, self._state.data.iterator
-        shared = self._state.strategy.num_replicas_in_sync > 1
-        recorded = self._state.recording.variables.items()
-        known = [v for name, v in recorded if not (shared and name.startswith("elsewhere"))]
-        known += [*self._held, *getattr(iterator, "variables", ())]  # of units
-        handles = {id(part.handle) for v in known for part in local(v) if hasattr(part, "handle")}
+
+        def find_handles(variables: Iterable[Any]) -> set[int]:
+            parts = [part for variable in variables for part in local(variable)]
+            return {id(part.handle) for part in parts if hasattr(part, "handle")}
+
+        recorded = self._state.recording.variables
+        of_units = getattr(iterator, "variables", ())
+        handles = find_handles([*recorded.values(), *self._held, *of_units])
+        if self._state.strategy.num_replicas_in_sync > 1:
+            shared = [v for name, v in recorded.items() if name.startswith("elsewhere")]
+            handles -= find_handles(shared)
         written = set(map(id, written_resources(graph)))
         for variable in graph.variables:
             if id(variable.handle) in written - handles:

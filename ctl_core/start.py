@@ -6,7 +6,6 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,7 +13,6 @@ import tensorflow as tf
 from ctl_core.console import Console
 from ctl_core.errors import SetupError, brief, reason
 from ctl_core.files import from_here, written_whole
-from ctl_core.model.variables import plain_variable
 from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.position import UNREADABLE
 from ctl_core.run.folder import Run
@@ -134,36 +132,19 @@ def _load_file(state: State, path: Path) -> str:
 
 
 def _load_run(state: State) -> str:
-    """Reads the weights of a run's checkpoint; returns what it is called.
-
-    As a resumed run does: what ``create_ckpt`` names of the model by its place there, the rest by
-    hook and name.
-    """
-    source = find_sources(state.config)["init_from"]
+    """Reads the weights of a run's checkpoint, by their place there; returns what it is called."""
+    source, hook = find_sources(state.config)["init_from"], state.hooks.create_model
     step = source.find_step()
     what = f"{from_here(source.run)}, step {step}"
-    model, generators = state.train_model, set(map(id, state.recording.generators))
     children = tf.train.TrackableView.children(state.ckpt).items()
-    named = {name: part for name, part in children if part is model}
-    of_model = tf.train.Checkpoint(**named)
-    held = {id(plain_variable(part)) for part in tf.train.TrackableView(of_model).descendants()}
-    rest: dict[str, Any] = {}
-    if not isinstance(model, keras.Layer):
-        rest = {
-            name: variable
-            for name, variable in state.recording.variables.items()
-            if name.startswith("create_model/") and id(variable) not in held | generators
-        }
+    model = {n: part for n, part in children if part is state.train_model or n == "train_model"}
+    if not model:
+        raise SetupError(f"init_from: {state.hooks.create_ckpt} returns no ckpt with train_model.")
     try:
-        if named:
-            path = str(find_user_part(source.folder, step))
-            of_model.read(path).assert_existing_objects_matched()
-        if rest:
-            path = str(source.folder / "engine" / f"ckpt-{step}")
-            tf.train.Checkpoint(created=rest).read(path).assert_existing_objects_matched()
+        path = str(find_user_part(source.folder, step))
+        tf.train.Checkpoint(**model).read(path).assert_existing_objects_matched()
     except (ValueError, AssertionError, Damaged, *UNREADABLE) as error:
         raise SetupError(
-            f"init_from: {what} does not fit the weights of {state.hooks.create_model}: "
-            f"{brief(error)} Load what fits in create_model."
+            f"init_from: {what} does not fit {hook}: {brief(error)} Load what fits in create_model."
         ) from error
     return what
