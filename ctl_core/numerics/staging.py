@@ -78,15 +78,16 @@ class Background:
     """Does one thing at a time in a thread of its own."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[object] | None = None
 
     def start(self, function: Callable[[], object]) -> None:
         """Starts; what was started before must have been waited for."""
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending = self._pool.submit(function)
 
     def wait(self) -> None:
         """Waits until it has ended; raises what it has raised, once."""
         pending, self._pending = self._pending, None
         if pending is not None:
+            self._pool.shutdown()  # in a notebook, no thread is left after a run
             pending.result()
