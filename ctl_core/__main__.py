@@ -7,6 +7,7 @@ after saving; 130, too, ended by a second SIGINT.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib
@@ -65,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         # one in a collective. Of a process that was interrupted, some thread may never end.
         if (alone and code == INTERRUPTED) or (strategy is not None and strategy.joined()):
             logging.shutdown()
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # nobody may read it any more
+                sys.stdout.flush()
             os._exit(code)
         return code
 
