@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ctl_core.checks.contract import describe
 from ctl_core.compat import max_to_keep
-from ctl_core.errors import SetupError
+from ctl_core.errors import SetupError, frames_of
 from ctl_core.hooks import Hook, Hooks
 from ctl_core.model.variables import variable_name
 from ctl_core.numerics.groups import OptimizerGroups
@@ -126,13 +126,35 @@ def check_loss_value(create_loss: Hook, loss: Any, examples: Any) -> tf.Tensor:
     loss = tf.convert_to_tensor(loss)
     shape = [examples if isinstance(examples, int) else None]
     fits = loss.shape.rank == 0 or loss.shape.is_compatible_with(shape)
+    if not fits and (op := find_broadcast(loss)) is not None:
+        shapes = " and ".join(str(value.shape.as_list()) for value in op.inputs)
+        raise SetupError(
+            f"{create_loss.locate(frames_of(op))}: {op.type} of the shapes {shapes} compares each "
+            "example with every other; give both one shape, by tf.squeeze(output, -1), say."
+        )
     if not fits or not loss.dtype.is_floating:
         raise create_loss.reject(
             f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
-            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); [b, 1] and [b] make [b, b]; "
-            "batch_weight says what it is divided by, if not by the number of examples."
+            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); batch_weight says what it "
+            "is divided by, if not by the number of examples."
         )
     return loss
+
+
+def find_broadcast(loss: tf.Tensor) -> Any:
+    """Returns the op, of those just before a loss, that has made [b, b] of [b, 1] and [b]."""
+    waiting = [loss.op] if hasattr(loss, "graph") else []
+    for _ in range(50):
+        if not waiting:
+            break
+        op = waiting.pop(0)
+        ranks = [value.shape.rank for value in op.inputs]
+        if None not in ranks and sorted(ranks) == [1, 2]:
+            row, column = sorted((value.shape for value in op.inputs), key=len)
+            if column.as_list() == [*row.as_list(), 1]:
+                return op
+        waiting += [value.op for value in op.inputs]
+    return None
 
 
 def read_extra_loss(extra_loss: Any, dtype: tf.DType, hook: Hook) -> tf.Tensor:
