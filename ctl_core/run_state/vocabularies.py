@@ -62,8 +62,8 @@ class Vocabularies:
             SetupError: a layer that the data are read with has learnt something else.
         """
         saved, present = json.loads(self.text.numpy() or "{}"), self._read()
-        for path in saved.keys() & present.keys():
-            if saved[path] == present[path]:
+        for path in present:
+            if saved.get(path, present[path]) == present[path]:
                 continue
             before, now = _count(saved[path]), _count(present[path])
             if path in self._of_data:
@@ -78,6 +78,7 @@ class Vocabularies:
                 f"{layer.name} had {before} in the checkpoint, {now} as create_model made it: "
                 "those of the checkpoint are used."
             )
+        self.text.assign("")  # there may be more layers now
 
 
 def _find_of_data(hooks: Hooks) -> list[keras.Layer]:

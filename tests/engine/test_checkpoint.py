@@ -17,7 +17,7 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.errors import RunError
 from ctl_core.numerics.staging import Background
-from tests.helpers.cases import FEATURES, assert_weights, make_hooks, set_weights, sgd, small_model
+from tests.helpers.cases import FEATURES, assert_weights, make_hooks, sgd, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import Blocks, seeded
 
@@ -26,11 +26,12 @@ def numbers(folder: Path, pattern: str) -> list[int]:
     return sorted(int(path.name.split("-")[1].split(".")[0]) for path in folder.glob(pattern))
 
 
-def test_parts_share_their_number_and_go_together(train: Train) -> None:
-    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
-        ckpt = tf.train.Checkpoint(train_model=train_model)
-        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
+def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
+    ckpt = tf.train.Checkpoint(train_model=train_model)  # no step, no lr, no optimizer
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
 
+
+def test_parts_share_their_number_and_go_together(train: Train) -> None:
     state = train(make_hooks(create_ckpt=create_ckpt), steps=20, ckpt_every=4)
     folder = state.run_dir / "ckpt"
     for pattern in ("ckpt-*.index", "engine/ckpt-*.index", "engine/ckpt-*.json"):
@@ -38,10 +39,6 @@ def test_parts_share_their_number_and_go_together(train: Train) -> None:
 
 
 def test_a_create_ckpt_of_ones_own_loses_nothing_of_the_engines(train: Train) -> None:
-    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
-        ckpt = tf.train.Checkpoint(train_model=train_model)  # no step, no lr, no optimizer
-        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
-
     hooks = make_hooks(
         create_ckpt=create_ckpt,
         create_opt=sgd,  # has no state that could be lost
@@ -148,12 +145,12 @@ def test_a_first_checkpoint_that_was_never_finished_is_none(train: Train) -> Non
 
 
 def test_one_checkpoint_to_keep_is_too_few(train: Train) -> None:
-    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
-        ckpt = tf.train.Checkpoint(train_model=train_model)
+    def keep_one(ckpt_path: str, train_model: Any) -> Any:
+        ckpt, _ = create_ckpt(ckpt_path, train_model)
         return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=1)
 
     with pytest.raises(ctl_core.SetupError, match=r"test_checkpoint.py:\d+\): max_to_keep=1 del"):
-        train(make_hooks(create_ckpt=create_ckpt))
+        train(make_hooks(create_ckpt=keep_one))
 
 
 def test_no_whole_checkpoint_stops_instead_of_starting_over(train: Train) -> None:
@@ -168,15 +165,8 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
     train(make_hooks(), steps=2)
 
     def wider() -> keras.Model:
-        return set_weights(
-            keras.Sequential(
-                [
-                    keras.Input((FEATURES,)),
-                    keras.layers.Dense(9, name="hidden"),
-                    keras.layers.Dense(1, name="out"),
-                ]
-            )
-        )
+        layers = keras.layers.Dense(9, name="hidden"), keras.layers.Dense(1, name="out")
+        return keras.Sequential([keras.Input((FEATURES,)), *layers])
 
     with pytest.raises(ctl_core.SetupError, match=r"does not fit .*\(5, 8\).*\(5, 9\).*hidden/k"):
         train(make_hooks(create_model=wider), steps=4)
@@ -278,15 +268,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
     return Late
 
 
-def model_of_many_kinds() -> keras.Model:
-    inputs = keras.Input((FEATURES,))
-    hidden = keras.layers.Dense(8)(inputs)
-    hidden = keras.layers.BatchNormalization()(hidden)
-    hidden = keras.layers.Dropout(0.3, seed=5)(hidden)
-    nested = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    return keras.Model(inputs, keras.layers.Dense(1)(nested(hidden)))
-
-
 def values_of(train_model: Any, optimizer: Any, lr: Any) -> list[np.ndarray]:
     """Everything but the states of random generators, which are in the engine's part."""
     variables = [v for v in train_model.variables if "seed" not in v.path]
@@ -303,7 +284,7 @@ def test_a_late_written_checkpoint_holds_the_values_of_its_step(
         lr.assign(0.01 / step)
         seen[step] = values_of(train_model, optimizer, lr)
 
-    hooks = make_hooks(create_model=model_of_many_kinds, every_steps={4: note})
+    hooks = make_hooks(create_model=seeded(Blocks), every_steps={4: note})
     state = train(hooks, steps=24, ckpt_every=4)
     assert len(late.starts) == 5  # all but the first
     for step in (8, 16, 20):

@@ -101,13 +101,6 @@ def test_a_program_resumes_wherever_its_state_is(
 # ---- What an evaluation leaves alone, and what is refused --------------------------------------
 
 
-def evaluated(**hooks: Any) -> SimpleNamespace:
-    def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices(regression_data()).batch(per_replica_batch_size)
-
-    return make_hooks(**{"create_eval_dataset": create_eval_dataset, **hooks})
-
-
 @pytest.mark.parametrize(("create", "replicas"), [(StatefulRnn, 1), (counting_model, 2)])
 def test_an_evaluation_changes_no_bit_of_training(
     train: Train, create: Callable[[], Any], replicas: int
@@ -117,7 +110,7 @@ def test_an_evaluation_changes_no_bit_of_training(
             data = tf.data.Dataset.from_tensor_slices(regression_data())
             return data.batch(per_replica_batch_size, drop_remainder=True)
 
-        return evaluated(create_model=seeded(create), create_eval_dataset=create_eval_dataset)
+        return make_hooks(create_model=seeded(create), create_eval_dataset=create_eval_dataset)
 
     settings: dict[str, Any] = {"virtual_devices": replicas, "steps": 9}
     often = values(train(program(), eval_every=2, run_name="often", **settings))
