@@ -268,6 +268,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
     return Late
 
 
+def model_of_many_kinds() -> keras.Model:
+    inputs = keras.Input((FEATURES,))
+    hidden = keras.layers.BatchNormalization()(keras.layers.Dense(8)(inputs))
+    hidden = keras.layers.Dropout(0.3, seed=5)(hidden)
+    nested = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    return keras.Model(inputs, keras.layers.Dense(1)(nested(hidden)))
+
+
 def values_of(train_model: Any, optimizer: Any, lr: Any) -> list[np.ndarray]:
     """Everything but the states of random generators, which are in the engine's part."""
     variables = [v for v in train_model.variables if "seed" not in v.path]
@@ -284,7 +292,7 @@ def test_a_late_written_checkpoint_holds_the_values_of_its_step(
         lr.assign(0.01 / step)
         seen[step] = values_of(train_model, optimizer, lr)
 
-    hooks = make_hooks(create_model=seeded(Blocks), every_steps={4: note})
+    hooks = make_hooks(create_model=model_of_many_kinds, every_steps={4: note})
     state = train(hooks, steps=24, ckpt_every=4)
     assert len(late.starts) == 5  # all but the first
     for step in (8, 16, 20):
