@@ -111,9 +111,17 @@ def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
 
 def test_a_process_that_is_forked_off_a_run_ends_by_a_signal() -> None:
     """As multiprocessing ends its own; the run goes on."""
+    forking = multiprocessing.get_context("fork")
+    started = forking.Event()
+
+    def sleep() -> None:
+        started.set()  # Python drops a signal that comes while it forks
+        time.sleep(600)
+
     with signals.Signals() as received:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        child = forking.Process(target=sleep)
         child.start()
+        assert started.wait(60)
         child.terminate()
         child.join(60)
         assert child.exitcode == -signal.SIGTERM and received.received is None
