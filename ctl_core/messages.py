@@ -17,6 +17,7 @@ from ctl_core.files import from_here
 from ctl_core.input import describe_shortage
 from ctl_core.model.variables import trainable_variables
 from ctl_core.numerics.not_finite import NEVER, Noted
+from ctl_core.numerics.replicas import describe_nature
 from ctl_core.state import State
 
 
@@ -41,6 +42,9 @@ def announce(state: State, console: Console, start: int, last: int) -> None:
     console.say(describe_start(state, start, last))
     if start == 0 < last and not state.ended:
         console.say(f"the model has {count_parameters(state)}.")
+    nature = describe_nature(state.recording.layers)
+    if nature and state.parts.shape.replicas > 1 and start < last:
+        console.say(nature)
 
 
 def describe_start(state: State, start: int, last: int) -> str:

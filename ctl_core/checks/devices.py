@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -24,7 +23,7 @@ from ctl_core.forward import forward_backward
 from ctl_core.graph import StepFunctions
 from ctl_core.metrics import read_results
 from ctl_core.model.variables import is_summed, plain_variable, variable_name
-from ctl_core.numerics.replicas import ReplicaCopies
+from ctl_core.numerics.replicas import ReplicaCopies, normalizes_alone
 from ctl_core.state import State
 
 FETCHES = frozenset({"loss", "update_gradients", "output"})
@@ -68,7 +67,7 @@ def observe(state: State) -> list[Values]:
             for _ in range(1 if quiet else 2):
                 fetched = functions.take_steps(1, FETCHES)
             exact = not draws_numbers(functions.operations()) and (
-                quiet or not any(map(_normalizes, state.recording.layers))
+                quiet or not any(map(normalizes_alone, state.recording.layers))
             )
             values = dict(_of_variables(state, exact))
             if exact:
@@ -86,12 +85,6 @@ def observe(state: State) -> list[Values]:
                 values["loss of an evaluation" if is_loss else "metric", name] = [np.array(value)]
             found.append(values)
     return found
-
-
-def _normalizes(layer: keras.Layer) -> bool:
-    """Whether a layer normalizes what each replica has of a batch by itself."""
-    kind = keras.layers.BatchNormalization
-    return isinstance(layer, kind) and layer.trainable and not layer.synchronized
 
 
 def trace(state: State) -> tuple[Any, dict[str, list[Any]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -112,9 +113,14 @@ def count_examples(hook: Hook, batch: Any) -> Any:
 
 
 def read_weight(value: Any) -> tf.Tensor:
-    """Returns what ``batch_weight`` returned as a floating-point scalar without a gradient."""
+    """Returns what ``batch_weight`` returned as a floating-point scalar without a gradient.
+
+    A negative one would turn gradients round: it becomes NaN, which makes the loss NaN.
+    """
     weight = tf.stop_gradient(tf.ensure_shape(tf.convert_to_tensor(value), []))
-    return weight if weight.dtype in (tf.float32, tf.float64) else tf.cast(weight, tf.float32)
+    if weight.dtype not in (tf.float32, tf.float64):
+        weight = tf.cast(weight, tf.float32)
+    return tf.where(weight < 0, tf.constant(math.nan, weight.dtype), weight)
 
 
 def check_loss_value(create_loss: Hook, loss: Any, examples: Any) -> tf.Tensor:

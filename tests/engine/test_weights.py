@@ -50,6 +50,12 @@ def test_a_step_that_weighs_nothing_changes_nothing(train: Train, settings: Any)
     assert_weights(six, five, rtol=0)
 
 
+def test_a_negative_weight_makes_the_loss_nan(train: Train) -> None:
+    hooks = make_hooks(batch_weight=lambda batch: -1.0)
+    with pytest.raises(ctl_core.RunError, match="the loss of step 1 is not finite"):
+        train(hooks, steps=2, batch_size=BATCH, on_nan="stop")
+
+
 # ---- Sample weights: (x, y, w) batches, as Keras has them -------------------------------------
 
 EXAMPLE_WEIGHTS = np.random.default_rng(5).uniform(0.0, 3.0, 48)  # float64, as NumPy makes them

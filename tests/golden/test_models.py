@@ -68,8 +68,10 @@ def test_layers_train_as_in_training_and_are_evaluated_without_it(
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_dropout_drops_in_training_only(train_small: engine.Train, devices: int) -> None:
-    """Each replica draws a mask of its own."""
+def test_dropout_drops_in_training_only(
+    train_small: engine.Train, devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each replica draws a mask of its own, which a line says."""
     seen: list[np.ndarray] = []
 
     def create_model() -> Wrapped:
@@ -91,6 +93,8 @@ def test_dropout_drops_in_training_only(train_small: engine.Train, devices: int)
     assert set(np.unique(seen[0].round(5))) == {0.0, 2.0}
     assert not np.array_equal(seen[0][:8], seen[0][8:])
     assert state.metrics["mean"] == pytest.approx(1.0)
+    said = "each has random numbers (Dropout) of its own" in capsys.readouterr().out
+    assert said == (devices > 1)
 
 
 class Lazy(keras.Model):
