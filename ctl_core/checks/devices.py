@@ -121,8 +121,10 @@ def check_traces(state: State) -> None:
             )
 
 
-def describe_differences(state: State, one: list[Values], several: list[Values]) -> Iterator[str]:
-    """Yields a line for what is not the same on three devices as on one, each cause once."""
+def describe_differences(
+    state: State, one: list[Values], several: list[Values], where: str
+) -> Iterator[str]:
+    """Yields a line for what is not the same elsewhere as on one device, each cause once."""
     told: set[Any] = set()
     tolerance = TOLERANCE * (30 if state.computed_in else 1)
     for values, theirs in zip(one, several, strict=True):
@@ -138,7 +140,7 @@ def describe_differences(state: State, one: list[Values], several: list[Values])
             if found is None or {kind, (kind, name)} & told:
                 continue
             told |= {*OF_STEP} if kind in OF_STEP else {(kind, name)}
-            yield f"{_blame(state, kind, name)} [one device {found[0]}, three {found[1]}]"
+            yield f"{_blame(state, kind, name)} [one device {found[0]}, {where} {found[1]}]"
 
 
 def _of_variables(state: State, exact: bool) -> Iterator[tuple[tuple[str, str], Any]]:

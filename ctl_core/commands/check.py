@@ -148,29 +148,40 @@ def _try_commands(hooks: Hooks, state: State, config: Config, console: _Console)
 
 
 def _compare(hooks: Hooks, state: State, config: Config, console: _Console) -> Iterator[str]:
-    """Yields what differs between one device and three; of an evaluation, one has no rows."""
-    batch = max(1, config.batch_size // DEVICES) * DEVICES
-    short = dataclasses.replace(_shorten(config), batch_size=batch, accumulate_steps=1)
-    short = dataclasses.replace(short, eval_batch_size=DEVICES - 1, limit_eval=DEVICES)
+    """Yields what differs between one device and three; of micro-batches, it only warns.
+
+    Of an evaluation, one device has no rows.
+    """
+    share = DEVICES * config.accumulate_steps
+    short = dataclasses.replace(
+        _shorten(config),
+        batch_size=max(1, config.batch_size // share) * share,
+        eval_batch_size=DEVICES - 1,
+        limit_eval=DEVICES,
+    )
     tried = dataclasses.replace(hooks, create_eval_dataset=_cut(hooks.create_eval_dataset))
 
-    def run(devices: int) -> list[Values]:
+    def run(devices: int, micro_batches: int = 1) -> list[Values]:
         names = [f"CPU:{index}" for index in range(devices)]
         on_one = tf.distribute.ReductionToOneDevice()
         strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=on_one)
         if devices == 1:
             strategy = tf.distribute.OneDeviceStrategy(names[0])
-        run = Run(short, Task(), reading=True)
-        with open_session(run, console), process_state(short):
-            return observe(create_state(tried, short, run, console, strategy))
+        own = dataclasses.replace(short, accumulate_steps=micro_batches)
+        run = Run(own, Task(), reading=True)
+        with open_session(run, console), process_state(own):
+            return observe(create_state(tried, own, run, console, strategy))
 
     try:
         one, three = run(1), run(DEVICES)
+        in_parts = run(1, config.accumulate_steps) if config.accumulate_steps > 1 else one
     except (CtlError, tf.errors.OpError) as error:  # batches of a fixed size, say
         console.line(f"  devices cannot be compared: {brief(error)}")
         return
     console.done("devices", f"a step and an evaluation on one and on {DEVICES} were compared")
-    yield from describe_differences(state, one, three)
+    for said in describe_differences(state, one, in_parts, "in micro-batches"):
+        console.warn(said)
+    yield from describe_differences(state, one, three, "three")
 
 
 def _cut(hook: Hook | None) -> Hook | None:
