@@ -18,17 +18,17 @@ import time
 import traceback
 from pathlib import Path
 
-from ctl_core.errors import CtlError, PeerLost, brief
+from ctl_core.run.errors import CtlError, PeerLost, brief
 
 try:
-    from ctl_core.callbacks_file import check_compiles, find_callbacks, load_callbacks
-    from ctl_core.cli import COMMANDS, Command, parse_command
+    from ctl_core.checkpoint.sources import check_start
     from ctl_core.cluster import supervisor
     from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task
-    from ctl_core.settings import Config, free_name
-    from ctl_core.sources import check_start
-    from ctl_core.table import TEXT
+    from ctl_core.commands.cli import COMMANDS, Command, parse_command
+    from ctl_core.hooks.callbacks_file import check_compiles, find_callbacks, load_callbacks
+    from ctl_core.hooks.table import TEXT
+    from ctl_core.run.settings import Config, free_name
 except ModuleNotFoundError as error:
     install = f"{sys.executable} -m pip install --editable ."
     where = f"is not installed in {sys.prefix}; in the project's folder"
@@ -119,7 +119,7 @@ def _run(command: Command, argv: list[str]) -> int:
     here = Path.cwd()
     _import_libraries(config.debug)
     from ctl_core.cluster.strategy import prepare
-    from ctl_core.console import quiet_libraries
+    from ctl_core.run.console import quiet_libraries
 
     if training:  # before callbacks.py may start TensorFlow otherwise; a check has 3 devices
         devices = max(3 if command.options["check"] else 1, config.virtual_devices)

@@ -15,16 +15,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.batches import BatchShape, make_placeholders
-from ctl_core.checks.returned import (
-    check_loss,
-    check_manager,
-    check_optimizers,
-    check_variables,
-)
+from ctl_core.checkpoint.folder import Run
+from ctl_core.checkpoint.record import read_first_batch_size
+from ctl_core.cluster.collectives import Alone
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster
-from ctl_core.collectives import Alone
 from ctl_core.compat import (
     captured_variables,
     large_sums_whole,
@@ -34,33 +29,38 @@ from ctl_core.compat import (
     op_determinism,
     scratch_graph,
 )
-from ctl_core.console import Console
-from ctl_core.errors import HookFailed, SetupError, brief
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
-from ctl_core.forward import (
+from ctl_core.hooks.hooks import Hooks, load_hooks
+from ctl_core.hooks.recording import Recording
+from ctl_core.input.batches import BatchShape, make_placeholders
+from ctl_core.input.prefetch import count_batches
+from ctl_core.input.stream import Input
+from ctl_core.model.forward import (
     Objective,
     call_made,
     compute_objectives,
     forward_backward,
     run_model,
 )
-from ctl_core.hooks import Hooks, load_hooks
-from ctl_core.input import Input
-from ctl_core.metrics import update_train_metrics
 from ctl_core.model.freezing import unfrozen
+from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Moment, Parts, Written
-from ctl_core.model.recording import Recording
-from ctl_core.model.variables import is_summed, plain_variable, trainable_variables, walk
+from ctl_core.model.returned import (
+    check_loss,
+    check_manager,
+    check_optimizers,
+    check_variables,
+)
+from ctl_core.model.state import State
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, create_schedule, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes, policy
 from ctl_core.numerics.replicas import moving_statistics
-from ctl_core.prefetch import count_batches
-from ctl_core.run.folder import Run
-from ctl_core.run_state.record import read_first_batch_size
-from ctl_core.settings import Config
-from ctl_core.state import State
+from ctl_core.numerics.variables import is_summed, plain_variable, trainable_variables, walk
+from ctl_core.run.console import Console
+from ctl_core.run.errors import HookFailed, SetupError, brief
+from ctl_core.run.settings import Config
 from ctl_core.step import change_gradients
 from ctl_core.stretches import count_stacked_steps
 

@@ -24,7 +24,7 @@ from tensorflow.python.framework import config as framework_config
 from tensorflow.python.ops import summary_ops_v2
 from tensorflow.python.trackable.base import Trackable
 
-from ctl_core.errors import SetupError
+from ctl_core.run.errors import SetupError
 
 # What is replaced on a class looks here what its thread is in: each replica is traced in a thread
 # of its own.

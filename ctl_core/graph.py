@@ -12,9 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.anomaly import numerics_checked
 from ctl_core.compat import with_called
+from ctl_core.model.anomaly import numerics_checked
 from ctl_core.model.freezing import read_flags
+from ctl_core.model.state import State
 from ctl_core.numerics.not_finite import (
     Note,
     Noted,
@@ -25,7 +26,6 @@ from ctl_core.numerics.not_finite import (
     write_note,
 )
 from ctl_core.numerics.reduction import PIECES, join_for_host
-from ctl_core.state import State
 from ctl_core.step import StepResult, train_step
 from ctl_core.stretches import LOSS, count_stacked_steps, train_one, train_stretches
 

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from ctl_core.checks.returned import check_update
-from ctl_core.collectives import counting_rows, replica_id
+from ctl_core.cluster.collectives import counting_rows, replica_id
 from ctl_core.compat import (
     GraphWriter,
     drawing_from,
@@ -24,9 +23,9 @@ from ctl_core.compat import (
     optimizers_refused,
     summaries_of_first_replica,
 )
-from ctl_core.forward import call_made, forward_backward, settle_stand_in
+from ctl_core.model.forward import call_made, forward_backward, settle_stand_in
 from ctl_core.model.parts import Moment, Parts
-from ctl_core.model.variables import plain_variable
+from ctl_core.model.returned import check_update
 from ctl_core.numerics.not_finite import Note, note_update
 from ctl_core.numerics.precision import are_finite
 from ctl_core.numerics.reduction import (
@@ -36,6 +35,7 @@ from ctl_core.numerics.reduction import (
     for_optimizer,
     sum_over_replicas,
 )
+from ctl_core.numerics.variables import plain_variable
 
 _ONCE_IN_MICRO_BATCH = (
     "grad_pre: applies an optimizer by itself, which with accumulate_steps would be once for each "

@@ -15,10 +15,10 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.compat import GraphWriter
-from ctl_core.input import Input
+from ctl_core.input.prefetch import StackedBatches
+from ctl_core.input.stream import Input
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.not_finite import nothing, of_step, then
-from ctl_core.prefetch import StackedBatches
 from ctl_core.step import StepResult, refuse_summaries, train_step
 
 # What of a step is carried through a loop; all else is returned of one that is not part of it.

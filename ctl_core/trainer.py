@@ -13,17 +13,18 @@ from contextlib import nullcontext
 from typing import Any
 
 from ctl_core.build import create_state, process_state
-from ctl_core.callbacks_file import source_of
-from ctl_core.checkpoint import Checkpoints
-from ctl_core.checks.ratio import check_losses
+from ctl_core.checkpoint.checkpoints import Checkpoints
+from ctl_core.checkpoint.folder import Run, open_session
+from ctl_core.checkpoint.start import hold_run, load_initial_weights
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.sync import LoopStatus, peers
-from ctl_core.console import Console
-from ctl_core.errors import HookFailed, RunError, SetupError, StopTraining
+from ctl_core.evaluation.selection import best_step, read_criteria
+from ctl_core.evaluation.summaries import Pace, Profile
 from ctl_core.graph import StepFunctions
-from ctl_core.hooks import Hook
-from ctl_core.messages import (
+from ctl_core.hooks.callbacks_file import source_of
+from ctl_core.hooks.hooks import Hook
+from ctl_core.model.messages import (
     announce,
     attribute_errors,
     conclude,
@@ -32,18 +33,17 @@ from ctl_core.messages import (
     name_ending,
     note_losses,
 )
-from ctl_core.metrics import log_metrics
+from ctl_core.model.metrics import log_metrics
 from ctl_core.model.parts import Moment
+from ctl_core.model.ratio import check_losses
+from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Clock, Deadlines, Schedule
+from ctl_core.model.state import State, check_hook_state
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
-from ctl_core.run.folder import Run, open_session
+from ctl_core.run.console import Console
+from ctl_core.run.errors import HookFailed, RunError, SetupError, StopTraining
 from ctl_core.run.listeners import Listener, find_listener
-from ctl_core.run.summaries import Pace, Profile
-from ctl_core.schedule import MOST_STEPS, ChunkLength, Clock, Deadlines, Schedule
-from ctl_core.selection import best_step, read_criteria
-from ctl_core.settings import Config
-from ctl_core.start import hold_run, load_initial_weights
-from ctl_core.state import State, check_hook_state
+from ctl_core.run.settings import Config
 
 
 def train(

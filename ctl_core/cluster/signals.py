@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctl_core.console import Console
+    from ctl_core.run.console import Console
 
 # How long a signal may be repeated without meaning a second one (seconds).
 SAME_SIGNAL = 1.0

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from ctl_core.cluster.task import Task, read_task, wait_for_others
 from ctl_core.compat import cpu_devices_of_worker
-from ctl_core.errors import PeerLost, SetupError, brief
-from ctl_core.settings import Config
+from ctl_core.run.errors import PeerLost, SetupError, brief
+from ctl_core.run.settings import Config
 
 # After all processes are there, TensorFlow makes them a cluster in seconds; where one of them ends
 # just then, the others would wait for ever (seconds).

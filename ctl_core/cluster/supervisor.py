@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctl_core.cluster.signals import Signals
-from ctl_core.errors import PeerLost, RunError, SetupError
+from ctl_core.run.errors import PeerLost, RunError, SetupError
 
 if TYPE_CHECKING:
-    from ctl_core.settings import Config
+    from ctl_core.run.settings import Config
 
 # Names the file descriptor of a pipe that ends when the supervisor does.
 PIPE = "SUPERVISOR_PIPE"

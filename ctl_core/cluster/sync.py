@@ -19,9 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.task import Task
-from ctl_core.errors import CtlError, PeerLost, RunError, SetupError
-from ctl_core.numerics.not_finite import NEVER
-from ctl_core.settings import Config
+from ctl_core.run.errors import CtlError, PeerLost, RunError, SetupError
+from ctl_core.run.settings import Config
 
 # What TensorFlow says on the processes that are left when one is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
@@ -54,7 +53,7 @@ class LoopStatus:
     more: bool = False
     step: int = 0
     frozen: int = 0
-    first: int = NEVER
+    first: int = 2**62  # NEVER, as numerics/not_finite.py has it
     latest: int = 0
     bad: int = 0
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Literal
 
-from ctl_core.errors import PeerLost, SetupError, one_line
-from ctl_core.settings import Config
+from ctl_core.run.errors import PeerLost, SetupError, one_line
+from ctl_core.run.settings import Config
 
 # After which a process says whom it is waiting for, and after which it ends (seconds).
 PATIENCE, LONGEST = 10.0, 600.0

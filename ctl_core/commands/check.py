@@ -20,24 +20,24 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.build import create_state, process_state
-from ctl_core.checks.devices import Values, check_traces, describe_differences, observe
-from ctl_core.checks.ratio import check_losses
+from ctl_core.checkpoint.folder import Run, open_session
+from ctl_core.checkpoint.sources import from_anywhere
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare, task_of
 from ctl_core.cluster.sync import peers
 from ctl_core.cluster.task import Task
+from ctl_core.commands.devices import Values, check_traces, describe_differences, observe
 from ctl_core.commands.use import evaluate, export, predict
-from ctl_core.console import LOG, Console, format_values
-from ctl_core.errors import CtlError, RunError, SetupError, StopTraining, brief
-from ctl_core.hooks import Hook, Hooks, load_hooks
-from ctl_core.messages import count_parameters
-from ctl_core.run.folder import Run, open_session
+from ctl_core.hooks.hooks import Hook, Hooks, load_hooks
+from ctl_core.model.messages import count_parameters
+from ctl_core.model.ratio import check_losses
+from ctl_core.model.state import State
+from ctl_core.run.console import LOG, Console, format_values
+from ctl_core.run.errors import CtlError, RunError, SetupError, StopTraining, brief
 from ctl_core.run.listeners import find_listener
+from ctl_core.run.settings import Config
 from ctl_core.serving.inference import output_names
 from ctl_core.serving.load import load
-from ctl_core.settings import Config
-from ctl_core.sources import from_anywhere
-from ctl_core.state import State
 from ctl_core.trainer import Trainer
 
 STEPS = 2
@@ -50,7 +50,7 @@ def check(callbacks: Any, config: Config) -> State:
     As the settings have it: two steps of training; every host hook, whenever it is due, with its
     own step; an evaluation, and the hooks after it; a checkpoint; the hooks at the end. Then each
     command with that checkpoint. Then steps and an evaluation on one CPU device and on three, see
-    checks/devices.py. Hooks that write files or call services do so.
+    devices.py. Hooks that write files or call services do so.
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes

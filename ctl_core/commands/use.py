@@ -9,15 +9,15 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.commands.watch import watch as watch_run
-from ctl_core.console import Console
-from ctl_core.errors import SetupError
-from ctl_core.files import from_here, written_whole
+from ctl_core.model.state import State
+from ctl_core.run.console import Console
+from ctl_core.run.errors import SetupError
+from ctl_core.run.files import from_here, written_whole
+from ctl_core.run.settings import Config
 from ctl_core.serving.export import next_version, save_model
 from ctl_core.serving.inference import create_inference
+from ctl_core.serving.load import CheckpointName, open_run, restore_run
 from ctl_core.serving.predict import predict_outputs
-from ctl_core.serving.restore import CheckpointName, open_run, restore_run
-from ctl_core.settings import Config
-from ctl_core.state import State
 
 
 def evaluate(

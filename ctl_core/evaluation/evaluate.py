@@ -15,18 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.batches import (
-    Share,
-    count_rows,
-    distribute_shares,
-    first_replica,
-    take_share,
-    widths_vary,
-)
-from ctl_core.checks.returned import count_examples, read_extra_loss
+from ctl_core.cluster.collectives import counting_rows
 from ctl_core.cluster.strategy import local_replicas
 from ctl_core.cluster.sync import LoopStatus
-from ctl_core.collectives import counting_rows
 from ctl_core.compat import (
     drawing_from,
     global_seed_generator,
@@ -34,18 +25,27 @@ from ctl_core.compat import (
     stages,
     with_called,
 )
-from ctl_core.forward import compute_loss, run_model, sum_loss, weigh_batch
-from ctl_core.hooks import Hook
-from ctl_core.input import check_dataset, open_reader
-from ctl_core.metrics import read_results, update_if, update_metrics
+from ctl_core.hooks.hooks import Hook
+from ctl_core.hooks.recording import Recording
+from ctl_core.input.batches import (
+    Share,
+    count_rows,
+    distribute_shares,
+    first_replica,
+    take_share,
+    widths_vary,
+)
+from ctl_core.input.prefetch import read_ahead
+from ctl_core.input.stream import check_dataset, open_reader
+from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
+from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.model.parts import Moment, Parts
-from ctl_core.model.recording import Recording
-from ctl_core.model.variables import plain_variable
+from ctl_core.model.returned import count_examples, read_extra_loss
+from ctl_core.model.schedule import ChunkLength
 from ctl_core.numerics.randomness import seeds_kept
 from ctl_core.numerics.replicas import ReplicaCopies
-from ctl_core.prefetch import read_ahead
-from ctl_core.schedule import ChunkLength
-from ctl_core.settings import Config
+from ctl_core.numerics.variables import plain_variable
+from ctl_core.run.settings import Config
 
 Sync = Callable[[LoopStatus], LoopStatus]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ctl_core.model.recording import Recording
+from ctl_core.hooks.recording import Recording
 
 
 def read_flags(recording: Recording) -> list[bool]:

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.batches import BatchShape
-from ctl_core.hooks import Hook, Hooks
+from ctl_core.hooks.hooks import Hook, Hooks
+from ctl_core.input.batches import BatchShape
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.learning_rate import RateSchedule
 from ctl_core.numerics.precision import LossScale

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.model.variables import plain_variable
 from ctl_core.numerics.replicas import define_copy
+from ctl_core.numerics.variables import plain_variable
 
 
 class WeightAverage:

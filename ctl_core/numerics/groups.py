@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.model.variables import plain_variable, variable_name
+from ctl_core.numerics.variables import plain_variable, variable_name
 
 
 class OptimizerGroups(tf.Module):

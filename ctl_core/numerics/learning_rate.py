@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import rate_of
-from ctl_core.console import Console
-from ctl_core.settings import Config
+from ctl_core.run.console import Console
+from ctl_core.run.settings import Config
 
 
 def _define_operators(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.batches import with_rows
-from ctl_core.errors import SetupError, brief
+from ctl_core.input.batches import with_rows
+from ctl_core.run.errors import SetupError, brief
 from ctl_core.serving.inference import LoadedModel, input_names, pack_inputs
 from ctl_core.serving.predict import make_dense
 

@@ -15,14 +15,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.batches import with_rows
 from ctl_core.compat import layers_run
-from ctl_core.errors import HookFailed, RunError, SetupError, brief
-from ctl_core.forward import call_made, call_model, make_model_input
+from ctl_core.input.batches import with_rows
+from ctl_core.model.forward import call_made, call_model, make_model_input
 from ctl_core.model.parts import Moment, Parts
+from ctl_core.model.state import State
 from ctl_core.numerics.precision import to_float32
-from ctl_core.settings import Config
-from ctl_core.state import State
+from ctl_core.run.errors import HookFailed, RunError, SetupError, brief
+from ctl_core.run.settings import Config
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

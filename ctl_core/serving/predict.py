@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.errors import SetupError
-from ctl_core.files import from_here
+from ctl_core.model.state import State
+from ctl_core.run.errors import SetupError
+from ctl_core.run.files import from_here
 from ctl_core.serving.inference import create_inference, input_names, output_names, pack_inputs
-from ctl_core.state import State
 
 
 def predict_outputs(state: State, source: Path | None, name: str | None) -> dict[str, np.ndarray]:

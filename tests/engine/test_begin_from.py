@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.errors import SetupError
+from ctl_core.run.errors import SetupError
 from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, regression_data
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import values

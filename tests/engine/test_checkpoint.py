@@ -15,8 +15,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.errors import RunError
-from ctl_core.numerics.staging import Background
+from ctl_core.checkpoint.writer import Background
+from ctl_core.run.errors import RunError
 from tests.helpers.cases import FEATURES, assert_weights, make_hooks, sgd, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import Blocks, seeded
@@ -264,7 +264,7 @@ class Late(Background):
 def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
     """Checkpoints are written as late as can be."""
     monkeypatch.setattr(Late, "starts", [])
-    monkeypatch.setattr("ctl_core.run_state.writer.Background", Late)
+    monkeypatch.setattr("ctl_core.checkpoint.writer.Background", Late)
     return Late
 
 

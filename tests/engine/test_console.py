@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console as Terminal
 
 import ctl_core
-from ctl_core.console import Console
+from ctl_core.run.console import Console
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 
@@ -77,7 +77,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
 
 def test_in_a_pipe_there_are_plain_lines(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     """The default hooks: a line for each loss, and no line for each step."""
-    train(make_hooks(every_steps=ctl_core.defaults.every_steps), steps=40)
+    train(make_hooks(every_steps=ctl_core.hooks.defaults.every_steps), steps=40)
     out, err = capfd.readouterr()
     assert err == "" and "\x1b" not in out and "\r" not in out
     first, *others = out.splitlines()

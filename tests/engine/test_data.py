@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.data import index_shuffle, index_shuffle_with_seeds, with_seeds
-from ctl_core.readers import read_literal, write_literal
+from ctl_core.input.readers import read_literal, write_literal
 
 EXAMPLES = 60
 

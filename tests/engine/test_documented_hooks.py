@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.table import SPECS
+from ctl_core.hooks.table import SPECS
 from tests.helpers.cases import Followed, make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
 

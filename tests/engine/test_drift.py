@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.errors import RunError
+from ctl_core.run.errors import RunError
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 

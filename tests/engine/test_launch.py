@@ -18,8 +18,8 @@ import ctl_core
 from ctl_core.cluster import supervisor
 from ctl_core.cluster.signals import SAME_SIGNAL
 from ctl_core.cluster.supervisor import find_gpus, share_gpus
-from ctl_core.errors import RunError, SetupError
-from ctl_core.settings import Config
+from ctl_core.run.errors import RunError, SetupError
+from ctl_core.run.settings import Config
 from tests.helpers.workers import alive, folder, log, pids, run, start, until
 
 __all__ = ["folder"]

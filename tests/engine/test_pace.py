@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.run import summaries
+from ctl_core.evaluation import summaries
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 

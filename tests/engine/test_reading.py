@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.errors import SetupError
+from ctl_core.run.errors import SetupError
 from tests.helpers.cases import make_hooks, regression_data, sgd
 from tests.helpers.fixtures import Train
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctl_core import schedule, trainer
+from ctl_core import trainer
+from ctl_core.model import schedule
 from tests.helpers.cases import make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
 

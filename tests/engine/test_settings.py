@@ -14,9 +14,9 @@ import yaml
 
 import ctl_core
 from ctl_core.__main__ import main
-from ctl_core.cli import COMMANDS
-from ctl_core.errors import SetupError
-from ctl_core.settings import SETTINGS, Config, load_config, write_config
+from ctl_core.commands.cli import COMMANDS
+from ctl_core.run.errors import SetupError
+from ctl_core.run.settings import SETTINGS, Config, load_config, write_config
 from tests.helpers.settings import make_run, parse
 
 pytestmark = pytest.mark.usefixtures("folder")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from ctl_core.checkpoint import writer
 from ctl_core.cluster import signals
-from ctl_core.run_state import writer
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
 from tests.helpers.fixtures import Train
 

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import config
 
-from ctl_core import prefetch
-from ctl_core.errors import RunError
+from ctl_core.input import prefetch
+from ctl_core.run.errors import RunError
 from tests.golden.programs import multi_task
 from tests.helpers.cases import assert_weights, dropout_model, make_hooks, nadam
 from tests.helpers.fixtures import Train

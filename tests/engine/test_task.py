@@ -16,8 +16,8 @@ from ctl_core.__main__ import main
 from ctl_core.cluster import supervisor
 from ctl_core.cluster import task as tasks
 from ctl_core.cluster.task import Task, read_task
-from ctl_core.errors import PeerLost, SetupError
-from ctl_core.settings import Config
+from ctl_core.run.errors import PeerLost, SetupError
+from ctl_core.run.settings import Config
 
 HOSTS = ["a:1", "b:2", "c:3"]
 

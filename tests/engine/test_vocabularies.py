@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.callbacks_file import Source, load_callbacks
 from ctl_core.commands import use
+from ctl_core.hooks.callbacks_file import Source, load_callbacks
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from ctl_core.cli import Command, parse_command
+from ctl_core.commands.cli import Command, parse_command
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ctl_core.run_state.record import saved_steps
+from ctl_core.checkpoint.record import saved_steps
 from tests.golden.compare import assert_same_checkpoint
 from tests.helpers.ckpt_files import (
     FAILING,

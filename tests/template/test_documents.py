@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from ctl_core.__main__ import main
-from ctl_core.cli import parse_command
+from ctl_core.commands.cli import parse_command
 from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli, cli  # noqa: F401
 from tests.helpers.rendering import EXAMPLES, ROOT, TEMPLATE, Render

@@ -95,7 +95,7 @@ def test_cruft_create_and_update(
     assert (project / "callbacks.py").read_text() == edited
     changed = run("git", "status", "--porcelain", "--no-renames", cwd=project).stdout.split()
     assert set(changed[1::2]) == {
-        *[".cruft.json", ".github/workflows/ci.yml", "ctl_core/errors.py", "ctl_core/new.py"]
+        *[".cruft.json", ".github/workflows/ci.yml", "ctl_core/run/errors.py", "ctl_core/new.py"]
     }
     assert run("git", "log", "--format=%s", cwd=project).stdout.splitlines() == [
         "Mine",

@@ -1,0 +1,1 @@
+"""A run on the disk: its folder, checkpoints and their records, how it begins and goes on."""

@@ -1,0 +1,97 @@
+"""Whether all replicas still have the same variables; asked before each checkpoint.
+
+Each replica works out its own update from the summed gradients, so that all take the same step.
+An update that depends on one replica's output or batch lets them drift apart, and a checkpoint
+would hold one replica's opinion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.cluster.sync import Cluster
+from ctl_core.numerics.variables import plain_variable, variable_name
+from ctl_core.run.errors import RunError
+
+_ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
+
+
+class Divergence:
+    """Compares the variables over all replicas and processes.
+
+    Costs one pass over the variables and one all-reduce; nothing with a single replica.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, cluster: Cluster, variables: Iterable[Any]
+    ) -> None:
+        """Compares those of the variables of which each replica has a copy."""
+        several = strategy.num_replicas_in_sync > 1
+        mirrored = [item for item in variables if several and _is_mirrored(plain_variable(item))]
+        self._names = [variable_name(item) for item in mirrored]
+        self._cluster = cluster
+        copies = [strategy.experimental_local_results(plain_variable(item)) for item in mirrored]
+
+        @tf.function(autograph=False)
+        def compute_digests() -> list[tf.Tensor]:
+            return [
+                tf.stack(list(map(_digest, of_replica))) for of_replica in zip(*copies, strict=True)
+            ]
+
+        self._compute_digests = compute_digests
+
+    def check(self, step: int) -> None:
+        """Compares.
+
+        Raises:
+            RunError: a variable is not the same everywhere; the message has its name.
+        """
+        if not self._names:
+            return
+        own = np.array([digests.numpy() for digests in self._compute_digests()])
+        everywhere = self._cluster.gather(own.ravel().tolist())
+        table = everywhere.reshape(-1, len(self._names))  # [replicas, variables]
+        differs = table != table[0]
+        if not differs.any():
+            return
+        names = [self._names[index] for index in np.flatnonzero(differs.any(axis=0))]
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        raise RunError(
+            f"after step {step}, {names[0]}{more} is no longer the same on all replicas "
+            f"(replica {differs.any(axis=1).argmax()} differs from replica 0): something changed "
+            "it by what only one replica sees, such as output or batch in update_pre or in an "
+            "assign of a layer's (use the summed gradients and loss, or all_reduce it first), or "
+            "devices of different kinds round differently. Earlier checkpoints are kept."
+        )
+
+
+def _digest(variable: Any) -> tf.Tensor:
+    """Sums up a variable's bits, each element times an odd number of its position, mod 2**64."""
+    with tf.device(variable.device):
+        value = variable.read_value()
+        if value.dtype == tf.bool:
+            value = tf.cast(value, tf.uint8)
+        bits = tf.reshape(tf.cast(tf.bitcast(value, _BITS[value.dtype.size]), tf.int64), [-1])
+        factors = tf.range(tf.size(bits, tf.int64)) * _ODD * 2 + 1
+        return tf.reduce_sum(bits * factors)
+
+
+_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by size in bytes
+
+
+def _is_mirrored(variable: Any) -> bool:
+    """Whether each replica has a copy of a variable that must be the same.
+
+    Not those that each replica keeps for itself and that are summed up when read, as metrics do,
+    nor the states of random generators.
+    """
+    return (
+        isinstance(variable, tf.distribute.DistributedValues)
+        and variable.synchronization != tf.VariableSynchronization.ON_READ
+        and (variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
+        and not variable.name.split(":")[0].endswith(("seed_generator_state", "StateVar"))
+    )

@@ -1,0 +1,204 @@
+"""The run folder: runs/NAME/ with config.yaml, callbacks.py, train.log, metrics.jsonl, ckpt/, …"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core import __version__
+from ctl_core.checkpoint.sources import check_start
+from ctl_core.cluster.task import Task
+from ctl_core.evaluation.summaries import Summaries
+from ctl_core.hooks.callbacks_file import COPY
+from ctl_core.run.console import LOG, Console, activate
+from ctl_core.run.errors import CtlError, SetupError
+from ctl_core.run.files import from_here, is_locked, is_stdout, lock_file, written_whole
+from ctl_core.run.listeners import FILE, Listener, Listeners, MetricsFile, TrainingLog
+from ctl_core.run.settings import Config, free_name, write_config
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes the log; of a full disk it says nothing, which the next checkpoint does."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+class Run:
+    """The folder of one run, and what is written there while training.
+
+    In a cluster, only the chief writes; the others have a log, worker-1.log and so on.
+
+    Attributes:
+        path, ckpt, config_file: runs/NAME, its folder of checkpoints, and its settings
+        task: this process's place in the cluster
+        reading: whether the run is only used, and nothing is written to its folder
+        summaries: what TensorBoard shows of it
+        listeners: hear what it says, once it is opened
+        steps_taken: how many steps this process has trained
+        whole: steps of checkpoints that are on the disk, and what their files begin with, which
+            listeners have not heard of yet
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        note: str | None = None,
+        reading: bool = False,
+        listeners: Sequence[Listener | type[Listener]] = (),
+    ) -> None:
+        """Creates the folder and its log, nothing else; only to read, not even these.
+
+        Raises:
+            SetupError: it cannot begin as ``fork`` or ``init_from`` say.
+        """
+        name = config.run_name or free_name(Path(config.runs_dir))
+        self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
+        self.ckpt, self.config_file = self.path / "ckpt", self.path / "config.yaml"
+        self.task, self.reading = task, reading
+        self.steps_taken = self._start = 0
+        self.whole: list[tuple[int, Path]] = []
+        self.summaries = Summaries(self.path / "tb", task.chief)
+        self.listeners = Listeners([MetricsFile(), self.summaries, TrainingLog(note), *listeners])
+        LOG.setLevel(logging.INFO)
+        LOG.propagate = False
+        if reading:
+            return
+        check_start(config)
+        self.path.mkdir(parents=True, exist_ok=True)
+        log = "train.log" if task.chief else f"worker-{task.index}.log"
+        self._log = (self.path / log).open("a", encoding="utf-8")
+        self._handler = _Handler(self._log)
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        LOG.addHandler(self._handler)
+
+    def lock(self) -> None:
+        """Holds the run, by its log, until it is closed or the process ends in any way.
+
+        Raises:
+            SetupError: another process is training it.
+        """
+        if not lock_file(self._log):
+            raise SetupError(
+                f"{self.shown}: another process is training this run; stop it, or choose another "
+                "run_name."
+            )
+
+    def is_held(self) -> bool:
+        """Whether a process is training the run."""
+        return is_locked(self.path / "train.log")
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether what it says is printed: by the chief, and not into the log, which has it."""
+        return self.task.chief and not is_stdout(self.path / "train.log")
+
+    @property
+    def shown(self) -> str:
+        """The folder as messages show it: runs/NAME where it lies below the current folder."""
+        return from_here(self.path)
+
+    @property
+    def written(self) -> list[Path]:
+        """What training writes here, but the log."""
+        return [self.path / name for name in ("ckpt", "tb", "config.yaml", "env.json", FILE, COPY)]
+
+    def open(self, config: Config, step: int, source: bytes | None, devices: Sequence[str]) -> None:
+        """Writes config.yaml, and what the run was made with; the listeners begin to hear.
+
+        Args:
+            config: the settings
+            step: how many steps were taken
+            source: what is in the file with the hooks, if there is one
+            devices: that the replicas of this process train on
+        """
+        write_config(config, self.config_file)
+        with written_whole(self.path / "env.json") as beside:
+            beside.write_text(json.dumps(find_provenance(devices), indent=2) + "\n")
+        if source is not None:
+            with written_whole(self.path / COPY) as beside:
+                beside.write_bytes(source)
+        self._start = step
+        self.listeners.start(self.path, dataclasses.asdict(config), step)
+
+    def tell_saved(self) -> None:
+        """Tells the listeners of checkpoints that have become whole."""
+        while self.whole:
+            self.listeners.tell("saved", *self.whole.pop(0))
+
+    def end(self, how: str) -> None:
+        """Tells the listeners how training has ended: done, ended, stopped, diverged or failed."""
+        self.tell_saved()
+        self.listeners.tell("end", self._start + self.steps_taken, how)
+
+    def close(self) -> None:
+        """Closes the summaries and the log, and lets go of the run."""
+        self.summaries.close()
+        if not self.reading:
+            LOG.removeHandler(self._handler)
+            with contextlib.suppress(OSError):
+                self._log.close()
+
+
+@contextlib.contextmanager
+def open_session(run: Run, console: Console) -> Iterator[None]:
+    """Opens the run's log and console, and closes them however the run ends."""
+    activate(console)
+    step_of_summaries = tf.summary.experimental.get_step()
+    try:
+        yield
+    except KeyboardInterrupt:  # which waits for nobody
+        LOG.error("interrupted")
+        raise
+    except BaseException as error:
+        text = str(error) if isinstance(error, CtlError) else "failed"
+        LOG.error(text, exc_info=error.__cause__ or error)
+        run.end("failed")
+        raise
+    finally:
+        tf.summary.experimental.set_step(step_of_summaries)
+        console.stop()
+        activate(None)
+        run.close()
+
+
+def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
+    """Returns versions, commit, host, devices and command line: what env.json holds.
+
+    ``commit`` and ``dirty`` are of the current folder's Git repository, None where there is none.
+    """
+    packages = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "devices": list(devices),
+        "versions": {"python": platform.python_version(), "ctl_core": __version__, **packages},
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", *arguments]
+        return subprocess.check_output(
+            command, text=True, timeout=3, stderr=subprocess.DEVNULL
+        ).strip()
+    return None

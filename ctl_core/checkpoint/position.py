@@ -1,0 +1,159 @@
+"""The position in the training data: saved if it is whole, otherwise reached by reading."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.checkpoint.record import Record
+from ctl_core.compat import GraphCheckpoint, inputs_of, stages
+from ctl_core.model.state import State
+from ctl_core.numerics.randomness import random_ops
+from ctl_core.run.console import Console
+from ctl_core.run.errors import brief
+
+# What reading a file that is cut short, altered or gone raises.
+UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
+# Stages that draw random numbers, others in each pass.
+_DRAWING = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
+# Ops that draw from, or are, a state outside of the pipeline.
+_STATEFUL = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
+# What a saved position has of a stage that draws, or of a cache that is full. A stage's state is a
+# variant, whose metadata are its length, in one byte or two, and the names of the stage and of its
+# keys: what is in a buffer, as the texts of a user's, is none of these.
+_DRAWS = re.compile(
+    rb"tensorflow::Iterator\x12..?Iterator::[^@\x00-\x1f]*"
+    rb"(:Shuffle@@|:ShuffleAndRepeat@@|:Random@@|@@[\w@]*cache_completed)",
+    re.DOTALL,
+)
+
+
+class InputPosition:
+    """This process's position in the training data."""
+
+    def __init__(self, state: State, console: Console) -> None:
+        self._state = state
+        self._console = console
+        self._made: Any = None
+        reader = state.data.reader
+        self._why_not = reader.why_not if reader else find_outside_state(state.data.dataset)
+        # Of a reader in Python, the position is a text.
+        self._text: Any = tf.Variable("", dtype=tf.string, trainable=False) if reader else None
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what a position belongs to; a number of devices is not part of it."""
+        config, data = self._state.config, self._state.data
+        return {
+            "batch_size": config.batch_size,
+            "per_replica_batch_size": data.per_replica_batch_size,
+            "last_batch": config.last_batch,
+            "overfit_batches": config.overfit_batches,
+            "unit": 0 if data.reader else data.unit,
+            "whole": data.shape.shares if data.whole else 0,
+            "folder": os.getcwd(),
+        }
+
+    def _part(self) -> GraphCheckpoint:
+        iterator = self._state.data.iterator if self._text is None else self._text
+        if self._made is None or self._made.input is not iterator:
+            self._made = GraphCheckpoint(input=iterator)
+        return self._made  # type: ignore[no-any-return]
+
+    def save(self, prefix: Path) -> bool:
+        """Writes the position; returns whether it is there, and whole."""
+        why, reader = self._why_not, self._state.data.reader
+        try:
+            if why is None and reader:
+                self._text.assign(reader.write_position())
+            if why is None:
+                self._part().write(str(prefix))
+        except (ValueError, tf.errors.FailedPreconditionError) as error:
+            why = brief(error, 120)
+        if why is None:
+            return reader is not None or holds_draws(prefix, self._state.data.dataset)
+        self._console.warn(
+            f"the position in the training data cannot be saved exactly ({why}); a resumed "
+            "run will read and drop what was used. For random changes to examples, see "
+            "ctl_core.data.with_seeds."
+        )
+        return False
+
+    def restore(self, record: Record, prefix: Path) -> None:
+        """Goes to the position of a record, by reading and dropping if need be."""
+        state, why = self._state, self._find_obstacle(record, prefix)
+        if why is None:
+            try:
+                self._part().read(str(prefix))
+            except UNREADABLE:
+                why = "the saved position does not fit the data any more, or its file is damaged"
+        if why is None and state.data.reader:
+            why = state.data.reader.go_to(self._text.numpy().decode())
+        if state.cluster.all(why is None):
+            return
+        self._console.warn(
+            "the position in the training data is reached by reading and dropping "
+            f"{state.progress.examples} examples, since "
+            f"{why or 'another process cannot read the position that it saved'}."
+        )
+        state.data.begin_anew()
+        state.data.skip(state.progress.examples)
+
+    def _find_obstacle(self, record: Record, prefix: Path) -> str | None:
+        """Returns why the saved position is not that of this run, if it is not."""
+        if not record.input_saved:
+            return "no whole position could be saved"
+        here, there = self.describe(), dict(record.input)
+        folder = there.pop("folder")
+        for name, value in there.items():
+            if here.get(name) != value:
+                return f"it was saved with {name} {value}"
+        if folder != here["folder"] and os.fsencode(folder) + b"/" in _read(prefix):
+            return f"it names files of {folder}, where the run was before"
+        return None
+
+
+def find_outside_state(dataset: tf.data.Dataset) -> str | None:
+    """Says what of a pipeline keeps a state outside of it, or returns None.
+
+    TensorFlow refuses to save such a stage, but only while it is at work; and waits for ever where
+    it restores a mixture (``sample_from_datasets``) of which a dataset has ended.
+    """
+    for stage in stages(dataset):
+        if getattr(stage, "_stop_on_empty_dataset", True) is False:
+            ends = [part.cardinality() != tf.data.INFINITE_CARDINALITY for part in inputs_of(stage)]
+            if any(ends[1:]):  # after what chooses among them
+                return "it mixes datasets that end; repeat each, or give stop_on_empty_dataset=True"
+        for function in stage._functions():
+            if found := random_ops(function.function.graph, _STATEFUL):
+                return f"it runs {', '.join(found)}, which has a state of its own"
+    return None
+
+
+def holds_draws(prefix: Path, dataset: tf.data.Dataset) -> bool:
+    """Returns whether a saved position holds the state of each stage that draws random numbers.
+
+    TensorFlow leaves out one that has been read to its end while a stage behind it, such as
+    rebatch or prefetch, still holds elements; restored, the next pass would have the order of the
+    first one again. So it is with a cache in memory, which then fills itself anew. What is in a
+    cache is not drawn again.
+    """
+
+    def count(stage: Any) -> int:
+        draws = sum(map(count, inputs_of(stage)))
+        if type(stage).__name__ == "CacheDataset":
+            return min(draws, 1) if stage._filename == "" else 0
+        return draws + (type(stage).__name__ in _DRAWING)
+
+    wanted = count(dataset)
+    return not wanted or len(_DRAWS.findall(_read(prefix))) >= wanted
+
+
+def _read(prefix: Path) -> bytes:
+    """Returns the values of a checkpoint that TensorFlow has written."""
+    names = os.listdir(prefix.parent)  # pathlib's glob takes five times as long
+    own = [name for name in names if name.startswith(f"{prefix.name}.data")]
+    return b"".join(prefix.with_name(name).read_bytes() for name in own)

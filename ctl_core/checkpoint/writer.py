@@ -1,0 +1,170 @@
+"""Writes a checkpoint in the background, from copies of all variables, while training goes on.
+
+TensorFlow's own asynchronous checkpoints (``CheckpointOptions(enable_async=True)``) fail at the
+second save of a Keras 3 model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.checkpoint.record import Record, keep_best, remove_orphans, write_record
+from ctl_core.compat import GraphCheckpoint, holding, saves_itself, trackable_node
+from ctl_core.model.state import State
+from ctl_core.numerics.replicas import define_copy
+from ctl_core.numerics.variables import plain_variable
+from ctl_core.run.errors import RunError, reason
+from ctl_core.run.files import from_here
+
+_COUNTER = "save_counter"
+
+
+class StagingCopy:
+    """A checkpoint of copies: the same objects by the same names, with variables of its own.
+
+    Costs host memory of the size of a checkpoint, and one copy of each variable when taken.
+
+    Attributes:
+        checkpoint: what is to be written
+        is_whole: whether all of it are copies; a table, say, is itself in the checkpoint
+        take: copies the values
+    """
+
+    def __init__(self, original: tf.train.Checkpoint) -> None:
+        self._original = original
+        self._parts = _parts_of(original)
+        self.checkpoint = GraphCheckpoint()
+        copies: dict[int, Any] = {id(original): self.checkpoint}
+        for part in self._parts:
+            copy = copies.get(id(part))  # none of the counter, nor of what is inside a variable
+            if copy is None or copy is part or isinstance(copy, tf.Variable):
+                continue
+            for name, child in tf.train.TrackableView.children(part).items():
+                if part is original and name == _COUNTER:
+                    continue  # the copy makes its own
+                if id(child) not in copies:
+                    copies[id(child)] = _copy_part(child)
+                setattr(copy, name, copies[id(child)])
+        self.is_whole = self.checkpoint._in_graph = all(
+            copies.get(id(part)) is not part for part in self._parts
+        )
+        variables = [part for part in self._parts if isinstance(copies.get(id(part)), tf.Variable)]
+        targets = [copies[id(part)] for part in variables]
+        self.take = define_copy([plain_variable(part) for part in variables], targets)
+        if targets:
+            self.checkpoint._on = targets[0].device
+
+    def fits(self) -> bool:
+        """Whether the original still has the parts that it had when it was copied."""
+        return [id(part) for part in _parts_of(self._original)] == [id(p) for p in self._parts]
+
+
+def _parts_of(checkpoint: tf.train.Checkpoint) -> list[Any]:
+    """All objects that a checkpoint holds, in the order in which their names are found."""
+    return tf.train.TrackableView(checkpoint).descendants()  # type: ignore[no-any-return]
+
+
+def _copy_part(part: Any) -> Any:
+    """Returns a variable of the same name and shape, an empty object, or what saves itself."""
+    variable = plain_variable(part)
+    if isinstance(variable, tf.Variable):
+        with tf.device("CPU:0"):
+            zeros = tf.zeros(variable.shape, variable.dtype)
+            return tf.Variable(zeros, trainable=False, name=variable.name.split(":")[0])
+    return part if saves_itself(part) else trackable_node()
+
+
+class Background:
+    """Does one thing at a time in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._pending: Future[object] | None = None
+
+    def start(self, function: Callable[[], object]) -> None:
+        """Starts; what was started before must have been waited for."""
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._pending = self._pool.submit(function)
+
+    def wait(self) -> None:
+        """Waits until it has ended; raises what it has raised, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._pool.shutdown()  # in a notebook, no thread is left after a run
+            pending.result()
+
+
+class Writer:
+    """Writes the user's part, the engine's part and the record, in this order.
+
+    Attributes:
+        background: where it does so
+    """
+
+    def __init__(self, state: State, engine_part: tf.train.Checkpoint) -> None:
+        self.background = Background()
+        self._state = state
+        self._parts = [state.ckpt, engine_part]
+        self._copies: list[StagingCopy] = []
+
+    def write(self, record: Record) -> None:
+        """Begins to write a checkpoint; what was begun before must have been waited for.
+
+        Every process of a cluster must call it, since variables that each replica keeps for itself
+        are summed up to be copied; the chief writes. The first checkpoint is written at once, so
+        that there is one; so is what has no copy since it is no variable, such as a table.
+        """
+        if new := not self._copies or not all(copy.fits() for copy in self._copies):
+            self._copies = [StagingCopy(part) for part in self._parts]
+        for copy in self._copies:
+            copy.take()
+        if not self._state.cluster.task.chief:
+            return
+        counter = self._parts[0].save_counter
+        self._copies[0].checkpoint.save_counter.assign(counter)
+        counter.assign_add(1)
+        if new or not all(copy.is_whole for copy in self._copies):
+            self._write(record)
+        else:
+            self.background.start(lambda: self._write(record))
+
+    def _write(self, record: Record) -> None:
+        user_part, engine_part = (copy.checkpoint for copy in self._copies)
+        manager = self._state.manager
+        folder = Path(manager.directory)
+        with holding(manager, user_part):
+            saved = manager.save(checkpoint_number=record.step)
+        if saved is None:
+            raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
+        engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
+        write_record(folder, record)
+        keep_best(folder, record)
+        remove_orphans(folder)
+        self._state.whole.append((record.step, Path(saved)))
+
+
+@contextlib.contextmanager
+def all_write(state: State, step: int) -> Iterator[None]:
+    """Around one part of the writing: all processes go on when all are done, or none does.
+
+    Raises:
+        RunError: a file cannot be written, here or by another process.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except (OSError, tf.errors.OpError) as error:
+        if isinstance(error, tf.errors.OpError) and state.cluster.lost(error):
+            raise
+        failure = error
+    if not state.cluster.all(failure is None):
+        why = " by another process" if failure is None else f": {reason(failure)}"
+        raise RunError(
+            f"the checkpoint of step {step} cannot be written to "
+            f"{from_here(state.manager.directory)}{why}; earlier checkpoints are kept."
+        ) from failure

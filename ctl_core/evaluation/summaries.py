@@ -1,0 +1,153 @@
+"""TensorBoard: values, summaries of hooks, settings on the HParams page, pace, profiles."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorboard.plugins.hparams import api as hp
+
+from ctl_core.compat import GraphWriter
+from ctl_core.numerics.learning_rate import rates_used
+from ctl_core.run.console import Console
+from ctl_core.run.files import from_here
+from ctl_core.run.listeners import Listener, find_changes
+from ctl_core.run.settings import flatten
+
+if TYPE_CHECKING:
+    from ctl_core.model.state import State
+
+# Between two measurements, at least so many seconds.
+PAUSE = 0.1
+# Columns of every run on the HParams page, so that it can compare all of them.
+_ALWAYS = ("batch_size", "learning_rate", "lr_schedule", "warmup", "steps", "epochs", "seed")
+
+
+class Summaries(Listener):
+    """Writes a scalar summary per value to ``tb/SPLIT``; the writers are those of hooks, too."""
+
+    def __init__(self, folder: Path, writes: bool = True) -> None:
+        """Takes the folder ``tb`` of a run, and whether this process writes there."""
+        self._folder, self._writes = folder, writes
+        self._config: dict[str, Any] = {}
+        self._writers: dict[str, tf.summary.SummaryWriter] = {}
+
+    def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
+        """Keeps the settings for the end."""
+        self._config = config
+
+    def values(self, step: int, split: str, values: dict[str, float]) -> None:
+        """Writes a scalar summary per value."""
+        with self.writer(split).as_default(step=step):
+            for name, value in values.items():
+                tf.summary.scalar(name, value)
+
+    def end(self, step: int, how: str) -> None:
+        """Writes what the HParams page shows, unless training has failed.
+
+        These are the settings that are not the defaults, and some of every run: the page shows a
+        column for each name that some run has. It finds the metrics in ``train`` and ``eval`` below
+        the folder.
+        """
+        if how == "failed":
+            return
+        names = {*_ALWAYS, *find_changes(self._config)}
+        values = {
+            name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for name, value in flatten(self._config).items()
+            if name in names and value is not None
+        }
+        for path in self._folder.glob("*.hparams"):  # of an earlier start
+            path.unlink()
+        writer = tf.summary.create_file_writer(str(self._folder), filename_suffix=".hparams")
+        with contextlib.closing(writer), writer.as_default(step=0):
+            hp.hparams(values, trial_id=self._folder.parent.name)
+
+    def writer(self, split: str) -> tf.summary.SummaryWriter:
+        """Returns the summary writer of ``train`` or ``eval``, created on first use."""
+        if not self._writes:
+            return tf.summary.create_noop_writer()
+        if split not in self._writers:
+            writer = tf.summary.create_file_writer(str(self._folder / split), flush_millis=1000)
+            # TensorFlow flushes whenever an ``as_default`` ends, so after each step with a hook.
+            writer.flush = lambda: None
+            self._writers[split] = writer
+        return self._writers[split]
+
+    def graph_writer(self, split: str) -> tf.summary.SummaryWriter:
+        """Returns the same for a graph, opened only where one writes summaries.
+
+        Every process has the summaries in its graph, so that all round alike.
+        """
+        return GraphWriter(lambda: self.writer(split) if self._writes else None)
+
+    def close(self) -> None:
+        """Puts everything on the disk, as far as there is room, and closes the files."""
+        for writer in self._writers.values():
+            with contextlib.suppress(tf.errors.OpError):
+                writer.close()
+
+
+class Pace(Listener):
+    """Writes how a run goes to ``tb/train``, whenever values are reported.
+
+    These are ``progress/learning_rate`` (of several objectives ``progress/learning_rate/NAME``),
+    ``progress/steps_per_second`` and ``progress/examples_per_second`` since those before,
+    evaluations and checkpoints left out. They depend on the clock, or are no measurements, and so
+    are not in metrics.jsonl, whose lines are the same whenever a run is resumed.
+    """
+
+    def __init__(self, state: State, summaries: Summaries) -> None:
+        self._state, self._summaries = state, summaries
+        self._written_at = -PAUSE
+        self._busy, self._step, self._examples = 0.0, state.step, state.progress.examples
+
+    def values(self, step: int, split: str, values: dict[str, float]) -> None:
+        """Writes, if that is due."""
+        state, now = self._state, time.monotonic()
+        if state.step == self._step or now - self._written_at < PAUSE:
+            return
+        rates = rates_used(state.parts.lr, state.parts.optimizers)
+        paces = {f"learning_rate/{name}".rstrip("/"): rate for name, rate in rates.items()}
+        busy, examples = state.clock.training(), state.progress.examples
+        if (taken := busy - self._busy) > 0:
+            paces["steps_per_second"] = (state.step - self._step) / taken
+            paces["examples_per_second"] = (examples - self._examples) / taken
+        self._written_at, self._busy = now, busy
+        self._step, self._examples = state.step, examples
+        paces = {f"progress/{name}": value for name, value in paces.items()}
+        self._summaries.values(state.step, "train", paces)
+
+
+class Profile:
+    """Profiles steps for TensorBoard, which slows them down.
+
+    Attributes:
+        marks: it begins after the first step, and ends after the second; empty: no profile
+    """
+
+    def __init__(self, marks: tuple[int, ...], folder: Path, console: Console) -> None:
+        self.marks = marks
+        self._folder, self._console = folder, console
+        self._running = False
+
+    def at(self, step: int) -> None:
+        """Begins or ends after a step, if it is time."""
+        due = len(self.marks) == 2 and self.marks[0] <= step < self.marks[1]
+        if due and not self._running:
+            tf.profiler.experimental.start(str(self._folder))
+            self._running = True
+        elif not due:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the profile, if it is running, and says where it is."""
+        if self._running:
+            self._running = False
+            tf.profiler.experimental.stop()
+            (start, stop), place = self.marks, from_here(self._folder)
+            self._console.say(f"the profile of the steps after {start} up to {stop} is in {place}")

@@ -1,0 +1,1 @@
+"""The hooks of a run: the table, callbacks.py, what they return and what they create."""

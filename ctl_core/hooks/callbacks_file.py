@@ -1,0 +1,135 @@
+"""The file with the hooks: which one it is, importing it, and the copy in the run folder.
+
+Each run keeps a copy of the file that it was trained with, so that a run can be used when the file
+has gone. What the file imports is not copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import traceback
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ctl_core.run.errors import SetupError, brief
+from ctl_core.run.files import from_here
+from ctl_core.run.settings import Config, label
+
+# Its name in the project, unless a setting says otherwise, and that of each run's copy.
+DEFAULT = Config().callbacks
+COPY = "callbacks.py"
+# The module's name where the file is not the project's callbacks.py, which it may import.
+MODULE = "ctl_callbacks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the hooks are read from.
+
+    Attributes:
+        path: the file, absolute
+        stands_for: the file that it is a copy of, or itself
+        note: a line for the user, or an empty text
+    """
+
+    path: Path
+    stands_for: Path
+    note: str = ""
+
+
+def find_callbacks(
+    name: str, run: Path | None, trained_with: str, training: bool, project: Path | None = None
+) -> Source:
+    """Finds the file with the hooks; the run's copy of it, if it is gone.
+
+    Args:
+        name: the setting ``callbacks``
+        run: the folder of the run that is there already, if one is
+        trained_with: what that run's own settings name
+        training: whether the run goes on, perhaps with other hooks; otherwise it is used as it was
+        project: the folder that names are relative to; default: the current one
+
+    Raises:
+        SetupError: there is no such file.
+    """
+    project = project or Path.cwd()
+    path = project / name
+    copy = (run / COPY).absolute() if run else path
+    if run and os.path.realpath(path) == os.path.realpath(copy):
+        return Source(path, project / trained_with)
+    if run is None or name != trained_with or not copy.is_file():
+        if not path.is_file():
+            raise SetupError(f"callbacks: no file {label(name)} in {project}; name a Python file.")
+        return Source(path, path)
+    kept = label(from_here(copy))
+    if not path.is_file():
+        return Source(copy, path, f"{label(name)} is not there; the run's copy is used, {kept}.")
+    if copy.read_bytes() == path.read_bytes():
+        return Source(path, path)
+    now = "; the run goes on with what it is now" * training
+    note = f"{label(name)} is not as it was when the run was trained{now}; "
+    return Source(path, path, f"{note}--callbacks {kept} takes what it was.")
+
+
+def check_compiles(source: Source) -> types.CodeType:
+    """Returns the code of the file, of which nothing has run, nor anything that it imports.
+
+    Raises:
+        SetupError: it is no Python; with its own line and message.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return compile(source.path.read_bytes(), str(source.path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise SetupError(_why(error, source)) from error
+
+
+def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleType:
+    """Runs the file as it is now; modules beside it and in the project are found.
+
+    Args:
+        source: the file
+        project: the folder of the project; default: the current one
+
+    Raises:
+        SetupError: it cannot be imported; with its own line and message.
+    """
+    original, project = source.stands_for, project or Path.cwd()
+    for folder in (project, original.parent):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    module = types.ModuleType("callbacks" if original == project / DEFAULT else MODULE)
+    module.__file__ = str(original)  # by which a file may find its data
+    vars(module)["__source__"] = source.path.read_bytes()
+    sys.modules[module.__name__] = module
+    code = check_compiles(source)
+    from ctl_core.hooks.recording import IMPORTED, note_layers  # as late as TensorFlow can be
+
+    IMPORTED.clear()
+    try:
+        with note_layers(IMPORTED):
+            exec(code, vars(module))
+    except (Exception, SystemExit) as error:
+        raise SetupError(_why(error, source)) from error
+    return module
+
+
+def _why(error: BaseException, source: Source) -> str:
+    file, text = source.path.name, brief(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
+    if isinstance(error, SyntaxError):
+        file, lines = Path(error.filename or file).name, [error.lineno]
+        text = f"{type(error).__name__}: {error.msg}"
+    return f"{file}:{lines[-1]}: {text}" if lines else f"{file}: {text}"
+
+
+def source_of(callbacks: Any) -> bytes | None:
+    """Returns what is in the file that the hooks are in; None if they are in none."""
+    file = Path(getattr(callbacks, "__file__", None) or "")
+    source = getattr(callbacks, "__source__", None)
+    return file.read_bytes() if source is None and file.is_file() else source

@@ -1,0 +1,206 @@
+"""The default of every hook, as callbacks.py shows it, and what they are written with.
+
+Each hook here stands in callbacks.py word for word; tests/engine compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.numerics.variables import regularization, trainable_variables
+from ctl_core.run.console import report, show_step
+
+# ---- What hooks of the user's may be written with, too -------------------------------------------
+
+
+def nan_to_zero(gradient: Any) -> Any:
+    """Returns the gradient with each NaN entry replaced by 0; works on sparse gradients too."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape
+        )
+    return tf.where(tf.math.is_nan(gradient), tf.zeros_like(gradient), gradient)
+
+
+DIFFER = (
+    "the tensors of a batch differ in their first dimension, so that it is not clear how many "
+    "examples it holds; batch after zip(), not before, or write a hook that says so, such as "
+    "def count_examples(batch): return tf.shape(batch[1])[0]"
+)
+
+
+@tf.autograph.experimental.do_not_convert
+def leading_dimension(batch: Any) -> Any:
+    """Returns the first dimension of a batch's tensors, which all of them have to share.
+
+    Returns:
+        A number where the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the
+        tensors turn out to differ. Scalars do not count; a batch of nothing else gives None.
+
+    Raises:
+        ValueError: the shapes show that the tensors differ.
+    """
+    sizes = [_count_rows(part) for part in tf.nest.flatten(batch) if part.shape.rank != 0]
+    fixed = {size for size in sizes if isinstance(size, int)}
+    if len(fixed) > 1:
+        raise ValueError(DIFFER)
+    if all(isinstance(size, int) for size in sizes):
+        return next(iter(fixed), None)
+    first, *others = (tf.cast(size, tf.int64) for size in sizes)
+    same = tf.reduce_all([other == first for other in others])
+    return tf.where(same, first, tf.constant(-1, tf.int64))
+
+
+def _count_rows(tensor: Any) -> Any:
+    """Returns the first dimension, a number where it is fixed, otherwise an int64 scalar."""
+    if tensor.shape.rank and tensor.shape[0] is not None:
+        return tensor.shape[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.int64)
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape[0]
+    return tf.shape(tensor, tf.int64)[0]
+
+
+@tf.autograph.experimental.do_not_convert
+def unpack(batch: Any) -> tuple[Any, Any, Any]:
+    """Returns inputs, targets and sample weights, or None, of a batch (x, y) or (x, y, w).
+
+    Raises:
+        ValueError: the batch is another one, or its third element cannot be weights.
+    """
+    weight, is_sequence = sample_weight(batch), isinstance(batch, tuple | list)
+    if not is_sequence or len(batch) != (2 if weight is None else 3):
+        raise ValueError(
+            "the default takes a batch of two elements, inputs and targets, or of three; the third "
+            "element of a batch means sample weights, floating-point numbers of shape [b] or "
+            "[b, 1]; for another batch write input_pre, loss_pre and metric_pre"
+        )
+    return batch[0], batch[1], weight
+
+
+def sample_weight(batch: Any) -> Any:
+    """Returns the third of three elements if that can be sample weights, otherwise None."""
+    weight = batch[2] if isinstance(batch, tuple | list) and len(batch) == 3 else None
+    if not isinstance(weight, tf.Tensor) or not weight.dtype.is_floating:
+        return None
+    return weight if weight.shape.rank in (1, None) or weight.shape[1:] == [1] else None
+
+
+@tf.autograph.experimental.do_not_convert
+def weighted(loss: Any, batch: Any) -> Any:
+    """Returns the loss of each example times its sample weight, if the batch holds weights.
+
+    They are the third element of an (x, y, w) batch; of any other batch the loss stays as it is.
+
+    Raises:
+        ValueError: the loss is one number for the whole batch.
+    """
+    weight = sample_weight(batch)
+    if weight is None:
+        return loss
+    loss = tf.convert_to_tensor(loss)
+    if loss.shape.rank == 0:
+        raise ValueError(
+            "the loss is one number for the whole batch, which the sample weights in it cannot "
+            "weight; return one per example (reduction='none'), or write this hook"
+        )
+    return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
+
+
+def trackable(**objects: Any) -> dict[str, Any]:
+    """Returns the objects: for a callbacks.py of 0.4, as checkpoints hold whatever they are."""
+    return objects
+
+
+def deferred(hook: Callable[..., None]) -> Callable[..., None]:
+    """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
+
+    It may name ``step``, ``dev``, ``chief``, ``config`` and ``hparams``, and must not change what
+    training uses. The engine then need not leave the graph for it: it runs for each of its steps,
+    in order, as soon as the graph call that holds them has ended, about a second later at most.
+    """
+    hook.deferred = True  # type: ignore[attr-defined]
+    return hook
+
+
+# ---- The hooks -----------------------------------------------------------------------------------
+
+
+def make_batches(dataset):
+    return dataset
+
+
+def count_examples(batch):
+    return leading_dimension(batch)
+
+
+def create_opt(lr):
+    return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
+
+
+def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
+    ckpt = tf.train.Checkpoint(
+        step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
+    )
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
+
+
+def input_pre(batch):
+    inputs, _, _ = unpack(batch)
+    return inputs
+
+
+def loss_pre(output, batch):
+    _, target, _ = unpack(batch)
+    return output, target
+
+
+def grad_pre(loss, batch, train_model):
+    return weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
+
+
+def update_pre(gradients):
+    gradients = [nan_to_zero(gradient) for gradient in gradients]
+    clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
+    return clipped, gradients
+
+
+@deferred
+def print_step(step):
+    show_step(step)
+
+
+def print_loss(step, loss):
+    report(step, loss=loss)
+
+
+every_steps = {1: print_step, 10: print_loss}
+at_step: dict[int, Any] = {}
+
+
+turns: list[str] = []
+
+
+def create_train_metrics():
+    return {}
+
+
+def create_metrics():
+    return {}
+
+
+def metric_pre(output, batch):
+    _, target, weight = unpack(batch)
+    return (target, output) if weight is None else (target, output, weight)
+
+
+train_metric_pre = metric_pre
+
+
+def eval_pre(loss, batch, train_model):
+    return weighted(loss, batch), regularization(train_model)

@@ -1,0 +1,72 @@
+"""``detect_anomaly``: TensorFlow checks what each op of a step gives; the first NaN ends training.
+
+The checks are ops of the graphs that are traced within ``numerics_checked``. Each step is a call of
+its own then, so that it is known which one failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.hooks.hooks import Hooks
+from ctl_core.run.errors import ENGINE, file_name, frames_of, is_own_file
+
+# What a check says: the type of the op, its graph, what it gave, and its name.
+_FOUND = re.compile(
+    r'graph op "(\w+)".*?Graph name: "(.*?)".*? : Tensor had (.*?) values'
+    r"\s+\[\[.*?\{\{node (.*?)/CheckNumericsV2",
+    re.DOTALL,
+)
+
+
+@contextlib.contextmanager
+def numerics_checked(wanted: bool) -> Iterator[None]:
+    """Within, the graphs that this thread traces check what their ops give, if that is wanted."""
+    if not wanted:
+        yield
+        return
+    # TensorFlow cuts long messages off; the stack of an op is read off its graph.
+    tf.debugging.enable_check_numerics(stack_height_limit=1)
+    try:
+        yield
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
+def describe_anomaly(error: BaseException, hooks: Hooks, ops: Iterable[Any]) -> str | None:
+    """Says which op gave NaN or infinity: ``NaN from RealDiv (norm/truediv), model.py:24``.
+
+    Args:
+        error: what a graph call raised; of one about something else, None is returned
+        hooks: of the run
+        ops: of such calls
+    """
+    if (found := _FOUND.search(str(error))) is None:
+        return None
+    kind, graph, values, name = found.groups()
+    said = f"{'NaN' if 'NaN' in values else 'infinity'} from {kind} ({name})"
+    if "IteratorGetNext" in kind:
+        return f"{said}, {hooks.create_dataset}"
+    op = next((op for op in ops if op.name == name and op.graph.name == graph), None)
+    if op is not None and "gradient" in name:  # of what it takes from the forward pass
+        taken = [tensor.op for tensor in op.inputs if "gradient" not in tensor.op.name]
+        if taken:
+            said, op = f"{said}, in the gradient of {taken[0].name}", taken[0]
+    place = op is not None and _find_line(op, hooks)
+    return f"{said}, {place}" if place else said
+
+
+def _find_line(op: Any, hooks: Hooks) -> str | None:
+    """Returns the hook that made an op, and its line; or another line of the user's."""
+    frames = frames_of(op)
+    if made := hooks.made(frames):
+        return made
+    # Before the engine there may be lines of the program that called it.
+    first = max((n for n, frame in enumerate(frames) if frame[0].startswith(ENGINE)), default=0)
+    own = [f"{file_name(file)}:{line}" for file, line in frames[first:] if is_own_file(file)]
+    return own[-1] if own else None

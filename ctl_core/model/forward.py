@@ -1,0 +1,278 @@
+"""What one replica does with its share of a batch: forward, loss, gradients.
+
+The graph hooks are called here, in the order of the step; everything runs while a graph is traced.
+What hooks may return is checked as they are called (hooks/contract.py), and in returned.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.cluster.collectives import counting_rows
+from ctl_core.compat import layers_run
+from ctl_core.hooks.hooks import Hook
+from ctl_core.input.batches import keep_rows_if
+from ctl_core.model.metrics import update_train_metrics
+from ctl_core.model.parts import Moment, Parts
+from ctl_core.model.returned import (
+    check_loss_value,
+    count_examples,
+    read_extra_loss,
+    read_weight,
+    split_objectives,
+)
+from ctl_core.numerics.precision import to_float32
+from ctl_core.numerics.reduction import PIECES
+from ctl_core.numerics.variables import variable_name
+from ctl_core.run.console import warn
+from ctl_core.run.errors import CtlError, HookFailed
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What one micro-batch contributes to one objective.
+
+    Attributes:
+        value: (sum(loss_per_batch) + rows extra_loss) / examples, a scalar; with a weight w of the
+            batch (sum(loss_per_batch) + w extra_loss) / B, still to be divided by sum(w) / B
+        variables: that are trained, those of frozen layers left out
+        parts: of the loss, by name
+        is_scalar: whether loss_per_batch is one number
+    """
+
+    value: tf.Tensor
+    variables: list[Any]
+    parts: dict[str, Any]
+    is_scalar: bool
+
+
+def run_model(parts: Parts, moment: Moment, batch: Any, training: bool) -> Any:
+    """Returns the model's output for a batch, in float32 where precision is lower."""
+    hook, what, model = parts.model_for(training)
+    training = training and not parts.quiet
+    inputs = make_model_input(parts, moment, batch, training)
+    return to_float32(call_made(hook, what, call_model, model, inputs, training))
+
+
+def make_model_input(parts: Parts, moment: Moment, batch: Any, training: bool) -> Any:
+    """Returns what the model is called with."""
+    return parts.hooks.input_pre.in_graph(batch=batch, training=training, **parts.values(moment))
+
+
+def compute_loss(parts: Parts, moment: Moment, batch: Any, output: Any, training: bool) -> Any:
+    """Returns what ``train_loss`` makes of the model's output, in float32."""
+    hooks, training = parts.hooks, training and not parts.quiet
+    values = {"batch": batch, "training": training, **parts.values(moment)}
+    loss_input = hooks.loss_pre.in_graph(output=output, **values)
+    train_loss = parts.train_loss
+    return to_float32(
+        call_made(hooks.create_loss, "train_loss", call_trained, train_loss, loss_input, training)
+    )
+
+
+def call_made(hook: Hook, what: str, function: Any, *args: Any) -> Any:
+    """Calls what a create hook returned; a failure names that hook."""
+    try:
+        return function(*args)
+    except CtlError:
+        raise
+    except Exception as error:
+        raise HookFailed(f"{what} from {hook.failure(error)}") from error
+
+
+def call_model(model: Any, inputs: Any, training: bool) -> Any:
+    """Calls the model; with ``training`` run also layers that it is a function around."""
+    with layers_run(training):
+        return call_trained(model, inputs, training)
+
+
+def call_trained(function: Any, inputs: Any, training: bool) -> Any:
+    """Calls a model, or a loss, with ``training`` where it takes that argument."""
+    try:
+        takes = "training" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin has none to read
+        takes = False
+    if takes or isinstance(function, keras.Layer):
+        return function(inputs, training=training)
+    return function(inputs)
+
+
+def weigh_batch(
+    parts: Parts, moment: Moment, batch: Any, output: Any, present: tf.Tensor | None
+) -> tf.Tensor | None:
+    """Returns what ``batch_weight`` says that a replica's batch weighs; None without that hook."""
+    hook = parts.hooks.batch_weight
+    if hook is None:
+        return None
+    weight = hook.in_graph(batch=batch, output=output, **parts.values(moment))
+    return keep_if(present, read_weight(weight))
+
+
+def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
+    """Returns the sum of a loss over a replica's batch.
+
+    Args:
+        parts: of the step
+        loss: a scalar, which is taken as the sum, or one number per example
+        batch: whose examples they are
+    """
+    hooks = parts.hooks
+    loss = check_loss_value(hooks.create_loss, loss, count_examples(hooks.count_examples, batch))
+    return tf.reduce_sum(to_float32(loss))
+
+
+def keep_if(present: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
+    """Returns a value, or zero on a replica that has no rows."""
+    return value if present is None else tf.where(present, value, tf.zeros_like(value))
+
+
+def compute_objectives(
+    parts: Parts,
+    moment: Moment,
+    batch: Any,
+    examples: Any,
+    rows: tf.Tensor | None = None,
+    present: tf.Tensor | None = None,
+) -> tuple[dict[str, Objective], dict[str, Any]]:
+    """Runs the model and the loss on a replica's batch, and ``grad_pre`` on what they give.
+
+    Args:
+        parts: of the step
+        moment: of the step
+        batch: the rows of this replica
+        examples: how many examples the global batch has
+        rows, present: how many rows the replica has, and whether it has any, see ``batches.Share``
+
+    Returns:
+        The objectives by name; and what they were made of: output, batch, loss and weight.
+    """
+    hooks = parts.hooks
+    output = run_model(parts, moment, batch, training=True)
+    loss = compute_loss(parts, moment, batch, output, training=True)
+    weight = weigh_batch(parts, moment, batch, output, present)
+    own, whole = examples / parts.shape.shares if rows is None else rows, examples
+    if weight is not None:
+        own, whole = weight, parts.shape.batch
+    values = {"loss": loss, "output": output, "batch": batch, **parts.values(moment)}
+    returned = hooks.grad_pre.in_graph(**values)
+    named = split_objectives(hooks.grad_pre, returned, parts.objective(moment))
+    found = {}
+    for name, (loss_per_batch, extra_loss, variables, loss_parts) in named.items():
+        total = sum_loss(parts, loss_per_batch, batch)
+        extra = read_extra_loss(extra_loss, total.dtype, hooks.grad_pre)
+        value = (total + tf.cast(own, total.dtype) * extra) / tf.cast(whole, total.dtype)
+        is_scalar = getattr(loss_per_batch, "shape", tf.TensorShape([])).rank == 0
+        found[name] = Objective(keep_if(present, value), list(variables), loss_parts, is_scalar)
+    return found, {"output": output, "batch": batch, "loss": loss, "weight": weight}
+
+
+def forward_backward(
+    parts: Parts, moment: Moment, examples: Any, kept: frozenset[str], share: tuple[Any, ...]
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Differentiates the share of one replica in a micro-batch; nothing is summed or updated yet.
+
+    Args:
+        parts: of the step
+        moment: of the step
+        examples: how many examples the global batch has
+        kept: which of ``output`` and ``batch`` are needed afterwards
+        share: the fields of an ``batches.Share``
+
+    Returns:
+        ``loss`` and ``gradients``, dicts by objective, and what is kept; with a weight also
+        ``weight``, what the batch weighs divided by B. With a loss scale the gradients are those of
+        the scaled objectives. And by objective the variables that have a gradient.
+    """
+    batch, rows, present, together = share
+    scale = parts.loss_scale
+    with counting_rows(rows, present, together), _writing_by_rows(parts, rows, together):
+        with tf.GradientTape(persistent=len(parts.optimizers) > 1) as tape:
+            objectives, made = compute_objectives(parts, moment, batch, examples, rows, present)
+            scaled = {
+                name: one.value if scale is None else scale.multiply(one.value)
+                for name, one in objectives.items()
+            }
+        pairs = {
+            name: _leave_out_idle(parts, tape.gradient(scaled[name], one.variables), one.variables)
+            for name, one in objectives.items()
+        }
+        loss_parts = {key: v for one in objectives.values() for key, v in one.parts.items()}
+        update_train_metrics(parts, moment, loss_parts, made, present)
+    found = {
+        "loss": {name: one.value for name, one in objectives.items()},
+        "gradients": {name: [g for g, _ in several] for name, several in pairs.items()},
+        **{name: made[name] for name in kept},
+    }
+    if made["weight"] is not None:
+        found["weight"] = made["weight"] / parts.shape.batch
+    return found, {name: [v for _, v in several] for name, several in pairs.items()}
+
+
+@contextmanager
+def _writing_by_rows(parts: Parts, rows: Any, together: Any) -> Iterator[None]:
+    """Lets what is written to variables count by the rows of the replica; a stand-in's does not.
+
+    Moving statistics of each replica's own batch are averaged over the replicas: with r of R rows
+    on one of N replicas, they move N r / R times as far, so that each example has the same part.
+    """
+    if rows is None:
+        yield
+        return
+    before = [one.variable.read_value() for one in parts.written]
+    yield
+    ratio = tf.math.divide_no_nan(
+        tf.cast(parts.shape.replicas * rows, tf.float32), tf.cast(together, tf.float32)
+    )
+    for one, value in zip(parts.written, before, strict=True):
+        after = one.variable.read_value()
+        if one.furthest is not None:
+            length = tf.cast(tf.minimum(ratio, one.furthest), after.dtype)
+            after = tf.where(ratio == 1.0, after, value + length * (after - value))
+        one.variable.assign(tf.where(rows > 0, after, value))
+
+
+def settle_stand_in(parts: Parts, contributed: dict[str, Any], present: tf.Tensor) -> Any:
+    """Gives a replica without rows what the first one has written, and no rows of a stand-in.
+
+    The first one has rows, if any has. What is written from what replicas exchange is the same on
+    all of them that have some.
+    """
+    context = tf.distribute.get_replica_context()
+    written = [
+        one.variable
+        for one in parts.written
+        if not one.is_own and (one.variable.dtype.is_floating or one.variable.dtype.is_integer)
+    ]
+    if written and parts.shape.replicas > 1:
+        is_first = tf.equal(context.replica_id_in_sync_group, 0)
+        values = [variable.read_value() for variable in written]
+        masked = [tf.where(is_first, value, tf.zeros_like(value)) for value in values]
+        firsts = context.all_reduce(tf.distribute.ReduceOp.SUM, masked)
+        for variable, value, first in zip(written, values, firsts, strict=True):
+            variable.assign(tf.where(present, value, first))
+    cut = {name: keep_rows_if(present, contributed[name]) for name in contributed if name in PIECES}
+    return {**contributed, **cut}
+
+
+def _leave_out_idle(
+    parts: Parts, gradients: list[Any], variables: list[Any]
+) -> list[tuple[Any, Any]]:
+    """Returns gradients with their variables, without those that the loss does not depend on."""
+    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+    idle = [variable_name(v) for g, v in zip(gradients, variables, strict=True) if g is None]
+    if idle and not parts.quiet:  # then another part of the model may have run
+        more = " and others" if len(idle) > 5 else ""
+        warn(f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated.")
+    if variables and not pairs and not parts.quiet:
+        raise parts.hooks.grad_pre.reject(
+            "the loss depends on none of the trainable_vars "
+            f"({', '.join(variable_name(v) for v in variables[:5])})."
+        )
+    return pairs

@@ -1,0 +1,162 @@
+"""What a run says of itself: where it begins, how far it goes, what has failed, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import tensorflow as tf
+
+from ctl_core.hooks.defaults import DIFFER
+from ctl_core.input.stream import describe_shortage
+from ctl_core.model.anomaly import describe_anomaly
+from ctl_core.model.state import State
+from ctl_core.numerics.not_finite import NEVER, Noted
+from ctl_core.numerics.replicas import describe_nature
+from ctl_core.numerics.variables import trainable_variables
+from ctl_core.run.console import Console, format_evaluation
+from ctl_core.run.errors import RunError, SetupError
+from ctl_core.run.files import from_here
+
+
+def last_step(state: State, console: Console) -> int:
+    """Returns the step at which training ends; says how long an epoch is.
+
+    Raises:
+        SetupError: epochs are asked for, but the data has no end.
+    """
+    config, steps = state.config, state.data.steps_per_epoch
+    if config.epochs is None:
+        assert config.steps is not None
+        return config.steps
+    if steps is None:
+        raise SetupError("epochs: the dataset is endless and has none; use steps.")
+    console.say(f"an epoch has {steps} steps.")
+    return steps * config.epochs
+
+
+def announce(state: State, console: Console, start: int, last: int) -> None:
+    """Says where training begins, how far it goes, and on what; of a new run, on which model."""
+    console.say(describe_start(state, start, last))
+    if start == 0 < last and not state.ended:
+        console.say(f"the model has {count_parameters(state)}.")
+    nature = describe_nature(state.recording.layers)
+    if nature and state.parts.shape.replicas > 1 and start < last:
+        console.say(nature)
+
+
+def describe_start(state: State, start: int, last: int) -> str:
+    """Says where training begins, how far it goes, and on what."""
+    config, replicas, run = state.config, state.parts.shape.replicas, from_here(state.run_dir)
+    if state.ended or start >= last:
+        early, go_on = "ended early, " * state.ended, ", or --continue," * state.ended
+        done = f"{early}at step {start} of {last}, nothing left to train"
+        return f"{run}: {done}; more steps{go_on} let it go on."
+    batch = f"batch size {config.batch_size}"
+    if config.accumulate_steps > 1:
+        batch += f" in {config.accumulate_steps} micro-batches"
+    kinds = {d.split("device:")[-1].split(":")[0] for d in state.strategy.extended.worker_devices}
+    where = f"{replicas} replica{'s' * (replicas > 1)} on {', '.join(sorted(kinds))}"
+    if state.computed_in:
+        where += f", in {' and '.join(state.computed_in)}"
+    doing = f"resuming at step {start}" if start else "training"
+    return f"{run}: {doing}, to step {last}, {batch}, {where}."
+
+
+def count_parameters(state: State) -> str:
+    """Returns ``97 parameters to train``, of the model and of the loss; frozen ones are none."""
+    both = *trainable_variables(state.train_model), *trainable_variables(state.train_loss)
+    sizes = {id(variable): variable.shape.num_elements() for variable in both}
+    return f"{sum(sizes.values()):,} parameters to train"
+
+
+def conclude(state: State, start: int, trained: bool, console: Console) -> None:
+    """Says where the time went, in which steps a number was not finite, and how it all ended."""
+    if trained:
+        console.say(state.clock.summary())
+    noted = state.progress.noted
+    if noted.steps:
+        at_least = "at least " * (state.cluster.task.processes > 1)
+        console.warn(
+            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
+            f"{noted.first} to {noted.latest}{', the last one' * state.diverged}."
+        )
+    if noted.zeroed:
+        console.warn(
+            f"update_pre turned NaN in gradients into 0 in {noted.zeroed} of {state.step} steps."
+        )
+    parts = [f"step {state.step}", f"{state.step - start} steps in {state.clock.total:.1f} s"]
+    if state.metrics:
+        parts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
+    head = "ended early" if state.ended else "done"
+    if state.stopped_by is not None:
+        name = "max_time" if state.timed_out else signal.Signals(state.stopped_by).name
+        again = f"--run-name {Path(state.run_dir).name}"
+        head = f"stopped by {name}, saved; goes on from here with {again}"
+    console.say(f"{head}: {'; '.join(parts)}. Everything is in {from_here(state.run_dir)}")
+
+
+def name_ending(state: State) -> str:
+    """Returns how training has ended, in the word that listeners hear."""
+    if state.stopped_by is not None:
+        return "stopped"
+    return "diverged" if state.diverged else "ended" if state.ended else "done"
+
+
+def note_losses(state: State, found: Noted, saved: int, console: Console) -> None:
+    """Notes what a graph call has found, and says so at the first loss that is not finite.
+
+    Args:
+        state: of the run
+        found: what the graph call has found
+        saved: the step of the last checkpoint, or -1
+        console: where to say so
+
+    Raises:
+        RunError: ``on_nan`` is stop, and a loss is not finite.
+    """
+    progress = state.progress
+    before, progress.noted = progress.noted, progress.noted.then(found)
+    if found.steps and state.config.on_nan == "stop":
+        last = f"the last checkpoint is of step {saved}" if saved >= 0 else "nothing was saved"
+        raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop); {last}.")
+    if found.steps and before.first == NEVER:
+        console.warn(
+            f"the loss of step {found.first} is not finite; --detect-anomaly finds the op, layer "
+            "and line that it comes from, and on_nan: stop would end training there."
+        )
+
+
+def look_at_rate(state: State, step: int, console: Console) -> None:
+    """Ends the schedule of the learning rate if a hook has assigned it, and says so."""
+    schedule, progress = state.parts.rate_schedule, state.progress
+    if schedule is not None and schedule.ended(progress.scheduled):
+        progress.scheduled = False
+        console.say(f"step {step}: a hook assigns lr, which ends lr_schedule and warmup.")
+
+
+@contextlib.contextmanager
+def attribute_errors(state: State, step: int) -> Iterator[None]:
+    """Turns a failure of TensorFlow's inside a graph call into one line that names the hook."""
+    hooks = state.hooks
+    try:
+        yield
+    except tf.errors.OutOfRangeError as error:
+        if not hooks.make_batches.is_default:
+            raise hooks.make_batches.reject("returned a dataset that ends; repeat it.") from error
+        if step == 0:
+            said = describe_shortage(state.data.count_pass(), state.data.shape.batch)
+            raise hooks.create_dataset.reject(said) from error
+        said = f"{hooks.create_dataset}: the training data ended after step {step}."
+        raise RunError(said) from error
+    except tf.errors.OpError as error:
+        if state.cluster.lost(error):
+            raise
+        if "must have the same batch size in each component" in str(error):
+            failure = SetupError if step == 0 else RunError
+            raise failure(f"{hooks.create_dataset}: {DIFFER}.") from error
+        if anomaly := describe_anomaly(error, hooks, state.functions.operations()):
+            raise RunError(f"step {step + 1}: {anomaly}.") from error
+        raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error

@@ -1,0 +1,178 @@
+"""What a run is made of, and how far it has come."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.cluster.sync import Cluster
+from ctl_core.hooks.hooks import Hooks
+from ctl_core.hooks.recording import Recording
+from ctl_core.input.stream import Input
+from ctl_core.model.parts import Parts
+from ctl_core.model.schedule import Clock
+from ctl_core.numerics.learning_rate import LearningRate
+from ctl_core.numerics.not_finite import Noted
+from ctl_core.run.errors import RunError, one_line
+from ctl_core.run.listeners import FILE, read_metrics
+from ctl_core.run.settings import Config
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a record saves besides the variables and the position in the data.
+
+    Attributes:
+        examples: training examples used so far, over all processes
+        evaluated: the step of the last evaluation, or -1
+        metrics: values of the last evaluation by name, or {}
+        ended: the step to which the run was to go when it was ended early, or None
+        noted: of which steps the loss was not finite
+        best: what ``keep_best`` and ``early_stop`` know, see ``Selection.judge``
+        scheduled: whether no hook has assigned lr, which ends ``lr_schedule``
+        hook_state: what host hooks keep, their argument ``state``
+    """
+
+    examples: int = 0
+    evaluated: int = -1
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    ended: int | None = None
+    noted: Noted = dataclasses.field(default_factory=Noted)
+    best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    scheduled: bool = True
+    hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Progress:
+        """Returns what a record has."""
+        return cls(**{**fields, "noted": Noted(**fields["noted"])})
+
+
+def check_hook_state(values: dict[str, Any], where: str) -> None:
+    """Refuses a ``state`` of hooks that would not come back from a record as it is.
+
+    Args:
+        values: what hooks keep there
+        where: the hook that has just run, for the message
+
+    Raises:
+        RunError: something in it is no number, text, list or dict by text, as JSON has them.
+    """
+    try:
+        same = repr(json.loads(json.dumps(values))) == repr(values)
+    except (TypeError, ValueError, RecursionError):
+        same = False
+    if not same:
+        raise RunError(
+            f"{where}: state holds {one_line(repr(values), 120)}, which would not come back from a "
+            "checkpoint as it is; use numbers, texts, lists, and dicts whose keys are texts: "
+            "float(x), array.tolist()."
+        )
+
+
+@dataclasses.dataclass(repr=False)
+class State:
+    """The trained state: what ``ctl_core.train`` returns.
+
+    Attributes:
+        config: the settings
+        run_dir: the run's folder
+        whole: checkpoints that are on the disk, until listeners have heard of them
+        parts: what a step is made of
+        learning_rate: what ``create_opt`` was given
+        recording: the variables, layers and generators of the run
+        data: the training data
+        evaluation: what is evaluated, or None
+        cluster: the processes that train together
+        ckpt, manager: what ``create_ckpt`` returned
+        computed_in: the dtypes lower than float32 in which layers compute
+        progress: how far the run has come
+        ended: whether a hook has ended training (StopTraining), now or earlier
+        stopped_by: the number of the signal that ended training early, or None
+        timed_out: whether that was because of ``max_time``
+        functions: the graph functions, while training (graph.StepFunctions)
+        clock: where the time goes, while training
+    """
+
+    config: Config
+    run_dir: Path
+    whole: list[tuple[int, Path]]
+    parts: Parts
+    learning_rate: LearningRate
+    recording: Recording
+    data: Input
+    evaluation: Any
+    cluster: Cluster
+    ckpt: tf.train.Checkpoint
+    manager: tf.train.CheckpointManager
+    computed_in: list[str]
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    ended: bool = False
+    stopped_by: int | None = None
+    timed_out: bool = False
+    functions: Any = None
+    clock: Clock = dataclasses.field(default_factory=Clock)
+
+    def __repr__(self) -> str:
+        """One line, as a notebook shows what a cell ends with."""
+        values = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        return f"State(run_dir={str(self.run_dir)!r}, step={self.step}, metrics=({values}))"
+
+    @property
+    def step(self) -> int:
+        """How many steps were taken."""
+        return int(self.parts.step_variable.numpy())
+
+    @property
+    def hooks(self) -> Hooks:
+        """The hooks of the run."""
+        return self.parts.hooks
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        """Whose replicas train."""
+        return self.parts.strategy
+
+    @property
+    def train_model(self) -> Any:
+        """What ``create_model`` returned."""
+        return self.parts.train_model
+
+    @property
+    def train_loss(self) -> Any:
+        """What ``create_loss`` returned."""
+        return self.parts.train_loss
+
+    @property
+    def optimizer(self) -> Any:
+        """What ``create_opt`` returned."""
+        return self.parts.optimizer
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate that hooks are given."""
+        return self.parts.lr
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Values of the last evaluation by name, or {}."""
+        return self.progress.metrics
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: step, split and values by name, from the first on."""
+        return read_metrics(self.run_dir / FILE)
+
+    @property
+    def hook_state(self) -> dict[str, Any]:
+        """What host hooks keep, their argument ``state``."""
+        return self.progress.hook_state
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss of the last step was not finite, unless ``on_nan`` is ignore."""
+        return self.step > 0 and self.progress.noted.latest == self.step

@@ -1,1 +1,0 @@
-"""What of a run is on the disk, beside its checkpoints."""
