@@ -1,6 +1,6 @@
 """Everything a run is made of, created in the right order under the strategy's scope.
 
-All that hooks create is recorded, see model/recording.py. ``train``, ``evaluate``, ``predict`` and
+All that hooks create is recorded, see hooks/recording.py. ``train``, ``evaluate``, ``predict`` and
 ``export`` start from here.
 """
 

@@ -32,7 +32,7 @@ class Progress:
         metrics: values of the last evaluation by name, or {}
         ended: the step to which the run was to go when it was ended early, or None
         noted: of which steps the loss was not finite
-        best: what ``keep_best`` and ``early_stop`` know, see ``Selection.judge``
+        best: what ``keep_best`` and ``early_stop`` know, see ``Criterion.judge``
         scheduled: whether no hook has assigned lr, which ends ``lr_schedule``
         hook_state: what host hooks keep, their argument ``state``
     """
