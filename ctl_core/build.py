@@ -32,7 +32,7 @@ from ctl_core.compat import (
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
 from ctl_core.hooks.hooks import Hooks, load_hooks
 from ctl_core.hooks.recording import Recording
-from ctl_core.input.batches import BatchShape, make_placeholders
+from ctl_core.input.batches import BatchShape, Share, make_placeholders
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
 from ctl_core.model.forward import (
@@ -163,7 +163,7 @@ class _Builder:
                 ckpt_path=str(self.run.ckpt),
                 step=step,
                 lr=rate,
-                optimizer=parts.optimizer,
+                optimizer=as_trackable(parts.optimizer),
                 train_model=as_trackable(parts.train_model),
                 train_loss=as_trackable(parts.train_loss),
             )
@@ -317,7 +317,7 @@ class _Builder:
         kept = frozenset({"output", "batch"} & {*hook.arguments})
         with self.recording.during("update_pre"), self._scratch() as (graph, batch):
             for moment in parts.moments():
-                share = (batch, None, None, None)
+                share = Share(batch)
                 made, trained = forward_backward(parts, moment, 1, kept, share)
                 change_gradients(parts, moment, made, made, trained)
         self._record_captured(graph)

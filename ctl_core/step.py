@@ -249,9 +249,9 @@ def make_update(
     def contribute_all(index: Any) -> Any:
         share = deal(index)
         contributed = on_replicas(contribute_compiled if parts.jit_compile else contribute, share)
-        if (present := share[2]) is None:
+        if share.present is None:
             return contributed
-        return on_replicas(lambda *args: settle_stand_in(parts, *args), contributed, present)
+        return on_replicas(lambda *args: settle_stand_in(parts, *args), contributed, share.present)
 
     def update(contributed: dict[str, Any]) -> dict[str, Any]:
         found = make_gradients(parts, moment, contributed, trained, examples, "loss" in fetches)

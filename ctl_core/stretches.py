@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.compat import GraphWriter
+from ctl_core.input.batches import Share
 from ctl_core.input.prefetch import StackedBatches
 from ctl_core.input.stream import Input
 from ctl_core.model.parts import Parts
@@ -43,10 +44,10 @@ class _Drawn:
         made for each.
         """
 
-        def deal(micro_batch: Any) -> tuple[Any, None, None, None]:
+        def deal(micro_batch: Any) -> Share:
             position = self.index * self.accumulate_steps + micro_batch
             batch = tf.nest.map_structure(lambda part: tf.gather(part, position), self.stacked)
-            return batch, None, None, None
+            return Share(batch)
 
         return deal, self.examples
 

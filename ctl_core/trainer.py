@@ -203,7 +203,7 @@ class Trainer:
             with attribute_errors(state, step), clock.time("steps"):
                 step, values = self._advance(step, stop)
             self._run.steps_taken = step - self.start
-            state.progress.examples += state.data.count_examples(step - before)
+            state.progress.examples += state.data.count_new_examples(step - before)
             with clock.time("hooks"):
                 chief = state.cluster.task.chief
                 for passed, hook in schedule.deferred(range(before + 1, step + (step != stop))):

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ctl_core.cluster.collectives import Alone
 from ctl_core.compat import scratch_graph, with_called
 from ctl_core.graph import StepFunctions
-from ctl_core.input.batches import make_placeholders
+from ctl_core.input.batches import Share, make_placeholders
 from ctl_core.model.forward import forward_backward
 from ctl_core.model.metrics import read_results
 from ctl_core.model.ratio import draws_numbers
@@ -95,7 +95,7 @@ def trace(state: State) -> tuple[Any, dict[str, list[Any]]]:
         scratch_graph("check").as_default() as graph,
         Alone(state.strategy, 0),
     ):
-        share = (make_placeholders(state.data.share_spec), None, None, None)
+        share = Share(make_placeholders(state.data.share_spec))
         for moment in state.parts.moments():
             trained |= forward_backward(state.parts, moment, 1, frozenset(), share)[1]
     return graph, trained
@@ -113,7 +113,7 @@ def check_traces(state: State) -> None:
             continue
         values = [op.get_attr("value") for op in (first, second) if op.type == "Const"]
         if len(values) < 2 or values[0] != values[1]:
-            where = state.hooks.made(frames_of(first)) or state.hooks.create_model
+            where = state.hooks.find_owner(frames_of(first)) or state.hooks.create_model
             raise SetupError(
                 f"{where}: has other numbers each time that it is traced, which is once in a run: "
                 "all steps would have the same. Random numbers are those of tf.random or "

@@ -257,7 +257,7 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
         batch = optional.get_value()
         first = first_replica(strategy)
         shares = [share_of(batch, first + i) for i in range(local_replicas(strategy))]
-        strategy.run(on_replica, args=distribute_shares(strategy, shares))
+        strategy.run(on_replica, args=tuple(distribute_shares(strategy, shares)))
         return tf.constant(True)
 
     @tf.function(autograph=False, reduce_retracing=True)

@@ -120,7 +120,7 @@ class Hook:
         found = [line for filename, line in frames if filename == code.co_filename]
         return f"{file_name(code.co_filename)}:{found[-1]}" if found else None
 
-    def made(self, frames: Iterable[tuple[str, int]]) -> bool:
+    def has_frame(self, frames: Iterable[tuple[str, int]]) -> bool:
         """Whether one of the frames is in the hook's own body."""
         if (code := code_of(self.function)) is None:
             return False
@@ -195,14 +195,14 @@ class Hooks:
             evaluating = reading.group(1).startswith("AsOptional")
             hook = (self.create_eval_dataset if evaluating else None) or self.create_dataset
             return f"{hook.locate(frames)}: reading the data: {brief(error)}"
-        if made := self.made(frames):
+        if made := self.find_owner(frames):
             return f"{made}: {brief(error)}"
         inside = self.create_model.line_in(frames)
         return f"{otherwise}{f' ({inside})' if inside else ''}: {brief(error)}"
 
-    def made(self, frames: list[tuple[str, int]]) -> str | None:
+    def find_owner(self, frames: list[tuple[str, int]]) -> str | None:
         """Returns the hook of the graph, and the line, that an op of these frames is of, if any."""
-        hooks = (hook for hook in self.graph_hooks() if hook.made(frames))
+        hooks = (hook for hook in self.graph_hooks() if hook.has_frame(frames))
         return next((hook.locate(frames) for hook in hooks), None)
 
 

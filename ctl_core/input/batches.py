@@ -105,10 +105,10 @@ def take_share(batch: Any, examples: Any, index: Any, shares: int, replicas: int
     return Share(part, rows, present, together)
 
 
-def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> tuple[Any, ...]:
-    """Returns the fields of a ``Share``, each with a value for each replica of this process."""
+def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> Share:
+    """Returns a share whose fields have a value for each replica of this process."""
     fields = map(list, zip(*shares, strict=True))
-    return tuple(None if one[0] is None else distribute(strategy, one) for one in fields)
+    return Share(*(None if one[0] is None else distribute(strategy, one) for one in fields))
 
 
 def first_replica(strategy: tf.distribute.Strategy) -> int:

@@ -149,7 +149,7 @@ class Input:
 
         return deal_rows, examples
 
-    def count_examples(self, steps: int) -> int:
+    def count_new_examples(self, steps: int) -> int:
         """Returns how many examples so many steps had, since it was last asked."""
         examples = steps * self.shape.batch
         if self._counted is not None:

@@ -64,7 +64,7 @@ def describe_anomaly(error: BaseException, hooks: Hooks, ops: Iterable[Any]) -> 
 def _find_line(op: Any, hooks: Hooks) -> str | None:
     """Returns the hook that made an op, and its line; or another line of the user's."""
     frames = frames_of(op)
-    if made := hooks.made(frames):
+    if made := hooks.find_owner(frames):
         return made
     # Before the engine there may be lines of the program that called it.
     first = max((n for n, frame in enumerate(frames) if frame[0].startswith(ENGINE)), default=0)

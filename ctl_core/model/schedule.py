@@ -85,7 +85,7 @@ class Schedule:
         """Returns the next step after which the graph has to be left."""
         periodic = (step - step % n + n for n in self._periods)
         once = (n for n in (*self._at, *self._marks) if n > step)
-        return min(self._last, *periodic, *once, self._last)
+        return min(self._last, *periodic, *once)
 
     def due(self, step: int) -> list[Hook]:
         """Returns the hooks to run after a step: every_steps first, each in its own order."""

@@ -104,7 +104,7 @@ def reason(error: Exception) -> str:
 
 # ---- Lines of the user's files, which messages name ----------------------------------------------
 
-ENGINE = str(Path(__file__).parent)
+ENGINE = str(Path(__file__).parents[1])
 _NOT_OURS = (
     ENGINE,
     sysconfig.get_paths()["stdlib"],

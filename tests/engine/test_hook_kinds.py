@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tests.helpers.cases import assert_weights, make_hooks, sliced
@@ -57,3 +58,26 @@ def test_graph_hooks_of_any_kind(train: Train) -> None:
     for kind, hook in KINDS.items():
         state = train(make_hooks(input_pre=hook), steps=3, run_name=kind.replace(" ", "-"))
         assert_weights(state, expected)
+
+
+class Descent:
+    """An optimizer that is an object of one's own, which TensorFlow does not track."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.steps = tf.Variable(0, trainable=False)
+
+    def apply_gradients(self, pairs: Any) -> None:
+        """Takes a step of gradient descent."""
+        self.steps.assign_add(1)
+        for gradient, variable in pairs:
+            variable.assign_sub(self.rate * gradient)
+
+
+def test_an_optimizer_of_ones_own_is_saved(train: Train) -> None:
+    expected = train(make_hooks(create_opt=lambda: keras.optimizers.SGD(0.1)), steps=4)
+    hooks = make_hooks(create_opt=lambda: Descent(0.1))
+    for steps in (2, 4):
+        state = train(hooks, steps=steps, run_name="own")
+    assert_weights(state, expected)
+    assert int(state.optimizer.steps) == 4
