@@ -86,7 +86,7 @@ def summarize(losses: tf.Tensor, nans: tf.Tensor, before: tf.Tensor) -> tf.Tenso
     return tf.stack([tf.minimum(first, NEVER), tf.maximum(latest, 0), *counts])
 
 
-# Step by step: in an executable arrays do not grow.
+# Step by step, of scalars alone: in an executable arrays do not grow, and small ops take its time.
 def nothing() -> tf.Tensor:
     """Returns the numbers of no step."""
     return tf.constant(dataclasses.astuple(Noted()), tf.int64)
@@ -98,7 +98,10 @@ def of_step(notes: Iterable[Note], step: tf.Tensor) -> tf.Tensor:
     if not notes:
         return nothing()
     loss, nans = (*unite_notes(notes), tf.constant(False))[:2]
-    return summarize(loss[None], nans[None], step - 1)
+    bad = tf.logical_not(tf.math.is_finite(loss))
+    counts = [tf.cast(part, tf.int64) for part in (bad, nans)]
+    never = tf.constant(NEVER, tf.int64)
+    return tf.stack([tf.where(bad, step, never), tf.where(bad, step, 0), *counts])
 
 
 def then(before: tf.Tensor, later: tf.Tensor) -> tf.Tensor:
