@@ -80,7 +80,7 @@ def test_cruft_create_and_update(
     commit(run, project, "Mine")
 
     # The template: the engine changes, also by a new file, and so do the example and a setting.
-    errors = template / "ctl_core" / "errors.py"
+    errors = template / "ctl_core" / "run" / "errors.py"
     errors.write_text(errors.read_text() + "\nNEW = 1\n")
     (template / "ctl_core" / "new.py").write_text('"""New."""\n')
     example = template / "templates" / "examples" / "digits.py"
