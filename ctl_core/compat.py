@@ -241,7 +241,8 @@ def written_resources(graph: Any) -> list[Any]:
     return [outer for outer, inner in graph.captures if inner.name in written]
 
 
-def _graphs_called(op: Any) -> list[Any]:
+def graphs_called(op: Any) -> list[Any]:
+    """Returns the graphs of the functions that an op calls."""
     attributes = op.node_def.attr.values()
     named = [f for a in attributes for f in (*([a.func] * a.HasField("func")), *a.list.func)]
     functions = [op.graph._get_function(function.name) for function in named]
@@ -256,7 +257,7 @@ def with_called(operations: Iterable[Any]) -> Iterator[Any]:
     def walk(operations: Iterable[Any]) -> Iterator[Any]:
         for op in operations:
             yield op
-            for graph in _graphs_called(op):
+            for graph in graphs_called(op):
                 if id(graph) not in seen:
                     seen[id(graph)] = graph
                     yield from walk(graph.get_operations())

@@ -152,8 +152,7 @@ def change_gradients(
         values |= {"gradients": gradients, "all_gradients": summed["gradients"]}
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
         with gradients_are_summed():
-            result = hook.in_graph(**values)
-        update, displays[name] = result
+            update, displays[name] = hook.in_graph(**values)
         check_update(hook, update, trained[name])
         updates[name] = list(update)
     return updates, displays

@@ -211,7 +211,7 @@ class Trainer:
                 if step == stop:
                     ended = self._run_hooks(step, schedule.due(step), values)
         with clock.time("checkpoints"):
-            self.checkpoints.save_if_due(True)
+            self.checkpoints.save()
             self.checkpoints.wait()
         self.checkpoints.statistics.average()
         state.stopped_by = self._signal if step < self.last else None
@@ -330,10 +330,9 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
         self._run.tell_saved()
-        due = self._schedule.save_due(step)
-        if due or self.checkpoints.save_requested:
+        if self._schedule.save_due(step) or self.checkpoints.save_requested:
             with self.state.clock.time("checkpoints"):
-                self.checkpoints.save_if_due(due)
+                self.checkpoints.save()
             self._deadlines.saved()
 
     def _check_step(self) -> None:

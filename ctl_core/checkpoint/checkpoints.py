@@ -41,7 +41,7 @@ from ctl_core.checkpoint.record import (
 from ctl_core.checkpoint.sources import Source
 from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Writer, all_write
-from ctl_core.compat import max_to_keep, with_called, written_resources
+from ctl_core.compat import graphs_called, max_to_keep, written_resources
 from ctl_core.model.freezing import read_flags, set_flags
 from ctl_core.model.state import Progress, State, check_hook_state
 from ctl_core.numerics.replicas import MovingStatistics, ReplicaCopies
@@ -50,7 +50,6 @@ from ctl_core.run.console import Console
 from ctl_core.run.errors import RunError, SetupError, brief
 from ctl_core.run.files import from_here
 
-_TABLES = (tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable)
 _WRITING_TABLES = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
 # The hooks whose variables a resumed run cannot do without; others may change between two starts.
 _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
@@ -165,10 +164,8 @@ class Checkpoints:
                     "create_model."
                 )
         named = tf.train.TrackableView(self._state.ckpt).descendants()
-        ops = with_called(graph.get_operations())
-        if any(op.type in _WRITING_TABLES for op in ops) and not any(
-            isinstance(part, _TABLES) for part in named
-        ):
+        tables = {id(getattr(part, "resource_handle", None)) for part in named}
+        if any(id(table) not in tables for table in find_written_tables(graph)):
             raise SetupError(
                 "the step writes a lookup table, which no checkpoint would hold; return it from "
                 "create_ckpt."
@@ -197,8 +194,8 @@ class Checkpoints:
 
     # ---- Saving ----------------------------------------------------------------------------------
 
-    def save_if_due(self, due: bool) -> None:
-        """Saves after the current step, if that is due or a hook has requested it.
+    def save(self) -> None:
+        """Saves after the current step, unless that is done and no hook has requested it since.
 
         Raises:
             RunError: the files cannot be written, or the replicas have diverged; earlier
@@ -207,7 +204,7 @@ class Checkpoints:
         """
         step = self._state.step
         requested, self.save_requested = self.save_requested, False
-        if not requested and (not due or self.saved_step == step):
+        if self.saved_step == step and not requested:
             return
         check_hook_state(self._state.hook_state, "a host hook")
         if late := self._state.recording.find_late():
@@ -380,3 +377,21 @@ class Checkpoints:
             with contextlib.suppress(*UNREADABLE):
                 own.read(str(self._own_part(record.step)))
                 self.statistics.put_back()
+
+
+def find_written_tables(graph: Any) -> list[Any]:
+    """Returns the handles of the lookup tables outside of a graph that it writes."""
+
+    def find(graph: Any) -> set[str]:
+        written = set()
+        for op in graph.get_operations():
+            if op.type in _WRITING_TABLES:
+                written.add(op.inputs[0].name)
+            for called in graphs_called(op):
+                inside, inputs = find(called), op.inputs[len(op.inputs) - len(called.inputs) :]
+                pairs = zip(inputs, called.inputs, strict=True)
+                written |= {outer.name for outer, inner in pairs if inner.name in inside}
+        return written
+
+    written = find(graph)
+    return [outer for outer, inner in graph.captures if inner.name in written]

@@ -44,7 +44,7 @@ def leading_dimension(batch: Any) -> Any:
     Raises:
         ValueError: the shapes show that the tensors differ.
     """
-    sizes = [_count_rows(part) for part in tf.nest.flatten(batch) if part.shape.rank != 0]
+    sizes = [first_dimension(part) for part in tf.nest.flatten(batch) if part.shape.rank != 0]
     fixed = {size for size in sizes if isinstance(size, int)}
     if len(fixed) > 1:
         raise ValueError(DIFFER)
@@ -55,7 +55,7 @@ def leading_dimension(batch: Any) -> Any:
     return tf.where(same, first, tf.constant(-1, tf.int64))
 
 
-def _count_rows(tensor: Any) -> Any:
+def first_dimension(tensor: Any) -> Any:
     """Returns the first dimension, a number where it is fixed, otherwise an int64 scalar."""
     if tensor.shape.rank and tensor.shape[0] is not None:
         return tensor.shape[0]

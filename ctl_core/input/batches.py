@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ctl_core.cluster.strategy import distribute, local_replicas
+from ctl_core.hooks.defaults import first_dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +148,8 @@ def keep_rows_if(present: Any, values: Any) -> Any:
 
 def count_rows(batch: Any) -> tf.Tensor:
     """Returns how many rows a batch has, an int32 scalar."""
-    for part in tf.nest.flatten(batch):
-        if isinstance(part, tf.RaggedTensor):
-            return tf.cast(part.nrows(), tf.int32)
-        if isinstance(part, tf.SparseTensor):
-            return tf.cast(part.dense_shape[0], tf.int32)
-        if part.shape.rank != 0:
-            return tf.shape(part)[0]
-    raise AssertionError("single examples are refused")
+    first = next(part for part in tf.nest.flatten(batch) if part.shape.rank != 0)
+    return tf.cast(first_dimension(first), tf.int32)
 
 
 # ---- Specifications ----------------------------------------------------------------------------

@@ -46,10 +46,6 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
     dtype = tf.float32
     shape = tf.TensorShape([])
 
-    def __call__(self, step: Any = None) -> tf.Tensor:
-        """Returns the current value, a float32 scalar."""
-        raise NotImplementedError
-
     def get_config(self) -> dict[str, float]:
         """Returns the current value, for a Keras config."""
         return {"value": float(self)}

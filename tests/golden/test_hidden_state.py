@@ -137,6 +137,28 @@ def test_a_table_that_is_written(train: engine.Train) -> None:
     assert "create_ckpt" in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_one_of_two_tables_that_are_written(train: engine.Train) -> None:
+    tables: list[Any] = []
+    one = tf.constant([1], tf.int64)
+
+    def create_model() -> Any:
+        for _ in range(2):
+            tables.append(tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0))
+        return small.create_model()
+
+    def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
+        ckpt = tf.train.Checkpoint(train_model=train_model, table=tables[-1])
+        return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
+
+    def update_pre(gradients: Any) -> Any:
+        with tf.control_dependencies([table.insert(one, [1.0]) for table in tables[-2:]]):
+            return [tf.identity(gradient) for gradient in gradients], gradients
+
+    hooks = small.hooks(create_model=create_model, create_ckpt=create_ckpt, update_pre=update_pre)
+    with pytest.raises(ctl_core.SetupError, match="lookup table"):
+        train(hooks, **SETTINGS)
+
+
 # ---- What is left of a run ---------------------------------------------------------------------
 
 WRITES = ("engine/input-6-*", "ckpt-6.*", "engine/ckpt-6.[!j]*", "engine/ckpt-6.json")
