@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ctl_core.run.errors import StopTraining as StopTraining
     from ctl_core.run.listeners import Listener as Listener
     from ctl_core.run.settings import Config as Config
-    from ctl_core.run.settings import load_config as load_config
+    from ctl_core.run.sources import load_config as load_config
     from ctl_core.serving.inference import LoadedModel as LoadedModel
     from ctl_core.serving.load import load as load
     from ctl_core.trainer import train as train
@@ -54,7 +54,7 @@ _HOME = {
     "deferred": "hooks.defaults",
     "leading_dimension": "hooks.defaults",
     "load": "serving.load",
-    "load_config": "run.settings",
+    "load_config": "run.sources",
     "nan_to_zero": "hooks.defaults",
     "num_replicas": "cluster.collectives",
     "regularization": "numerics.variables",

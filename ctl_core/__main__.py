@@ -28,7 +28,8 @@ try:
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
     from ctl_core.hooks.callbacks_file import check_compiles, find_callbacks, load_callbacks
     from ctl_core.hooks.table import TEXT
-    from ctl_core.run.settings import Config, free_name
+    from ctl_core.run.files import free_name
+    from ctl_core.run.settings import Config
 except ModuleNotFoundError as error:
     install = f"{sys.executable} -m pip install --editable ."
     where = f"is not installed in {sys.prefix}; in the project's folder"

@@ -30,8 +30,9 @@ from ctl_core.compat import (
     scratch_graph,
 )
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
-from ctl_core.hooks.hooks import Hooks, load_hooks
-from ctl_core.hooks.recording import Recording
+from ctl_core.hooks.hooks import Hooks
+from ctl_core.hooks.load import load_hooks
+from ctl_core.hooks.recording import Recording, unfrozen
 from ctl_core.input.batches import BatchShape, Share, make_placeholders
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
@@ -42,7 +43,6 @@ from ctl_core.model.forward import (
     forward_backward,
     run_model,
 )
-from ctl_core.model.freezing import unfrozen
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Moment, Parts, Written
 from ctl_core.model.returned import (

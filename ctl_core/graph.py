@@ -13,8 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.compat import with_called
+from ctl_core.hooks.recording import read_flags
 from ctl_core.model.anomaly import numerics_checked
-from ctl_core.model.freezing import read_flags
 from ctl_core.model.state import State
 from ctl_core.numerics.not_finite import (
     Note,

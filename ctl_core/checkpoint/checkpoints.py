@@ -42,7 +42,7 @@ from ctl_core.checkpoint.sources import Source
 from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Writer, all_write
 from ctl_core.compat import graphs_called, max_to_keep, written_resources
-from ctl_core.model.freezing import read_flags, set_flags
+from ctl_core.hooks.recording import read_flags, set_flags
 from ctl_core.model.state import Progress, State, check_hook_state
 from ctl_core.numerics.replicas import MovingStatistics, ReplicaCopies
 from ctl_core.numerics.variables import is_summed, plain_variable

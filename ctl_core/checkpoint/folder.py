@@ -25,9 +25,10 @@ from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.run.console import LOG, Console, activate
 from ctl_core.run.errors import CtlError, SetupError
-from ctl_core.run.files import from_here, is_locked, is_stdout, lock_file, written_whole
+from ctl_core.run.files import free_name, from_here, is_locked, is_stdout, lock_file, written_whole
 from ctl_core.run.listeners import FILE, Listener, Listeners, MetricsFile, TrainingLog
-from ctl_core.run.settings import Config, free_name, write_config
+from ctl_core.run.settings import Config
+from ctl_core.run.sources import write_config
 
 
 class _Handler(logging.StreamHandler[TextIO]):

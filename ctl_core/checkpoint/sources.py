@@ -12,7 +12,8 @@ from pathlib import Path
 from ctl_core.checkpoint.record import saved_steps
 from ctl_core.run.errors import SetupError, one_line
 from ctl_core.run.files import from_here
-from ctl_core.run.settings import Config, read_file
+from ctl_core.run.settings import Config
+from ctl_core.run.sources import read_file
 
 _FORM = re.compile(r"(.+?)(?:@(\d{1,18}|best))?", re.DOTALL)
 

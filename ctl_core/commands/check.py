@@ -28,7 +28,8 @@ from ctl_core.cluster.sync import peers
 from ctl_core.cluster.task import Task
 from ctl_core.commands.devices import Values, check_traces, describe_differences, observe
 from ctl_core.commands.use import evaluate, export, predict
-from ctl_core.hooks.hooks import Hook, Hooks, load_hooks
+from ctl_core.hooks.hooks import Hook, Hooks
+from ctl_core.hooks.load import load_hooks
 from ctl_core.model.messages import count_parameters
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State

@@ -22,26 +22,17 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 from ctl_core.checkpoint.sources import read_source
 from ctl_core.cluster.task import is_in_cluster
 from ctl_core.hooks.callbacks_file import DEFAULT
-from ctl_core.run.errors import SetupError, one_line
+from ctl_core.run.errors import SetupError, label, nearest, one_line, shown
 from ctl_core.run.files import from_here
-from ctl_core.run.settings import (
+from ctl_core.run.settings import SETTINGS, Config, Count, FilePath, declare, explain, flatten
+from ctl_core.run.sources import (
     ENV_PREFIX,
-    SETTINGS,
-    Config,
-    Count,
     EnvironmentSource,
-    FilePath,
     Layer,
-    declare,
-    explain,
     find_unknown_variables,
-    flatten,
-    label,
     merge_hparams,
-    nearest,
     read_file,
     resolve,
-    shown,
 )
 
 _File = Annotated[FilePath, AfterValidator(os.path.abspath)]

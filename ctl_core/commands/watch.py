@@ -15,13 +15,13 @@ from ctl_core.checkpoint.folder import Run
 from ctl_core.checkpoint.record import Damaged, read_record, saved_steps
 from ctl_core.checkpoint.sources import Source
 from ctl_core.evaluation.summaries import Summaries
-from ctl_core.model.freezing import read_flags
+from ctl_core.hooks.recording import read_flags
 from ctl_core.model.state import State
 from ctl_core.run.console import Console, format_values
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import from_here
 from ctl_core.run.listeners import Listeners, MetricsFile, read_metrics
-from ctl_core.run.settings import read_file
+from ctl_core.run.sources import read_file
 
 FILE = "watch.jsonl"
 # How often the run is looked at (seconds).

@@ -11,8 +11,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from ctl_core.run.errors import SetupError
-from ctl_core.run.settings import Config, nearest
+from ctl_core.run.errors import SetupError, nearest
+from ctl_core.run.settings import Config
 
 # Words in the names of metrics of which it is plain which way is better.
 _LOWER = {"loss", "error", "mse", "mae", "rmse", "mape", "perplexity", "divergence", "distance"}

@@ -15,9 +15,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ctl_core.run.errors import SetupError, brief
+from ctl_core.run.errors import SetupError, brief, label
 from ctl_core.run.files import from_here
-from ctl_core.run.settings import Config, label
+from ctl_core.run.settings import Config
 
 # Its name in the project, unless a setting says otherwise, and that of each run's copy.
 DEFAULT = Config().callbacks

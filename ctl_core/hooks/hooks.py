@@ -1,29 +1,19 @@
-"""The hooks of a run: read off callbacks.py, and called by argument name.
-
-Which there are, and what each may name, is in table.py; their defaults are in defaults.py.
-"""
+"""The hooks of a run, called by argument name; their failures name the hook and its line."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import dis
 import functools
-import inspect
 import re
 import traceback
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from ctl_core.compat import translated_stack
-from ctl_core.hooks import defaults
-from ctl_core.hooks.contract import CONTRACT, describe, kind_of
-from ctl_core.hooks.table import COMMON, DEFERRED, SPECS, TABLE, Spec
 from ctl_core.run.errors import (
+    ENGINE,
     CtlError,
     HookFailed,
     SetupError,
@@ -31,10 +21,8 @@ from ctl_core.run.errors import (
     code_of,
     file_name,
     frames_in,
-    one_line,
     where,
 )
-from ctl_core.run.settings import Config, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +34,20 @@ class Hook:
         function: what is called
         arguments: which it names
         common: values that every hook may name
-        spec: its row of the table
         is_default: whether it does what the default does, such as the copy in callbacks.py
+        is_traced: whether it is called while a graph is traced
+        returns: what it has to return, as the table says
+        accepts: whether a value is that; None takes any
     """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[str, ...]
     common: Mapping[str, Any]
-    spec: Spec
     is_default: bool
+    is_traced: bool = False
+    returns: str = ""
+    accepts: Callable[[Any], bool] | None = None
 
     def __str__(self) -> str:
         """The hook as messages name it: ``update_pre (callbacks.py:12)``."""
@@ -96,9 +88,8 @@ class Hook:
             if "batch" in self.arguments and "batch" in values:
                 message += f" [batch: {describe(values['batch'])}]"
             raise HookFailed(message) from error
-        accepts = CONTRACT.get(self.spec.name)
-        if accepts is not None and not accepts(returned):
-            raise self.reject(f"returned {kind_of(returned)}, expected {self.spec.returns}.")
+        if self.accepts is not None and not self.accepts(returned):
+            raise self.reject(f"returned {kind_of(returned)}, expected {self.returns}.")
         return returned
 
     def failure(self, error: BaseException) -> str:
@@ -115,7 +106,7 @@ class Hook:
     def line_in(self, frames: Iterable[tuple[str, int]]) -> str | None:
         """Returns ``callbacks.py:14`` for the last frame in the hook's own file, if any is."""
         code = code_of(self.function)
-        if code is None or code.co_filename == defaults.__file__:
+        if code is None or code.co_filename.startswith(ENGINE):
             return None
         found = [line for filename, line in frames if filename == code.co_filename]
         return f"{file_name(code.co_filename)}:{found[-1]}" if found else None
@@ -174,8 +165,7 @@ class Hooks:
 
     def graph_hooks(self) -> list[Hook]:
         """The hooks that are traced, but for those that the engine does without."""
-        hooks = (getattr(self, spec.name) for spec in TABLE if spec.kind == "in the graph")
-        return [hook for hook in hooks if hook is not None]
+        return [hook for hook in vars(self).values() if isinstance(hook, Hook) and hook.is_traced]
 
     def data_functions(self) -> list[Callable[..., Any]]:
         """The functions of the hooks that make data."""
@@ -206,127 +196,30 @@ class Hooks:
         return next((hook.locate(frames) for hook in hooks), None)
 
 
-def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
-    """Reads the hooks off a module, any object with these attributes, or a dict.
-
-    ``Hooks`` are returned as they are.
-
-    Returns:
-        The hooks, and warnings about names that look like a misspelt hook.
-
-    Raises:
-        SetupError: a required hook is missing, something is no function, names an argument that
-            does not exist, or a schedule's key is no positive whole number.
-    """
-    if isinstance(callbacks, Hooks):
-        return callbacks, []
-    if isinstance(callbacks, Mapping):
-        callbacks = types.SimpleNamespace(**callbacks)
-    common = {"config": config, "hparams": config.hparams}
-    origin = Path(getattr(callbacks, "__file__", None) or "callbacks").name
-    misspelt = find_misspelt(callbacks, origin)
-    required = [spec for spec in TABLE if spec.kind == "required"]
-    if missing := [spec for spec in required if not hasattr(callbacks, spec.name)]:
-        first = missing[0]
-        raise SetupError(
-            f"{origin}: {', '.join(one.name for one in missing)} still to be written; the first "
-            f"is def {first.name}({', '.join(first.arguments)}), which returns {first.returns}. "
-            + " ".join(misspelt)
-        )
-    found: dict[str, Any] = {}
-    for spec in TABLE:
-        name = spec.name
-
-        def make_hook(name: str, function: Any, spec: Spec = spec) -> Hook:
-            arguments = read_arguments(spec, name, function, origin)
-            return Hook(name, function, arguments, common, spec, is_default(name, function))
-
-        value = getattr(callbacks, name, getattr(defaults, name, None))
-        if spec.kind == "names":
-            found[name] = tuple(value or ())
-        elif spec.kind == "by step":
-            found[name] = {
-                step: tuple(make_hook(f"{name}[{step}]", one) for one in _list(functions))
-                for step, functions in read_schedule(spec, value, origin).items()
-            }
-        elif spec.kind == "one or several":
-            found[name] = tuple(make_hook(name, one) for one in _list(value))
-        elif value is None and not hasattr(defaults, name):
-            found[name] = None
-        else:
-            found[name] = make_hook(name, value)
-    return Hooks(**found), misspelt
+# ---- Words of messages -------------------------------------------------------------------------
 
 
-def _list(value: Any) -> Sequence[Any]:
-    if isinstance(value, list | tuple):
-        return value
-    return [] if value is None else [value]
+def kind_of(value: Any) -> str:
+    """Says what a value is, for a message that expected something else."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} value{'s' * (len(value) != 1)}"
+    if tf.is_tensor(value) and not isinstance(value, tf.Variable):
+        return describe(value)
+    name = type(value).__name__
+    return f"a{'n' * (name[0] in 'aeiou')} {name}"
 
 
-def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
-    """Returns functions by step, if that is what a value is."""
-    if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
-        raise SetupError(
-            f"{origin}: {spec.name} must be a dict {{N: function}} by numbers of steps from 1 up, "
-            f"got {one_line(repr(value), 60)}."
-        )
-    return value
-
-
-def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
-    """Returns the arguments that a hook's function names, if it may name all of them."""
-    if not callable(function):
-        got = one_line(repr(function), 60)
-        raise SetupError(f"{origin}: {name} must be a function, got {got}.")
-    deferred = spec.kind == "by step" and getattr(function, "deferred", False)
-    valid = (*(DEFERRED if deferred else spec.arguments), *COMMON)
-    parameters = inspect.signature(function).parameters
-    for parameter in parameters.values():
-        optional = parameter.default is not parameter.empty or "*" in str(parameter)
-        if parameter.name not in valid and not optional:
-            raise SetupError(
-                f"{where(function) if code_of(function) else origin}: "
-                f"{name}{' is @deferred and' * deferred} asks for '{parameter.name}'"
-                f"{nearest(parameter.name, valid) or ';'} it may name {', '.join(valid)}."
-            )
-    return tuple(argument for argument in parameters if argument in valid)
-
-
-def find_misspelt(callbacks: Any, origin: str) -> list[str]:
-    """Warns of what no hook uses but whose name is a hook's, all but a slip."""
-    said = []
-    for name in dir(callbacks):
-        value = inspect.getattr_static(callbacks, name)
-        could_be = callable(value) or isinstance(value, dict | list)
-        short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
-        close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
-        if close and could_be and name not in SPECS and not name.startswith("_"):
-            said.append(f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?")
-    return said
-
-
-def is_default(name: str, function: Any) -> bool:
-    """Whether a function is the hook's default, or a copy of it in another file.
-
-    A docstring, annotations and comments change nothing; what its names stand for has to be the
-    same.
-    """
-    default = getattr(defaults, name, None)
-    if not (inspect.isfunction(function) and inspect.isfunction(default)):
-        return False
-    steps = list(_list_instructions(default.__code__))
-    names = {argument for _, argument in steps if isinstance(argument, str)}
-    return steps == list(_list_instructions(function.__code__)) and all(
-        function.__globals__.get(name) is vars(defaults)[name]
-        for name in names & vars(defaults).keys()
-    )
-
-
-def _list_instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    """Yields what a function does, operation by operation, with that of functions inside."""
-    for one in dis.get_instructions(code):
-        if isinstance(one.argval, types.CodeType):
-            yield from _list_instructions(one.argval)
-        else:
-            yield one.opname, one.argval
+def describe(element: Any) -> str:
+    """Writes down the structure of a batch: ``(float32[32, 8, 8], int64[32])``."""
+    if isinstance(element, dict):
+        return "{" + ", ".join(f"{key}: {describe(part)}" for key, part in element.items()) + "}"
+    if isinstance(element, tuple | list):
+        return "(" + ", ".join(describe(part) for part in element) + ")"
+    if hasattr(element, "dtype") and hasattr(element, "shape"):
+        shape = "" if element.shape.rank is None else element.shape.as_list()
+        return f"{tf.as_dtype(element.dtype).name}{shape}"
+    return type(element).__name__

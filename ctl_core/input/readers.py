@@ -27,7 +27,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.hooks.contract import describe
+from ctl_core.hooks.hooks import describe
 from ctl_core.run.errors import brief
 
 _END = object()

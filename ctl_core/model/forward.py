@@ -1,7 +1,7 @@
 """What one replica does with its share of a batch: forward, loss, gradients.
 
 The graph hooks are called here, in the order of the step; everything runs while a graph is traced.
-What hooks may return is checked as they are called (hooks/contract.py), and in returned.py.
+What hooks may return is checked as they are called (hooks/load.py), and in returned.py.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from ctl_core.hooks.hooks import Hook
 from ctl_core.model.parts import Moment, Parts
 from ctl_core.model.returned import count_examples
 from ctl_core.run.console import Console
-from ctl_core.run.errors import HookFailed, RunError, brief
-from ctl_core.run.settings import nearest
+from ctl_core.run.errors import HookFailed, RunError, brief, nearest
 
 Metrics = Mapping[str, keras.Metric]
 

@@ -1,6 +1,6 @@
 """What hooks return that would train another model than it seems: refused, in one line.
 
-What is not even of the right kind is refused when a hook is called, see contract.py.
+What is not even of the right kind is refused when a hook is called, see hooks/load.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.compat import max_to_keep
-from ctl_core.hooks.contract import describe
-from ctl_core.hooks.hooks import Hook, Hooks
+from ctl_core.hooks.hooks import Hook, Hooks, describe
 from ctl_core.numerics.groups import OptimizerGroups
 from ctl_core.numerics.variables import variable_name
 from ctl_core.run.errors import SetupError, frames_of

@@ -6,12 +6,13 @@ what was expected, what to do. ``__main__`` prints the line; the traceback goes 
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 import sys
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,25 @@ def one_line(text: object, limit: int = 400) -> str:
     """Squeezes a message into one line of at most ``limit`` characters, without colours."""
     line = " ".join(_ESCAPES.sub("", str(text)).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """Returns a value as messages show it, in one line of at most so many characters."""
+    return one_line(repr(value), limit)
+
+
+def label(text: object) -> str:
+    """Returns a path or a name as messages show it: in one line, without quotes."""
+    return shown(str(text))[1:-1]
+
+
+def nearest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5) -> str:
+    """Returns ``"; did you mean 'x'?"`` for the nearest of ``names``, or an empty string.
+
+    ``mark`` is put before it, and is no part of what is compared.
+    """
+    close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=cutoff)
+    return f"; did you mean '{mark}{close[0]}'?" if close else ""
 
 
 def brief(error: BaseException, limit: int = 300) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -79,3 +80,10 @@ def is_locked(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return not lock_file(file)
+
+
+def free_name(runs_dir: Path) -> str:
+    """Returns the time as a name for a run; with a number behind it if that second is taken."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    names = (now if number == 1 else f"{now}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(runs_dir / name))

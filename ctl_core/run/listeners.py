@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ctl_core.run.console import LOG, format_evaluation, warn
-from ctl_core.run.errors import SetupError, brief, one_line
+from ctl_core.run.errors import SetupError, brief, one_line, shown
 from ctl_core.run.files import from_here
-from ctl_core.run.settings import Config, flatten, shown
+from ctl_core.run.settings import Config, flatten
 
 FILE = "metrics.jsonl"
 # Settings that say where a run is, not what it is.

@@ -18,7 +18,8 @@ from ctl_core.hooks.callbacks_file import find_callbacks, load_callbacks
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import seeds_kept
 from ctl_core.run.console import Console
-from ctl_core.run.settings import Config, load_config
+from ctl_core.run.settings import Config
+from ctl_core.run.sources import load_config
 from ctl_core.serving.inference import LoadedModel, create_inference
 
 CheckpointName = int | Literal["best"] | None

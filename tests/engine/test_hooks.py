@@ -15,7 +15,7 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.hooks import defaults
 from ctl_core.hooks.callbacks_file import Source, load_callbacks
-from ctl_core.hooks.hooks import is_default
+from ctl_core.hooks.load import is_default
 from ctl_core.hooks.table import SPECS, TEXT
 from tests.helpers.cases import (
     assert_weights,

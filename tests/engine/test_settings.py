@@ -16,7 +16,8 @@ import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.commands.cli import COMMANDS
 from ctl_core.run.errors import SetupError
-from ctl_core.run.settings import SETTINGS, Config, load_config, write_config
+from ctl_core.run.settings import SETTINGS, Config
+from ctl_core.run.sources import load_config, write_config
 from tests.helpers.settings import make_run, parse
 
 pytestmark = pytest.mark.usefixtures("folder")

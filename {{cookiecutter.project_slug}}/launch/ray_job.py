@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctl_core.commands.cli import parse_command
 from ctl_core.run.errors import CtlError, SetupError
-from ctl_core.run.settings import free_name
+from ctl_core.run.files import free_name
 
 PROJECT = Path(__file__).resolve().parents[1]
 # Exit codes of ``ctl_core train`` that no new start would change: done, failed, wrong settings or

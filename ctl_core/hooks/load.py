@@ -1,0 +1,241 @@
+"""Reads the hooks off callbacks.py, and says what each of them has to return.
+
+Which there are, and what each may name, is in table.py; their defaults are in defaults.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import dis
+import inspect
+import numbers
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.hooks import defaults
+from ctl_core.hooks.hooks import Hook, Hooks
+from ctl_core.hooks.table import COMMON, DEFERRED, SPECS, TABLE, Spec
+from ctl_core.numerics.groups import is_pairs
+from ctl_core.run.errors import SetupError, code_of, nearest, one_line, where
+from ctl_core.run.settings import Config
+
+
+def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
+    """Reads the hooks off a module, any object with these attributes, or a dict.
+
+    ``Hooks`` are returned as they are.
+
+    Returns:
+        The hooks, and warnings about names that look like a misspelt hook.
+
+    Raises:
+        SetupError: a required hook is missing, something is no function, names an argument that
+            does not exist, or a schedule's key is no positive whole number.
+    """
+    if isinstance(callbacks, Hooks):
+        return callbacks, []
+    if isinstance(callbacks, Mapping):
+        callbacks = types.SimpleNamespace(**callbacks)
+    common = {"config": config, "hparams": config.hparams}
+    origin = Path(getattr(callbacks, "__file__", None) or "callbacks").name
+    misspelt = find_misspelt(callbacks, origin)
+    required = [spec for spec in TABLE if spec.kind == "required"]
+    if missing := [spec for spec in required if not hasattr(callbacks, spec.name)]:
+        first = missing[0]
+        raise SetupError(
+            f"{origin}: {', '.join(one.name for one in missing)} still to be written; the first "
+            f"is def {first.name}({', '.join(first.arguments)}), which returns {first.returns}. "
+            + " ".join(misspelt)
+        )
+    found: dict[str, Any] = {}
+    for spec in TABLE:
+        name = spec.name
+
+        def make_hook(name: str, function: Any, spec: Spec = spec) -> Hook:
+            arguments = read_arguments(spec, name, function, origin)
+            default, traced = is_default(name, function), spec.kind == "in the graph"
+            accepts = CONTRACT.get(spec.name)
+            return Hook(name, function, arguments, common, default, traced, spec.returns, accepts)
+
+        value = getattr(callbacks, name, getattr(defaults, name, None))
+        if spec.kind == "names":
+            found[name] = tuple(value or ())
+        elif spec.kind == "by step":
+            found[name] = {
+                step: tuple(make_hook(f"{name}[{step}]", one) for one in _list(functions))
+                for step, functions in read_schedule(spec, value, origin).items()
+            }
+        elif spec.kind == "one or several":
+            found[name] = tuple(make_hook(name, one) for one in _list(value))
+        elif value is None and not hasattr(defaults, name):
+            found[name] = None
+        else:
+            found[name] = make_hook(name, value)
+    return Hooks(**found), misspelt
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if isinstance(value, list | tuple):
+        return value
+    return [] if value is None else [value]
+
+
+def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
+    """Returns functions by step, if that is what a value is."""
+    if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
+        raise SetupError(
+            f"{origin}: {spec.name} must be a dict {{N: function}} by numbers of steps from 1 up, "
+            f"got {one_line(repr(value), 60)}."
+        )
+    return value
+
+
+def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
+    """Returns the arguments that a hook's function names, if it may name all of them."""
+    if not callable(function):
+        got = one_line(repr(function), 60)
+        raise SetupError(f"{origin}: {name} must be a function, got {got}.")
+    deferred = spec.kind == "by step" and getattr(function, "deferred", False)
+    valid = (*(DEFERRED if deferred else spec.arguments), *COMMON)
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        optional = parameter.default is not parameter.empty or "*" in str(parameter)
+        if parameter.name not in valid and not optional:
+            raise SetupError(
+                f"{where(function) if code_of(function) else origin}: "
+                f"{name}{' is @deferred and' * deferred} asks for '{parameter.name}'"
+                f"{nearest(parameter.name, valid) or ';'} it may name {', '.join(valid)}."
+            )
+    return tuple(argument for argument in parameters if argument in valid)
+
+
+def find_misspelt(callbacks: Any, origin: str) -> list[str]:
+    """Warns of what no hook uses but whose name is a hook's, all but a slip."""
+    said = []
+    for name in dir(callbacks):
+        value = inspect.getattr_static(callbacks, name)
+        could_be = callable(value) or isinstance(value, dict | list)
+        short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
+        close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
+        if close and could_be and name not in SPECS and not name.startswith("_"):
+            said.append(f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?")
+    return said
+
+
+def is_default(name: str, function: Any) -> bool:
+    """Whether a function is the hook's default, or a copy of it in another file.
+
+    A docstring, annotations and comments change nothing; what its names stand for has to be the
+    same.
+    """
+    default = getattr(defaults, name, None)
+    if not (inspect.isfunction(function) and inspect.isfunction(default)):
+        return False
+    steps = list(_list_instructions(default.__code__))
+    names = {argument for _, argument in steps if isinstance(argument, str)}
+    return steps == list(_list_instructions(function.__code__)) and all(
+        function.__globals__.get(name) is vars(defaults)[name]
+        for name in names & vars(defaults).keys()
+    )
+
+
+def _list_instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
+    """Yields what a function does, operation by operation, with that of functions inside."""
+    for one in dis.get_instructions(code):
+        if isinstance(one.argval, types.CodeType):
+            yield from _list_instructions(one.argval)
+        else:
+            yield one.opname, one.argval
+
+
+# ---- The contract of what hooks return: mistakes that TensorFlow, Keras or Python refuse by
+# themselves are left to them
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return hasattr(value, "apply_gradients") and not isinstance(value, type)
+
+
+def _are_optimizers(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_optimizer, value.values()))
+    return is_pairs(value) or _is_optimizer(value)
+
+
+def _are_metrics(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(isinstance(name, str) and name != "loss" for name in value)
+        and all(isinstance(metric, keras.Metric) for metric in value.values())
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if tf.is_tensor(value):
+        return value.shape.rank in (0, None) and (value.dtype.is_floating or value.dtype.is_integer)
+    return isinstance(value, numbers.Real)
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a value is a whole number, or None, which stands for a single example."""
+    whole = value.dtype.is_integer if tf.is_tensor(value) else isinstance(value, numbers.Integral)
+    return value is None or (_is_number(value) and whole)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _is_update(value: Any) -> bool:
+    return _is_pair(value) and isinstance(value[0], tuple | list)
+
+
+def _is_saved(value: Any) -> bool:
+    kinds = (tf.train.Checkpoint, tf.train.CheckpointManager)
+    return _is_pair(value) and all(map(isinstance, value, kinds))
+
+
+def _is_objective(value: Any) -> bool:
+    """Whether a value is a loss, an extra loss and variables, perhaps with the loss's parts."""
+    if not isinstance(value, tuple | list) or len(value) not in (3, 4):
+        return False
+    return isinstance(value[2], tuple | list) and (len(value) == 3 or isinstance(value[3], dict))
+
+
+def _are_objectives(value: Any) -> bool:
+    return all(map(_is_objective, value.values() if isinstance(value, dict) else [value]))
+
+
+CONTRACT: dict[str, Callable[[Any], bool]] = {
+    "count_examples": _is_count,
+    "create_model": _is_function,
+    "create_eval_model": _is_function,
+    "create_inference_model": _is_function,
+    "serve": _is_given,
+    "create_loss": _is_function,
+    "create_opt": _are_optimizers,
+    "create_ckpt": _is_saved,
+    "input_pre": _is_given,
+    "loss_pre": _is_given,
+    "batch_weight": _is_number,
+    "grad_pre": _are_objectives,
+    "update_pre": _is_update,
+    "create_train_metrics": _are_metrics,
+    "train_metric_pre": _is_given,
+    "create_metrics": _are_metrics,
+    "metric_pre": _is_given,
+    "eval_pre": _is_pair,
+}
