@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ctl_core.hooks.defaults import deferred as deferred
     from ctl_core.hooks.defaults import leading_dimension as leading_dimension
     from ctl_core.hooks.defaults import nan_to_zero as nan_to_zero
-    from ctl_core.hooks.defaults import trackable as trackable
     from ctl_core.hooks.defaults import unpack as unpack
     from ctl_core.hooks.defaults import weighted as weighted
     from ctl_core.model.state import State as State
@@ -39,42 +38,31 @@ if TYPE_CHECKING:
 
 __version__ = "1.0.0"
 
+# Where the public names are.
 _HOME = {
-    "Config": "run.settings",
-    "CtlError": "run.errors",
-    "Listener": "run.listeners",
-    "LoadedModel": "serving.inference",
-    "RunError": "run.errors",
-    "SetupError": "run.errors",
-    "State": "model.state",
-    "StopTraining": "run.errors",
-    "all_gather": "cluster.collectives",
-    "all_reduce": "cluster.collectives",
-    "check": "commands.check",
-    "deferred": "hooks.defaults",
-    "leading_dimension": "hooks.defaults",
-    "load": "serving.load",
-    "load_config": "run.sources",
-    "nan_to_zero": "hooks.defaults",
-    "num_replicas": "cluster.collectives",
-    "regularization": "numerics.variables",
-    "replica_id": "cluster.collectives",
-    "report": "run.console",
-    "show_step": "run.console",
-    "trackable": "hooks.defaults",
-    "train": "trainer",
-    "trainable_variables": "numerics.variables",
-    "unpack": "hooks.defaults",
-    "weighted": "hooks.defaults",
+    "cluster.collectives": "all_gather all_reduce num_replicas replica_id",
+    "commands.check": "check",
+    "hooks.defaults": "deferred leading_dimension nan_to_zero unpack weighted",
+    "model.state": "State",
+    "numerics.variables": "regularization trainable_variables",
+    "run.console": "report show_step",
+    "run.errors": "CtlError RunError SetupError StopTraining",
+    "run.listeners": "Listener",
+    "run.settings": "Config",
+    "run.sources": "load_config",
+    "serving.inference": "LoadedModel",
+    "serving.load": "load",
+    "trainer": "train",
 }
-__all__ = [*_HOME, "__version__", "data"]
+__all__ = ["__version__", "data", *" ".join(_HOME.values()).split()]
 
 
 def __getattr__(name: str) -> Any:
     if name == "data":
         return importlib.import_module("ctl_core.data")
-    if name in _HOME:
-        return getattr(importlib.import_module(f"ctl_core.{_HOME[name]}"), name)
+    for module, names in _HOME.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"ctl_core.{module}"), name)
     raise AttributeError(f"module 'ctl_core' has no attribute {name!r}")
 
 

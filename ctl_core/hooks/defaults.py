@@ -112,11 +112,6 @@ def weighted(loss: Any, batch: Any) -> Any:
     return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
 
 
-def trackable(**objects: Any) -> dict[str, Any]:
-    """Returns the objects: for a callbacks.py of 0.4, as checkpoints hold whatever they are."""
-    return objects
-
-
 def deferred(hook: Callable[..., None]) -> Callable[..., None]:
     """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
 
