@@ -175,9 +175,7 @@ class Hooks:
     def attribute_error(self, error: BaseException, otherwise: str = "the step") -> str:
         """Says in one line which hook an op belongs to that failed while a graph was running.
 
-        Args:
-            error: a tf.errors.OpError, whose message names the op and the stack it was made at
-            otherwise: what it belongs to if to no hook
+        The message of a tf.errors.OpError names the op and the stack that it was made at.
         """
         text = str(error)
         frames = frames_in(text)

@@ -88,10 +88,9 @@ def _list(value: Any) -> Sequence[Any]:
 def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
     """Returns functions by step, if that is what a value is."""
     if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
-        raise SetupError(
-            f"{origin}: {spec.name} must be a dict {{N: function}} by numbers of steps from 1 up, "
-            f"got {one_line(repr(value), 60)}."
-        )
+        got = one_line(repr(value), 60)
+        expected = f"{spec.name} must be a dict {{N: function}} by numbers of steps from 1 up"
+        raise SetupError(f"{origin}: {expected}, got {got}.")
     return value
 
 
@@ -153,8 +152,7 @@ def _list_instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
             yield one.opname, one.argval
 
 
-# ---- The contract of what hooks return: mistakes that TensorFlow, Keras or Python refuse by
-# themselves are left to them
+# ---- What hooks return; what TensorFlow, Keras or Python refuse is left to them ------------------
 
 
 def _is_given(value: Any) -> bool:
