@@ -68,7 +68,7 @@ class Signals:
     def _answer(self, number: int) -> None:
         assert self._console is not None
         again = "; Ctrl-C again, a second or more from now, ends it at once"
-        self._console.answer(
+        self._console.say(
             f"{signal.Signals(number).name}: the run stops after what is running now, and is saved"
             f"{again if number == signal.SIGINT else ''}."
         )

@@ -67,19 +67,14 @@ class Console:
     def say(self, text: str) -> None:
         """Prints a line for the user."""
         LOG.info(text)
-        self._print(text, self._shown)
+        self._print(text)
 
     def warn(self, text: str) -> None:
         """Prints, once, a line about something that goes on, but not as the user may expect."""
         if text not in self._warned:
             self._warned.add(text)
             LOG.warning(text)
-            self._print(f"warning: {text}", self._shown)
-
-    def answer(self, text: str) -> None:
-        """Prints a line, in any thread, for who sits at this process's terminal."""
-        LOG.info(text)
-        self._print(text, self._shown or self._terminal.is_terminal)
+            self._print(f"warning: {text}")
 
     def start(self, step: int, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Begins the progress line, on a terminal; speed is measured from here.
@@ -155,10 +150,10 @@ class Console:
         values = f"{self._values}  {self._speed}"
         self._progress.update(self._progress.task_ids[0], completed=self._step, values=values)
 
-    def _print(self, text: str, shown: bool) -> None:
-        if shown and self._terminal.is_terminal:
+    def _print(self, text: str) -> None:
+        if self._shown and self._terminal.is_terminal:
             self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
-        elif shown:
+        elif self._shown:
             # In one piece: another thread may print, too.
             print(f"{text}\n", end="", file=self._terminal.file, flush=True)
 
