@@ -26,7 +26,7 @@ LAYERS = """
     serving commands __main__
 """
 MOST = {"code": 7000, "lines": 13_000, "files": 80, "entries": 22, "longest file": 450}
-MOST_IMPORTED = {"step": 4250, "trainer": 10_800}
+MOST_IMPORTED = {"step": 4260, "trainer": 10_800}
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
