@@ -3,38 +3,28 @@
 The public names; each is imported on first use, so that ``--help`` need not wait for TensorFlow.
 """
 
+# ruff: noqa: F401
+# mypy: implicit-reexport
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctl_core import data as data
-    from ctl_core.cluster.collectives import all_gather as all_gather
-    from ctl_core.cluster.collectives import all_reduce as all_reduce
-    from ctl_core.cluster.collectives import num_replicas as num_replicas
-    from ctl_core.cluster.collectives import replica_id as replica_id
-    from ctl_core.commands.check import check as check
-    from ctl_core.hooks.defaults import deferred as deferred
-    from ctl_core.hooks.defaults import leading_dimension as leading_dimension
-    from ctl_core.hooks.defaults import nan_to_zero as nan_to_zero
-    from ctl_core.hooks.defaults import unpack as unpack
-    from ctl_core.hooks.defaults import weighted as weighted
-    from ctl_core.model.state import State as State
-    from ctl_core.numerics.variables import regularization as regularization
-    from ctl_core.numerics.variables import trainable_variables as trainable_variables
-    from ctl_core.run.console import report as report
-    from ctl_core.run.console import show_step as show_step
-    from ctl_core.run.errors import CtlError as CtlError
-    from ctl_core.run.errors import RunError as RunError
-    from ctl_core.run.errors import SetupError as SetupError
-    from ctl_core.run.errors import StopTraining as StopTraining
-    from ctl_core.run.listeners import Listener as Listener
-    from ctl_core.run.settings import Config as Config
-    from ctl_core.run.sources import load_config as load_config
-    from ctl_core.serving.inference import LoadedModel as LoadedModel
-    from ctl_core.serving.load import load as load
-    from ctl_core.trainer import train as train
+    from ctl_core import data
+    from ctl_core.cluster.collectives import all_gather, all_reduce, num_replicas, replica_id
+    from ctl_core.commands.check import check
+    from ctl_core.hooks.defaults import deferred, leading_dimension, nan_to_zero, unpack, weighted
+    from ctl_core.model.state import State
+    from ctl_core.numerics.variables import regularization, trainable_variables
+    from ctl_core.run.console import report, show_step
+    from ctl_core.run.errors import CtlError, RunError, SetupError, StopTraining
+    from ctl_core.run.listeners import Listener
+    from ctl_core.run.settings import Config
+    from ctl_core.run.sources import load_config
+    from ctl_core.serving.inference import LoadedModel
+    from ctl_core.serving.load import load
+    from ctl_core.trainer import train
 
 __version__ = "1.0.0"
 

@@ -1,7 +1,7 @@
 """The file with the hooks: which one it is, importing it, and the copy in the run folder.
 
-Each run keeps a copy of the file that it was trained with, so that a run can be used when the file
-has gone. What the file imports is not copied.
+Each run keeps a copy of the file that it was trained with, for ``--callbacks``. What the file
+imports is not copied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Source:
 def find_callbacks(
     name: str, run: Path | None, trained_with: str, training: bool, project: Path | None = None
 ) -> Source:
-    """Finds the file with the hooks; the run's copy of it, if it is gone.
+    """Finds the file with the hooks, and says where it is not what a run was trained with.
 
     Args:
         name: the setting ``callbacks``
@@ -61,18 +61,17 @@ def find_callbacks(
     copy = (run / COPY).absolute() if run else path
     if run and os.path.realpath(path) == os.path.realpath(copy):
         return Source(path, project / trained_with)
-    if run is None or name != trained_with or not copy.is_file():
-        if not path.is_file():
-            raise SetupError(f"callbacks: no file {label(name)} in {project}; name a Python file.")
-        return Source(path, path)
-    kept = label(from_here(copy))
+    is_other = run is not None and name == trained_with and copy.is_file()
     if not path.is_file():
-        return Source(copy, path, f"{label(name)} is not there; the run's copy is used, {kept}.")
-    if copy.read_bytes() == path.read_bytes():
+        other = (
+            f"{label(from_here(copy))} is as the run was trained" if is_other else "name another"
+        )
+        raise SetupError(f"callbacks: no file {label(name)} in {project}; {other}.")
+    if not is_other or copy.read_bytes() == path.read_bytes():
         return Source(path, path)
     now = "; the run goes on with what it is now" * training
     note = f"{label(name)} is not as it was when the run was trained{now}; "
-    return Source(path, path, f"{note}--callbacks {kept} takes what it was.")
+    return Source(path, path, f"{note}--callbacks {label(from_here(copy))} takes what it was.")
 
 
 def check_compiles(source: Source) -> types.CodeType:
