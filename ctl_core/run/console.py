@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 if TYPE_CHECKING:
     from ctl_core.run.listeners import Listeners
@@ -29,6 +36,13 @@ PLAIN_INTERVAL = 1.0  # seconds between plain lines for the step alone: a log is
 LIVE_INTERVAL = 0.1  # between moves of the live line: hooks may show a thousand steps at once
 SPEED_INTERVAL = 0.5  # that the speed is measured over, at least
 NARROW = 60  # columns of a terminal below which there are only the step and the values
+
+
+class _Values(ProgressColumn):
+    """The values on the progress line: what is cut first where the line is too long."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["values"], no_wrap=True, overflow="ellipsis")
 
 
 class Console:
@@ -76,9 +90,7 @@ class Console:
             columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
             if self._terminal.width >= NARROW:
                 columns += [BarColumn(bar_width=None), TimeRemainingColumn(compact=True)]
-            cut = Column(no_wrap=True, overflow="ellipsis")  # first, where the line is too long
-            columns.append(TextColumn("{task.fields[values]}", markup=False, table_column=cut))
-            self._progress = Progress(*columns, console=self._terminal, expand=True)
+            self._progress = Progress(*columns, _Values(), console=self._terminal, expand=True)
             self._progress.add_task("train", total=total, completed=step, values="")
             self._progress.start()
 
