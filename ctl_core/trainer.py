@@ -25,19 +25,19 @@ from ctl_core.graph import StepFunctions
 from ctl_core.hooks.callbacks_file import source_of
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.messages import (
-    announce,
     attribute_errors,
-    conclude,
-    last_step,
+    count_parameters,
+    describe_end,
+    describe_start,
     look_at_rate,
-    name_ending,
     note_losses,
+    warn_of_noted,
 )
 from ctl_core.model.metrics import log_metrics
 from ctl_core.model.parts import Moment
 from ctl_core.model.ratio import check_losses
-from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Clock, Deadlines, Schedule
-from ctl_core.model.state import State, check_hook_state
+from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Schedule, in_steps
+from ctl_core.model.state import Clock, State, check_hook_state
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
 from ctl_core.run.console import Console
@@ -97,7 +97,7 @@ class Trainer:
 
     Attributes:
         state: what the run is made of, and its progress
-        start, last: the steps where this process begins and where training ends
+        start: the step where this process begins
         checkpoints: of the run
         functions: the graph functions that take steps
     """
@@ -105,7 +105,7 @@ class Trainer:
     def __init__(self, state: State, run: Run, console: Console, signals: Signals) -> None:
         """``run`` is opened, and ``console`` started, when training begins."""
         self.state = state
-        self.start = self.last = 0
+        self.start = 0
         self.checkpoints = Checkpoints(state, console)
         self.functions = StepFunctions(state, run.summaries.graph_writer("train"))
         self._run = run
@@ -114,7 +114,7 @@ class Trainer:
         self._steps_per_call = ChunkLength(1 if state.config.detect_anomaly else MOST_STEPS)
         marks = state.config.profile_steps if state.cluster.task.chief else None
         self._profile = Profile(marks or (), run.path / "tb" / "train", console)
-        self._deadlines = Deadlines(state.config)
+        self._schedule = Schedule(state, self._profile.marks)
         names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, names)
         state.functions = self.functions
@@ -133,11 +133,14 @@ class Trainer:
         fold_in_replica_id(state.recording.generators, state.strategy, state.cluster.task)
         if record is not None:
             self.checkpoints.restore_own(record)
-        self.start, self.last = state.step, last_step(state, self._console)
+        self.start, last = state.step, config.steps
+        if config.epochs is not None:
+            last = in_steps(state, "epochs", f"{config.epochs}epochs")
+            self._console.say(f"an epoch has {state.data.steps_per_epoch} steps.")
+        assert last is not None
         if progress.ended is not None:
             go_on = bool(state.cluster.gather([go_on]).any())
-            state.ended = self.start < self.last <= progress.ended and not go_on
-            if not state.ended and self.start < self.last:
+            if self.start < last and (go_on or last > progress.ended):
                 progress.ended = None
                 for known in progress.best.values():
                     known[2] = 0  # evaluations since the best one, which early_stop counts
@@ -145,46 +148,50 @@ class Trainer:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.learning_rate.variable.assign(config.learning_rate)
         if parts.rate_schedule is not None:
-            parts.rate_schedule.end_at(self.last)
+            parts.rate_schedule.end_at(last)
+        self._schedule.last = last
         self.functions.refresh()
 
     def train(self, source: bytes | None = None) -> None:
-        """Trains from ``start`` to ``last``, and says how it went.
+        """Trains from ``start`` on, and says how it went.
 
         Args:
             source: the file of the hooks, of which the run keeps a copy
         """
-        state, run, console = self.state, self._run, self._console
-        going_on = self.start < self.last and not state.ended
-        last = self.last if going_on else min(self.start, self.last)
-        extras = self._profile.marks, bool(state.parts.logged()), state.data.steps_per_epoch
-        self._schedule = Schedule(state.hooks, state.config, last, *extras)
+        state, run, console, schedule = self.state, self._run, self._console, self._schedule
+        going_on = self.start < schedule.last and not state.ended
         if going_on:
             self._check_step()
         if state.cluster.task.chief and (going_on or not run.config_file.exists()):
             run.listeners.given.append(Pace(state, run.summaries))
             run.open(state.config, self.start, source, self.functions.devices)
             console.listeners = run.listeners
-        announce(state, console, self.start, self.last)
-        self.last, state.clock = last, Clock()
-        console.start(self.start, last, state.clock.training)
+        console.say(describe_start(state, self.start, schedule.last))
+        if not going_on:
+            schedule.last = min(self.start, schedule.last)
+        elif self.start == 0:
+            console.say(f"the model has {count_parameters(state)}.")
+        state.clock = Clock()
+        console.start(self.start, schedule.last, state.clock.training)
         try:
             self._loop()
         except Exception:
             self.at_end("failed")
             raise
         else:
+            ending = "stopped" if state.stopped_by else "ended" if state.ended else "done"
             if going_on:
-                self.at_end("stopped" if state.stopped_by else "ended" if state.ended else "done")
+                self.at_end(ending)
         finally:
             self.checkpoints.close()
             self._profile.end()
         console.stop()
-        conclude(state, self.start, going_on, console)
-        run.end(name_ending(state))
+        warn_of_noted(state, console)
+        console.say(describe_end(state, self.start))
+        run.end("diverged" if state.diverged and ending != "stopped" else ending)
 
     def _loop(self) -> None:
-        state, schedule, clock = self.state, self._schedule, self.state.clock
+        state, schedule = self.state, self._schedule
         step = stop = self.start
         ended = False
         look_at_rate(state, step, self._console)
@@ -197,24 +204,23 @@ class Trainer:
                 self._evaluate(step)
             if step == stop or self.checkpoints.save_requested:
                 self._save(step)
-            if step >= self.last or self._signal:
+            if step >= schedule.last or self._signal:
                 break
             before, stop = step, schedule.next_stop(step)
-            with attribute_errors(state, step), clock.time("steps"):
+            with attribute_errors(state, step):
                 step, values = self._advance(step, stop)
             self._run.steps_taken = step - self.start
             state.progress.examples += state.data.count_new_examples(step - before)
-            with clock.time("hooks"):
-                chief = state.cluster.task.chief
-                for passed, hook in schedule.deferred(range(before + 1, step + (step != stop))):
-                    hook(step=passed, dev=self.functions.devices, chief=chief)
-                if step == stop:
-                    ended = self._run_hooks(step, schedule.due(step), values)
-        with clock.time("checkpoints"):
+            chief = state.cluster.task.chief
+            for passed, hook in schedule.deferred(range(before + 1, step + (step != stop))):
+                hook(step=passed, dev=self.functions.devices, chief=chief)
+            if step == stop:
+                ended = self._run_hooks(step, schedule.due(step), values)
+        with state.clock.paused():
             self.checkpoints.save()
             self.checkpoints.wait()
         self.checkpoints.statistics.average()
-        state.stopped_by = self._signal if step < self.last else None
+        state.stopped_by = self._signal if step < schedule.last else None
 
     def _advance(self, step: int, stop: int) -> tuple[int, dict[str, Any]]:
         """Takes steps, up to ``stop`` at most, as many as should be between two exchanges.
@@ -277,7 +283,7 @@ class Trainer:
         noted, self.functions.noted = self.functions.noted or Noted(), None
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
-            save=self.checkpoints.save_requested or self._deadlines.save_due(),
+            save=self.checkpoints.save_requested or self._schedule.is_time_to_save(),
             end=ended,
             step=step,
             frozen=self.functions.frozen,
@@ -285,19 +291,16 @@ class Trainer:
             latest=noted.latest,
             bad=noted.steps,
         )
-        if self.state.cluster.task.chief and self._deadlines.over():
+        if self.state.cluster.task.chief and self._schedule.is_time_to_end() and not self._signal:
+            self._console.say("max_time is over.")
             self._signal = signal.SIGTERM
-            self.state.timed_out = True
         status = self._sync(status)
         self._steps_per_call.limit = status.steps_per_call
         self.checkpoints.save_requested = status.save
         noted = Noted(status.first, status.latest, status.bad, noted.zeroed)
         note_losses(self.state, noted, self.checkpoints.saved_step, self._console)
-        if status.end and step < self.last:
-            self.state.ended, self.state.progress.ended = True, self.last
-        if status.end:
-            self.last = step
-            self._schedule.end_at(step)
+        if status.end and step < self._schedule.last:
+            self.state.progress.ended, self._schedule.last = self._schedule.last, step
 
     def _evaluate(self, step: int) -> None:
         """Evaluates, if that is due and not done; what its values decide is decided here."""
@@ -309,7 +312,7 @@ class Trainer:
         with average.in_place_of_weights() if average else nullcontext():
             with (
                 attribute_errors(state, step),
-                state.clock.time("evaluation"),
+                state.clock.paused(),
                 self.checkpoints.statistics.averaged(),
             ):
                 values = state.evaluation.evaluate(self._sync)
@@ -321,19 +324,18 @@ class Trainer:
             for criterion in self._criteria:
                 why = criterion.judge(step, values, progress.best) or why
             self.checkpoints.save_requested |= best_step(progress.best) == step
-            if why and step < self.last:
+            if why and step < self._schedule.last:
                 self._console.say(f"step {step}: training ends. {why}")
-            with state.clock.time("hooks"):
-                ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
+            ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
         self._sync_status(step, ended or why is not None)
 
     def _save(self, step: int) -> None:
         """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
         self._run.tell_saved()
         if self._schedule.save_due(step) or self.checkpoints.save_requested:
-            with self.state.clock.time("checkpoints"):
+            with self.state.clock.paused():
                 self.checkpoints.save()
-            self._deadlines.saved()
+            self._schedule.saved()
 
     def _check_step(self) -> None:
         """Traces the graphs that training begins with, so that their hooks are checked before.

@@ -14,37 +14,10 @@ from ctl_core.input.stream import describe_shortage
 from ctl_core.model.anomaly import describe_anomaly
 from ctl_core.model.state import State
 from ctl_core.numerics.not_finite import NEVER, Noted
-from ctl_core.numerics.replicas import describe_nature
 from ctl_core.numerics.variables import trainable_variables
 from ctl_core.run.console import Console, format_evaluation
 from ctl_core.run.errors import RunError, SetupError
 from ctl_core.run.files import from_here
-
-
-def last_step(state: State, console: Console) -> int:
-    """Returns the step at which training ends; says how long an epoch is.
-
-    Raises:
-        SetupError: epochs are asked for, but the data has no end.
-    """
-    config, steps = state.config, state.data.steps_per_epoch
-    if config.epochs is None:
-        assert config.steps is not None
-        return config.steps
-    if steps is None:
-        raise SetupError("epochs: the dataset is endless and has none; use steps.")
-    console.say(f"an epoch has {steps} steps.")
-    return steps * config.epochs
-
-
-def announce(state: State, console: Console, start: int, last: int) -> None:
-    """Says where training begins, how far it goes, and on what; of a new run, on which model."""
-    console.say(describe_start(state, start, last))
-    if start == 0 < last and not state.ended:
-        console.say(f"the model has {count_parameters(state)}.")
-    nature = describe_nature(state.recording.layers)
-    if nature and state.parts.shape.replicas > 1 and start < last:
-        console.say(nature)
 
 
 def describe_start(state: State, start: int, last: int) -> str:
@@ -54,6 +27,7 @@ def describe_start(state: State, start: int, last: int) -> str:
         early, go_on = "ended early, " * state.ended, ", or --continue," * state.ended
         done = f"{early}at step {start} of {last}, nothing left to train"
         return f"{run}: {done}; more steps{go_on} let it go on."
+    doing = f"resuming at step {start}" if start else "training"
     batch = f"batch size {config.batch_size}"
     if config.accumulate_steps > 1:
         batch += f" in {config.accumulate_steps} micro-batches"
@@ -61,7 +35,6 @@ def describe_start(state: State, start: int, last: int) -> str:
     where = f"{replicas} replica{'s' * (replicas > 1)} on {', '.join(sorted(kinds))}"
     if state.computed_in:
         where += f", in {' and '.join(state.computed_in)}"
-    doing = f"resuming at step {start}" if start else "training"
     return f"{run}: {doing}, to step {last}, {batch}, {where}."
 
 
@@ -72,10 +45,26 @@ def count_parameters(state: State) -> str:
     return f"{sum(sizes.values()):,} parameters to train"
 
 
-def conclude(state: State, start: int, trained: bool, console: Console) -> None:
-    """Says where the time went, in which steps a number was not finite, and how it all ended."""
-    if trained:
-        console.say(state.clock.summary())
+def describe_end(state: State, start: int) -> str:
+    """Says how training has ended, how long it took, and what the last evaluation found."""
+    clock = state.clock
+    if state.stopped_by is not None:
+        name = signal.Signals(state.stopped_by).name
+        again = f"--run-name {Path(state.run_dir).name}"
+        head = f"stopped by {name}, saved; goes on from here with {again}"
+    else:
+        head = "ended early" if state.ended else "done"
+    took = f"{state.step - start} steps in {clock.elapsed():.1f} s"
+    if (rest := clock.elapsed() - clock.training()) > 0.1:
+        took += f", {rest:.1f} s of them evaluations and checkpoints"
+    parts = [f"step {state.step}", took]
+    if state.metrics:
+        parts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
+    return f"{head}: {'; '.join(parts)}. Everything is in {from_here(state.run_dir)}"
+
+
+def warn_of_noted(state: State, console: Console) -> None:
+    """Says in which steps a number was not finite."""
     noted = state.progress.noted
     if noted.steps:
         at_least = "at least " * (state.cluster.task.processes > 1)
@@ -87,22 +76,6 @@ def conclude(state: State, start: int, trained: bool, console: Console) -> None:
         console.warn(
             f"update_pre turned NaN in gradients into 0 in {noted.zeroed} of {state.step} steps."
         )
-    parts = [f"step {state.step}", f"{state.step - start} steps in {state.clock.total:.1f} s"]
-    if state.metrics:
-        parts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
-    head = "ended early" if state.ended else "done"
-    if state.stopped_by is not None:
-        name = "max_time" if state.timed_out else signal.Signals(state.stopped_by).name
-        again = f"--run-name {Path(state.run_dir).name}"
-        head = f"stopped by {name}, saved; goes on from here with {again}"
-    console.say(f"{head}: {'; '.join(parts)}. Everything is in {from_here(state.run_dir)}")
-
-
-def name_ending(state: State) -> str:
-    """Returns how training has ended, in the word that listeners hear."""
-    if state.stopped_by is not None:
-        return "stopped"
-    return "diverged" if state.diverged else "ended" if state.ended else "done"
 
 
 def note_losses(state: State, found: Noted, saved: int, console: Console) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,6 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.recording import Recording
 from ctl_core.input.stream import Input
 from ctl_core.model.parts import Parts
-from ctl_core.model.schedule import Clock
 from ctl_core.numerics.learning_rate import LearningRate
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.run.errors import RunError, one_line
@@ -74,6 +76,28 @@ def check_hook_state(values: dict[str, Any], where: str) -> None:
         )
 
 
+class Clock:
+    """The seconds that training takes."""
+
+    def __init__(self) -> None:
+        self._start, self._paused = time.monotonic(), 0.0
+
+    def elapsed(self) -> float:
+        """Returns the seconds since the clock was made."""
+        return time.monotonic() - self._start
+
+    def training(self) -> float:
+        """Returns the same without evaluations and checkpoints."""
+        return self.elapsed() - self._paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out of ``training`` what happens within."""
+        start = time.monotonic()
+        yield
+        self._paused += time.monotonic() - start
+
+
 @dataclasses.dataclass(repr=False)
 class State:
     """The trained state: what ``ctl_core.train`` returns.
@@ -91,9 +115,7 @@ class State:
         ckpt, manager: what ``create_ckpt`` returned
         computed_in: the dtypes lower than float32 in which layers compute
         progress: how far the run has come
-        ended: whether a hook has ended training (StopTraining), now or earlier
         stopped_by: the number of the signal that ended training early, or None
-        timed_out: whether that was because of ``max_time``
         functions: the graph functions, while training (graph.StepFunctions)
         clock: where the time goes, while training
     """
@@ -111,9 +133,7 @@ class State:
     manager: tf.train.CheckpointManager
     computed_in: list[str]
     progress: Progress = dataclasses.field(default_factory=Progress)
-    ended: bool = False
     stopped_by: int | None = None
-    timed_out: bool = False
     functions: Any = None
     clock: Clock = dataclasses.field(default_factory=Clock)
 
@@ -171,6 +191,11 @@ class State:
     def hook_state(self) -> dict[str, Any]:
         """What host hooks keep, their argument ``state``."""
         return self.progress.hook_state
+
+    @property
+    def ended(self) -> bool:
+        """Whether a hook has ended training (StopTraining), or ``early_stop``, now or earlier."""
+        return self.progress.ended is not None
 
     @property
     def diverged(self) -> bool:

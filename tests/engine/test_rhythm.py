@@ -77,7 +77,8 @@ def test_a_run_with_so_much_time_stops_and_goes_on(
     assert state.stopped_by == signal.SIGTERM and 0 < state.step < 40
     assert saved(state.run_dir) == [state.step]
     said = capsys.readouterr().out
-    assert "stopped by max_time, saved; goes on from here with --run-name run" in said
+    assert "max_time is over." in said
+    assert "stopped by SIGTERM, saved; goes on from here with --run-name run" in said
     whole = train(hooks(), steps=40, run_name="whole", eval_every=0)
     rest = train(hooks(), steps=40, **{**more, "max_time": "1h"})
     assert rest.step == 40 and rest.stopped_by is None
