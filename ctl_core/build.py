@@ -19,14 +19,12 @@ from ctl_core.checkpoint.folder import Run
 from ctl_core.checkpoint.record import read_first_batch_size
 from ctl_core.cluster.collectives import Alone
 from ctl_core.cluster.strategy import create_strategy
-from ctl_core.cluster.sync import Cluster
+from ctl_core.cluster.sync import Cluster, is_peer_lost
 from ctl_core.compat import (
     captured_variables,
-    large_sums_whole,
+    keep_large_sums_whole,
     layers_run,
     losses_apart,
-    names_anew,
-    op_determinism,
     scratch_graph,
 )
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
@@ -67,13 +65,17 @@ from ctl_core.stretches import count_stacked_steps
 
 @contextlib.contextmanager
 def process_state(config: Config) -> Iterator[None]:
-    """Within, Keras' dtype policy, its names and op determinism are as the run needs them.
+    """Within, Keras and TensorFlow are as the run needs them, which trains as in a new process.
 
-    Afterwards they are as they were: in a notebook, another run may follow, which trains as it
-    would in a process of its own.
+    Names of Keras' objects begin anew, and ops stay deterministic from here on.
     """
-    deterministic = op_determinism(config.deterministic)
-    with policy(config.precision), names_anew(), losses_apart(), large_sums_whole(), deterministic:
+    before = keras.config.dtype_policy()
+    keras.utils.clear_session(free_memory=False)
+    keras.config.set_dtype_policy(before)
+    keep_large_sums_whole()
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    with policy(config.precision), losses_apart():
         yield
 
 
@@ -111,7 +113,7 @@ def create_state(
         )
         return _Builder(hooks, config, run, strategy, cluster, console, shape).build()
     except tf.errors.OpError as error:  # nothing but data has been read
-        if cluster.lost(error):
+        if is_peer_lost(cluster.task, error):
             raise
         raise SetupError(f"{hooks.create_dataset}: reading the data: {brief(error)}") from error
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run

@@ -20,15 +20,27 @@ from keras.src.backend.common import global_state
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
-from tensorflow.python.framework import config as framework_config
+from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import summary_ops_v2
 from tensorflow.python.trackable.base import Trackable
 
 from ctl_core.run.errors import SetupError
 
-# What is replaced on a class looks here what its thread is in: each replica is traced in a thread
-# of its own.
-_of_thread = threading.local()
+
+class _Thread(threading.local):
+    """What a thread is in, of which each replica is traced in one of its own.
+
+    What is replaced on a class looks here.
+    """
+
+    training: bool | None = None
+    reduce: Callable[[Any], Any] | None = None
+
+    def __init__(self) -> None:
+        self.losses: Any = weakref.WeakKeyDictionary()
+
+
+_thread = _Thread()
 _replacing = threading.RLock()
 _users: collections.Counter[tuple[Any, str]] = collections.Counter()
 _originals: dict[tuple[Any, str], Any] = {}
@@ -58,12 +70,12 @@ def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[
 
 @contextlib.contextmanager
 def _set_in_thread(name: str, value: Any) -> Iterator[None]:
-    before = getattr(_of_thread, name, None)
-    setattr(_of_thread, name, value)
+    before = getattr(_thread, name)
+    setattr(_thread, name, value)
     try:
         yield
     finally:
-        setattr(_of_thread, name, before)
+        setattr(_thread, name, before)
 
 
 def flatten_layers(model: Any) -> list[keras.Layer]:
@@ -82,7 +94,7 @@ def _gradients_reduced_by(reduce: Callable[[Any], Any]) -> Iterator[None]:
 
     def replace(of_keras: Any) -> Any:
         def sum_gradients(self: Any, grads_and_vars: Any) -> Any:
-            own = getattr(_of_thread, "reduce", None)
+            own = _thread.reduce
             return own(grads_and_vars) if own else of_keras(self, grads_and_vars)
 
         return sum_gradients
@@ -115,17 +127,16 @@ def layers_run(training: bool) -> Iterator[None]:
 
     def replace_in_layers(of_keras: Any) -> Any:
         def call_context(self: Any) -> Any:
-            found, training = of_keras(self), getattr(_of_thread, "training", None)
-            if training is not None and found.get_value("training") is None:
-                found.set_value("training", training)
+            found = of_keras(self)
+            if found.get_value("training") is None:
+                found.set_value("training", _thread.training)
             return found
 
         return call_context
 
     def replace_in_functions(of_tensorflow: Any) -> Any:
         def make_context(scope_type: Any = None) -> Any:
-            training = getattr(_of_thread, "training", None)
-            return of_tensorflow(scope_type if training is None else (scope_type, training))
+            return of_tensorflow((scope_type, _thread.training))
 
         return make_context
 
@@ -146,31 +157,12 @@ def losses_apart() -> contextlib.AbstractContextManager[None]:
         replica = tf.distribute.get_replica_context()
         if replica is None or replica.num_replicas_in_sync == 1:
             return vars(layer).get("_losses")
-        if not hasattr(_of_thread, "losses"):
-            _of_thread.losses = weakref.WeakKeyDictionary()
-        return _of_thread.losses.setdefault(layer, [])
+        return _thread.losses.setdefault(layer, [])
 
     def of_all(layer: Any, losses: Any) -> None:
         vars(layer)["_losses"] = losses
 
     return _replaced(keras.Layer, "_losses", lambda _: property(of_replica, of_all))
-
-
-@contextlib.contextmanager
-def names_anew() -> Iterator[None]:
-    """Within, Keras names objects as in a new process; afterwards otherwise than both before.
-
-    ``clear_session``, which is public, would forget the dtype policy, too.
-    """
-    name = "object_name_uids"
-    before = global_state.get_global_attribute(name) or {}
-    global_state.set_global_attribute(name, None)
-    try:
-        yield
-    finally:
-        within = global_state.get_global_attribute(name) or {}
-        taken = collections.Counter(before) | collections.Counter(within)
-        global_state.set_global_attribute(name, collections.defaultdict(int, taken))
 
 
 def global_seed_generator() -> keras.random.SeedGenerator | None:
@@ -200,19 +192,6 @@ def seed_of_ops_kept() -> Iterator[None]:
         of_process._seed, of_process._rng = before
 
 
-@contextlib.contextmanager
-def op_determinism(on: bool) -> Iterator[None]:
-    """Within, ops are deterministic, or as they were; nothing public switches it off again."""
-    before = framework_config.is_op_determinism_enabled()
-    if on:
-        tf.config.experimental.enable_op_determinism()
-    try:
-        yield
-    finally:
-        if on and not before:
-            framework_config.disable_op_determinism()
-
-
 def scratch_graph(name: str) -> Any:
     """Returns a graph in which Keras builds variables as in a tf.function: outside of it."""
     return tf.__internal__.FuncGraph(name)
@@ -226,18 +205,9 @@ def captured_variables(graph: Any, strategy: tf.distribute.Strategy) -> list[tf.
 
 
 def written_resources(graph: Any) -> list[Any]:
-    """Returns the handles, of what a function's graph captures, that it does not only read.
-
-    What an op that calls a function only reads is noted on it; one without a note writes.
-    """
-    reading = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
-    written = set()
-    for op in graph.get_operations():
-        resources = [i for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource]
-        if not resources or op.type in reading:
-            continue
-        read_only = op.node_def.attr["_read_only_resource_inputs"].list.i
-        written |= {op.inputs[i].name for i in resources if i not in read_only}
+    """Returns the handles, of what a function's graph captures, that it does not only read."""
+    find = auto_control_deps_utils.get_read_write_resource_inputs
+    written = {tensor.name for op in graph.get_operations() for tensor in find(op)[1]}
     return [outer for outer, inner in graph.captures if inner.name in written]
 
 
@@ -271,28 +241,16 @@ def translated_stack(error: BaseException) -> list[tuple[str, int]]:
     return [(frame.filename, frame.lineno) for frame in reversed(stack)]
 
 
-@contextlib.contextmanager
-def large_sums_whole() -> Iterator[None]:
-    """Within, TensorFlow does not split sums of large tensors to save memory.
+def keep_large_sums_whole() -> None:
+    """From here on, TensorFlow does not split sums of large tensors to save memory.
 
     In a loop of the graph the parts of such a sum fail by AlreadyExistsError (its issue 23780).
     """
     of_process = context.context()
-    before, config = of_process._config, tf.compat.v1.ConfigProto()
-    if before is not None:
-        config.CopyFrom(before)
+    of_process._config = config = of_process._config or tf.compat.v1.ConfigProto()
     rewrites = config.graph_options.rewrite_options
     rewrites.memory_optimization = rewrites.SWAPPING_HEURISTICS
-
-    def use(one: Any) -> None:
-        of_process._config = one
-        of_process._thread_local_data.function_call_options = None  # made anew of that
-
-    use(config)
-    try:
-        yield
-    finally:
-        use(before)
+    of_process._thread_local_data.function_call_options = None  # made anew of that
 
 
 class GraphWriter(tf.summary.SummaryWriter):
@@ -406,20 +364,10 @@ def stages(dataset: Any) -> Iterator[Any]:
         yield from stages(part)
 
 
-def tuned_parts(dataset: tf.data.Dataset) -> set[str]:
-    """Returns what of a pipeline is left to tf.data's tuner; ``nested``: in what is interleaved."""
-    found = set()
-    for stage in stages(dataset):
-        for name in ("num_parallel_calls", "cycle_length"):
-            value = tf.get_static_value(getattr(stage, f"_{name}", None))
-            if value is not None and value == tf.data.AUTOTUNE:
-                found.add(name)
-        for part in vars(stage).values():
-            if isinstance(getattr(part, "output_structure", None), tf.data.DatasetSpec):
-                ops = part.function.graph.get_operations()
-                if any(op.type.startswith(("Parallel", "MapAndBatch")) for op in ops):
-                    found.add("nested")
-    return found
+def is_tuned(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a pipeline leaves to tf.data's tuner how many calls a stage makes at once."""
+    numbers = [getattr(stage, "_num_parallel_calls", None) for stage in stages(dataset)]
+    return any(n is not None and tf.get_static_value(n) == tf.data.AUTOTUNE for n in numbers)
 
 
 def cpu_devices_of_worker(count: int) -> contextlib.AbstractContextManager[None]:

@@ -81,7 +81,7 @@ def train(
         open_session(run, console),
         process_state(config),
         peers(task),
-        Signals(console) as signals,
+        Signals(console.say) as signals,
         hold_run(config, run, console),
     ):
         state = create_state(callbacks, config, run, console)

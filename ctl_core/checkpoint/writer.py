@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.checkpoint.record import Record, keep_best, remove_orphans, write_record
+from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.compat import GraphCheckpoint, holding, saves_itself, trackable_node
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import define_copy
@@ -159,7 +160,7 @@ def all_write(state: State, step: int) -> Iterator[None]:
     try:
         yield
     except (OSError, tf.errors.OpError) as error:
-        if isinstance(error, tf.errors.OpError) and state.cluster.lost(error):
+        if is_peer_lost(state.cluster.task, error):
             raise
         failure = error
     if not state.cluster.all(failure is None):

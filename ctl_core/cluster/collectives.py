@@ -1,7 +1,5 @@
 """What replicas exchange in a hook of the graph, or in a layer; alone, everything stays as it is.
 
-So it does where a hook that creates something calls a layer: there is no replica's context.
-
 Between processes as between devices; gradients go through both exchanges. A replica that has no
 rows of a batch computes on a stand-in, which counts in no exchange.
 """
@@ -14,7 +12,28 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.cluster.strategy import distribute, local_replicas
+
+def distribute(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
+    """Hands the i-th value to the i-th replica of this process."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group % len(values)]
+    )
+
+
+def local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Counts the replicas of this process; every process of a cluster has as many."""
+    return len(strategy.extended.worker_devices)
+
+
+def _find_others() -> Any:
+    """Returns the context of this replica, if there are others; None in a create hook, too."""
+    context = tf.distribute.get_replica_context()
+    return None if context is None or context.num_replicas_in_sync == 1 else context
+
+
+def _place(value: Any) -> Any:
+    """Returns a value on the replica's device; that of a batch has none, and would meet nobody."""
+    return tf.nest.map_structure(tf.identity, value)
 
 
 def num_replicas() -> int:
@@ -30,21 +49,15 @@ def replica_id() -> Any:
 
 
 def all_gather(value: Any, axis: int = 0) -> Any:
-    """Returns what all replicas have, one behind the other in their order.
+    """Returns what all replicas have, joined along an axis in their order, the same on each.
 
-    Args:
-        value: a tensor, or a structure of tensors, of one shape but for ``axis``
-        axis: along which they are joined
-
-    Returns:
-        The same on every replica. Its gradient is the sum of all replicas': of a loss that each of
-        N replicas works out of the whole gathered batch, return the N-th part from ``grad_pre``, or
-        the loss of the replica's own examples.
+    ``value`` is a tensor, or a structure of tensors, of one shape but for the axis. The gradient is
+    the sum of all replicas': of a loss that each of N replicas works out of the whole gathered
+    batch, return the N-th part from ``grad_pre``, or the loss of the replica's own examples.
     """
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    if (context := _find_others()) is None:
         return value
-    return tf.nest.map_structure(lambda part: context.all_gather(part, axis), value)
+    return tf.nest.map_structure(lambda part: context.all_gather(part, axis), _place(value))
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
@@ -59,10 +72,9 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     """
     if op not in ("sum", "mean"):
         raise ValueError(f"expected the op 'sum' or 'mean', got {op!r}")
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    if (context := _find_others()) is None:
         return value
-    rows = getattr(context, "ctl_rows", None)
+    value, rows = _place(value), getattr(context, "ctl_rows", None)
     if op == "sum" or rows is None:
         return context.all_reduce(tf.distribute.ReduceOp[op.upper()], value)
 
@@ -87,8 +99,7 @@ def counting_rows(
         present: whether there are any; None: that is sure
         together: how many all replicas have; None: some, that is sure
     """
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1 or rows is None:
+    if rows is None or (context := _find_others()) is None:
         yield
         return
     reduce, gather = context.all_reduce, context.all_gather
@@ -111,12 +122,10 @@ def counting_rows(
         # Stand-ins, which are the last ones, are there for each other alone: their own code may
         # look for itself behind the rows of the replicas before it.
         def cut(part: Any, gathered: Any) -> Any:
-            sizes, along = tf.shape(gathered), axis % part.shape.rank
-            own = tf.where(present, tf.shape(part, tf.int64)[along], 0)
-            all_rows = tf.cast(reduce(tf.distribute.ReduceOp.SUM, own), tf.int32)
-            is_cut = present & (tf.range(part.shape.rank) == along)
-            found = tf.slice(gathered, tf.zeros_like(sizes), tf.where(is_cut, all_rows, sizes))
-            return tf.ensure_shape(found, [*part.shape[:along], None, *part.shape[along + 1 :]])
+            own = tf.where(present, tf.shape(part, tf.int64)[axis], 0)
+            size, real = tf.shape(gathered, tf.int64)[axis], reduce(tf.distribute.ReduceOp.SUM, own)
+            number = tf.where(present, real, size)
+            return tf.split(gathered, tf.stack([number, size - number]), axis)[0]
 
         return tf.nest.map_structure(cut, value, gather(value, axis, options))
 

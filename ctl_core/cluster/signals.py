@@ -9,10 +9,8 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ctl_core.run.console import Console
+from collections.abc import Callable
+from typing import Any
 
 # How long a signal may be repeated without meaning a second one (seconds).
 SAME_SIGNAL = 1.0
@@ -29,14 +27,13 @@ class Signals:
     Python calls a handler between two of its own instructions, so not before a graph call ends.
 
     Attributes:
-        received: the number of the first one, or None
-        numbers: of all that were noted, in their order
+        numbers: of those that were noted, in their order
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.received: int | None = None
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        """``say`` is told what a signal does, in a thread of its own."""
         self.numbers: list[int] = []
-        self._console = console
+        self._say = say
         self._interrupted_at = 0.0
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
@@ -51,24 +48,23 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def received(self) -> int | None:
+        """The number of the first one, or None."""
+        return next(iter(self.numbers), None)
+
     def _note(self, number: int, _: object) -> None:
         if os.getpid() != self._process:  # forked off the run, as by multiprocessing
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         elif number not in self.numbers:
-            self.received = self.received or number
             self.numbers.append(number)
+            name = signal.Signals(number).name
+            text = f"{name}: the run stops after what is running now, and is saved"
             if number == signal.SIGINT:
                 self._interrupted_at = time.monotonic()
-            if self._console is not None:  # whose lock the main thread may hold just now
-                threading.Thread(target=self._answer, args=(number,), daemon=True).start()
+                text += "; Ctrl-C again, a second or more from now, ends it at once"
+            if self._say is not None:  # the main thread may hold the lock that it takes
+                threading.Thread(target=self._say, args=(f"{text}.",), daemon=True).start()
         elif number == signal.SIGINT and time.monotonic() > self._interrupted_at + SAME_SIGNAL:
             raise KeyboardInterrupt
-
-    def _answer(self, number: int) -> None:
-        assert self._console is not None
-        again = "; Ctrl-C again, a second or more from now, ends it at once"
-        self._console.say(
-            f"{signal.Signals(number).name}: the run stops after what is running now, and is saved"
-            f"{again if number == signal.SIGINT else ''}."
-        )

@@ -14,20 +14,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctl_core.cluster.signals import Signals
-from ctl_core.run.errors import PeerLost, RunError, SetupError
+from ctl_core.run.errors import RunError, SetupError
 
 if TYPE_CHECKING:
     from ctl_core.run.settings import Config
@@ -38,10 +36,9 @@ PIPE = "SUPERVISOR_PIPE"
 TICK = 0.1
 # After one worker failed, how long the others may take to end by themselves (seconds).
 PEER_GRACE = 5.0
-# Exit codes of a worker that has done what it was told to.
+# Exit codes of a worker that has done what it was told to; and those that a new start would have.
 ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-# Those of one that has lost another: TensorFlow raises, or aborts.
-CONSEQUENCES = (PeerLost.exit_code, -signal.SIGABRT)
+FAILED = (RunError.exit_code, SetupError.exit_code)
 
 _pipes: list[int] = []
 
@@ -67,53 +64,19 @@ def _wait_for_end(pipe: int) -> None:
 def start_cluster(argv: Sequence[str], config: Config) -> int:
     """Trains in a cluster of ``config.workers`` processes; returns the exit code of the command.
 
-    Args:
-        argv: the command line, which the workers get as it is, with their number and the run's
-            name, which config.yaml may have said
-        config: the settings that it means; the run has a name
+    The workers get the command line ``argv`` as it is, with their number and the run's name, which
+    config.yaml may have said.
     """
-    workers, name = config.workers, config.run_name
-    assert name is not None
-    # Virtual devices are the CPU's, yet TensorFlow would take the GPUs' memory.
-    gpus = [] if config.virtual_devices > 1 else find_gpus(os.environ)
-    return supervise(
-        [sys.executable, "-m", "ctl_core", *argv, "--workers", str(workers), "--run-name", name],
-        Path(config.runs_dir) / name,
-        share_gpus(gpus, workers),
-        config.max_restarts,
-    )
-
-
-def find_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Names the GPUs as ``CUDA_VISIBLE_DEVICES`` does, or, without it, as nvidia-smi lists them."""
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [gpu.strip() for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
-    return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
-
-
-def share_gpus(gpus: Sequence[str], workers: int) -> list[str]:
-    """Returns a value of ``CUDA_VISIBLE_DEVICES`` for each worker.
-
-    Raises:
-        SetupError: the GPUs cannot be shared out evenly.
-    """
-    each, left = divmod(len(gpus), workers)
-    if left:
-        raise SetupError(
-            f"workers: {workers} workers cannot share {len(gpus)} GPUs evenly; take a number that "
-            "divides it, or choose GPUs with CUDA_VISIBLE_DEVICES (empty: train on the CPU)."
-        )
-    return [",".join(gpus[i * each : (i + 1) * each]) for i in range(workers)]
+    workers, name = config.workers, str(config.run_name)
+    command = [sys.executable, "-m", "ctl_core", *argv, "--workers", str(workers)]
+    folder = Path(config.runs_dir) / name
+    return supervise([*command, "--run-name", name], folder, workers, config.max_restarts)
 
 
 def supervise(
     command: Sequence[str],
     folder: Path,
-    gpus: Sequence[str],
+    workers: int,
     max_restarts: int = 3,
     peer_grace: float = PEER_GRACE,
 ) -> int:
@@ -124,53 +87,38 @@ def supervise(
     Args:
         command: what each worker runs
         folder: the run folder, for the logs
-        gpus: ``CUDA_VISIBLE_DEVICES`` of each worker
+        workers: how many there are
         max_restarts: how often all are started again after a crash, in total
         peer_grace: see ``PEER_GRACE``
 
     Raises:
-        SetupError, RunError: a worker has ended with exit code 2 or 1, as starting it again would;
-            or restarts are used up.
+        RunError: restarts are used up.
         KeyboardInterrupt: at a second SIGINT.
     """
     with Signals() as signals:
         for restarts in range(max_restarts + 1):
-            with start_workers(command, folder, gpus) as workers:
-                ends = _watch(workers, signals, peer_grace)
-            failed = [index for index in sorted(ends) if ends[index] in (1, 2)]
-            crashed = [index for index in ends if ends[index] not in ORDERLY]
-            if 0 in failed or not crashed:  # the chief has shown its own error
-                return ends[min(ends)]
-            if failed:
-                index = failed[0]
-                why = f"{_find_error(folder, index)} ({_log(folder, index)})"
-                raise (SetupError if ends[index] == 2 else RunError)(f"worker {index}: {why}")
+            with start_workers(command, folder, workers) as started:
+                codes = _watch(started, signals, peer_grace)
+            crashed = [index for index, code in codes.items() if code not in ORDERLY]
+            if not crashed:
+                return codes[0]
+            ended = ", ".join(_describe_end(index, codes[index]) for index in crashed)
+            if failed := [index for index in sorted(crashed) if codes[index] in FAILED]:
+                if failed[0] > 0:  # the chief has shown its own error
+                    print(f"error: {ended} (see {folder})", file=sys.stderr, flush=True)
+                return codes[failed[0]]
             if signals.received:
                 return 128 + signals.received
-            cause = min(crashed, key=lambda index: ends[index] in CONSEQUENCES)
-            end = f"{_describe_end(cause, ends[cause])} ({_log(folder, cause)})"
             if restarts < max_restarts:
                 again = f"restarting from the last checkpoint ({restarts + 1} of {max_restarts})"
-                print(f"warning: {end}; {again}", flush=True)
-    raise RunError(f"{end}, and max_restarts is {max_restarts}; giving up.")
+                print(f"warning: {ended} (see {folder}); {again}", flush=True)
+    raise RunError(f"{ended} (see {folder}), and max_restarts is {max_restarts}; giving up.")
 
 
 def _describe_end(index: int, code: int) -> str:
     if code < 0:
         return f"worker {index} was killed by {signal.Signals(-code).name}"
     return f"worker {index} ended with exit code {code}"
-
-
-def _find_error(folder: Path, index: int) -> str:
-    """Returns the last error that a worker has written into its log."""
-    lines = _log(folder, index).read_text(errors="replace").splitlines()
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return errors[-1] if errors else "ended without an error"
-
-
-def _log(folder: Path, worker: int) -> Path:
-    """Where a worker's log is; the chief's is that of the run, which it writes itself."""
-    return folder / (f"worker-{worker}.log" if worker else "train.log")
 
 
 def free_ports(count: int) -> list[int]:
@@ -184,28 +132,28 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def start_workers(
-    command: Sequence[str], folder: Path, gpus: Sequence[str]
+    command: Sequence[str], folder: Path, workers: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Yields the processes of one start of the cluster, none of which outlives it."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(gpus))]
-    workers: list[subprocess.Popen[bytes]] = []
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(workers)]}
+    started: list[subprocess.Popen[bytes]] = []
     pipe, ours = os.pipe()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        for index, of_worker in enumerate(gpus):
+        for index in range(workers):
             task = {"type": "worker", "index": index}
+            place = {"cluster": cluster, "task": task, "shares_gpus": True}
             environ = {
                 **os.environ,
-                "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
-                "CUDA_VISIBLE_DEVICES": of_worker,
+                "TF_CONFIG": json.dumps(place),
                 PIPE: str(pipe),
                 # What was printed before a crash is to be in the log.
                 "PYTHONUNBUFFERED": "1",
                 # So that all go through a set of texts, such as class names, in one order.
                 "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             }
-            with contextlib.ExitStack() as opened:
-                log = opened.enter_context(_log(folder, index).open("ab")) if index else None
+            own = (folder / f"worker-{index}.log").open("ab") if index else contextlib.nullcontext()
+            with own as log:
                 worker = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -215,10 +163,10 @@ def start_workers(
                     pass_fds=(pipe,),
                     start_new_session=True,
                 )
-            workers.append(worker)
-        yield workers
+            started.append(worker)
+        yield started
     finally:
-        for worker in workers:
+        for worker in started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, signal.SIGKILL)  # and what it has started itself
             worker.wait()
@@ -231,20 +179,19 @@ def _watch(
 ) -> dict[int, int]:
     """Waits until every worker has ended; after one has failed, no longer than ``peer_grace``.
 
-    Returns:
-        The exit codes of those that have ended, in their order.
+    Returns the exit codes of those that have ended, in the order in which they did.
     """
-    ends: dict[int, int] = {}
+    codes: dict[int, int] = {}
     told, deadline = 0, float("inf")
-    while len(ends) < len(workers) and time.monotonic() < deadline:
+    while len(codes) < len(workers) and time.monotonic() < deadline:
         for number in signals.numbers[told:]:
             told += 1
             for worker in workers:
                 worker.send_signal(number)
         for index, worker in enumerate(workers):
-            if index not in ends and (code := worker.poll()) is not None:
-                ends[index] = code
+            if index not in codes and (code := worker.poll()) is not None:
+                codes[index] = code
                 if code not in ORDERLY:  # the others wait for it in vain
                     deadline = min(deadline, time.monotonic() + peer_grace)
         time.sleep(TICK)
-    return ends
+    return codes

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from ctl_core.run.settings import Config
 # What TensorFlow says on the processes that are left when one is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _ABORTED = "Collective ops is aborted by"
+_UNLIKE = re.compile("mismatch in the collective|is joining a group with size")
 _GONE = (
     "another process of the cluster is gone; started again, all of them, the run goes on from its "
     "last checkpoint."
@@ -63,11 +65,7 @@ _LOWEST = ("steps_per_call", "first")
 
 
 class Cluster:
-    """The processes of a run, as this one sees them.
-
-    Attributes:
-        task: this process's place
-    """
+    """The processes of a run, as this one, ``task``, sees them."""
 
     def __init__(self, strategy: tf.distribute.Strategy, task: Task) -> None:
         self.task = task
@@ -82,25 +80,23 @@ class Cluster:
         own = np.array(values, np.int64)
         if self.task.processes == 1:
             return own[None]
-        return self._gather(own).numpy()  # type: ignore[no-any-return]
+        table = self._gather(own).numpy()  # with a row for each replica
+        return table[:: len(table) // self.task.processes]  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _gather(self) -> Any:
         """The graph function: all add up a table in which only the own row of each is not zero."""
-        strategy, task = self._strategy, self.task
 
         def on_replica(values: tf.Tensor) -> tf.Tensor:
             context = tf.distribute.get_replica_context()
-            per_process = context.num_replicas_in_sync // task.processes
-            row = tf.one_hot(task.index, task.processes, dtype=tf.int64)
-            first = tf.equal(context.replica_id_in_sync_group % per_process, 0)
-            own = row[:, None] * values[None, :] * tf.cast(first, tf.int64)
+            replica, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+            own = tf.one_hot(replica, replicas, dtype=tf.int64)[:, None] * values
             return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
         def gather(values: tf.Tensor) -> tf.Tensor:
-            table = strategy.run(on_replica, (values,))
-            return strategy.experimental_local_results(table)[0]
+            table = self._strategy.run(on_replica, (values,))
+            return self._strategy.experimental_local_results(table)[0]
 
         return gather
 
@@ -134,11 +130,7 @@ class Cluster:
         return bool((self.gather([digest]) == digest).all())
 
     def check_settings(self, config: Config) -> None:
-        """Compares the settings, which have to be the same on every process.
-
-        Raises:
-            SetupError: they are not.
-        """
+        """Refuses settings that are not the same on every process."""
         # What only says how a process works and reports, not what it computes, may differ.
         own = dataclasses.replace(config, debug=False, runs_dir="runs")
         if not self.has_same(repr(own).encode()):
@@ -148,14 +140,9 @@ class Cluster:
             )
 
     def check_data(self, hook: object, create: Callable[[], tf.data.Dataset]) -> None:
-        """Compares the first batch, of which each process takes its rows.
+        """Refuses processes of which each would take its rows of another batch.
 
-        Args:
-            hook: that makes the data, for the message
-            create: calls it
-
-        Raises:
-            SetupError: the processes read different batches.
+        ``create`` calls the hook that makes the data, ``hook``.
         """
         if self.task.processes == 1:
             return
@@ -170,10 +157,6 @@ class Cluster:
                 "sort files that are listed, give shuffles a seed, leave deterministic=False out."
             )
 
-    def lost(self, error: tf.errors.OpError) -> bool:
-        """Whether an error says that another process is gone, or failed first."""
-        return _lost(self.task, error)
-
 
 @contextlib.contextmanager
 def peers(task: Task) -> Iterator[None]:
@@ -181,20 +164,21 @@ def peers(task: Task) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        if not _lost(task, error):
+        if not is_peer_lost(task, error):
             raise
         raise PeerLost(_GONE) from error
     except CtlError as error:
         # What a hook raised: trouble of its own, with a file system say, names no task.
         cause = error.__cause__
-        if not (_lost(task, cause) and (_ABORTED in str(cause) or "/job:" in str(cause))):
+        if not (is_peer_lost(task, cause) and (_ABORTED in str(cause) or "/job:" in str(cause))):
             raise
         raise PeerLost(_GONE) from error
 
 
-def _lost(task: Task, error: BaseException | None) -> bool:
+def is_peer_lost(task: Task, error: BaseException | None) -> bool:
+    """Whether an error says that another process is gone, or failed first."""
     if task.processes == 1 or not isinstance(error, tf.errors.OpError):
         return False
-    if "mismatch in the collective" in str(error):  # of shapes, say: it would be so again
+    if _UNLIKE.search(str(error)):  # shapes or numbers of devices: they would be so again
         return False
     return isinstance(error, _LOST) or _ABORTED in str(error)

@@ -2,7 +2,8 @@
 
 Nothing else tells it. The supervisor of ``--workers`` writes it for its workers; elsewhere the
 files of launch/ do, or the cluster itself. The form is TensorFlow's: ``{"cluster": {"worker":
-["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}``.
+["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}``; ``"shares_gpus": true``
+is ours.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ class Task:
         index: this one's number, from 0; number 0 is the chief
         addresses: of all processes, as host:port
         kind: what this process is for; only a worker is one of ``processes``
+        shares_gpus: whether all of them are on this machine and share out its GPUs
     """
 
     processes: int = 1
     index: int = 0
     addresses: tuple[str, ...] = ()
     kind: Literal["worker", "evaluator", "ps"] = "worker"
+    shares_gpus: bool = False
 
     @property
     def chief(self) -> bool:
@@ -94,7 +97,8 @@ def _parse(environ: Mapping[str, str]) -> Task:
             '"worker", "index": 0}} with different addresses and an index into them, or no '
             f"TF_CONFIG to train in one process, got {one_line(text, 300)}"
         ) from None
-    return Task(len(addresses), addresses.index(jobs[job][index]), addresses)
+    own, shares = addresses.index(jobs[job][index]), bool(content.get("shares_gpus"))
+    return Task(len(addresses), own, addresses, shares_gpus=shares)
 
 
 def wait_for_others(task: Task) -> None:

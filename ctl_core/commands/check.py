@@ -70,26 +70,20 @@ def check(callbacks: Any, config: Config) -> State:
     task, name, config = task_of(config), config.run_name or "run", from_anywhere(config)
     console = _Console(shown=task.chief)
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
-    with temporary as folder, Signals(console) as signals:
+    with temporary as folder, Signals(console.say) as signals:
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
         hooks, warnings = load_hooks(callbacks, config)
         for warning in warnings:
             console.warn(warning)
         console.line(f"check of {name}: all of it in a temporary folder, which is removed.")
-        try:
-            devices = max(DEVICES, config.virtual_devices)
-            prepare(dataclasses.replace(config, virtual_devices=devices))
-            started = None
-        except SetupError as error:  # TensorFlow has started, as in a notebook
-            started = error
+        devices = max(DEVICES, config.virtual_devices)
+        prepare(dataclasses.replace(config, virtual_devices=devices))
         state = _try_training(hooks, config, console, signals)
         if number := state.stopped_by:
             console.line(f"check: stopped by {signal.Signals(number).name}; so far, all is well.")
             return state
         _try_commands(hooks, state, config, console)
-        if started:
-            console.line(f"  devices cannot be compared: {started}")
-        elif differences := list(_compare(hooks, state, config, console)):
+        if differences := list(_compare(hooks, state, config, console)):
             for said in differences[1:]:
                 console.warn(said)
             more = f" And {len(differences) - 1} more, above." * (len(differences) > 1)

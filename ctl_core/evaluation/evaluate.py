@@ -15,8 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import counting_rows
-from ctl_core.cluster.strategy import local_replicas
+from ctl_core.cluster.collectives import counting_rows, local_replicas
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compat import (
     drawing_from,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ctl_core.cluster.strategy import distribute, local_replicas
+from ctl_core.cluster.collectives import distribute, local_replicas
 from ctl_core.hooks.defaults import first_dimension
 
 

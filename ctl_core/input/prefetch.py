@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.compat import tuned_parts
+from ctl_core.compat import is_tuned
 
 # A unit stands in every checkpoint, and so do those that are read ahead.
 UNIT_BYTES = 2**20
@@ -31,8 +31,8 @@ def read_ahead(
             is fixed, that of the cores
         number: of elements; default: as many as the prefetch finds right
     """
-    tuned = tuned_parts(dataset) - (set() if for_long else {"num_parallel_calls"})
-    if not tuned and dataset.options().autotune.enabled is None:
+    tunes = for_long and is_tuned(dataset)
+    if not tunes and dataset.options().autotune.enabled is None:
         options = tf.data.Options()
         options.autotune.enabled = False
         dataset = dataset.with_options(options)

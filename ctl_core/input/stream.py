@@ -23,7 +23,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.strategy import local_replicas
+from ctl_core.cluster.collectives import local_replicas
 from ctl_core.compat import drawing_from, global_seed_generator, scratch_graph
 from ctl_core.hooks.hooks import Hook, Hooks, describe
 from ctl_core.input.batches import (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.hooks.defaults import DIFFER
 from ctl_core.input.stream import describe_shortage
 from ctl_core.model.anomaly import describe_anomaly
@@ -125,7 +126,7 @@ def attribute_errors(state: State, step: int) -> Iterator[None]:
         said = f"{hooks.create_dataset}: the training data ended after step {step}."
         raise RunError(said) from error
     except tf.errors.OpError as error:
-        if state.cluster.lost(error):
+        if is_peer_lost(state.cluster.task, error):
             raise
         if "must have the same batch size in each component" in str(error):
             failure = SetupError if step == 0 else RunError

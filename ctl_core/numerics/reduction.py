@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.strategy import distribute
+from ctl_core.cluster.collectives import distribute
 
 PIECES = ("output", "batch")  # what hooks are given of each replica and micro-batch
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from ctl_core.cluster.supervisor import free_ports
+from tests.helpers import cluster_program
 
 pytestmark = pytest.mark.cluster
 
@@ -45,6 +46,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         2,
         tmp_path_factory.mktemp("two"),
         "random_numbers",
+        "exchange",
         "drift",
         "decisions",
         "not_finite",
@@ -76,6 +78,14 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(one, other)
         assert (one[0] != one[1]).any(), "a step must not repeat the one before"
+
+
+def test_what_comes_straight_out_of_a_batch_is_exchanged(two: Path, tmp_path: Path) -> None:
+    cluster_program.exchange(tmp_path)
+    (alone,) = kept(tmp_path, "exchange", 1)
+    for values in kept(two, "exchange", 2):
+        for key, weight in alone.items():
+            np.testing.assert_allclose(values[key], weight, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,13 @@ import tensorflow as tf
 from ctl_core import compat
 
 
-def test_tuned_parts() -> None:
+def test_is_tuned() -> None:
     numbers, auto = tf.data.Dataset.range(10), tf.data.AUTOTUNE
     halves = numbers.map(lambda x: x // 2, 2).batch(2, num_parallel_calls=2).prefetch(auto)
-    assert compat.tuned_parts(halves) == set()
+    for plain in (halves, numbers.interleave(tf.data.Dataset.range)):
+        assert not compat.is_tuned(plain.zip(numbers))
     for tuned in (numbers.map(lambda x: x, auto), numbers.batch(2, num_parallel_calls=auto)):
-        assert compat.tuned_parts(tuned.repeat().prefetch(2)) == {"num_parallel_calls"}
-    plain = numbers.interleave(tf.data.Dataset.range, cycle_length=2)
-    assert compat.tuned_parts(plain.zip(numbers)) == set()
-    assert compat.tuned_parts(numbers.interleave(tf.data.Dataset.range)) == {"cycle_length"}
-    inner = numbers.flat_map(lambda x: tf.data.Dataset.range(x).map(lambda y: y, auto))
-    assert compat.tuned_parts(inner.batch(2)) == {"nested"}
+        assert compat.is_tuned(tuned.repeat().prefetch(2))
 
 
 def test_captured_variables() -> None:
@@ -64,27 +60,6 @@ def test_global_seed_generator() -> None:
     thread.start()
     thread.join()
     assert found == [None, made, None]
-
-
-def test_op_determinism() -> None:
-    from tensorflow.python.framework import config
-
-    for outer in (False, True):
-        with compat.op_determinism(outer):
-            with compat.op_determinism(True):
-                assert config.is_op_determinism_enabled()
-            assert config.is_op_determinism_enabled() is outer
-    assert not config.is_op_determinism_enabled()
-
-
-def test_names_anew() -> None:
-    before = keras.layers.Dense(1)
-    with compat.names_anew():
-        assert [keras.layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
-        keras.backend.clear_session()
-        assert keras.layers.Flatten().name == "flatten"
-    after = keras.layers.Dense(1)
-    assert after.name not in (before.name, "dense")
 
 
 def test_flatten_layers() -> None:
@@ -242,8 +217,8 @@ def test_the_seed_of_ops_is_put_back() -> None:
     assert tf.random.uniform([]).numpy() == second
 
 
-def test_large_sums_are_whole_within() -> None:
-    """The part of TensorFlow's memory optimizer that splits them is left out, then as before."""
+def test_large_sums_are_kept_whole() -> None:
+    """The part of TensorFlow's memory optimizer that splits them is left out."""
     from tensorflow.python.eager import context
 
     def parts() -> int:
@@ -253,11 +228,13 @@ def test_large_sums_are_whole_within() -> None:
         return int(config.graph_options.rewrite_options.memory_optimization)
 
     rewrites = tf.compat.v1.ConfigProto().graph_options.rewrite_options
-    before = parts()
-    with compat.large_sums_whole():
-        assert parts() == rewrites.SWAPPING_HEURISTICS != before
-        assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
-    assert parts() == before
+    of_process = context.context()
+    of_process._config = of_process._thread_local_data.function_call_options = None
+    assert parts() != rewrites.SWAPPING_HEURISTICS
+    for _ in range(2):
+        compat.keep_large_sums_whole()
+        assert parts() == rewrites.SWAPPING_HEURISTICS
+    assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
 
 
 def test_layers_run() -> None:

@@ -24,7 +24,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.framework import config as framework_config
 
 import ctl_core
 
@@ -126,7 +125,6 @@ def process_state() -> dict[str, Any]:
         "streams": (sys.stdout, sys.stderr),
         "logging": list(logging.getLogger("ctl_core").handlers),
         "policy": keras.config.dtype_policy().name,
-        "deterministic": framework_config.is_op_determinism_enabled(),
         "summaries": (tf.summary.experimental.get_step(), tf.summary.should_record_summaries()),
         "strategy": tf.distribute.has_strategy(),
         "folder": os.getcwd(),

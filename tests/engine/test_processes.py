@@ -31,7 +31,8 @@ def test_a_hook_raises(tmp_path: Path, where: str) -> None:
     if where == "True":
         assert re.fullmatch(rf"error: {what}\n", err), err
     else:
-        line = rf"error: worker 1: {what} \(runs/a/worker-1.log\)\n"
+        line = r"error: worker 1 ended with exit code 1.* \(see runs/a\)\n"
         assert re.fullmatch(line, err) and "is gone" not in out, err
+        assert re.search(rf"error: {what}\n", (tmp_path / "runs/a/worker-1.log").read_text())
     log = (tmp_path / "runs/a/train.log").read_text()
     assert log.count("training, to step 20") == 1, "started once"

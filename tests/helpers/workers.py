@@ -56,16 +56,14 @@ def fake(body: str) -> list[str]:
 
 
 def run(body: str, workers: int = 2, **settings: Any) -> int:
-    return supervise(
-        fake(body), RUN, list(map(str, range(workers))), **{"peer_grace": 60, **settings}
-    )
+    return supervise(fake(body), RUN, workers, **{"peer_grace": 60, **settings})
 
 
 def start(body: str, workers: int = 2, **how: Any) -> subprocess.Popen[bytes]:
     """Starts a supervisor of its own process."""
     program = (
         "import sys; from pathlib import Path; from ctl_core.cluster.supervisor import supervise; "
-        f"sys.exit(supervise({fake(body)!r}, Path({str(RUN)!r}), [''] * {workers}, peer_grace=0.3))"
+        f"sys.exit(supervise({fake(body)!r}, Path({str(RUN)!r}), {workers}, peer_grace=0.3))"
     )
     return subprocess.Popen([sys.executable, "-c", program], **how)
 
