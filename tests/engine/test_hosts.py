@@ -86,7 +86,7 @@ def test_a_host_is_lost(hosts: None, tmp_path: Path) -> None:
 
     both = start(project, "lost")
     # While a checkpoint is saved, not the first one.
-    assert Moment("file", 0, 12).wait(project, "lost", time.time(), both[0])
+    assert Moment("file", 0, 12).wait(project, "lost", both[0])
     plug(HOSTS[1], "down")
     begun = time.monotonic()
     try:

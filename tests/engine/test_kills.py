@@ -43,7 +43,7 @@ def test_a_cluster(tmp_path: Path) -> None:
         (Moment("file", 0.01, 3), signal.SIGINT, 130),
     ):
         process = project.start("killed-1", PAUSE)
-        assert moment.wait(project, "killed-1", time.time(), process)
+        assert moment.wait(project, "killed-1", process)
         process.send_signal(number)
         assert process.wait() == code
         until_none_is_left(project)

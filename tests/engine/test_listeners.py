@@ -156,7 +156,8 @@ def read_lines(file: str) -> list[Any]:
 def test_one_that_the_settings_name_hears_what_metrics_jsonl_holds(own: Cli) -> None:
     source = EVALUATED.replace("{}", "{5: lambda step, loss: ctl_core.report(step, loss=loss)}")
     flags = ("--eval-every", "5", "--seed", "3")
-    assert own(source, *flags, config="listener: own.Notes\n").code == 0
+    Path("config.yaml").write_text("listener: own.Notes\n")
+    assert own(source, *flags).code == 0
     start, *values, end = read_lines("runs/a/notes")
     assert start == ["start", "a", 3, 0] and end == ["end", 10, "done"] and len(values) == 4
     lines = read_lines("runs/a/metrics.jsonl")

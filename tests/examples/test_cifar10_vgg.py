@@ -12,10 +12,9 @@ import tensorflow as tf
 
 import ctl_core
 from tests.helpers.example import Example, assert_lives
-from tests.helpers.project import Cli, cli
+from tests.helpers.project import Cli
 from tests.helpers.published import cifar10, download_from
 
-__all__ = ["cli"]
 SMALL = ("--batch-size", "8", "--hparams.width", "4", "--learning-rate", "0.02")
 
 

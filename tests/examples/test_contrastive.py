@@ -11,9 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.example import Example, assert_lives
-from tests.helpers.project import Cli, cli
+from tests.helpers.project import Cli
 
-__all__ = ["cli"]
 SMALL = ("--hparams.width", "4", "--batch-size", "8", "--eval-batch-size", "64")
 
 

@@ -10,9 +10,8 @@ import tensorflow as tf
 
 import ctl_core
 from tests.helpers.example import Example, assert_lives
-from tests.helpers.project import Cli, cli
+from tests.helpers.project import Cli
 
-__all__ = ["cli"]
 SMALL = ("--hparams.width", "4", "--hparams.drawing_steps", "3", "--hparams.ema", "0.5")
 BATCHES = ("--batch-size", "8", "--eval-batch-size", "64")
 

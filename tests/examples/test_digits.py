@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from tests.helpers.example import Example, assert_lives
-from tests.helpers.project import Cli, cli
+from tests.helpers.project import Cli
 
-__all__ = ["cli"]
 SMALL = ("--hparams.width", "4", "--batch-size", "16", "--limit-eval", "2")
 
 

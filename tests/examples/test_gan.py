@@ -11,9 +11,8 @@ import tensorflow as tf
 
 import ctl_core
 from tests.helpers.example import Example, assert_lives
-from tests.helpers.project import Cli, cli
+from tests.helpers.project import Cli
 
-__all__ = ["cli"]
 SMALL = ("--hparams.width", "2", "--batch-size", "8", "--eval-batch-size", "64", "--log-every", "3")
 
 

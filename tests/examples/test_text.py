@@ -17,9 +17,8 @@ from tests.helpers.example import (
     Example,
     assert_lives,
 )
-from tests.helpers.project import Cli, cli
+from tests.helpers.project import Cli
 
-__all__ = ["cli"]
 SMALL = ("--hparams.width", "8", "--hparams.heads", "2", "--hparams.layers", "1")
 DATA = ("--batch-size", "4", "--hparams.written", "3", "--hparams.files", "texts/*.txt")
 

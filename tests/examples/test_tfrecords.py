@@ -18,9 +18,8 @@ from tests.helpers.example import (
     Example,
     assert_lives,
 )
-from tests.helpers.project import Cli, cli
+from tests.helpers.project import Cli
 
-__all__ = ["cli"]
 SMALL = ("--batch-size", "16", "--hparams.width", "4")
 SPLITS = ("train", "validation", "test")
 IMAGE = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import tensorflow as tf
 
 import ctl_core
@@ -71,6 +74,32 @@ def leave_as_killed(run: Path, copy: Path) -> None:
         return target
 
     shutil.copytree(run, copy, copy_function=copy_one, dirs_exist_ok=True)
+
+
+def commands_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Command:
+    """Returns what runs commands in a project's folder by this process, which has TensorFlow."""
+    monkeypatch.chdir(folder)
+    for name in [name for name in os.environ if name.startswith("CTL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # callbacks.py changes within a second
+    # Many runs of one process look to TensorFlow like one function that is traced again and again.
+    monkeypatch.setattr(tf.get_logger(), "level", 40)
+
+    def run(*words: str, **environ: str) -> Outcome:
+        sys.modules.pop("callbacks", None)
+        linecache.clearcache()
+        capfd.readouterr()
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["ctl_core", *words])
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            runpy.run_module("ctl_core", run_name="__main__", alter_sys=True)
+        return Outcome(int(ended.value.code or 0), *capfd.readouterr())
+
+    return run
 
 
 def command(

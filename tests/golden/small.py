@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,31 +94,40 @@ def settings(steps: int, **more: Any) -> dict[str, Any]:
     return {"steps": steps, "batch_size": BATCH, "learning_rate": RATE, **more}
 
 
+def mean_error(model: Any, batch: Any) -> tf.Tensor:
+    """The mean squared error, and what the model's layers add."""
+    error = squared_error((model(batch[0], training=True), batch[1]))
+    return tf.reduce_mean(error) + sum(model.losses)
+
+
 def plain(
     steps: int,
-    rate_at: Callable[[int], float] = lambda step: RATE,
+    rate_at: Callable[[int], float] | None = None,
     model: Any = None,
-    batches: tf.data.Dataset | None = None,
-    variables: Callable[[Any], list[Any]] = lambda model: model.trainable_variables,
+    batches: Iterable[Any] | None = None,
+    mean_loss: Callable[[Any, Any], tf.Tensor] = mean_error,
+    optimizer: Any = None,
 ) -> Any:
     """Trains without the engine on one device; returns the model.
 
     Args:
-        rate_at: the learning rate of a step, from 1 up
+        rate_at: the learning rate of a step, from 1 up; without it the optimizer's own
         model: a Keras model; without one that of ``create_model``
-        batches: of one pass; without them those of ``create_dataset``
-        variables: those of the model that are trained
+        batches: without them those of ``create_dataset``; a dataset is of one pass
+        mean_loss: of the model and a batch
+        optimizer: plain SGD if it is not said
     """
-    model = model or create_model()
-    stream = iter((batches or create_dataset(BATCH)).repeat())
-    for step in range(1, steps + 1):
-        inputs, target = next(stream)
+    model, optimizer = model or create_model(), optimizer or create_opt(RATE)
+    batches = create_dataset(BATCH) if batches is None else batches
+    repeated = batches.repeat() if isinstance(batches, tf.data.Dataset) else batches
+    for step, batch in zip(range(1, steps + 1), repeated, strict=False):
+        if rate_at:
+            optimizer.learning_rate = rate_at(step)
         with tf.GradientTape() as tape:
-            error = squared_error((model(inputs, training=True), target))
-            loss = tf.reduce_mean(error) + tf.add_n([0.0, *model.losses])
-        trained = variables(model)
-        for variable, gradient in zip(trained, tape.gradient(loss, trained), strict=True):
-            variable.assign_sub(rate_at(step) * gradient)
+            loss = mean_loss(model, batch)
+        variables = model.trainable_variables
+        gradients = map(tf.convert_to_tensor, tape.gradient(loss, variables))
+        optimizer.apply(list(gradients), variables)
     return model
 
 

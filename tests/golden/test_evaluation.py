@@ -46,8 +46,7 @@ def test_training_does_not_notice_an_evaluation(train_small: engine.Train) -> No
     without = train_small(hooks, run_name="without").train_model.get_weights()
     hooks.create_eval_dataset = small.create_eval_dataset
     evaluated = train_small(hooks, eval_every=1, run_name="evaluated").train_model.get_weights()
-    for value, other in zip(evaluated, without, strict=True):
-        np.testing.assert_array_equal(value, other)
+    compare.assert_same(evaluated, without)
 
 
 def test_the_best_is_kept_and_training_stops_early(train_small: engine.Train) -> None:

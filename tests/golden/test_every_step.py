@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.golden import engine, small
+from tests.golden import compare, engine, small
 
 EXAMPLES, BATCH = 45, 8
 
@@ -45,8 +45,7 @@ def test_resumed_after_every_step_of_two_passes(
     for step in range(1, 2 * length):
         fork = {"run_name": f"from-{step}", "fork": f"whole@{step}"}
         resumed = train_small(hooks, **settings, **fork).train_model.get_weights()
-        for value, other in zip(resumed, whole, strict=True):
-            np.testing.assert_array_equal(value, other, err_msg=f"after {step}")
+        compare.assert_same(resumed, whole)
 
 
 def test_the_order_is_another_in_each_pass(train_small: engine.Train) -> None:

@@ -53,12 +53,8 @@ def run(tmp_path: Path, command: Command) -> Path:
 
 def trained(steps: int) -> tuple[keras.Model, keras.optimizers.Optimizer]:
     """The same training without the engine."""
-    model, optimizer = small.create_model(), keras.optimizers.SGD(small.RATE, momentum=0.5)
-    for inputs, target in small.create_dataset(small.BATCH).take(steps):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(small.squared_error((model(inputs), target)))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-    return model, optimizer
+    optimizer = keras.optimizers.SGD(small.RATE, momentum=0.5)
+    return small.plain(steps, optimizer=optimizer), optimizer
 
 
 def assert_close(found: Any, expected: Any) -> None:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -17,12 +16,6 @@ import ctl_core
 from tests.golden import compare, engine, small
 
 SETTINGS: dict[str, Any] = small.settings(9, ckpt_every=3, log_every=1000)
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    pairs = zip(compare.read_numbers(found), compare.read_numbers(expected), strict=True)
-    for value, other in pairs:
-        np.testing.assert_array_equal(value, other)
 
 
 # ---- Hidden in hooks ---------------------------------------------------------------------------
@@ -111,7 +104,7 @@ def test_killed_and_resumed(train: engine.Train, runs: Path, make: Any, devices:
         weights = getattr(state.train_model, "weights", [])
         found.append(compare.read_numbers([*weights, *hidden()]))
     assert "resuming at step 3" in (runs / "killed/train.log").read_text()
-    assert_same(*found)
+    compare.assert_same(*found)
 
 
 def test_a_variable_that_replicas_would_share(train: engine.Train) -> None:
@@ -182,7 +175,7 @@ def test_the_first_writes_of_a_checkpoint(train: engine.Train, runs: Path, write
     resumed = train(hooks, **SETTINGS, run_name="parts", virtual_devices=2)
     step = 6 if writes == 4 else 3
     assert f"resuming at step {step}" in (runs / "parts/train.log").read_text()
-    assert_same(resumed.train_model.weights, whole.train_model.weights)
+    compare.assert_same(resumed.train_model.weights, whole.train_model.weights)
 
 
 def read_model(path: Path) -> keras.Model:

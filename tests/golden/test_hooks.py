@@ -129,13 +129,7 @@ def test_hooks_restore_and_keep_checkpoints_by_themselves(train_small: engine.Tr
 
     hooks.at_step = {9: go_back}
     train_small(hooks, steps=9, ckpt_every=0)
-    plain = small.create_model()
-
-    def mean_loss(batch: Any) -> tf.Tensor:
-        return tf.reduce_mean(small.squared_error((plain(batch[0]), batch[1])))
-
-    batches = small.create_dataset(small.BATCH).repeat().take(7)
-    compare.train_plainly(plain, batches, mean_loss, momentum(small.RATE))
+    plain = small.plain(7, optimizer=momentum(small.RATE))
     compare.assert_close(seen[0], plain.weights)
 
 
@@ -169,8 +163,7 @@ def test_fork_and_init_from(train_small: engine.Train) -> None:
     hooks = small.hooks(create_opt=momentum)
     whole = train_small(hooks, steps=9, run_name="whole", ckpt_every=4)
     forked = train_small(hooks, steps=9, run_name="forked", fork="whole@4")
-    for value, other in zip(forked.train_model.weights, whole.train_model.weights, strict=True):
-        np.testing.assert_array_equal(value.numpy(), other.numpy())
+    compare.assert_same(forked.train_model.weights, whole.train_model.weights)
     begun = train_small(small.hooks(), steps=2, run_name="begun", init_from="whole@8")
     saved = tf.train.Checkpoint(train_model=small.create_model())
     saved.read(str(whole.run_dir / "ckpt" / "ckpt-8")).expect_partial()

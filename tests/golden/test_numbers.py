@@ -21,14 +21,12 @@ def test_extra_loss_counts_once(train_small: engine.Train, devices: int) -> None
         return loss, find_extra(train_model), train_model.trainable_variables
 
     state = train_small(small.hooks(grad_pre=grad_pre), virtual_devices=devices)
-    model = small.create_model()
 
-    def mean_loss(batch: Any) -> tf.Tensor:
-        error = small.squared_error((model(batch[0]), batch[1]))
-        return tf.reduce_mean(error) + find_extra(model)
+    def mean_loss(model: Any, batch: Any) -> tf.Tensor:
+        return small.mean_error(model, batch) + find_extra(model)
 
-    compare.train_plainly(model, small.create_dataset(small.BATCH).take(6), mean_loss)
-    compare.assert_close(state.train_model.weights, model.weights)
+    plain = small.plain(6, mean_loss=mean_loss)
+    compare.assert_close(state.train_model.weights, plain.weights)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.golden import ROOT, compare, engine, small
-from tests.golden.catalogue import LAST_SAVED, SETTINGS, assert_plain, train_plainly
+from tests.golden.catalogue import LAST_SAVED, SETTINGS, load_program
 
 pytestmark = pytest.mark.cluster
 
@@ -68,8 +68,9 @@ def read_values(path: Path) -> dict[str, np.ndarray]:
 def test_weights_on_two_processes(trained: Path, name: str) -> None:
     for task in range(2):
         values = read_values(trained / f"whole-{name}-{task}.npz")
-        weights = [values.pop(str(number)) for number in range(len(train_plainly(name)))]
-        assert_plain(name, weights, values)
+        program = load_program(name)
+        weights = [values.pop(str(number)) for number, _ in enumerate(program.trained[0])]
+        program.assert_plain(weights, values)
 
 
 @pytest.mark.parametrize("name", NAMES)

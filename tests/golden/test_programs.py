@@ -1,4 +1,4 @@
-"""Each program has the weights of its plain loop, on any devices, killed and resumed."""
+"""Each program has the weights of its plain loop: on any devices, in any way, killed, resumed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import numpy as np
 import pytest
 
 from tests.golden import compare, engine
-from tests.golden.catalogue import (
-    KILLED,
-    LAST_SAVED,
-    NAMES,
-    SETTINGS,
-    assert_plain,
-    load_program,
-    train_plainly,
-)
+from tests.golden.catalogue import KILLED, LAST_SAVED, NAMES, SETTINGS, load_program
+
+WAYS: dict[str, dict[str, Any]] = {
+    "one device": {"virtual_devices": 1},
+    "four devices": {"virtual_devices": 4},
+    "accumulates": {"virtual_devices": 2, "accumulate_steps": 2},
+    "compiles": {"jit_compile": True},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("devices", [1, 4])
-def test_weights_on_any_devices(train: engine.Train, name: str, devices: int) -> None:
-    program = load_program(name)
-    settings = SETTINGS | {"virtual_devices": devices} | program.settings
-    first: list[np.ndarray] = []
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [(way, name) for way in WAYS for name in NAMES if getattr(load_program(name), way, True)],
+)
+def test_weights_in_each_way(train: engine.Train, way: str, name: str) -> None:
+    program, first = load_program(name), list[np.ndarray]()
 
     def read_first(train_model: Any, train_loss: Any, optimizer: Any) -> None:
         parts = {"train_model": train_model, "train_loss": train_loss, "optimizer": optimizer}
@@ -35,9 +34,9 @@ def test_weights_on_any_devices(train: engine.Train, name: str, devices: int) ->
 
     hooks = program.hooks()
     hooks.at_step = {**getattr(hooks, "at_step", {}), 1: read_first}
-    state = train(hooks, **settings)
-    assert_plain(name, program.weights(state), state.metrics)
-    compare.assert_moved(first, train_plainly(name), program.ignored() | program.frozen())
+    state = train(hooks, **SETTINGS | WAYS[way] | program.settings)
+    program.assert_plain(program.weights(state), state.metrics)
+    program.assert_moved(first)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,10 +51,8 @@ def test_killed_and_resumed(train: engine.Train, runs: Path, name: str) -> None:
     hooks = program.hooks()
     hooks.at_step = {**getattr(hooks, "at_step", {}), KILLED: kill}
     whole = train(hooks, **settings, run_name="whole")
-    assert_plain(name, program.weights(whole), whole.metrics)
+    program.assert_plain(program.weights(whole), whole.metrics)
     resumed = train(program.hooks(), **settings, run_name="killed")
     assert f"resuming at step {LAST_SAVED}" in (runs / "killed/train.log").read_text()
-    weights = [compare.read_numbers(program.weights(state)) for state in (resumed, whole)]
-    for value, other in zip(*weights, strict=True):
-        np.testing.assert_array_equal(value, other)
+    compare.assert_same(program.weights(resumed), program.weights(whole))
     compare.assert_same_checkpoint(runs / "killed", runs / "whole", settings["steps"])

@@ -20,9 +20,9 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden.compare import read_checkpoint
-from tests.golden.engine import environment
+from tests.golden.engine import Outcome, environment
 from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
-from tests.helpers.project import Cli, Outcome
+from tests.helpers.project import Cli
 from tests.helpers.rendering import ROOT, TEMPLATE
 
 EXAMPLES = ROOT / "templates" / "examples"

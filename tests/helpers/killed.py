@@ -95,8 +95,6 @@ class Project:
         """Starts training, where the run ended if it is there already.
 
         Args:
-            run: its name
-            flags: further settings
             before: a command that runs the command, such as ``nice``
             how: see ``subprocess.Popen``
         """
@@ -113,7 +111,7 @@ class Project:
     def train_whole(self, run: str) -> float:
         """Trains undisturbed; returns how long the start took (seconds)."""
         begun, process = time.time(), self.start(run)
-        Moment("step", 0).wait(self, run, begun, process)
+        Moment("step", 0).wait(self, run, process)
         startup = time.time() - begun
         assert process.wait() == 0, (self.folder / f"{run}.log").read_text()
         return startup
@@ -121,35 +119,25 @@ class Project:
     def lines(self, run: str) -> list[dict[str, Any]]:
         """Reads metrics.jsonl."""
         path = self.folder / "runs" / run / "metrics.jsonl"
-        return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-
-    def size(self, run: str) -> int:
-        """Returns the bytes of metrics.jsonl; a step makes them more."""
-        path = self.folder / "runs" / run / "metrics.jsonl"
-        return path.stat().st_size if path.exists() else 0
+        return [json.loads(text) for text in path.read_text().splitlines()]
 
     def tensors(self, run: str) -> dict[str, bytes]:
         """Reads the last checkpoint, all but the data pipeline's own serialized form."""
-        folder, found = self.folder / "runs" / run, {}
-        for part in ("", "engine"):
-            for key, value in read_checkpoint(folder, self.steps, part).items():
-                if "ITERATOR" not in key:
-                    found[f"{part}/{key}"] = np.asarray(value).tobytes()
-        return found
+        return {
+            f"{part}/{key}": np.asarray(value).tobytes()
+            for part in ("", "engine")
+            for key, value in read_checkpoint(self.folder / "runs" / run, self.steps, part).items()
+            if "ITERATOR" not in key
+        }
 
-    def compare(self, run: str, whole: str) -> str:
-        """Compares two runs bit for bit: all that is saved, and each line of the metrics.
-
-        Returns:
-            What was compared.
-        """
+    def compare(self, run: str, whole: str) -> None:
+        """Compares two runs bit for bit: all that is saved, and each line of the metrics."""
         expected, found = self.tensors(whole), self.tensors(run)
         assert {key for key in {*expected, *found} if expected.get(key) != found.get(key)} == set()
         lines = self.lines(run)
         trained = [line["step"] for line in lines if line["split"] == "train"]
         assert trained == [*range(1, self.steps + 1)], "each step once"
         assert lines == self.lines(whole)
-        return f"{len(found)} tensors and {len(lines)} lines of metrics"
 
     def processes(self) -> list[int]:
         """Returns what still runs in the project's folder."""
@@ -160,10 +148,12 @@ class Project:
                     found.append(int(path.parent.name))
         return found
 
-    def files(self, run: str) -> set[str]:
-        """Returns the files of all checkpoints."""
-        folder = self.folder / "runs" / run / "ckpt"
-        return {path.name for part in (folder, folder / "engine") for path in part.glob("*")}
+    def marks(self, run: str, kind: str) -> set[Any]:
+        """Returns what shows how far a run is: its files of checkpoints, or how much it said."""
+        folder = self.folder / "runs" / run
+        if kind == "file":
+            return {path.name for path in folder.glob("ckpt/**/*")}
+        return {path.stat().st_size for path in folder.glob("metrics.jsonl")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,24 +168,18 @@ class Moment:
     delay: float
     count: int = 1
 
-    def wait(
-        self, project: Project, run: str, begun: float, process: subprocess.Popen[bytes]
-    ) -> bool:
+    def wait(self, project: Project, run: str, process: subprocess.Popen[bytes]) -> bool:
         """Waits for the moment; returns whether it came before the process ended."""
-        before, known, seen = project.size(run), project.files(run), 0
+        limit, known, seen = time.time() + 900, project.marks(run, self.after), 0
         while self.after != "start" and seen < self.count:
-            assert time.time() < begun + 900, f"{run} does not get on"
+            assert time.time() < limit, f"{run} does not get on"
             if process.poll() is not None:
                 return False
             time.sleep(0.002)
-            if self.after == "step":
-                seen += project.size(run) != before
-            else:
-                now = project.files(run)
-                seen, known = seen + len(now - known), now
-        start = begun if self.after == "start" else time.time()
+            now = project.marks(run, self.after)
+            seen, known = seen + len(now - known), now
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(start + self.delay - time.time(), 0.0))
+            process.wait(self.delay)
         return process.poll() is None
 
 
@@ -203,22 +187,17 @@ def draw_moments(seed: int, startup: float) -> Iterator[Moment]:
     """Draws moments over everything that a run does; most in start-up, where kills cost less.
 
     Args:
-        seed: of the random numbers
         startup: how long a start takes (seconds)
     """
     draw = random.Random(seed)
     while True:
-        yield draw.choices(
-            [
-                Moment(
-                    "start", draw.uniform(0, 0.1 * startup)
-                ),  # after another kill: twice in a row
-                Moment("start", draw.uniform(0, startup)),
-                Moment("step", draw.uniform(0, 2)),
-                Moment("file", draw.uniform(0, 0.01), draw.randint(1, 14)),
-            ],
-            [25, 30, 20, 25],
-        )[0]
+        moments = [
+            Moment("start", draw.uniform(0, 0.1 * startup)),  # after another kill: twice in a row
+            Moment("start", draw.uniform(0, startup)),
+            Moment("step", draw.uniform(0, 2)),
+            Moment("file", draw.uniform(0, 0.01), draw.randint(1, 14)),
+        ]
+        yield draw.choices(moments, [25, 30, 20, 25])[0]
 
 
 def train_and_kill(project: Project, plan: Iterator[Moment], kills: int, seed: int) -> list[str]:
@@ -252,12 +231,11 @@ def kill_once(
 ) -> bool:
     """Waits for the moment and kills; returns whether the run had not ended before."""
     victims = [process.pid]
-    if project.workers > 1:
-        victims = find_workers(process.pid)
-        while len(victims) < project.workers and process.poll() is None:
-            time.sleep(0.01)
-            victims = find_workers(process.pid)
-    if not moment.wait(project, run, time.time(), process):
+    while project.workers > 1 and len(victims := find_workers(process.pid)) < project.workers:
+        if process.poll() is not None:
+            return False
+        time.sleep(0.01)
+    if not moment.wait(project, run, process):
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(draw.choice(victims), signal.SIGKILL)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import linecache
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import tensorflow as tf
 
-from ctl_core.__main__ import main
-from tests.golden import small
+from tests.golden import engine, small
 
 # A project that trains: 40 examples of 2 features, global batches of 8.
 PIECES = {
@@ -77,61 +71,30 @@ def where(source: str) -> str:
     return f"callbacks.py:{line_of(source, '# here')}" if "# here" in source else ""
 
 
-class Outcome(NamedTuple):
-    """What a command left behind: exit code, both outputs, files that it wrote."""
-
-    code: int
-    out: str
-    err: str
-    written: set[str]
-
-
-Cli = Callable[..., Outcome]
+Cli = Callable[..., engine.Outcome]
 
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
     """Returns ``cli(source, *flags)``, which runs a command in a project with that callbacks.py."""
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("CTL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    # The many runs of one test process look to TensorFlow like one function traced again and again.
-    monkeypatch.setattr(tf.get_logger(), "level", 40)
+    run = engine.commands_here(tmp_path, monkeypatch, capfd)
 
-    def run(
-        source: str | bytes | None,
-        *flags: str,
-        config: str = "",
-        command: tuple[str, ...] = ("train", *FLAGS),
-    ) -> Outcome:
+    def function(
+        source: str | None, *flags: str, command: Sequence[str] = ("train", *FLAGS)
+    ) -> engine.Outcome:
         if source is not None:
-            text = source if isinstance(source, bytes) else source.encode()
-            (tmp_path / "callbacks.py").write_bytes(text)
-        if config:
-            (tmp_path / "config.yaml").write_text(config)
-        linecache.clearcache()
-        sys.modules.pop("callbacks", None)
-        before = files(tmp_path)
-        code = main([*command, *flags])
-        captured = capfd.readouterr()
-        return Outcome(code, captured.out, captured.err, files(tmp_path) - before)
+            (tmp_path / "callbacks.py").write_text(source)
+        return run(*command, *flags)
 
-    return run
+    return function
 
 
-def files(folder: Path) -> set[str]:
-    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-
-
-def refused(outcome: Outcome, *words: str) -> None:
-    """Checks that a command was refused in one line with these words, and only logged."""
+def refused(outcome: engine.Outcome, *words: str) -> None:
+    """Checks that a command was refused in one line with these words."""
     failed(outcome, *words, code=2)
-    assert outcome.written <= {"runs/a/train.log"}
 
 
-def failed(outcome: Outcome, *words: str, code: int = 1) -> None:
+def failed(outcome: engine.Outcome, *words: str, code: int = 1) -> None:
     """Checks that a run failed, with one line that has these words."""
     lines = outcome.err.splitlines()
     assert (outcome.code, len(lines)) == (code, 1), outcome
@@ -140,19 +103,6 @@ def failed(outcome: Outcome, *words: str, code: int = 1) -> None:
         assert word in lines[0]
 
 
-# What a test adds to a callbacks.py goes below it. This one evaluates 37 examples.
+# What a test adds to a callbacks.py goes below it.
 REGRESSION = small.CALLBACKS
-EVALUATED = (
-    REGRESSION
-    + """
-
-def create_eval_dataset(per_replica_batch_size):
-    inputs, target = small.data()
-    return tf.data.Dataset.from_tensor_slices((inputs[:37], target[:37])).batch(
-        per_replica_batch_size)
-
-
-def create_metrics():
-    return {"error": keras.metrics.MeanAbsoluteError()}
-"""
-)
+EVALUATED = REGRESSION + small.EVALUATED

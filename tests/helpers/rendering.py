@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from cookiecutter.main import cookiecutter
@@ -26,31 +26,6 @@ CHOICES = {
     for name, answers in QUESTIONS.items()
     if isinstance(answers, list) and not name.startswith("_")
 }
-
-
-Answer = tuple[str, str]  # a question's name, and what is answered
-
-
-def combine_pairwise(choices: dict[str, list[str]]) -> list[dict[str, str]]:
-    """Returns combinations in which any two answers to two questions meet at least once."""
-    answers = [(name, answer) for name, several in choices.items() for answer in several]
-    pairs = itertools.combinations(answers, 2)
-    missing = {frozenset(pair) for pair in pairs if pair[0][0] != pair[1][0]}
-    rows = []
-    while missing:
-        row = dict(min(sorted(pair) for pair in missing))
-        for name in choices:
-            if name not in row:
-                counts = {one: count_new(row, (name, one), missing) for one in choices[name]}
-                row[name] = max(counts, key=counts.__getitem__)
-        missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
-        rows.append(row)
-    return rows
-
-
-def count_new(row: dict[str, str], answer: Answer, missing: set[frozenset[Answer]]) -> int:
-    """Returns how many missing pairs an answer makes with those that a row has."""
-    return sum(frozenset({answer, other}) in missing for other in row.items())
 
 
 Render = Callable[..., Path]
@@ -123,6 +98,31 @@ def run(environment: dict[str, str]) -> Run:
         return done
 
     return function
+
+
+class Project(NamedTuple):
+    """A rendered project: its answers, its folder, its files, and what pyproject.toml says."""
+
+    answers: dict[str, str]
+    folder: Path
+    files: dict[str, bytes]
+    settings: dict[str, Any]
+
+    def text(self, name: str) -> str:
+        return self.files[name].decode()
+
+
+@pytest.fixture(scope="session")
+def projects(tmp_path_factory: pytest.TempPathFactory, render: Render) -> list[Project]:
+    """One for each example, and with each answer to the other questions; not written into."""
+    made, place = [], tmp_path_factory.mktemp("projects")
+    (place / ".git").mkdir()  # each a part of this repository, which saves a first commit
+    for number in range(len(EXAMPLES)):
+        answers = {name: several[number % len(several)] for name, several in CHOICES.items()}
+        folder = render(place, project_slug=f"project_{number}", **answers)
+        settings = tomllib.loads((folder / "pyproject.toml").read_text())
+        made.append(Project(answers, folder, files(folder), settings))
+    return made
 
 
 @pytest.fixture(scope="session")

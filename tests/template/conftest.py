@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.helpers.rendering import digits, environment, render, run, template_repository
+from tests.helpers.rendering import digits, environment, projects, render, run, template_repository
 
-__all__ = ["digits", "environment", "render", "run", "template_repository"]
+__all__ = ["digits", "environment", "projects", "render", "run", "template_repository"]

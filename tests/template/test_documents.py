@@ -26,7 +26,7 @@ from ctl_core.__main__ import main
 from ctl_core.commands.cli import parse_command
 from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli, cli  # noqa: F401
-from tests.helpers.rendering import EXAMPLES, ROOT, TEMPLATE, Render
+from tests.helpers.rendering import ROOT, TEMPLATE, Project, Render
 
 PROJECTS = TEMPLATE / "README.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -83,20 +83,19 @@ def test_every_document_is_linked_from_the_readme() -> None:
     assert {f"docs/{page.name}" for page in DOCUMENTS[1:]} <= linked
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_what_a_projects_readme_names(render: Render, tmp_path: Path, example: str) -> None:
+def test_what_a_projects_readme_names(projects: list[Project]) -> None:
     """Files of the project, and documents of this repository."""
-    project = render(tmp_path, example=example)
-    readme = project / "README.md"
-    assert find_broken(readme) == [] == find_broken(project / "ctl_core" / "README.md")
-    code = [token.content for token in read_tokens(readme) if token.type == "code_inline"]
-    files = {
-        text for text in code if re.fullmatch(r"[\w./-]+\.(md|py|toml|yaml|npz)|LICENSE", text)
-    }
-    assert {"callbacks.py", "docs/hooks.md", "ctl_core/README.md"} < files
-    files.remove("training_log.md")  # which a run with a note makes
-    places = {file: ROOT if file.startswith("docs/") else project for file in files}
-    assert [file for file, place in places.items() if not (place / file).exists()] == []
+    for project in projects:
+        readme = project.folder / "README.md"
+        engine = project.folder / "ctl_core" / "README.md"
+        assert find_broken(readme) == [] == find_broken(engine), project.answers
+        code = [token.content for token in read_tokens(readme) if token.type == "code_inline"]
+        pattern = r"[\w./-]+\.(md|py|toml|yaml|npz)|LICENSE"
+        named = {text for text in code if re.fullmatch(pattern, text)}
+        assert {"callbacks.py", "docs/hooks.md", "ctl_core/README.md"} < named
+        named.remove("training_log.md")  # which a run with a note makes
+        places = {file: ROOT if file[:5] == "docs/" else project.folder for file in named}
+        assert [file for file, place in places.items() if not (place / file).exists()] == []
 
 
 class Command(NamedTuple):

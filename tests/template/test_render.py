@@ -1,4 +1,4 @@
-"""Any two answers to the prompts' questions render to a clean project: files, settings, linters."""
+"""Each answer to the prompts' questions renders to a clean project: files, settings, linters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
@@ -22,9 +22,9 @@ from tests.helpers.rendering import (
     QUESTIONS,
     ROOT,
     TEMPLATE,
+    Project,
     Render,
     Run,
-    combine_pairwise,
     files,
 )
 
@@ -40,30 +40,6 @@ LAUNCH = {
 TRACKERS = {"wandb": "wandb", "mlflow": "mlflow", "comet": "comet_ml", "trackio": "trackio"}
 METRICS = {"tfrecords": "validation/loss", "gan": "frechet"}
 MARKS = re.compile(r"\{\{|\{%|\{#|cookiecutter\.[a-z_]")
-
-
-class Project(NamedTuple):
-    """A rendered project: its answers, its folder, its files, and what pyproject.toml says."""
-
-    answers: dict[str, str]
-    folder: Path
-    files: dict[str, bytes]
-    settings: dict[str, Any]
-
-    def text(self, name: str) -> str:
-        return self.files[name].decode()
-
-
-@pytest.fixture(scope="module")
-def projects(tmp_path_factory: pytest.TempPathFactory, render: Render) -> list[Project]:
-    """Each is rendered once; tests do not write into it."""
-    made, place = [], tmp_path_factory.mktemp("projects")
-    (place / ".git").mkdir()  # each a part of this repository, which saves a first commit
-    for number, answers in enumerate(combine_pairwise(CHOICES)):
-        folder = render(place, project_slug=f"project_{number}", **answers)
-        settings = tomllib.loads((folder / "pyproject.toml").read_text())
-        made.append(Project(answers, folder, files(folder), settings))
-    return made
 
 
 def test_files(projects: list[Project]) -> None:

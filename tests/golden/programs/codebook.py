@@ -6,7 +6,6 @@ found.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden import compare, small
-from tests.golden.compare import Program, whole_batches
+from tests.golden import small
+from tests.golden.catalogue import Program
 
 FEATURES, CODES, SIZE = 6, 5, 3
 DECAY, BETA, EPSILON = 0.8, 0.25, 1e-5
@@ -98,19 +97,5 @@ def hooks(exchange: Exchange = over_replicas) -> SimpleNamespace:
     )
 
 
-@functools.cache
-def train_plainly() -> keras.Model:
-    model = Autoencoder(exchange=lambda values: values)
-
-    def mean_loss(inputs: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_mean(loss_of_each((model(inputs, training=True), inputs)))
-
-    return compare.train_plainly(model, whole_batches(create_dataset), mean_loss)
-
-
-def evaluate_plainly() -> dict[str, float]:
-    return {"loss": float(tf.reduce_mean(loss_of_each((train_plainly()(INPUTS), INPUTS))))}
-
-
 # Each micro-batch would move the codes by itself.
-PROGRAM = Program(hooks, train_plainly, metrics=evaluate_plainly, accumulates=False)
+PROGRAM = Program(hooks, accumulates=False)

@@ -8,7 +8,6 @@ is where batch normalisation, which looks at a replica's batch, was.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ import tensorflow as tf
 
 from ctl_core import data
 from tests.golden import small
-from tests.golden.compare import BATCH, STEPS, Program
+from tests.golden.catalogue import Program
 
 IMAGES = np.random.default_rng(0).uniform(size=(40, 4, 4, 1)).astype("float32")
 FOLLOW = 0.9
@@ -137,40 +136,8 @@ def hooks(create_opt: Callable[[Any], keras.Optimizer] = small.create_opt) -> Si
     )
 
 
-@functools.cache
-def train_plainly(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> keras.Model:
-    keras.utils.set_random_seed(0)  # the setting's default, from which the shuffle starts
-    batches = create_dataset(BATCH).take(STEPS)
-    model, optimizer = create_model(), create_opt(rate)
-    for batch in batches:
-        with tf.GradientTape() as tape:
-            output = model(batch, training=True)
-            loss = tf.reduce_mean(tf.abs(output["found_noises"] - output["noises"]))
-        variables = model.network.trainable_variables
-        optimizer.apply(tape.gradient(loss, variables), variables)
-        for ema, weight in zip(model.ema_network.weights, model.network.weights, strict=True):
-            ema.assign(FOLLOW * ema + (1.0 - FOLLOW) * weight)
-    return model
-
-
-def evaluate_plainly() -> dict[str, float]:
-    output = train_plainly(small.create_opt, 0.5)(next(iter(create_eval_dataset(21))))
-    noise = float(np.abs(output["found_noises"] - output["noises"]).mean())
-    image = float(np.abs(output["found_images"] - output["images"]).mean())
-    return {"loss": noise, "noise": noise, "image": image}
-
-
-def find_statistics() -> frozenset[int]:
-    """Of the inputs, which are known before training."""
-    model = train_plainly(small.create_opt, 0.5)
-    known = {id(weight) for weight in model.normalizer.weights}
-    return frozenset(i for i, weight in enumerate(model.weights) if id(weight) in known)
-
-
 PROGRAM = Program(
     hooks,
-    lambda: train_plainly(small.create_opt, 0.5),
-    metrics=evaluate_plainly,
     settings={"learning_rate": 0.5},
-    frozen=find_statistics,
+    frozen="normalization",
 )

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.golden import small
-from tests.golden.compare import RATE, Program, whole_batches
+from tests.golden.catalogue import Program
 
 WORDS = np.random.default_rng(3).integers(0, 7, (44, 3)).astype("int32")
 TARGET = WORDS.sum(axis=1, keepdims=True).astype("float32")
@@ -33,20 +33,4 @@ hooks = functools.partial(
 )
 
 
-@functools.cache
-def train_plainly() -> keras.Model:
-    model, optimizer = create_model(), keras.optimizers.SGD(RATE)
-    for words, target in whole_batches(create_dataset):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(small.squared_error((model(words), target)))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        assert isinstance(gradients[0], tf.IndexedSlices)
-        # Dense: the norm of the gradient itself, whose rows may come in several parts.
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        clipped, norm = tf.clip_by_global_norm(gradients, CLIP)
-        assert norm > CLIP, "the clip has to clip"
-        optimizer.apply(clipped, model.trainable_variables)
-    return model
-
-
-PROGRAM = Program(hooks, train_plainly)
+PROGRAM = Program(hooks)

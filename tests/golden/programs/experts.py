@@ -11,12 +11,11 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import ops
 
 import ctl_core
-from tests.golden import compare, small
-from tests.golden.compare import BATCH, Program, whole_batches
+from tests.golden import small
+from tests.golden.catalogue import Program
 
 WORDS, LENGTH, SIZE, EXPERTS = 20, 6, 4, 3
 RANDOM = np.random.default_rng(0)
@@ -28,9 +27,8 @@ create_dataset = small.slices((TEXTS, LABELS))
 class Switch(keras.layers.Layer):
     """Sends each word to the expert that the router finds best."""
 
-    def __init__(self, exchanged: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.exchanged = exchanged
         self.router = keras.layers.Dense(EXPERTS)
         self.experts = [keras.layers.Dense(SIZE, "tanh") for _ in range(EXPERTS)]
 
@@ -38,25 +36,22 @@ class Switch(keras.layers.Layer):
         for layer in (self.router, *self.experts):
             layer.build((None, SIZE))
 
-    def mean(self, values: Any) -> Any:
-        mean = ops.mean(values, axis=0)
-        return ctl_core.all_reduce(mean, "mean") if self.exchanged else mean
-
     def call(self, inputs: Any) -> Any:
         words = ops.reshape(inputs, [-1, SIZE])
         shares = ops.softmax(self.router(words))
         chosen = ops.one_hot(ops.argmax(shares, axis=-1), EXPERTS)
-        self.add_loss(EXPERTS * ops.sum(self.mean(chosen) * self.mean(shares)))
+        means = [ctl_core.all_reduce(ops.mean(each, axis=0), "mean") for each in (chosen, shares)]
+        self.add_loss(EXPERTS * ops.sum(means[0] * means[1]))
         gates = ops.split(chosen * shares, EXPERTS, axis=-1)
         pairs = zip(gates, self.experts, strict=True)
         return ops.reshape(sum(gate * expert(words) for gate, expert in pairs), ops.shape(inputs))
 
 
-def create_model(exchanged: bool = True) -> keras.Model:
+def create_model() -> keras.Model:
     keras.utils.set_random_seed(1)
     words = keras.Input((LENGTH,))
     x = keras.layers.Embedding(WORDS, SIZE, "normal")(words)
-    x = keras.layers.GlobalAveragePooling1D()(x + Switch(exchanged)(x))
+    x = keras.layers.GlobalAveragePooling1D()(x + Switch()(x))
     model = keras.Model(words, keras.layers.Dense(2)(x))
     model(TEXTS[:1])  # as people do, to see that it works
     return model
@@ -76,23 +71,5 @@ hooks = functools.partial(
 )
 
 
-def find_mean_loss(model: keras.Model, batch: Any) -> tf.Tensor:
-    texts, labels = batch
-    return tf.reduce_mean(crossentropy((model(texts, training=True), labels))) + sum(model.losses)
-
-
-@functools.cache
-def train_plainly() -> keras.Model:
-    model = create_model(exchanged=False)
-    mean_loss = functools.partial(find_mean_loss, model)
-    return compare.train_plainly(model, whole_batches(create_dataset), mean_loss)
-
-
-def evaluate_plainly() -> dict[str, float]:
-    """Of batches as large as those of the evaluation, as what a layer adds is of them."""
-    losses = [find_mean_loss(train_plainly(), batch) for batch in create_dataset(BATCH)]
-    return {"loss": float(np.mean(losses))}
-
-
 # Of micro-batches the experts' shares would be others.
-PROGRAM = Program(hooks, train_plainly, metrics=evaluate_plainly, accumulates=False)
+PROGRAM = Program(hooks, accumulates=False)

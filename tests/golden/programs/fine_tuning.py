@@ -10,7 +10,6 @@ the comparison; resumed runs have it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden import compare, small
-from tests.golden.compare import RATE, Program, whole_batches
+from tests.golden import small
+from tests.golden.catalogue import RATE, STEPS, Program, Trained, whole_batches
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(40, 4, 4, 1)).astype("float32")
@@ -96,23 +95,18 @@ def hooks(
     )
 
 
-@functools.cache
-def train_plainly(create_opt: Callable[[Any], keras.Optimizer], rate: float) -> keras.Model:
-    model = Classifier()
-    batches = [*whole_batches(create_dataset)]
+def mean_loss(model: keras.Model, batch: Any) -> tf.Tensor:
+    return tf.reduce_mean(crossentropy((model(batch[0], training=True), batch[1])))
 
-    def mean_loss(batch: Any) -> tf.Tensor:
-        return tf.reduce_mean(crossentropy((model(batch[0], training=True), batch[1])))
 
-    compare.train_plainly(model, batches[:UNFREEZE], mean_loss, create_opt(rate))
+def train_plainly(
+    create_opt: Callable[[Any], keras.Optimizer] = sgd, rate: float = RATE
+) -> Trained:
+    model, batches = Classifier(), [*whole_batches(create_dataset)]
+    small.plain(UNFREEZE, None, model, batches, mean_loss, create_opt(rate))
     model.base.trainable = True
-    compare.train_plainly(model, batches[UNFREEZE:], mean_loss, create_opt(rate * LOWERED))
-    return model
+    small.plain(STEPS, None, model, batches[UNFREEZE:], mean_loss, create_opt(rate * LOWERED))
+    return model.weights, {}
 
 
-def find_statistics() -> frozenset[int]:
-    weights = train_plainly(sgd, RATE).weights
-    return frozenset(i for i, weight in enumerate(weights) if weight.name.startswith("moving"))
-
-
-PROGRAM = Program(hooks, lambda: train_plainly(sgd, RATE), frozen=find_statistics)
+PROGRAM = Program(hooks, train_plainly, frozen="moving")

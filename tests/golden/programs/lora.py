@@ -12,10 +12,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from tests.golden import compare, small
-from tests.golden.compare import RATE, Program, whole_batches
+from tests.golden import small
+from tests.golden.catalogue import Program
 
 WORDS, LENGTH, SIZE, CLASSES, RANK = 12, 6, 8, 3, 2
 RANDOM = np.random.default_rng(0)
@@ -78,21 +77,4 @@ hooks = functools.partial(
 )
 
 
-@functools.cache
-def train_plainly() -> keras.Model:
-    model = create_adapted()
-    assert len(model.trainable_variables) == 6
-
-    def mean_loss(batch: Any) -> tf.Tensor:
-        return tf.reduce_mean(crossentropy((model(batch[0], training=True), batch[1])))
-
-    batches = whole_batches(create_dataset)
-    return compare.train_plainly(model, batches, mean_loss, create_opt(RATE))
-
-
-def find_base() -> frozenset[int]:
-    weights = train_plainly().weights
-    return frozenset(i for i, one in enumerate(weights) if not one.name.startswith("lora_"))
-
-
-PROGRAM = Program(hooks, train_plainly, frozen=find_base)
+PROGRAM = Program(hooks, frozen="^(?!.*lora_)")

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.golden import small
-from tests.golden.compare import BATCH, RATE, STEPS, Program
+from tests.golden.catalogue import BATCH, RATE, STEPS, Program, Trained
 
 OVERFLOW = 7
 RANDOM = np.random.default_rng(0)
@@ -55,8 +55,7 @@ hooks = functools.partial(
 )
 
 
-@functools.cache
-def train_plainly() -> list[Any]:
+def train_plainly() -> Trained:
     before = keras.config.dtype_policy()
     model = create_model()
     keras.config.set_dtype_policy(before)
@@ -70,7 +69,7 @@ def train_plainly() -> list[Any]:
         gradients = tape.gradient(scaled, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     assert int(inner.iterations.numpy()) == STEPS - 1
-    return [*model.trainable_variables, inner.iterations]
+    return [*model.trainable_variables, inner.iterations], {}
 
 
 PROGRAM = Program(

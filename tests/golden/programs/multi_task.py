@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden import compare, small
-from tests.golden.compare import Program, whole_batches
+from tests.golden import small
+from tests.golden.catalogue import Program
 
 POINTS, DEPTH = small.data(44)
 KIND = np.random.default_rng(0).integers(0, 3, size=44)
@@ -65,21 +65,8 @@ hooks = functools.partial(
 )
 
 
-@functools.cache
-def train_plainly() -> list[Any]:
-    model, loss = create_model(), UncertaintyLoss()
-    variables = [*model.trainable_variables, *loss.trainable_variables]
-
-    def mean_loss(batch: Any) -> tf.Tensor:
-        return tf.reduce_mean(loss((model(batch[0]), batch[1])))
-
-    batches = whole_batches(create_dataset)
-    compare.train_plainly(model, batches, mean_loss, variables=lambda: variables)
-    return variables
-
-
 def find_weights(state: Any) -> list[Any]:
     return [*state.train_model.trainable_variables, *state.train_loss.trainable_variables]
 
 
-PROGRAM = Program(hooks, train_plainly, weights=find_weights)
+PROGRAM = Program(hooks, weights=find_weights)

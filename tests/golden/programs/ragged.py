@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.golden import compare, small
-from tests.golden.compare import Program, whole_batches
+from tests.golden import small
+from tests.golden.catalogue import Program
 
 RANDOM = np.random.default_rng(0)
 LENGTHS = RANDOM.integers(1, 5, size=44)
@@ -51,18 +51,8 @@ hooks = functools.partial(
 )
 
 
-def train_plainly() -> tuple[tf.Variable, ...]:
-    model = Sums()
-
-    def mean_loss(batch: Any) -> tf.Tensor:
-        return tf.reduce_mean(squared_error((model(batch["rows"]), batch)))
-
-    return compare.train_plainly(model, whole_batches(create_dataset), mean_loss).variables  # type: ignore[no-any-return]
-
-
 PROGRAM = Program(
     hooks,
-    train_plainly,
     weights=lambda state: state.train_model.variables,
     compiles=False,  # rows are of no shape that XLA knows
 )

@@ -7,7 +7,6 @@ model. The gradients of the embeddings are sparse, and a batch names most items 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden import compare, small
-from tests.golden.compare import RATE, Program, whole_batches
+from tests.golden import small
+from tests.golden.catalogue import Program
 
 RANDOM = np.random.default_rng(0)
 USERS = np.array([f"user {number}" for number in RANDOM.integers(0, 12, size=40)])
@@ -98,34 +97,8 @@ def find_weights(model: Any) -> list[Any]:
     return [weight for layer in model.parts.values() for weight in layer.weights]
 
 
-@functools.cache
-def train_plainly(
-    create_opt: Callable[[Any], keras.Optimizer] = small.create_opt, lr: float = RATE
-) -> Plain:
-    """Trains; what several examples give to a row is added up before it is squared.
-
-    Keras 3 lets Adagrad square what each example gives; Keras 2 added it up before, as a gradient
-    does, and so does the engine.
-    """
-    model = Plain()
-
-    def mean_loss(batch: Any) -> tf.Tensor:
-        return tf.reduce_mean((model(batch) - batch["rating"]) ** 2)
-
-    batches, optimizer = whole_batches(create_dataset), create_opt(lr)
-    compare.train_plainly(model, batches, mean_loss, optimizer, lambda: find_weights(model))
-    return model
-
-
-def evaluate_plainly() -> dict[str, float]:
-    error = train_plainly()({"user": USERS, "item": ITEMS}).numpy() - RATINGS
-    return {"rmse": float(np.sqrt((error**2).mean()))}
-
-
 PROGRAM = Program(
     hooks,
-    lambda: find_weights(train_plainly()),
     weights=lambda state: find_weights(state.train_model),
-    metrics=evaluate_plainly,
     compiles=False,  # XLA has no strings
 )

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
-from tests.golden import compare, small
-from tests.golden.compare import BATCH, Program, whole_batches
+from tests.golden import small
+from tests.golden.catalogue import Program
 
 FEATURES, TEMPERATURE = 6, 0.5
 RANDOM = np.random.default_rng(0)
@@ -88,32 +88,9 @@ hooks = functools.partial(
 )
 
 
-@functools.cache
-def train_plainly() -> keras.Model:
-    """Returns the model that a loop over whole batches trains: each has all embeddings."""
-    model = Encoder()
-
-    def mean_loss(views: Any) -> tf.Tensor:
-        output = model(views)
-        return tf.reduce_mean(contrastive((output, output, 0)))
-
-    return compare.train_plainly(model, whole_batches(create_dataset), mean_loss)
-
-
-def evaluate_plainly() -> dict[str, float]:
-    values: dict[str, list[Any]] = {"loss": [], "accuracy": []}
-    for views in create_eval_dataset(BATCH):
-        output = train_plainly()(views)
-        values["loss"].append(contrastive((output, output, 0)))
-        values["accuracy"].append(found_itself((output, output, 0)))
-    return {name: float(np.concatenate(parts).mean()) for name, parts in values.items()}
-
-
 # A micro-batch has fewer negatives.
 PROGRAM = Program(
     hooks,
-    train_plainly,
-    metrics=evaluate_plainly,
     settings={"eval_every": 5},
     accumulates=False,
 )

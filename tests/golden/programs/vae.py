@@ -8,7 +8,6 @@ example, it is the plain loop's on one device, and each of several draws its own
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core import data
-from tests.golden import compare, small
-from tests.golden.compare import BATCH, STEPS, Program
+from tests.golden import small
+from tests.golden.catalogue import Program
 
 PIXELS, LATENT = 12, 2
 IMAGES = np.random.default_rng(0).uniform(size=(44, PIXELS)).astype("float32").round()
@@ -135,36 +134,7 @@ def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
     return found
 
 
-@functools.cache
-def train_plainly(own_noise: bool = False) -> keras.Model:
-    model = create_model(own_noise)
-
-    def mean_loss(batch: Any) -> tf.Tensor:
-        image, _ = batch
-        found, mean, log_variance = model(batch)
-        reconstruction = PIXELS * keras.losses.binary_crossentropy(image, found)
-        return tf.reduce_mean(reconstruction + kl_of(mean, log_variance)) + sum(model.losses)
-
-    return compare.train_plainly(model, create_dataset(BATCH).take(STEPS), mean_loss)
-
-
-def evaluate_plainly() -> dict[str, float]:
-    image, noise = next(iter(create_eval_dataset(len(IMAGES))))
-    found, mean, log_variance = train_plainly()((image, noise))
-    reconstruction = PIXELS * keras.losses.binary_crossentropy(image, found).numpy().mean()
-    kl = kl_of(mean, log_variance).numpy().mean()
-    accuracy = ((found.numpy() > 0.5) == IMAGES).mean()
-    return {
-        "loss": reconstruction + kl + float(sum(train_plainly().losses)),
-        "reconstruction": reconstruction,
-        "kl": kl,
-        "accuracy": accuracy,
-    }
-
-
 PROGRAM = Program(
     lambda: hooks(adds_loss=True),
-    lambda: train_plainly().trainable_variables,
     weights=lambda state: state.train_model.trainable_variables,
-    metrics=evaluate_plainly,
 )

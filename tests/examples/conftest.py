@@ -1,0 +1,8 @@
+"""The fixtures that the examples' tests share."""
+
+from __future__ import annotations
+
+from tests.helpers.fixtures import train
+from tests.helpers.project import cli
+
+__all__ = ["cli", "train"]
