@@ -88,7 +88,7 @@ def test_a_run_is_used_in_its_own_precision(
     with np.load(tmp_path / "runs/first/predictions.npz") as predictions:
         output = predictions["output"]
     assert output.dtype == np.float32 and output.shape == (37, 1)
-    inputs = tf.constant(regression_data()[0][:37])
+    inputs = tf.constant(regression_data()[0][-37:])
     loaded = tf.saved_model.load(str(tmp_path / "runs/first/export/1"))
     served = loaded.serve(inputs)
     assert served.dtype == tf.float32
