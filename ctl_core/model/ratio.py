@@ -1,9 +1,9 @@
 """Whether a loss that is one number is the sum over its batch: looked at before each training.
 
 A mean would make gradients smaller by the size of the batch. Nothing tells the two apart but their
-values: a batch's sum is that of its halves, its mean is half of that of theirs. The ratio decides,
-since noise, smoothing and negatives out of the batch shift it; a constant that is added shifts it,
-too, but the slopes still add up.
+values: the gradient of a sum over a batch is that of the sums over its halves, that of a mean is
+half of it. The ratio decides, not equality: noise, smoothing and negatives out of the batch shift
+it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import tensorflow as tf
 from ctl_core.cluster.collectives import Alone
 from ctl_core.compat import drawing_from, global_seed_generator, with_called
 from ctl_core.input.batches import count_rows, first_replica, take_rows
-from ctl_core.model.forward import compute_loss, run_model
+from ctl_core.model.forward import compute_objectives
 from ctl_core.model.parts import Parts
-from ctl_core.model.returned import split_objectives
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import seeds_kept
 from ctl_core.numerics.replicas import ReplicaCopies
@@ -39,103 +38,88 @@ def check_losses(state: State, console: Console) -> None:
     ``create_dataset``. What cannot be tried gives no verdict. Variables and random numbers are as
     before.
 
-    Args:
-        state: of the run
-        console: for a notice
-
     Raises:
         SetupError: a loss is a mean.
     """
-    hooks = state.hooks
+    hooks = state.parts.hooks
     if not state.parts.scalar_losses or not hooks.count_examples.is_default:
         return
     try:
         with seeds_kept():
-            tried = _try_batches(state)
+            ratios = _try_batches(state)
     except Exception:  # the trial's own: half a batch may not do; training says what is wrong
         return
     hook = hooks.create_loss if hooks.grad_pre.is_default else hooks.grad_pre
-    for objective, numbers in tried.items():
-        losses, slopes = numbers[..., 0], numbers[..., 1]
-        if not ((losses > 0).all() or (losses < 0).all()):
-            continue
-        ratio = np.median(losses[:, 0] / losses[:, 1:].sum(1))
-        adds_up = np.allclose(slopes[:, 0], slopes[:, 1:].sum(1), rtol=0.01)
-        if adds_up or not MEAN[0] <= ratio <= WHOLE:
-            continue
+    for objective, several in ratios.items():
         said = (
-            f"the loss{f' of {objective!r}' * bool(objective)} of a batch is {ratio:.2f} times the "
-            "sum of those of its halves, "
+            f"the gradient of the loss{f' of {objective!r}' * bool(objective)} of a batch is "
+            f"{np.median(several):.2f} times that of the sum of those of its halves, "
         )
-        if ratio <= MEAN[1]:
+        if all(MEAN[0] <= ratio <= MEAN[1] for ratio in several):
             raise hook.reject(
-                f"{said}as a mean over the batch is; return one number per example, as Keras' "
+                f"{said}as of a mean over the batch; return one number per example, as Keras' "
                 "losses with reduction=None do of values of shape [b, 1], or their sum "
                 "(tf.reduce_sum): the engine divides by the global batch size itself, or by what "
                 "batch_weight says."
             )
-        console.warn(
-            f"{hook}: {said}so it is of a batch as a whole: weights depend on the number of "
-            "devices and micro-batches, unless these exchange what it is made of, by "
-            "ctl_core.all_gather or all_reduce."
-        )
+        if MEAN[0] <= np.median(several) <= WHOLE:
+            console.warn(
+                f"{hook}: {said}so it is of a batch as a whole: weights depend on the number of "
+                "devices and micro-batches, unless these exchange what it is made of, by "
+                "ctl_core.all_gather or all_reduce."
+            )
 
 
-def _try_batches(state: State) -> dict[str, np.ndarray]:
-    """Returns by objective the loss and its slope of each batch, and of each half of it.
-
-    Their shape is [batches, 3, 2].
-    """
-    generator = global_seed_generator()
+def _try_batches(state: State) -> dict[str, list[float]]:
+    """Returns by objective the ratio of each batch, NaN where there is no gradient."""
+    generator, parts = global_seed_generator(), dataclasses.replace(state.parts, quiet=True)
 
     @tf.function(autograph=False)
-    def compute(batch: Any) -> dict[str, tf.Tensor]:
-        with Alone(state.strategy, first_replica(state.strategy)), drawing_from(generator):
-            return compute_scalars(state.parts, batch)
+    def measure(batch: Any, half: int) -> dict[str, list[tf.Tensor]]:
+        with Alone(parts.strategy, first_replica(parts.strategy)), drawing_from(generator):
+            return measure_gradients(parts, batch, half)
 
-    parts_of_batches = []
-    for batch in state.data.make()[0].take(BATCHES):
-        half = min(int(count_rows(batch)), MOST_ROWS) // 2
-        if half:
-            slices = ((0, 2 * half), (0, half), (half, half))
-            parts_of_batches.append([_take_rows(batch, *one) for one in slices])
-    found: dict[str, list[list[np.ndarray]]] = {}
-    with state.strategy.scope():
-        graph = compute.get_concrete_function(parts_of_batches[0][0]).graph
-        copies = ReplicaCopies(state.strategy, state.recording.find_written(graph, state.strategy))
+    batches = [batch for batch in state.data.make()[0].take(BATCHES) if count_rows(batch) > 1]
+    tried = [(batch, min(int(count_rows(batch)), MOST_ROWS) // 2) for batch in batches]
+    found: dict[str, list[float]] = {}
+    with parts.strategy.scope():
+        graph = measure.get_concrete_function(*tried[0]).graph
+        copies = ReplicaCopies(parts.strategy, state.recording.find_written(graph, parts.strategy))
         draws = DRAWS if draws_numbers(with_called(graph.get_operations())) else 1
         with copies.put_back_after():
-            for three in parts_of_batches:
-                drawn = [[compute(part) for _ in range(draws)] for part in three]
-                for name in drawn[0][0]:
-                    sums = [np.sum([one[name] for one in several], 0) for several in drawn]
-                    found.setdefault(name, []).append(sums)
-    return {name: np.array(sums) for name, sums in found.items()}
+            for batch, half in tried:
+                drawn = [measure(batch, half) for _ in range(draws)]
+                for name in drawn[0]:
+                    whole, halves = np.sum([one[name] for one in drawn], axis=0)
+                    found.setdefault(name, []).append(
+                        float(np.sqrt(whole / halves)) if halves else np.nan
+                    )
+    return found
 
 
-def _take_rows(batch: Any, first: int, rows: int) -> Any:
-    return tf.nest.map_structure(lambda part: take_rows(part, first, rows), batch)
+def measure_gradients(parts: Parts, batch: Any, half: int) -> dict[str, list[tf.Tensor]]:
+    """Measures the losses that are one number, by objective; as for an evaluation.
 
-
-def compute_scalars(parts: Parts, batch: Any) -> dict[str, tf.Tensor]:
-    """Returns by objective those losses of a batch that are one number, as for an evaluation.
-
-    Beside each stands its slope, where all trained weights grow alike.
+    Returns:
+        Squared norms: of the gradient of so many rows twice, and of that of both halves' sum.
     """
-    found: dict[str, tf.Tensor] = {}
-    hooks, parts = parts.hooks, dataclasses.replace(parts, quiet=True)
+
+    def take(first: int, rows: int) -> Any:
+        return tf.nest.map_structure(lambda part: take_rows(part, first, rows), batch)
+
+    found: dict[str, list[tf.Tensor]] = {}
     for moment in parts.moments():
-        values = {"batch": batch, **parts.values(moment)}
-        with tf.GradientTape(persistent=True) as tape:
-            output = run_model(parts, moment, batch, training=True)
-            loss = compute_loss(parts, moment, batch, output, training=True)
-            returned = hooks.grad_pre.in_graph(loss=loss, output=output, **values)
-        named = split_objectives(hooks.grad_pre, returned, parts.objective(moment))
-        for name in parts.scalar_losses & named.keys():
-            scalar, _, variables, *_ = named[name]
-            slopes = [g for g in tape.gradient(scalar, variables) if g is not None]
-            slope = sum(tf.reduce_sum(tf.cast(g, tf.float32)) for g in slopes)
-            found[name] = tf.stack([tf.cast(scalar, tf.float32), slope])
+        for batches in ([take(0, 2 * half)], [take(0, half), take(half, half)]):
+            with tf.GradientTape(persistent=True) as tape:
+                tried = [compute_objectives(parts, moment, one, 1, 0)[0] for one in batches]
+                totals = {
+                    name: tf.add_n([objectives[name].value for objectives in tried])
+                    for name in parts.scalar_losses & tried[0].keys()
+                }
+            for name, total in totals.items():
+                gradients = tape.gradient(total, tried[0][name].variables)
+                square = tf.cast(tf.linalg.global_norm(gradients), tf.float64) ** 2
+                found.setdefault(name, []).append(square)
     return found
 
 

@@ -34,19 +34,6 @@ def normalizes_alone(layer: keras.Layer) -> bool:
     return isinstance(layer, kind) and layer.trainable and not layer.synchronized
 
 
-def describe_nature(layers: list[keras.Layer]) -> str | None:
-    """Says why weights depend on the number of replicas; None where no layer is known to."""
-    seeded = keras.random.SeedGenerator
-    drawing = [one for one in layers if any(isinstance(v, seeded) for v in vars(one).values())]
-    names = sorted({type(layer).__name__ for layer in drawing})
-    reasons = [f"random numbers ({', '.join(names)})"] if names else []
-    if any(map(normalizes_alone, layers)):
-        reasons.append("batch statistics (BatchNormalization that is not synchronized)")
-    if not reasons:
-        return None
-    return f"weights depend on the number of replicas: each has {' and '.join(reasons)} of its own."
-
-
 class ReplicaCopies:
     """What each of this process's replicas has in some variables, kept aside and put back.
 
