@@ -43,19 +43,19 @@ from ctl_core.model.forward import (
 )
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Moment, Parts, Written
-from ctl_core.model.returned import (
-    check_loss,
-    check_manager,
-    check_optimizers,
-    check_variables,
-)
 from ctl_core.model.state import State
 from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, create_schedule, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes, policy
 from ctl_core.numerics.replicas import moving_statistics
-from ctl_core.numerics.variables import is_summed, plain_variable, trainable_variables, walk
+from ctl_core.numerics.variables import (
+    is_summed,
+    plain_variable,
+    trainable_variables,
+    variable_name,
+    walk,
+)
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, brief
 from ctl_core.run.settings import Config
@@ -108,10 +108,7 @@ def create_state(
     for warning in warnings:
         console.warn(warning)
     try:
-        shape = BatchShape(
-            config.batch_size, strategy.num_replicas_in_sync, config.accumulate_steps
-        )
-        return _Builder(hooks, config, run, strategy, cluster, console, shape).build()
+        return _Builder(hooks, config, run, strategy, cluster, console).build()
     except tf.errors.OpError as error:  # nothing but data has been read
         if is_peer_lost(cluster.task, error):
             raise
@@ -130,28 +127,49 @@ class _Builder:
     strategy: tf.distribute.Strategy
     cluster: Cluster
     console: Console
-    shape: BatchShape
     recording: Recording = dataclasses.field(default_factory=Recording)
 
     def build(self) -> State:
         """Returns the state of a run that has not begun."""
-        hooks, config, recording = self.hooks, self.config, self.recording
+        hooks, config, recording, strategy = self.hooks, self.config, self.recording, self.strategy
+        replicas = strategy.num_replicas_in_sync
+        shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
         with recording.during("create_dataset"):
             first = read_first_batch_size(self.run.ckpt)
-            self.data = Input(hooks, config, self.strategy, self.shape, first)
-            self.cluster.check_data(hooks.create_dataset, self.data.call_hooks)
+            self.data = data = Input(hooks, config, strategy, shape, first)
+            self.cluster.check_data(hooks.create_dataset, data.call_hooks)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.during("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         tf.summary.experimental.set_step(step)  # for hooks that ask; steps taken set theirs
-        with self.strategy.scope(), recording.during("engine"):
+        with strategy.scope(), recording.during("engine"):
             rate = LearningRate(config.learning_rate)
             rate.follows = False  # but for what create_opt makes of it
-            parts = self._create_models(step, rate)
-            parts, objectives = self._trace_forward(parts)
+            parts = Parts(
+                hooks=hooks,
+                strategy=strategy,
+                shape=shape,
+                train_model=self._create("create_model", per_replica_batch_size=shape.per_replica),
+                train_loss=self._create("create_loss"),
+                lr=rate,
+                step_variable=step,
+                jit_compile=config.jit_compile,
+                notes_losses=config.on_nan != "ignore",
+                train_metrics=self._create("create_train_metrics"),
+            )
+            parts, objectives, weights = self._trace_forward(parts)
             parts = self._create_optimizers(parts, rate, objectives)
             self._trace_update(parts)
-            parts = self._add_numerics(parts, rate)
+            precisions = sorted({*lower_dtypes(recording.layers), config.precision} - {"float32"})
+            with recording.during("ema"):
+                ema = config.ema
+                average = None if ema is None else WeightAverage(ema, weights, strategy)
+            parts = dataclasses.replace(
+                parts,
+                loss_scale=LossScale() if "float16" in precisions else None,
+                rate_schedule=create_schedule(config, rate, parts.lr, self.console),
+                average=average,
+            )
             if hooks.create_eval_model is not None:
                 eval_model = self._create("create_eval_model", train_model=parts.train_model)
                 parts = dataclasses.replace(parts, eval_model=eval_model)
@@ -169,11 +187,10 @@ class _Builder:
                 train_model=as_trackable(parts.train_model),
                 train_loss=as_trackable(parts.train_loss),
             )
-            check_manager(hooks.create_ckpt, manager)
         _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
         recording.fix()
-        stacked = count_stacked_steps(parts, self.data)
-        self.data.begin(count_batches(self.data.dataset, stacked) if stacked else 0)
+        stacked = count_stacked_steps(parts, data)
+        data.begin(count_batches(data.dataset, stacked) if stacked else 0)
         return State(
             config=config,
             run_dir=self.run.path,
@@ -181,12 +198,12 @@ class _Builder:
             parts=parts,
             learning_rate=rate,
             recording=recording,
-            data=self.data,
+            data=data,
             evaluation=evaluation,
             cluster=self.cluster,
             ckpt=ckpt,
             manager=manager,
-            computed_in=self._find_precisions(),
+            computed_in=precisions,
         )
 
     def _create(self, name: str, **values: Any) -> Any:
@@ -195,24 +212,6 @@ class _Builder:
             made = getattr(self.hooks, name)(**values)
             self.recording.add_model(name, made)
         return made
-
-    def _create_models(self, step: tf.Variable, rate: LearningRate) -> Parts:
-        """Calls ``create_model``, ``create_loss`` and ``create_train_metrics``."""
-        size = self.shape.per_replica
-        parts = Parts(
-            hooks=self.hooks,
-            strategy=self.strategy,
-            shape=self.shape,
-            train_model=self._create("create_model", per_replica_batch_size=size),
-            train_loss=self._create("create_loss"),
-            lr=rate,
-            step_variable=step,
-            jit_compile=self.config.jit_compile,
-            notes_losses=self.config.on_nan != "ignore",
-            train_metrics=self._create("create_train_metrics"),
-        )
-        check_loss(self.hooks.create_loss, parts.train_loss)
-        return parts
 
     @contextlib.contextmanager
     def _scratch(self, spec: Any = None) -> Iterator[Any]:
@@ -224,48 +223,58 @@ class _Builder:
         with scratch_graph("build").as_default() as graph, Alone(self.strategy, 0):
             yield graph, make_placeholders(self.data.share_spec if spec is None else spec)
 
-    def _trace_forward(self, parts: Parts) -> tuple[Parts, dict[str, list[Any]]]:
+    def _trace_forward(self, parts: Parts) -> tuple[Parts, dict[str, list[Any]], list[Any]]:
         """Runs the forward hooks once on placeholders, so that every variable of theirs exists.
 
-        An optimizer has to know the trainable_vars of its objective, also what is frozen now: those
-        that ``grad_pre`` returns once more with no layer frozen.
+        No layer is frozen there: an optimizer has to know also what is unfrozen later.
 
         Returns:
             The parts with the variables that the forward pass writes and the means of the loss's
-            parts; and by objective the variables, frozen or not.
+            parts; by objective the variables, frozen or not; and those of the model.
 
         Raises:
             SetupError: an objective has no variables, or some that cannot be trained.
         """
-        hooks, recording = self.hooks, self.recording
+        hooks, recording, model = self.hooks, self.recording, parts.train_model
         traced: list[tuple[str, Objective]] = []
-        free: list[Any] = []
-        with recording.during("create_model"), self._scratch() as (graph, batch):
+        with (
+            recording.during("create_model"),
+            unfrozen(recording),
+            self._scratch() as (graph, batch),
+        ):
             for moment in parts.moments():
                 objectives, made = compute_objectives(parts, moment, batch, 1)
                 traced += objectives.items()
                 with recording.during("create_train_metrics"):
                     update_train_metrics(parts, moment, {}, made, None)
-                with unfrozen(recording) as some_were_frozen:
-                    if some_were_frozen:
-                        traced += compute_objectives(parts, moment, batch, 1)[0].items()
-                    free = trainable_variables(parts.train_model)
-        recording.add_model("create_model", parts.train_model)
+            weights = trainable_variables(model)
+        recording.add_model("create_model", model)
         self._record_captured(graph)
         variables: dict[str, dict[int, Any]] = {}
         for name, one in traced:
-            own = one.variables if name else [*one.variables, *free]
+            own = one.variables if name else [*one.variables, *weights]
             variables.setdefault(name, {}).update({id(v): v for v in own})
-        check_variables(hooks, variables)
+        for name, several in variables.items():
+            if not several:
+                said = f"returned no trainable_vars{f' of {name!r}' * bool(name)}"
+                raise hooks.grad_pre.reject(f"{said}: nothing to train.")
+            for variable in several.values():
+                overwritten = getattr(variable, "overwrite_with_gradient", False)  # of float8
+                if overwritten or tf.as_dtype(variable.dtype) == tf.float16:
+                    raise hooks.create_model.reject(
+                        f"the variable {variable_name(variable)} is trained in float16 or less, in "
+                        "which updates are lost; use mixed_float16."
+                    )
         with recording.during("create_train_metrics"):
             names = dict.fromkeys(part for _, one in traced for part in one.parts)
             loss_parts = {name: keras.metrics.Mean(name) for name in names}
-        scalar = frozenset(name for name, one in traced if one.is_scalar)
-        written = self._find_written(graph, parts)
         parts = dataclasses.replace(
-            parts, written=written, scalar_losses=scalar, loss_parts=loss_parts
+            parts,
+            written=self._find_written(graph, parts),
+            scalar_losses=frozenset(name for name, one in traced if one.is_scalar),
+            loss_parts=loss_parts,
         )
-        return parts, {name: list(several.values()) for name, several in variables.items()}
+        return parts, {name: list(several.values()) for name, several in variables.items()}, weights
 
     def _find_written(self, graph: Any, parts: Parts) -> tuple[Written, ...]:
         """Returns what the forward pass writes, random generators and metrics left out."""
@@ -279,9 +288,15 @@ class _Builder:
             for statistic in moving_statistics([layer])
         }
         return tuple(
-            Written(v, furthest.get(id(v)), id(v) in furthest or is_summed(v))
-            for v in recording.find_written(graph, self.strategy)
-            if id(v) not in aside
+            Written(
+                variable,
+                furthest.get(id(variable)),
+                is_shared=not is_summed(variable)
+                and id(variable) not in furthest
+                and (variable.dtype.is_floating or variable.dtype.is_integer),
+            )
+            for variable in recording.find_written(graph, self.strategy)
+            if id(variable) not in aside
         )
 
     def _record_captured(self, graph: Any) -> None:
@@ -295,19 +310,33 @@ class _Builder:
     def _create_optimizers(
         self, parts: Parts, rate: LearningRate, variables: dict[str, list[Any]]
     ) -> Parts:
-        """Calls ``create_opt``, and lets each optimizer make what it keeps of its variables."""
-        hook = self.hooks.create_opt
+        """Calls ``create_opt``, and lets each optimizer make what it keeps of its variables.
+
+        Raises:
+            SetupError: the objectives have other names.
+        """
+        hooks, hook = self.hooks, self.hooks.create_opt
+        if hooks.turns and self.config.accumulate_steps > 1:
+            raise SetupError(
+                f"accumulate_steps: {self.config.accumulate_steps} micro-batches cannot go with "
+                "turns, in which several updates are made on one batch; leave one of the two out."
+            )
         with self.recording.during("create_opt"):
             rate.follows = True
             made = hook(lr=rate, train_model=parts.train_model)
             rate.follows = False
             optimizer = OptimizerGroups(made) if is_pairs(made) else made
             optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
-            check_optimizers(self.hooks, optimizers, variables, parts.shape.accumulate_steps)
+            if variables.keys() != optimizers.keys():
+                raise hook.reject(
+                    f"returned the optimizers {list(optimizers)}, but {hooks.grad_pre} the "
+                    f"objectives {list(variables)}{', in turns' * bool(hooks.turns)}; the names "
+                    "must be the same, or '' for a single one without."
+                )
             for name, one in optimizers.items():
                 build = getattr(one, "build", None)
                 if callable(build) and not getattr(one, "built", False):
-                    call_made(hook, "the optimizer", build, variables[name])
+                    call_made(hook, build, variables[name])
         lr = rate_for_hooks(rate, optimizers)
         return dataclasses.replace(parts, optimizer=optimizer, optimizers=optimizers, lr=lr)
 
@@ -323,25 +352,6 @@ class _Builder:
                 made, trained = forward_backward(parts, moment, 1, kept, share)
                 change_gradients(parts, moment, made, made, trained)
         self._record_captured(graph)
-
-    def _add_numerics(self, parts: Parts, rate: LearningRate) -> Parts:
-        """Adds the loss scale, the schedule of the learning rate and the average of weights."""
-        average = None
-        if self.config.ema is not None:
-            with unfrozen(self.recording):
-                weights = trainable_variables(parts.train_model)
-            with self.recording.during("ema"):
-                average = WeightAverage(self.config.ema, weights, self.strategy)
-        return dataclasses.replace(
-            parts,
-            loss_scale=LossScale() if "float16" in self._find_precisions() else None,
-            rate_schedule=create_schedule(self.config, rate, parts.lr, self.console),
-            average=average,
-        )
-
-    def _find_precisions(self) -> list[str]:
-        """Returns the types below float32 that layers, or all, compute in."""
-        return sorted({*lower_dtypes(self.recording.layers), self.config.precision} - {"float32"})
 
     def _trace_evaluation(self, parts: Parts, evaluation: Evaluation | None) -> None:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -23,9 +24,13 @@ from ctl_core.compat import (
     optimizers_refused,
     summaries_of_first_replica,
 )
-from ctl_core.model.forward import call_made, forward_backward, settle_stand_in
+from ctl_core.model.forward import (
+    call_made,
+    forward_backward,
+    read_written,
+    settle_written,
+)
 from ctl_core.model.parts import Moment, Parts
-from ctl_core.model.returned import check_update
 from ctl_core.numerics.not_finite import Note, note_update
 from ctl_core.numerics.precision import are_finite
 from ctl_core.numerics.reduction import (
@@ -153,7 +158,13 @@ def change_gradients(
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
         with gradients_are_summed():
             update, displays[name] = hook.in_graph(**values)
-        check_update(hook, update, trained[name])
+        shapes = [tf.TensorShape(getattr(gradient, "shape", None)) for gradient in update]
+        own = [tf.TensorShape(variable.shape) for variable in trained[name]]
+        if len(shapes) != len(own) or not all(map(tf.TensorShape.is_compatible_with, shapes, own)):
+            raise hook.reject(
+                f"returned {len(shapes)} update_gradients, of the shapes {shapes}, for {len(own)} "
+                "gradients; return one for each, of its shape, in the same order."
+            )
         updates[name] = list(update)
     return updates, displays
 
@@ -170,7 +181,7 @@ def apply_gradients(
         pairs = list(zip(for_optimizer(optimizer, gradients), trained[name], strict=True))
         if pairs:
             with gradients_are_summed():
-                call_made(parts.hooks.create_opt, "the optimizer", optimizer.apply_gradients, pairs)
+                call_made(parts.hooks.create_opt, optimizer.apply_gradients, pairs)
 
 
 def refuse_summaries() -> None:
@@ -246,11 +257,13 @@ def make_update(
             return tf.function(contribute, jit_compile=True, autograph=False)(share)
 
     def contribute_all(index: Any) -> Any:
-        share = deal(index)
-        contributed = on_replicas(contribute_compiled if parts.jit_compile else contribute, share)
-        if share.present is None:
-            return contributed
-        return on_replicas(lambda *args: settle_stand_in(parts, *args), contributed, share.present)
+        share, function = deal(index), contribute_compiled if parts.jit_compile else contribute
+        if share.rows is None:
+            return on_replicas(function, share)
+        before = on_replicas(functools.partial(read_written, parts))
+        contributed = on_replicas(function, share)
+        settle = functools.partial(settle_written, parts)
+        return on_replicas(settle, contributed, before, *share[1:])
 
     def update(contributed: dict[str, Any]) -> dict[str, Any]:
         found = make_gradients(parts, moment, contributed, trained, examples, "loss" in fetches)

@@ -42,7 +42,7 @@ from ctl_core.checkpoint.sources import Source
 from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Writer, all_write
 from ctl_core.compat import graphs_called, max_to_keep, written_resources
-from ctl_core.hooks.recording import read_flags, set_flags
+from ctl_core.hooks.recording import list_freezable, read_flags, set_flags
 from ctl_core.model.state import Progress, State, check_hook_state
 from ctl_core.numerics.replicas import MovingStatistics, ReplicaCopies
 from ctl_core.numerics.variables import is_summed, plain_variable
@@ -333,7 +333,7 @@ class Checkpoints:
                 average.begin()
             if not with_input:
                 average.swap()
-        if not set_flags(state.recording, record.frozen):
+        if not set_flags(list_freezable(state.recording), record.frozen):
             self._console.warn(
                 "what was frozen in the checkpoint is of other layers than the model has now; "
                 "what is frozen is as create_model left it."

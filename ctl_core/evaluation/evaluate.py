@@ -39,7 +39,6 @@ from ctl_core.input.stream import check_dataset, open_reader
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
 from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.model.parts import Moment, Parts
-from ctl_core.model.returned import count_examples, read_extra_loss
 from ctl_core.model.schedule import ChunkLength
 from ctl_core.numerics.randomness import seeds_kept
 from ctl_core.numerics.replicas import ReplicaCopies
@@ -285,11 +284,11 @@ def add_batch(parts: Parts, one: EvaluationSet, batch: Any, present: tf.Tensor |
     loss = compute_loss(parts, moment, batch, output, training=False)
     values = {"output": output, "batch": batch, **parts.values(moment)}
     loss_per_batch, extra_loss = hooks.eval_pre.in_graph(loss=loss, **values)
-    extra = read_extra_loss(extra_loss, tf.float64, hooks.eval_pre)
     weight = weigh_batch(parts, moment, batch, output, None)
-    examples = count_examples(hooks.count_examples, batch) if weight is None else weight
+    examples = parts.count_examples(batch) if weight is None else weight
     examples = tf.cast(examples, tf.float64)
-    total = tf.cast(sum_loss(parts, loss_per_batch, batch), tf.float64) + extra * examples
+    extra = tf.cast(extra_loss, tf.float64) * examples
+    total = tf.cast(sum_loss(parts, loss_per_batch, batch), tf.float64) + extra
     update_if(present, one.total.update_state, total)
     update_if(present, one.examples.update_state, examples)
     if one.metrics:

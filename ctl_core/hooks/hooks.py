@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import traceback
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -203,6 +205,8 @@ def kind_of(value: Any) -> str:
         return "nothing"
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if isinstance(value, types.FunctionType):
+        return f"a function {inspect.signature(value)}"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)} value{'s' * (len(value) != 1)}"
     if tf.is_tensor(value) and not isinstance(value, tf.Variable):

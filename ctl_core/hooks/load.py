@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.compat import max_to_keep
 from ctl_core.hooks import defaults
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.table import COMMON, DEFERRED, SPECS, TABLE, Spec
@@ -163,14 +164,31 @@ def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
+def _is_loss(value: Any) -> bool:
+    """Whether a value can be called with one argument, and is no mean over a replica's batch."""
+    if not _is_function(value) or getattr(value, "reduction", None) not in ("sum", "none", None):
+        return False
+    # A decorated function is what the decorator has made of it.
+    signature = inspect.signature(value, follow_wrapped=False)
+    try:
+        signature.bind(None, **({"training": True} if "training" in signature.parameters else {}))
+    except TypeError:
+        return False
+    return True
+
+
 def _is_optimizer(value: Any) -> bool:
-    return hasattr(value, "apply_gradients") and not isinstance(value, type)
+    refused = (type, keras.optimizers.LossScaleOptimizer)  # nothing scales the loss for it
+    return hasattr(value, "apply_gradients") and not isinstance(value, refused)
 
 
 def _are_optimizers(value: Any) -> bool:
+    several = [value]
     if isinstance(value, dict):
-        return bool(value) and all(map(_is_optimizer, value.values()))
-    return is_pairs(value) or _is_optimizer(value)
+        several = list(value.values())
+    elif is_pairs(value):
+        several = [optimizer for optimizer, _ in value]
+    return bool(several) and all(map(_is_optimizer, several))
 
 
 def _are_metrics(value: Any) -> bool:
@@ -197,20 +215,26 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
+def _is_evaluated(value: Any) -> bool:
+    return _is_pair(value) and _is_number(value[1])
+
+
 def _is_update(value: Any) -> bool:
     return _is_pair(value) and isinstance(value[0], tuple | list)
 
 
 def _is_saved(value: Any) -> bool:
+    """Whether a value is a checkpoint and a manager that keeps one while it saves the next."""
     kinds = (tf.train.Checkpoint, tf.train.CheckpointManager)
-    return _is_pair(value) and all(map(isinstance, value, kinds))
+    return _is_pair(value) and all(map(isinstance, value, kinds)) and max_to_keep(value[1]) != 1
 
 
 def _is_objective(value: Any) -> bool:
     """Whether a value is a loss, an extra loss and variables, perhaps with the loss's parts."""
     if not isinstance(value, tuple | list) or len(value) not in (3, 4):
         return False
-    return isinstance(value[2], tuple | list) and (len(value) == 3 or isinstance(value[3], dict))
+    listed = isinstance(value[2], tuple | list) and (len(value) == 3 or isinstance(value[3], dict))
+    return listed and _is_number(value[1])
 
 
 def _are_objectives(value: Any) -> bool:
@@ -223,7 +247,7 @@ CONTRACT: dict[str, Callable[[Any], bool]] = {
     "create_eval_model": _is_function,
     "create_inference_model": _is_function,
     "serve": _is_given,
-    "create_loss": _is_function,
+    "create_loss": _is_loss,
     "create_opt": _are_optimizers,
     "create_ckpt": _is_saved,
     "input_pre": _is_given,
@@ -235,5 +259,5 @@ CONTRACT: dict[str, Callable[[Any], bool]] = {
     "train_metric_pre": _is_given,
     "create_metrics": _are_metrics,
     "metric_pre": _is_given,
-    "eval_pre": _is_pair,
+    "eval_pre": _is_evaluated,
 }

@@ -174,45 +174,37 @@ class Recording:
 # ---- What is frozen: a state of Keras layers in Python, which no variable holds -----------------
 
 
+def list_freezable(recording: Recording) -> list[Any]:
+    """Returns the layers, then their variables: what can be frozen."""
+    return [*recording.layers, *recording.keras_variables()]
+
+
 def read_flags(recording: Recording) -> list[bool]:
     """Returns what is trainable: a flag for each layer, then one for each variable."""
-    parts = (*recording.layers, *recording.keras_variables())
-    return [bool(part.trainable) for part in parts]
+    return [bool(part.trainable) for part in list_freezable(recording)]
 
 
-def set_flags(recording: Recording, flags: list[bool]) -> bool:
+def set_flags(parts: list[Any], flags: list[bool]) -> bool:
     """Sets the flags; returns False, and changes nothing, if they are those of other layers."""
-    layers, variables = recording.layers, recording.keras_variables()
-    if len(flags) != len(layers) + len(variables):
+    if len(flags) != len(parts):
         return False
-    pairs = list(zip(layers, flags, strict=False))
+    pairs = list(zip(parts, flags, strict=True))
     # Setting a layer's flag sets those within it, so that more than one round may be needed.
     while changed := [pair for pair in pairs if bool(pair[0].trainable) != pair[1]]:
-        for layer, flag in changed:
-            layer.trainable = flag
-    for variable, flag in zip(variables, flags[len(layers) :], strict=True):
-        if bool(variable.trainable) != flag:
-            variable.trainable = flag
+        for part, flag in changed:
+            part.trainable = flag
     return True
 
 
 @contextlib.contextmanager
-def unfrozen(recording: Recording) -> Iterator[bool]:
-    """Within, no layer is frozen; afterwards all are as they were.
-
-    Yields:
-        Whether any was frozen.
-    """
-    flags, free = read_flags(recording), _count_free(recording)
+def unfrozen(recording: Recording) -> Iterator[None]:
+    """Within, no layer is frozen; afterwards all that were there are as they were."""
+    parts, flags = list_freezable(recording), read_flags(recording)
     # Layer by layer, and off before on: Keras passes on only a value that changes.
     for value in (False, True):
         for layer in recording.layers:
             layer.trainable = value
     try:
-        yield _count_free(recording) != free
+        yield
     finally:
-        set_flags(recording, flags)
-
-
-def _count_free(recording: Recording) -> set[int]:
-    return {id(v) for layer in recording.layers for v in layer.trainable_variables}
+        set_flags(parts, flags)

@@ -44,16 +44,18 @@ serve(inputs) in the graph
 
 create_loss() required
     The loss: one number per example, or their sum.
-    returns: train_loss, callable: loss = train_loss(loss_input)
+    returns: train_loss, callable with one argument: loss = train_loss(loss_input); of Keras, lambda
+        pair: loss(pair[1], pair[0]) with reduction="sum" or "none"
 
 create_opt(lr, train_model)
     The optimizer; with pairs, each variable has that of its group.
-    returns: optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by objective
+    returns: optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by
+        objective; none that scales the loss, as precision float16 does
     default: Nadam(learning_rate=lr, epsilon=0.001)
 
 create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss)
     What a checkpoint holds and how many are kept.
-    returns: 2 values: ckpt, manager
+    returns: 2 values: ckpt, manager, which keeps 2 or more
     default: all five, the newest 50
 
 input_pre(batch, lr, step, training, objective, turn) in the graph
@@ -75,8 +77,8 @@ batch_weight(batch, output, objective, turn) in the graph
 grad_pre(loss, output, batch, train_model, train_loss, lr, step, objective, turn) in the graph
     What is differentiated (the loss summed over the batch, plus terms that do not depend on the
     batch), and by which variables.
-    returns: 3 values: loss_per_batch, extra_loss, trainable_vars; 4 with a dict of the loss's parts
-        to log; or a dict of such by objective
+    returns: 3 values: loss_per_batch, extra_loss, a number, trainable_vars, a list; 4 with a dict
+        of the loss's parts to log; or a dict of such by objective
     default: weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
 
 update_pre(gradients, loss, output, batch, train_model, train_loss, lr, optimizer, step, objective,
@@ -141,7 +143,7 @@ metric_pre(output, batch, train_model) in the graph
 
 eval_pre(loss, output, batch, train_model, train_loss, lr, step) in the graph
     The loss that the evaluation reports.
-    returns: 2 values: loss_per_batch, extra_loss
+    returns: 2 values: loss_per_batch, extra_loss, a number
     default: weighted(loss, batch), regularization(train_model)
 
 after_eval(metrics, dev, step, train_model, train_loss, eval_model, lr, optimizer, ckpt, manager,

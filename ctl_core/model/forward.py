@@ -1,15 +1,15 @@
 """What one replica does with its share of a batch: forward, loss, gradients.
 
 The graph hooks are called here, in the order of the step; everything runs while a graph is traced.
-What hooks may return is checked as they are called (hooks/load.py), and in returned.py.
+What they return that would train another model than it seems is refused, in one line; what is not
+of the right kind is refused when a hook is called, see hooks/load.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from typing import Any
 
 import keras
@@ -17,22 +17,15 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import counting_rows
 from ctl_core.compat import layers_run
-from ctl_core.hooks.hooks import Hook
+from ctl_core.hooks.hooks import Hook, describe
 from ctl_core.input.batches import keep_rows_if
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Moment, Parts
-from ctl_core.model.returned import (
-    check_loss_value,
-    count_examples,
-    read_extra_loss,
-    read_weight,
-    split_objectives,
-)
 from ctl_core.numerics.precision import to_float32
 from ctl_core.numerics.reduction import PIECES
 from ctl_core.numerics.variables import variable_name
 from ctl_core.run.console import warn
-from ctl_core.run.errors import CtlError, HookFailed
+from ctl_core.run.errors import CtlError, HookFailed, SetupError, frames_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +46,15 @@ class Objective:
     is_scalar: bool
 
 
+# ---- The model and the loss ----------------------------------------------------------------------
+
+
 def run_model(parts: Parts, moment: Moment, batch: Any, training: bool) -> Any:
     """Returns the model's output for a batch, in float32 where precision is lower."""
-    hook, what, model = parts.model_for(training)
+    hook, model = parts.model_for(training)
     training = training and not parts.quiet
     inputs = make_model_input(parts, moment, batch, training)
-    return to_float32(call_made(hook, what, call_model, model, inputs, training))
+    return to_float32(call_made(hook, call_model, model, inputs, training))
 
 
 def make_model_input(parts: Parts, moment: Moment, batch: Any, training: bool) -> Any:
@@ -71,20 +67,19 @@ def compute_loss(parts: Parts, moment: Moment, batch: Any, output: Any, training
     hooks, training = parts.hooks, training and not parts.quiet
     values = {"batch": batch, "training": training, **parts.values(moment)}
     loss_input = hooks.loss_pre.in_graph(output=output, **values)
-    train_loss = parts.train_loss
     return to_float32(
-        call_made(hooks.create_loss, "train_loss", call_trained, train_loss, loss_input, training)
+        call_made(hooks.create_loss, call_trained, parts.train_loss, loss_input, training)
     )
 
 
-def call_made(hook: Hook, what: str, function: Any, *args: Any) -> Any:
+def call_made(hook: Hook, function: Any, *args: Any) -> Any:
     """Calls what a create hook returned; a failure names that hook."""
     try:
         return function(*args)
     except CtlError:
         raise
     except Exception as error:
-        raise HookFailed(f"{what} from {hook.failure(error)}") from error
+        raise HookFailed(hook.failure(error)) from error
 
 
 def call_model(model: Any, inputs: Any, training: bool) -> Any:
@@ -95,24 +90,9 @@ def call_model(model: Any, inputs: Any, training: bool) -> Any:
 
 def call_trained(function: Any, inputs: Any, training: bool) -> Any:
     """Calls a model, or a loss, with ``training`` where it takes that argument."""
-    try:
-        takes = "training" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin has none to read
-        takes = False
-    if takes or isinstance(function, keras.Layer):
+    if isinstance(function, keras.Layer) or "training" in inspect.signature(function).parameters:
         return function(inputs, training=training)
     return function(inputs)
-
-
-def weigh_batch(
-    parts: Parts, moment: Moment, batch: Any, output: Any, present: tf.Tensor | None
-) -> tf.Tensor | None:
-    """Returns what ``batch_weight`` says that a replica's batch weighs; None without that hook."""
-    hook = parts.hooks.batch_weight
-    if hook is None:
-        return None
-    weight = hook.in_graph(batch=batch, output=output, **parts.values(moment))
-    return keep_if(present, read_weight(weight))
 
 
 def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
@@ -122,10 +102,55 @@ def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
         parts: of the step
         loss: a scalar, which is taken as the sum, or one number per example
         batch: whose examples they are
+
+    Raises:
+        SetupError: it has another shape or type.
     """
-    hooks = parts.hooks
-    loss = check_loss_value(hooks.create_loss, loss, count_examples(hooks.count_examples, batch))
+    create_loss, loss = parts.hooks.create_loss, tf.convert_to_tensor(loss)
+    examples = parts.count_examples(batch)
+    shape = [examples if isinstance(examples, int) else None]
+    fits = loss.shape.rank == 0 or loss.shape.is_compatible_with(shape)
+    if not fits and (op := find_broadcast(loss.graph)) is not None:
+        shapes = " and ".join(str(value.shape.as_list()) for value in op.inputs)
+        raise SetupError(
+            f"{create_loss.locate(frames_of(op))}: {op.type} of the shapes {shapes} compares each "
+            "example with every other; give both one shape, by tf.squeeze(output, -1), say."
+        )
+    if not fits or not loss.dtype.is_floating:
+        raise create_loss.reject(
+            f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
+            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); batch_weight says what it "
+            "is divided by, if not by the number of examples."
+        )
     return tf.reduce_sum(to_float32(loss))
+
+
+def find_broadcast(graph: tf.Graph) -> Any:
+    """Returns the last op that has made [b, b] of [b, 1] and [b]; None: there is none."""
+    for op in reversed(graph.get_operations()):
+        shapes = [value.shape.as_list() for value in op.inputs if value.shape.rank is not None]
+        if len(shapes) == 2:
+            row, column = sorted(shapes, key=len)
+            if len(row) == 1 and column == [*row, 1]:
+                return op
+    return None
+
+
+def weigh_batch(
+    parts: Parts, moment: Moment, batch: Any, output: Any, present: tf.Tensor | None
+) -> tf.Tensor | None:
+    """Returns what ``batch_weight`` says that a replica's batch weighs; None without that hook.
+
+    A negative weight would turn gradients round: it becomes NaN, which makes the loss NaN.
+    """
+    hook = parts.hooks.batch_weight
+    if hook is None:
+        return None
+    weight = hook.in_graph(batch=batch, output=output, **parts.values(moment))
+    weight = tf.stop_gradient(tf.ensure_shape(tf.convert_to_tensor(weight), []))
+    if weight.dtype not in (tf.float32, tf.float64):
+        weight = tf.cast(weight, tf.float32)
+    return keep_if(present, tf.where(weight < 0, tf.constant(math.nan, weight.dtype), weight))
 
 
 def keep_if(present: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
@@ -133,19 +158,22 @@ def keep_if(present: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
     return value if present is None else tf.where(present, value, tf.zeros_like(value))
 
 
+# ---- Objectives and gradients --------------------------------------------------------------------
+
+
 def compute_objectives(
     parts: Parts,
     moment: Moment,
     batch: Any,
     examples: Any,
-    rows: tf.Tensor | None = None,
+    rows: Any = None,
     present: tf.Tensor | None = None,
 ) -> tuple[dict[str, Objective], dict[str, Any]]:
     """Runs the model and the loss on a replica's batch, and ``grad_pre`` on what they give.
 
     Args:
         parts: of the step
-        moment: of the step
+        moment: of the step; in a turn, other objectives are left out
         batch: the rows of this replica
         examples: how many examples the global batch has
         rows, present: how many rows the replica has, and whether it has any, see ``batches.Share``
@@ -153,7 +181,7 @@ def compute_objectives(
     Returns:
         The objectives by name; and what they were made of: output, batch, loss and weight.
     """
-    hooks = parts.hooks
+    hook, turn = parts.hooks.grad_pre, parts.objective(moment)
     output = run_model(parts, moment, batch, training=True)
     loss = compute_loss(parts, moment, batch, output, training=True)
     weight = weigh_batch(parts, moment, batch, output, present)
@@ -161,15 +189,19 @@ def compute_objectives(
     if weight is not None:
         own, whole = weight, parts.shape.batch
     values = {"loss": loss, "output": output, "batch": batch, **parts.values(moment)}
-    returned = hooks.grad_pre.in_graph(**values)
-    named = split_objectives(hooks.grad_pre, returned, parts.objective(moment))
+    returned = hook.in_graph(**values)
+    named = returned if isinstance(returned, dict) else {turn or "": returned}
+    if turn is not None:
+        if turn not in named:
+            raise hook.reject(f"returned {list(named)} in the turn of '{turn}'.")
+        named = {turn: named[turn]}
     found = {}
-    for name, (loss_per_batch, extra_loss, variables, loss_parts) in named.items():
+    for name, (loss_per_batch, extra_loss, variables, *loss_parts) in named.items():
         total = sum_loss(parts, loss_per_batch, batch)
-        extra = read_extra_loss(extra_loss, total.dtype, hooks.grad_pre)
-        value = (total + tf.cast(own, total.dtype) * extra) / tf.cast(whole, total.dtype)
+        extra = tf.cast(own, total.dtype) * tf.cast(extra_loss, total.dtype)
+        value = keep_if(present, (total + extra) / tf.cast(whole, total.dtype))
         is_scalar = getattr(loss_per_batch, "shape", tf.TensorShape([])).rank == 0
-        found[name] = Objective(keep_if(present, value), list(variables), loss_parts, is_scalar)
+        found[name] = Objective(value, list(variables), dict(*loss_parts), is_scalar)
     return found, {"output": output, "batch": batch, "loss": loss, "weight": weight}
 
 
@@ -192,7 +224,7 @@ def forward_backward(
     """
     batch, rows, present, together = share
     scale = parts.loss_scale
-    with counting_rows(rows, present, together), _writing_by_rows(parts, rows, together):
+    with counting_rows(rows, present, together):
         with tf.GradientTape(persistent=len(parts.optimizers) > 1) as tape:
             objectives, made = compute_objectives(parts, moment, batch, examples, rows, present)
             scaled = {
@@ -215,52 +247,6 @@ def forward_backward(
     return found, {name: [v for _, v in several] for name, several in pairs.items()}
 
 
-@contextmanager
-def _writing_by_rows(parts: Parts, rows: Any, together: Any) -> Iterator[None]:
-    """Lets what is written to variables count by the rows of the replica; a stand-in's does not.
-
-    Moving statistics of each replica's own batch are averaged over the replicas: with r of R rows
-    on one of N replicas, they move N r / R times as far, so that each example has the same part.
-    """
-    if rows is None:
-        yield
-        return
-    before = [one.variable.read_value() for one in parts.written]
-    yield
-    ratio = tf.math.divide_no_nan(
-        tf.cast(parts.shape.replicas * rows, tf.float32), tf.cast(together, tf.float32)
-    )
-    for one, value in zip(parts.written, before, strict=True):
-        after = one.variable.read_value()
-        if one.furthest is not None:
-            length = tf.cast(tf.minimum(ratio, one.furthest), after.dtype)
-            after = tf.where(ratio == 1.0, after, value + length * (after - value))
-        one.variable.assign(tf.where(rows > 0, after, value))
-
-
-def settle_stand_in(parts: Parts, contributed: dict[str, Any], present: tf.Tensor) -> Any:
-    """Gives a replica without rows what the first one has written, and no rows of a stand-in.
-
-    The first one has rows, if any has. What is written from what replicas exchange is the same on
-    all of them that have some.
-    """
-    context = tf.distribute.get_replica_context()
-    written = [
-        one.variable
-        for one in parts.written
-        if not one.is_own and (one.variable.dtype.is_floating or one.variable.dtype.is_integer)
-    ]
-    if written and parts.shape.replicas > 1:
-        is_first = tf.equal(context.replica_id_in_sync_group, 0)
-        values = [variable.read_value() for variable in written]
-        masked = [tf.where(is_first, value, tf.zeros_like(value)) for value in values]
-        firsts = context.all_reduce(tf.distribute.ReduceOp.SUM, masked)
-        for variable, value, first in zip(written, values, firsts, strict=True):
-            variable.assign(tf.where(present, value, first))
-    cut = {name: keep_rows_if(present, contributed[name]) for name in contributed if name in PIECES}
-    return {**contributed, **cut}
-
-
 def _leave_out_idle(
     parts: Parts, gradients: list[Any], variables: list[Any]
 ) -> list[tuple[Any, Any]]:
@@ -269,10 +255,62 @@ def _leave_out_idle(
     idle = [variable_name(v) for g, v in zip(gradients, variables, strict=True) if g is None]
     if idle and not parts.quiet:  # then another part of the model may have run
         more = " and others" if len(idle) > 5 else ""
-        warn(f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated.")
-    if variables and not pairs and not parts.quiet:
-        raise parts.hooks.grad_pre.reject(
-            "the loss depends on none of the trainable_vars "
-            f"({', '.join(variable_name(v) for v in variables[:5])})."
-        )
+        said = f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated."
+        if not pairs:
+            raise parts.hooks.grad_pre.reject(said)
+        warn(said)
     return pairs
+
+
+# ---- What the forward pass writes, where replicas have unequally many rows -----------------------
+
+
+def read_written(parts: Parts) -> list[tf.Tensor]:
+    """Returns what a replica has in the variables that the forward pass writes."""
+    return [one.variable.read_value() for one in parts.written]
+
+
+def settle_written(
+    parts: Parts,
+    contributed: dict[str, Any],
+    before: list[tf.Tensor],
+    rows: tf.Tensor,
+    present: tf.Tensor | None,
+    together: tf.Tensor,
+) -> dict[str, Any]:
+    """Lets what a micro-batch has written count by the rows of the replica; a stand-in's does not.
+
+    Moving statistics of each replica's own batch are averaged over the replicas: with r of R rows
+    on one of N replicas, they move N r / R times as far, so that each example has the same part.
+    What is written from what replicas exchange is the same on all of them that have rows: one that
+    has none gets what the first has, which has some if any has.
+
+    Args:
+        parts: of the step
+        contributed: what ``forward_backward`` returned
+        before: what ``read_written`` returned before it
+        rows, present, together: see ``batches.Share``
+
+    Returns:
+        What was contributed, without rows of a stand-in.
+    """
+    ratio = tf.cast(parts.shape.replicas * rows, tf.float32)
+    ratio = tf.math.divide_no_nan(ratio, tf.cast(together, tf.float32))
+    for one, value in zip(parts.written, before, strict=True):
+        after = one.variable.read_value()
+        if one.furthest is not None:
+            length = tf.cast(tf.minimum(ratio, one.furthest), after.dtype)
+            after = tf.where(ratio == 1.0, after, value + length * (after - value))
+        one.variable.assign(tf.where(rows > 0, after, value))
+    if present is None:
+        return contributed
+    context = tf.distribute.get_replica_context()
+    if shared := [one.variable for one in parts.written if one.is_shared]:
+        is_first = tf.equal(context.replica_id_in_sync_group, 0)
+        firsts = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [keep_if(is_first, one.read_value()) for one in shared]
+        )
+        for variable, first in zip(shared, firsts, strict=True):
+            variable.assign(tf.where(present, variable.read_value(), first))
+    cut = {name: keep_rows_if(present, contributed[name]) for name in PIECES if name in contributed}
+    return {**contributed, **cut}

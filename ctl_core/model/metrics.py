@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.parts import Moment, Parts
-from ctl_core.model.returned import count_examples
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, RunError, brief, nearest
 
@@ -84,12 +83,12 @@ def update_train_metrics(
         made: loss, output and batch
         present: whether the replica has rows, a scalar bool; None: that is sure
     """
-    hooks = parts.hooks
+    hook = parts.hooks.train_metric_pre
     if parts.train_metrics:
-        arguments = hooks.train_metric_pre.in_graph(**made, **parts.values(moment))
-        update_metrics(parts.train_metrics, hooks.train_metric_pre, arguments, present)
+        arguments = hook.in_graph(**made, **parts.values(moment))
+        update_metrics(parts.train_metrics, hook, arguments, present)
     for name, value in loss_parts.items() if parts.loss_parts else ():
-        examples = count_examples(hooks.count_examples, made["batch"])
+        examples = parts.count_examples(made["batch"])
         weight = 1 if examples is None else examples
         update_if(present, parts.loss_parts[name].update_state, tf.reduce_mean(value), weight)
 

@@ -37,12 +37,12 @@ class Written:
         variable: the variable
         furthest: of a moving statistic of each replica's own batch, how many times as far as usual
             it moves at most, which is to the statistics of the batch; otherwise None
-        is_own: whether each replica keeps its own value: a moving statistic, or what is summed up
+        is_shared: whether it is a number that all replicas have alike, not one of each of them
     """
 
     variable: tf.Variable
     furthest: float | None
-    is_own: bool
+    is_shared: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +91,12 @@ class Parts:
     written: tuple[Written, ...] = ()
     quiet: bool = False
 
-    def model_for(self, training: bool) -> tuple[Hook, str, Any]:
-        """Returns the model that is run, and, for messages, the hook that made it and its name."""
+    def model_for(self, training: bool) -> tuple[Hook, Any]:
+        """Returns the model that is run, and, for messages, the hook that made it."""
         hook = self.hooks.create_eval_model
         if training or hook is None or self.eval_model is None:
-            return self.hooks.create_model, "train_model", self.train_model
-        return hook, "eval_model", self.eval_model
+            return self.hooks.create_model, self.train_model
+        return hook, self.eval_model
 
     def objective(self, moment: Moment) -> str | None:
         """Returns whose turn it is, or None."""
@@ -111,6 +111,17 @@ class Parts:
         """Whether the update of a moment is the last one of its step."""
         return moment.turn in (None, len(self.hooks.turns) - 1)
 
+    def count_examples(self, batch: Any) -> Any:
+        """Returns how many examples a batch holds: a number where it is fixed, else a tensor.
+
+        The tensor is an int64 scalar; None is a single example.
+        """
+        number = self.hooks.count_examples.in_graph(batch=batch)
+        if number is None:
+            return None
+        static = tf.get_static_value(tf.convert_to_tensor(number))
+        return tf.cast(number, tf.int64) if static is None else int(static)
+
     def logged(self) -> dict[str, keras.Metric]:
         """Returns the train metrics, and those of the loss's parts, by name."""
         return {**self.train_metrics, **self.loss_parts}
@@ -122,7 +133,7 @@ class Parts:
         """
         values = {"objective": self.objective(moment), "turn": moment.turn, "lr": self.lr}
         values |= {"train_model": self.train_model, "train_loss": self.train_loss}
-        values["eval_model"] = self.model_for(training=False)[-1]
+        values["eval_model"] = self.model_for(training=False)[1]
         if any("step" in hook.arguments for hook in self.hooks.graph_hooks()):
             # Reading it is an op, which others need not pay for.
             read = self.step_variable.read_value

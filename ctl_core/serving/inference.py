@@ -150,9 +150,9 @@ def create_inference(state: State) -> LoadedModel:
 def _create(state: State) -> LoadedModel:
     hooks, parts = state.hooks, state.parts
     moment = Moment(tf.constant(state.step, tf.int64))  # an export has no variable for it
-    hook, what, model = parts.model_for(training=False)
+    hook, model = parts.model_for(training=False)
     if hooks.create_inference_model is not None:
-        hook, what = hooks.create_inference_model, "the inference model"
+        hook = hooks.create_inference_model
         with state.strategy.scope():
             values = {"model": model, "train_model": parts.train_model}
             model = hook(**values)
@@ -173,7 +173,7 @@ def _create(state: State) -> LoadedModel:
         def run_made(given: Any) -> Any:
             with layers_run(training=False):
                 made = to_input(given)
-                return to_float32(call_made(hook, what, call_model, model, made, False))
+                return to_float32(call_made(hook, call_model, model, made, False))
 
         return run_made
 

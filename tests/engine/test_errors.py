@@ -19,7 +19,7 @@ HOOKS = mistakes(
 == a vector as extra_loss
 def grad_pre(loss):  # here
     return loss, [1.0, 2.0], []
--> grad_pre | extra_loss must be a scalar
+-> grad_pre | extra_loss, a number
 == a gradient too few from update_pre
 def update_pre(gradients):  # here
     return gradients[:1], gradients
@@ -35,7 +35,7 @@ def make_batches(dataset):  # here
 == a Keras loss as it is
 def create_loss():  # here
     return keras.losses.MeanSquaredError(reduction="none")
--> create_loss | y_true | return lambda pair: loss(pair[1], pair[0])
+-> create_loss | a MeanSquaredError | lambda pair: loss(pair[1], pair[0])
 == a loss over two dimensions
 def create_loss():  # here
     return lambda p: (p[0] - p[1]) ** 2
