@@ -21,7 +21,6 @@ from typing import Any
 # tojson leaves no newline and never three double quotes in a row, so the literal stays whole.
 CONTEXT: dict[str, Any] = json.loads(
     r"""{{ {
-        "author": cookiecutter.author | string,
         "example": cookiecutter.example,
         "launch": cookiecutter.launch,
         "license": cookiecutter.license,
@@ -140,20 +139,14 @@ def make_repository() -> str:
             return f"git: part of the repository in {folder}; nothing committed."
     if not shutil.which("git"):
         return "git: not installed; no repository made."
-    identity: list[str] = []
-    for name, stand_in in (
-        ("user.name", CONTEXT["author"].strip() or "cookiecutter"),
-        ("user.email", "you@example.com"),
-    ):
-        if not git("config", name).stdout.strip():
-            identity += ["-c", f"{name}={stand_in}"]
     try:
         for arguments in (
             ["init", "--quiet"],
             # git init --initial-branch needs git 2.28.
             ["symbolic-ref", "HEAD", "refs/heads/main"],
             ["add", "--all"],
-            [*identity, "commit", "--quiet", "--message", "Project from the template"],
+            # Under the user's own name, or not at all.
+            ["-c", "user.useConfigOnly=true", "commit", "-qm", "Project from the template"],
         ):
             done = git(*arguments)
             if done.returncode:
