@@ -1,0 +1,58 @@
+"""docs/tutorial.md, followed word for word: its files are written, its commands run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.rendering import ROOT, Render
+
+TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
+# Environment and project are there already.
+SKIPPED = ("cookiecutter ", "cd ", ". .venv/")
+
+
+def read_metrics(project: Path, run: str) -> list[dict[str, float]]:
+    lines = (project / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["split"] == "eval"]
+
+
+@pytest.mark.slow
+def test_the_tutorial_leads_to_a_served_model(
+    render: Render, environment: dict[str, str], tmp_path: Path
+) -> None:
+    project = render(tmp_path, example="blank", project_name="Shapes")
+    drawn, hooks, more, used = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+    (project / "draw.py").write_text(drawn)
+    (project / "callbacks.py").write_text(hooks)
+    (project / "use.py").write_text(used)
+    blocks = re.findall(r"(<!-- not run.*?-->\n)?^```sh\n(.*?)^```", TEXT, re.M | re.S)
+    lines = [line for mark, block in blocks if not mark for line in block.splitlines()]
+    commands = [line for line in lines if not line.startswith(SKIPPED)]
+    assert len(commands) == 10
+    (project / "more.py").write_text(f"from callbacks import *\n\n\n{more}")
+    commands.append("./train.sh --callbacks more.py --run-name more --steps 4 --eval-every 0")
+    done = subprocess.run(
+        ["bash", "-eux", "-c", "\n".join(commands)],
+        cwd=project,
+        env={
+            **environment,
+            "VENV": sys.prefix,
+            "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = read_metrics(project, "a"), read_metrics(project, "b")
+    assert [line["step"] for line in one] == [100, 200, 300]
+    assert one[-1]["accuracy"] > 0.95
+    assert one[-1]["error"] == pytest.approx(two[-1]["error"], rel=0.01)
+    assert re.search(r"'kind': array\(\[\[", done.stdout)
