@@ -44,11 +44,10 @@ from ctl_core.model.forward import (
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Moment, Parts, Written
 from ctl_core.model.state import State
-from ctl_core.numerics.averaging import WeightAverage
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
-from ctl_core.numerics.learning_rate import LearningRate, create_schedule, rate_for_hooks
+from ctl_core.numerics.learning_rate import LearningRate, RateSchedule, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes, policy
-from ctl_core.numerics.replicas import moving_statistics
+from ctl_core.numerics.replicas import WeightAverage, moving_statistics
 from ctl_core.numerics.variables import (
     is_summed,
     plain_variable,
@@ -144,7 +143,6 @@ class _Builder:
         tf.summary.experimental.set_step(step)  # for hooks that ask; steps taken set theirs
         with strategy.scope(), recording.during("engine"):
             rate = LearningRate(config.learning_rate)
-            rate.follows = False  # but for what create_opt makes of it
             parts = Parts(
                 hooks=hooks,
                 strategy=strategy,
@@ -164,11 +162,12 @@ class _Builder:
             with recording.during("ema"):
                 ema = config.ema
                 average = None if ema is None else WeightAverage(ema, weights, strategy)
+            schedule = self._create_schedule(parts, rate)
             parts = dataclasses.replace(
                 parts,
                 loss_scale=LossScale() if "float16" in precisions else None,
-                rate_schedule=create_schedule(config, rate, parts.lr, self.console),
-                average=average,
+                assign_rate=schedule.apply if schedule else None,
+                update_average=average.update if average else None,
             )
             if hooks.create_eval_model is not None:
                 eval_model = self._create("create_eval_model", train_model=parts.train_model)
@@ -197,6 +196,7 @@ class _Builder:
             whole=self.run.whole,
             parts=parts,
             learning_rate=rate,
+            average=average,
             recording=recording,
             data=data,
             evaluation=evaluation,
@@ -322,9 +322,7 @@ class _Builder:
                 "turns, in which several updates are made on one batch; leave one of the two out."
             )
         with self.recording.during("create_opt"):
-            rate.follows = True
             made = hook(lr=rate, train_model=parts.train_model)
-            rate.follows = False
             optimizer = OptimizerGroups(made) if is_pairs(made) else made
             optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
             if variables.keys() != optimizers.keys():
@@ -352,6 +350,18 @@ class _Builder:
                 made, trained = forward_backward(parts, moment, 1, kept, share)
                 change_gradients(parts, moment, made, made, trained)
         self._record_captured(graph)
+
+    def _create_schedule(self, parts: Parts, rate: LearningRate) -> RateSchedule | None:
+        """Makes what ``lr_schedule`` and ``warmup`` ask for; the optimizer's own goes before."""
+        if self.config.lr_schedule == "constant" and not self.config.warmup:
+            return None
+        if parts.lr is rate:
+            return RateSchedule(self.config, rate)
+        self.console.warn(
+            "lr_schedule and warmup change nothing: create_opt gives the optimizer a schedule of "
+            "its own, which goes before."
+        )
+        return None
 
     def _trace_evaluation(self, parts: Parts, evaluation: Evaluation | None) -> None:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""

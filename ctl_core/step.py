@@ -205,8 +205,8 @@ def train_step(parts: Parts, data: Batches, fetches: frozenset[str], step: tf.Te
             is not computed
         step: the number of the step, an int64 scalar
     """
-    if parts.rate_schedule is not None:
-        parts.rate_schedule.apply(step)
+    if parts.assign_rate is not None:
+        parts.assign_rate(step)
     deal, examples = data.draw()
     if parts.hooks.turns:
         batch = deal(0)
@@ -296,7 +296,7 @@ def finish_update(parts: Parts, moment: Moment, trained: dict[str, list[Any]]) -
     No value passes between replicas: all compute the same from the same variables.
     """
     hook = parts.hooks.update_post
-    average = parts.average if parts.ends_step(moment) else None
+    average = parts.update_average if parts.ends_step(moment) else None
     some = [variable for several in trained.values() for variable in several]
     if (hook is None and average is None) or not some:
         return
@@ -308,6 +308,6 @@ def finish_update(parts: Parts, moment: Moment, trained: dict[str, list[Any]]) -
             if hook is not None:
                 hook.in_graph(optimizer=parts.optimizer, **parts.values(moment))
         if average is not None:
-            average.update()
+            average()
 
     parts.strategy.extended.update(plain_variable(some[0]), on_device, group=False)

@@ -29,7 +29,6 @@ from ctl_core.model.messages import (
     count_parameters,
     describe_end,
     describe_start,
-    look_at_rate,
     note_losses,
     warn_of_noted,
 )
@@ -125,7 +124,7 @@ class Trainer:
         Raises:
             SetupError: what is there does not fit, or the number of steps is not known.
         """
-        state, config, parts = self.state, self.state.config, self.state.parts
+        state, config = self.state, self.state.config
         record = self.checkpoints.restore()
         if record is None:
             load_initial_weights(state, self._console)
@@ -147,8 +146,8 @@ class Trainer:
         if record and record.learning_rate != config.learning_rate:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.learning_rate.variable.assign(config.learning_rate)
-        if parts.rate_schedule is not None:
-            parts.rate_schedule.end_at(last)
+        if state.learning_rate.schedule is not None:
+            state.learning_rate.schedule.last = last
         self._schedule.last = last
         self.functions.refresh()
 
@@ -194,7 +193,6 @@ class Trainer:
         state, schedule = self.state, self._schedule
         step = stop = self.start
         ended = False
-        look_at_rate(state, step, self._console)
         while True:
             self._sync_status(step, ended)
             if step == stop:
@@ -259,7 +257,6 @@ class Trainer:
             except StopTraining as asked:
                 self._console.say(f"step {step}: a hook ends training. {asked}".rstrip())
                 ended = True
-        look_at_rate(state, step, self._console)
         self.functions.refresh()
         return ended
 
@@ -304,7 +301,7 @@ class Trainer:
 
     def _evaluate(self, step: int) -> None:
         """Evaluates, if that is due and not done; what its values decide is decided here."""
-        state, progress, average = self.state, self.state.progress, self.state.parts.average
+        state, progress, average = self.state, self.state.progress, self.state.average
         due = self._schedule.evaluation_due(step) and progress.evaluated != step
         if not due or state.evaluation is None:
             return

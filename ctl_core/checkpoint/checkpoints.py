@@ -328,7 +328,7 @@ class Checkpoints:
         state.progress = Progress.from_json(record.progress)
         if with_input:
             self._position.restore(record, folder / "engine" / f"input-{step}")
-        if (average := state.parts.average) is not None:
+        if (average := state.average) is not None:
             if not any(name.startswith("ema/") for name in record.created):
                 average.begin()
             if not with_input:

@@ -12,7 +12,6 @@ import tensorflow as tf
 from tensorboard.plugins.hparams import api as hp
 
 from ctl_core.compat import GraphWriter
-from ctl_core.numerics.learning_rate import rates_used
 from ctl_core.run.console import Console
 from ctl_core.run.files import from_here
 from ctl_core.run.listeners import Listener, find_changes
@@ -111,8 +110,10 @@ class Pace(Listener):
         state, now = self._state, time.monotonic()
         if state.step == self._step or now - self._written_at < PAUSE:
             return
-        rates = rates_used(state.parts.lr, state.parts.optimizers)
-        paces = {f"learning_rate/{name}".rstrip("/"): rate for name, rate in rates.items()}
+        paces = {
+            f"learning_rate/{name}".rstrip("/"): float(getattr(one, "learning_rate", state.lr))
+            for name, one in state.parts.optimizers.items()
+        }
         busy, examples = state.clock.training(), state.progress.examples
         if (taken := busy - self._busy) > 0:
             paces["steps_per_second"] = (state.step - self._step) / taken

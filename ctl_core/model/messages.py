@@ -103,14 +103,6 @@ def note_losses(state: State, found: Noted, saved: int, console: Console) -> Non
         )
 
 
-def look_at_rate(state: State, step: int, console: Console) -> None:
-    """Ends the schedule of the learning rate if a hook has assigned it, and says so."""
-    schedule, progress = state.parts.rate_schedule, state.progress
-    if schedule is not None and schedule.ended(progress.scheduled):
-        progress.scheduled = False
-        console.say(f"step {step}: a hook assigns lr, which ends lr_schedule and warmup.")
-
-
 @contextlib.contextmanager
 def attribute_errors(state: State, step: int) -> Iterator[None]:
     """Turns a failure of TensorFlow's inside a graph call into one line that names the hook."""

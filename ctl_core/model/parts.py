@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.input.batches import BatchShape
-from ctl_core.numerics.averaging import WeightAverage
-from ctl_core.numerics.learning_rate import RateSchedule
 from ctl_core.numerics.precision import LossScale
 
 
@@ -61,9 +59,9 @@ class Parts:
         in_executable: whether the whole step is part of one, see stretches.py
         notes_losses: whether losses that are not finite are noted
         loss_scale: what objectives are multiplied by; only in float16
-        rate_schedule: what assigns ``lr`` at each step, or None
+        assign_rate: assigns ``lr`` for a step; None without a schedule
         train_metrics, loss_parts: Keras metrics by name
-        average: the moving average of the weights, or None
+        update_average: takes the weights into their moving average; None without one
         scalar_losses: the objectives whose loss is one number for a batch
         written: what the forward pass writes
         quiet: whether steps run the model as an evaluation does, without noise, for a check
@@ -83,10 +81,10 @@ class Parts:
     in_executable: bool = False
     notes_losses: bool = False
     loss_scale: LossScale | None = None
-    rate_schedule: RateSchedule | None = None
+    assign_rate: Callable[[tf.Tensor], None] | None = None
     train_metrics: Mapping[str, keras.Metric] = dataclasses.field(default_factory=dict)
     loss_parts: Mapping[str, keras.Metric] = dataclasses.field(default_factory=dict)
-    average: WeightAverage | None = None
+    update_average: Callable[[], None] | None = None
     scalar_losses: frozenset[str] = frozenset()
     written: tuple[Written, ...] = ()
     quiet: bool = False

@@ -19,6 +19,7 @@ from ctl_core.input.stream import Input
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.learning_rate import LearningRate
 from ctl_core.numerics.not_finite import Noted
+from ctl_core.numerics.replicas import WeightAverage
 from ctl_core.run.errors import RunError, one_line
 from ctl_core.run.listeners import FILE, read_metrics
 from ctl_core.run.settings import Config
@@ -35,7 +36,6 @@ class Progress:
         ended: the step to which the run was to go when it was ended early, or None
         noted: of which steps the loss was not finite
         best: what ``keep_best`` and ``early_stop`` know, see ``Criterion.judge``
-        scheduled: whether no hook has assigned lr, which ends ``lr_schedule``
         hook_state: what host hooks keep, their argument ``state``
     """
 
@@ -45,7 +45,6 @@ class Progress:
     ended: int | None = None
     noted: Noted = dataclasses.field(default_factory=Noted)
     best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    scheduled: bool = True
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -108,6 +107,7 @@ class State:
         whole: checkpoints that are on the disk, until listeners have heard of them
         parts: what a step is made of
         learning_rate: what ``create_opt`` was given
+        average: the moving average of the weights, or None
         recording: the variables, layers and generators of the run
         data: the training data
         evaluation: what is evaluated, or None
@@ -125,6 +125,7 @@ class State:
     whole: list[tuple[int, Path]]
     parts: Parts
     learning_rate: LearningRate
+    average: WeightAverage | None
     recording: Recording
     data: Input
     evaluation: Any

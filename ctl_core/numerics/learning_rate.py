@@ -1,15 +1,14 @@
 """The learning rate: a variable that hooks assign to, what is made of it, its schedule.
 
-``create_opt`` is given a ``LearningRate``. Arithmetic with it there goes on following it; anywhere
-else, it gives a value. Where an optimizer has a schedule of its own, the other hooks are given the
-rate that it uses.
+``create_opt`` is given a ``LearningRate``. Arithmetic with it and numbers goes on following it;
+with tensors, it gives a tensor. Where an optimizer has a schedule of its own, the other hooks are
+given the rate that it uses.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,20 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import rate_of
-from ctl_core.run.console import Console
+from ctl_core.numerics.variables import create_scalar
+from ctl_core.run.console import warn
 from ctl_core.run.settings import Config
-
-
-def _define_operators(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """Returns the methods of a rate for ``rate + other`` and ``other + rate``, say."""
-
-    def from_left(self: Rate, other: Any) -> Any:
-        return self.combine(function, self, other)
-
-    def from_right(self: Rate, other: Any) -> Any:
-        return self.combine(function, other, self)
-
-    return from_left, from_right
 
 
 class Rate(keras.optimizers.schedules.LearningRateSchedule):
@@ -42,9 +30,15 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
     """
 
     __array_priority__ = 100  # numpy's numbers leave arithmetic to it
-    follows = True  # whether arithmetic gives what goes on following it
     dtype = tf.float32
-    shape = tf.TensorShape([])
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        """``compute`` gives the value whenever it is asked for."""
+        self._compute = compute
+
+    def __call__(self, step: Any = None) -> tf.Tensor:
+        """Returns the current value, a float32 scalar."""
+        return tf.cast(self._compute(), tf.float32)
 
     def get_config(self) -> dict[str, float]:
         """Returns the current value, for a Keras config."""
@@ -58,15 +52,6 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
     def numpy(self) -> Any:
         """Returns the value as a NumPy scalar."""
         return self().numpy()
-
-    def combine(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Returns a rate that follows its operands, where that is asked for, otherwise a value."""
-
-        def compute(step: Any = None) -> Any:
-            return function(*(one(step) if isinstance(one, Rate) else one for one in operands))
-
-        follows = self.follows and all(isinstance(one, Rate | numbers.Real) for one in operands)
-        return DerivedRate(compute) if follows else compute()
 
     def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
         return tf.convert_to_tensor(self(), dtype=dtype, name=name)
@@ -83,34 +68,26 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({float(self):g})"
 
-    __add__, __radd__ = _define_operators(operator.add)
-    __sub__, __rsub__ = _define_operators(operator.sub)
-    __mul__, __rmul__ = _define_operators(operator.mul)
-    __truediv__, __rtruediv__ = _define_operators(operator.truediv)
-    __pow__, __rpow__ = _define_operators(operator.pow)
 
-    def __neg__(self) -> Any:
-        return self * -1.0
+def _define_operator(name: str, follows: bool) -> Callable[..., Any]:
+    """Returns a tensor's operator for rates, which gives a rate if it follows, of numbers too."""
 
-    def __lt__(self, other: Any) -> Any:
-        return self() < other
+    def operate(self: Rate, *others: Any) -> Any:
+        def compute() -> Any:
+            values = [one() if isinstance(one, Rate) else one for one in others]
+            return getattr(tf.Tensor, name)(self(), *values)
 
-    def __le__(self, other: Any) -> Any:
-        return self() <= other
+        is_rate = follows and all(isinstance(one, Rate | numbers.Real) for one in others)
+        return Rate(compute) if is_rate else compute()
 
-    def __gt__(self, other: Any) -> Any:
-        return self() > other
+    return operate
 
-    def __ge__(self, other: Any) -> Any:
-        return self() >= other
 
-    def __eq__(self, other: Any) -> Any:
-        return self() == other
-
-    def __ne__(self, other: Any) -> Any:
-        return self() != other
-
-    __hash__ = object.__hash__
+_ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv pow rpow neg"
+_COMPARISONS = "lt le gt ge eq ne"
+for _word in f"{_ARITHMETIC} {_COMPARISONS}".split():
+    _name, _follows = f"__{_word}__", _word in _ARITHMETIC.split()
+    setattr(Rate, _name, _define_operator(_name, _follows))
 
 
 class LearningRate(Rate, tf.Module):
@@ -118,28 +95,23 @@ class LearningRate(Rate, tf.Module):
 
     Attributes:
         variable: holds it, a float32 scalar
-        assigned: whether a hook has assigned to it
-        follows: whether arithmetic gives what goes on following it; while ``create_opt`` runs
+        schedule: what assigns ``variable`` at each step, or None
     """
 
     def __init__(self, value: float) -> None:
         tf.Module.__init__(self, name="lr")
-        self.assigned = False
-        self.variable = tf.Variable(
-            value,
-            dtype=tf.float32,
-            trainable=False,
-            name="lr",
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
+        self.schedule: RateSchedule | None = None
+        self.variable = create_scalar(value, tf.float32, "lr")
 
     def __call__(self, step: Any = None) -> tf.Tensor:
         """Returns the current value, a float32 scalar."""
         return tf.convert_to_tensor(self.variable)
 
     def assign(self, value: Any) -> None:
-        """Sets the value; the next step uses it."""
-        self.assigned = True
+        """Sets the value, for good; the next step uses it."""
+        if self.schedule is not None:
+            warn("a hook assigns lr, which ends lr_schedule and warmup.")
+            self.schedule.active.assign(False)
         self.variable.assign(value)
 
     def assign_add(self, delta: Any) -> None:
@@ -149,21 +121,6 @@ class LearningRate(Rate, tf.Module):
     def assign_sub(self, delta: Any) -> None:
         """Subtracts from the value."""
         self.assign(self() - delta)
-
-
-class DerivedRate(Rate):
-    """A rate that is worked out whenever it is asked for, and so cannot be assigned.
-
-    It is what arithmetic makes of a learning rate and numbers, or what a schedule gives.
-    """
-
-    def __init__(self, compute: Callable[[Any], Any]) -> None:
-        """``compute`` is given the step that Keras asks for, or None."""
-        self._compute = compute
-
-    def __call__(self, step: Any = None) -> tf.Tensor:
-        """Returns the current value, a float32 scalar."""
-        return tf.cast(self._compute(step), tf.float32)
 
 
 def rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate:
@@ -177,62 +134,37 @@ def rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate:
     if any(isinstance(rate, Rate) for rate in rates) or not isinstance(rates[0], schedule):
         return lr
     first = next(iter(optimizers.values()))
-    return DerivedRate(lambda _: first.learning_rate)
-
-
-def rates_used(lr: Rate, optimizers: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the rates that the optimizers use now, by objective; of a single one, under "".
-
-    Args:
-        lr: what hooks are given, which stands for optimizers that are not Keras'
-        optimizers: by objective
-    """
-    rates = {
-        name: lr if rate_of(optimizer) is None else optimizer.learning_rate
-        for name, optimizer in optimizers.items()
-    }
-    return {name: float(tf.cast(rate, tf.float32)) for name, rate in rates.items()}
+    return Rate(lambda: first.learning_rate)
 
 
 class RateSchedule:
     """What ``lr_schedule`` and ``warmup`` make of ``learning_rate``: warm-up, then a curve.
 
-    It is assigned to ``lr`` at the beginning of each step, in the graph, so that hooks and
-    optimizers see it there. A hook that assigns ``lr`` by itself ends it.
+    Attributes:
+        active: whether it holds; a hook that assigns ``lr`` by itself ends it
+        last: how many steps there are, which the curve is spread over; fixed before they are traced
     """
 
     def __init__(self, config: Config, lr: LearningRate) -> None:
         self._config = config
         self._lr = lr
-        with tf.device("CPU:0"):
-            self._active = tf.Variable(True, trainable=False, name="lr_schedule")
-            self._last = tf.Variable(1, dtype=tf.int64, trainable=False, name="last_step")
-
-    def end_at(self, last: int) -> None:
-        """Says how many steps there are, which the curve is spread over."""
-        self._last.assign(last)
-
-    def ended(self, active: bool) -> bool:
-        """Notices that a hook has assigned ``lr``; returns whether the schedule has ended by that.
-
-        Args:
-            active: whether it held until now
-        """
-        now = active and not self._lr.assigned
-        self._active.assign(now)
-        return active and not now
+        self.last = 1
+        self.active = create_scalar(True, tf.bool, "lr_schedule")
+        lr.schedule = self
 
     def apply(self, step: tf.Tensor) -> None:
-        """Assigns ``lr`` for a step, an int64 scalar from 1 up; in a graph, over all replicas."""
-        value = tf.where(self._active, self._compute(step), self._lr.variable)
+        """Assigns ``lr`` for a step, an int64 scalar from 1 up; in a graph, over all replicas.
+
+        Hooks and optimizers see it there.
+        """
+        value = tf.where(self.active, self._compute(step), self._lr.variable)
         self._lr.variable.assign(value)
 
     def _compute(self, step: Any) -> tf.Tensor:
         """Returns the rate of a step, a float32 scalar."""
         config, warmup = self._config, self._config.warmup
         before = tf.cast(step, tf.float32) - 1.0  # how many steps were taken
-        after = tf.maximum(tf.cast(self._last, tf.float32) - warmup, 1.0)
-        share = tf.clip_by_value((before - warmup) / after, 0.0, 1.0)
+        share = tf.clip_by_value((before - warmup) / max(self.last - warmup, 1), 0.0, 1.0)
         curve = {
             "constant": lambda: tf.ones([]),
             "linear": lambda: 1.0 - share,
@@ -243,25 +175,3 @@ class RateSchedule:
         if warmup:
             curve = tf.where(before < warmup, (before + 1.0) / warmup, curve)
         return config.learning_rate * curve
-
-
-def create_schedule(
-    config: Config, lr: LearningRate, used: Rate, console: Console
-) -> RateSchedule | None:
-    """Makes the schedule, if one is asked for; one that the optimizer has of its own goes before.
-
-    Args:
-        config: the settings
-        lr: what ``create_opt`` was given
-        used: the rate that the optimizer uses
-        console: for a warning
-    """
-    if config.lr_schedule == "constant" and not config.warmup:
-        return None
-    if used is not lr:
-        console.warn(
-            "lr_schedule and warmup change nothing: create_opt gives the optimizer a schedule of "
-            "its own, which goes before."
-        )
-        return None
-    return RateSchedule(config, lr)

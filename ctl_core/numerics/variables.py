@@ -23,6 +23,12 @@ def variable_name(variable: Any) -> str:
     return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
+def create_scalar(value: Any, dtype: tf.DType, name: str) -> tf.Variable:
+    """Creates a variable that is not trained, and is the same on all replicas."""
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return tf.Variable(value, dtype=dtype, trainable=False, name=name, aggregation=first)
+
+
 def is_summed(variable: Any) -> bool:
     """Returns whether each replica keeps a variable for itself, as metrics do."""
     return (

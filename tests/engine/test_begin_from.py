@@ -137,8 +137,8 @@ def test_weights_that_are_averaged_begin_with_those(
 ) -> None:
     trained = train(hooks(), run_name="a", steps=4, **SHORT)
     state = train(hooks(), run_name="b", steps=0, init_from="a", ema=0.9, **SHORT)
-    assert state.parts.average is not None
-    state.parts.average.swap()
+    assert state.average is not None
+    state.average.swap()
     kernel = state.train_model.get_layer("hidden").kernel
     np.testing.assert_array_equal(kernel, trained.train_model.get_layer("hidden").kernel)
     assert "b: at step 0 of 0, nothing left to train" in capfd.readouterr().out

@@ -60,7 +60,7 @@ def test_a_hook_that_assigns_lr_ends_the_schedule(
     for steps in (9, STEPS):  # it stays ended
         train(own, steps=steps, **more)
     said = capsys.readouterr().out
-    assert said.count("step 6: a hook assigns lr, which ends lr_schedule and warmup.") == 1
+    assert said.count("a hook assigns lr, which ends lr_schedule and warmup.") == 1
     assert seen[:6] == pytest.approx([RATE * (1 - step / 9) for step in range(6)], abs=1e-6)
     assert seen[6:] == [0.05] * 6
 

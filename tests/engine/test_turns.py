@@ -77,7 +77,7 @@ def test_update_post_follows_each_turn_and_the_average_the_step(
     for step in range(1, STEPS + 1):
         new = loop(step, clip)[0].trainable_variables
         average = [0.9 * old + 0.1 * one.numpy() for old, one in zip(average, new, strict=True)]
-    with state.parts.average.in_place_of_weights():  # type: ignore[union-attr]
+    with state.average.in_place_of_weights():  # type: ignore[union-attr]
         for ours, theirs in zip(state.train_model.trainable_variables, average, strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs, 2e-5, 2e-6)
 
