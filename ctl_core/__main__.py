@@ -21,7 +21,7 @@ from pathlib import Path
 from ctl_core.run.errors import CtlError, PeerLost, brief
 
 try:
-    from ctl_core.checkpoint.sources import check_start
+    from ctl_core.checkpoint.record import find_start
     from ctl_core.cluster import supervisor
     from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task
@@ -91,7 +91,7 @@ def _run(command: Command, argv: list[str]) -> int:
         return 0
     task = Task()
     if training:
-        check_start(config)  # at once; a program's Run looks by itself
+        find_start(config)  # at once; a program's Run looks by itself
         task = read_task(config)
     supervised = supervisor.is_supervised()  # then the supervisor has said the rest
     notes = list(command.notes)

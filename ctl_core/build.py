@@ -134,7 +134,8 @@ class _Builder:
         replicas = strategy.num_replicas_in_sync
         shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
         with recording.during("create_dataset"):
-            first = read_first_batch_size(self.run.ckpt)
+            start = self.run.start
+            first = read_first_batch_size(start.folder) if start else None
             self.data = data = Input(hooks, config, strategy, shape, first)
             self.cluster.check_data(hooks.create_dataset, data.call_hooks)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.

@@ -15,7 +15,7 @@ from typing import Any
 from ctl_core.build import create_state, process_state
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run, open_session
-from ctl_core.checkpoint.start import hold_run, load_initial_weights
+from ctl_core.checkpoint.start import load_initial_weights
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.sync import LoopStatus, peers
@@ -38,7 +38,7 @@ from ctl_core.model.ratio import check_losses
 from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Schedule, in_steps
 from ctl_core.model.state import Clock, State, check_hook_state
 from ctl_core.numerics.not_finite import Noted
-from ctl_core.numerics.randomness import fold_in_replica_id, random_ops
+from ctl_core.numerics.randomness import random_ops
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, RunError, SetupError, StopTraining
 from ctl_core.run.listeners import Listener, find_listener
@@ -81,7 +81,6 @@ def train(
         process_state(config),
         peers(task),
         Signals(console.say) as signals,
-        hold_run(config, run, console),
     ):
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
@@ -124,14 +123,11 @@ class Trainer:
         Raises:
             SetupError: what is there does not fit, or the number of steps is not known.
         """
-        state, config = self.state, self.state.config
-        record = self.checkpoints.restore()
+        state, config, parts = self.state, self.state.config, self.state.parts
+        record = self.checkpoints.restore(self._run.start)
         if record is None:
             load_initial_weights(state, self._console)
         progress = state.progress
-        fold_in_replica_id(state.recording.generators, state.strategy, state.cluster.task)
-        if record is not None:
-            self.checkpoints.restore_own(record)
         self.start, last = state.step, config.steps
         if config.epochs is not None:
             last = in_steps(state, "epochs", f"{config.epochs}epochs")

@@ -19,10 +19,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -32,164 +31,138 @@ from ctl_core.checkpoint.position import UNREADABLE, InputPosition
 from ctl_core.checkpoint.record import (
     Damaged,
     Record,
+    Source,
     find_user_part,
     keep_best,
     read_record,
-    remove_leftovers,
-    saved_steps,
 )
-from ctl_core.checkpoint.sources import Source
 from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Writer, all_write
-from ctl_core.compat import graphs_called, max_to_keep, written_resources
-from ctl_core.hooks.recording import list_freezable, read_flags, set_flags
-from ctl_core.model.state import Progress, State, check_hook_state
+from ctl_core.compat import max_to_keep, with_called, written_resources
+from ctl_core.hooks.recording import find_tables, list_freezable, read_flags, set_flags
+from ctl_core.model.state import Progress, State
+from ctl_core.numerics.randomness import fold_in_replica_id
 from ctl_core.numerics.replicas import MovingStatistics, ReplicaCopies
 from ctl_core.numerics.variables import is_summed, plain_variable
 from ctl_core.run.console import Console
 from ctl_core.run.errors import RunError, SetupError, brief
 from ctl_core.run.files import from_here
 
-_WRITING_TABLES = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
+_WRITING_TABLES = {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2"}
+_CONSTANT_TABLES = (tf.lookup.StaticHashTable, tf.lookup.StaticVocabularyTable)
 # The hooks whose variables a resumed run cannot do without; others may change between two starts.
 _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
 
 
-class CheckpointFacade:
-    """The ``ckpt`` of hooks: what ``create_ckpt`` returned, but restoring it leaves step and data.
+class Facade:
+    """What hooks get of what ``create_ckpt`` returned: it, with some attributes that are others."""
 
-    Attributes:
-        go_back: is called with the original's function that restores, and its arguments
-    """
-
-    def __init__(self, original: tf.train.Checkpoint, go_back: Callable[..., Any]) -> None:
-        self._original, self._go_back = original, go_back
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._original, name)
-        return functools.partial(self._go_back, found) if name in ("restore", "read") else found
-
-
-class ManagerFacade:
-    """The ``manager`` of hooks: ``save`` saves once the hooks of the step have run.
-
-    A checkpoint taken between two hooks of a step would miss what the second one changes.
-    """
-
-    def __init__(
-        self,
-        original: tf.train.CheckpointManager,
-        ckpt: CheckpointFacade,
-        request: Callable[[], str],
-    ) -> None:
-        self._original, self._ckpt, self._request = original, ckpt, request
+    def __init__(self, original: Any, **others: Any) -> None:
+        self._original = original
+        vars(self).update(others)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
-
-    @property
-    def max_to_keep(self) -> int | None:
-        """How many are kept; None: all."""
-        return max_to_keep(self._original)
-
-    def restore(self, path: str | None = None) -> Any:
-        """Restores a checkpoint, by default the newest, as ``ckpt.restore`` does."""
-        return self._ckpt.restore(path or self.latest_checkpoint)
-
-    def save(self, *_: Any, **__: Any) -> str:
-        """Asks for a checkpoint of this step; returns its path."""
-        return self._request()
 
 
 class Checkpoints:
     """Saves and restores a run.
 
     Attributes:
-        ckpt, manager: as hooks are given them
+        ckpt, manager: as hooks are given them: to restore leaves step and data, and ``save`` saves
+            once the hooks of the step have run, the last of which may change something
         statistics: what each replica has for itself
         saved_step: the step of the last checkpoint, or -1
         save_requested: whether a hook has called ``manager.save``
     """
 
     def __init__(self, state: State, console: Console) -> None:
-        self.ckpt = CheckpointFacade(state.ckpt, self._go_back)
-        self.manager = ManagerFacade(state.manager, self.ckpt, self._request)
-        self.saved_step, self.save_requested, self._is_writing = -1, False, False
+        ckpt, manager, recording = state.ckpt, state.manager, state.recording
+        self.ckpt = Facade(
+            ckpt,
+            restore=functools.partial(self._go_back, ckpt.restore),
+            read=functools.partial(self._go_back, ckpt.read),
+        )
+        self.manager = Facade(
+            manager, save=self._request, restore=self._restore, max_to_keep=max_to_keep(manager)
+        )
+        self.saved_step, self.save_requested = -1, False
         self._state, self._console, self._cluster = state, console, state.cluster
-        self._folder = Path(state.manager.directory)
-        recording, variables = state.recording, state.recording.variables
-        held = map(plain_variable, tf.train.TrackableView(state.ckpt).descendants())
+        self._folder = Path(manager.directory)
+        variables = recording.variables
+        held = map(plain_variable, tf.train.TrackableView(ckpt).descendants())
         self._held = [part for part in held if isinstance(part, tf.Variable)]
         # What an evaluation sums up begins anew each time.
         passing = state.evaluation.passing_variables() if state.evaluation is not None else []
         left_out = {id(variable) for variable in (*self._held, *passing)}
         self._created = {n: v for n, v in variables.items() if id(v) not in left_out}
-        self._vocabularies = Vocabularies(recording.layers, state.hooks)
-        self._engine_part = tf.train.Checkpoint(
-            created=self._created, learnt=self._vocabularies.text
-        )
-        own = [v for name, v in variables.items() if "/StateVar" in name]
+        self._engine_part = tf.train.Checkpoint(created=self._created)
+        of_tensorflow = [v for name, v in variables.items() if "/StateVar" in name]
+        generators = [*recording.generators, *of_tensorflow]
         sums = filter(is_summed, (*self._created.values(), *self._held))
-        self.statistics = MovingStatistics(
-            recording.layers, state.strategy, [*recording.generators, *own, *sums]
-        )
-        self._divergence = Divergence(state.strategy, state.cluster, variables.values())
+        self.statistics = MovingStatistics(recording.layers, state.strategy, [*generators, *sums])
+        drawn = set(map(id, generators))
+        alike = [v for v in variables.values() if not (id(v) in drawn or is_summed(v))]
+        self._divergence = Divergence(state, alike)
+        self._vocabularies = Vocabularies(state)
         self._position = InputPosition(state, console)
         self._writer = Writer(state, self._engine_part)
 
     def check_written(self, graph: Any) -> None:
-        """Refuses a step that writes what no checkpoint holds, or what replicas share.
-
-        Raises:
-            SetupError: it does.
-        """
-        local, iterator = self._state.strategy.experimental_local_results, self._state.data.iterator
+        """Refuses a step that writes what no checkpoint holds, or what replicas share."""
+        strategy, recorded = self._state.strategy, self._state.recording.variables
 
         def find_handles(variables: Iterable[Any]) -> set[int]:
-            parts = [part for variable in variables for part in local(variable)]
-            return {id(part.handle) for part in parts if hasattr(part, "handle")}
+            local = strategy.experimental_local_results
+            return {id(part.handle) for variable in variables for part in local(variable)}
 
-        recorded = self._state.recording.variables
-        of_units = getattr(iterator, "variables", ())
+        of_units = getattr(self._state.data.iterator, "variables", ())
         handles = find_handles([*recorded.values(), *self._held, *of_units])
-        if self._state.strategy.num_replicas_in_sync > 1:
+        if strategy.num_replicas_in_sync > 1:
             shared = [v for name, v in recorded.items() if name.startswith("elsewhere")]
             handles -= find_handles(shared)
-        written = set(map(id, written_resources(graph)))
+        written = set(map(id, written_resources(graph))) - handles
         for variable in graph.variables:
-            if id(variable.handle) in written - handles:
+            if id(variable.handle) in written:
                 raise SetupError(
                     f"the step writes {variable.name.split(':')[0]}, which was made outside of the "
                     "hooks, so that no checkpoint would hold it, or replicas share it; make it in "
                     "create_model."
                 )
-        named = tf.train.TrackableView(self._state.ckpt).descendants()
-        tables = {id(getattr(part, "resource_handle", None)) for part in named}
-        if any(id(table) not in tables for table in find_written_tables(graph)):
+        operations = with_called(graph.get_operations())
+        if not any(op.type in _WRITING_TABLES for op in operations):
+            return
+        named = set(map(id, tf.train.TrackableView(self._state.ckpt).descendants()))
+        tables = [one for one in find_tables(graph) if not isinstance(one, _CONSTANT_TABLES)]
+        if any(id(table) not in named for table in tables):
             raise SetupError(
                 "the step writes a lookup table, which no checkpoint would hold; return it from "
                 "create_ckpt."
             )
 
-    def _request(self) -> str:
+    # ---- What hooks ask for ----------------------------------------------------------------------
+
+    def _request(self, *_: Any, **__: Any) -> str:
         self.save_requested = True
         return str(self._folder / f"ckpt-{self._state.step}")
+
+    def _restore(self, path: str | None = None) -> Any:
+        return self.ckpt.restore(path or self.manager.latest_checkpoint)
 
     def _go_back(self, restore: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
         """Restores what a hook asks for: weights and optimizer go back, step and data do not.
 
-        Of a run's checkpoint, also what the user's part leaves out is restored; each replica then
-        goes on with its random numbers.
+        Also what the user's part leaves out goes back, but for each replica's random numbers.
         """
-        self._writer.background.wait()
+        self._writer.wait()
         state = self._state
         kept = [state.parts.step_variable, *state.recording.generators]
         with ReplicaCopies(state.strategy, kept).put_back_after():
             status = restore(path, *args, **options)
-            if number := re.search(r"-(\d+)$", str(path)):
-                part = Path(path).parent / "engine" / f"ckpt-{number[1]}"
-                if part.with_suffix(".index").exists():
-                    self._engine_part.read(str(part)).expect_partial()
+            folder, _, number = str(path).rpartition("-")
+            part = Path(folder).parent / "engine" / f"ckpt-{number}"
+            if part.with_suffix(".index").exists():
+                self._engine_part.read(str(part)).expect_partial()
         return status
 
     # ---- Saving ----------------------------------------------------------------------------------
@@ -198,15 +171,12 @@ class Checkpoints:
         """Saves after the current step, unless that is done and no hook has requested it since.
 
         Raises:
-            RunError: the files cannot be written, or the replicas have diverged; earlier
-                checkpoints stay good.
-            PeerLost: another process is gone.
+            RunError: the files cannot be written, or the replicas have diverged.
         """
         step = self._state.step
         requested, self.save_requested = self.save_requested, False
         if self.saved_step == step and not requested:
             return
-        check_hook_state(self._state.hook_state, "a host hook")
         if late := self._state.recording.find_late():
             raise RunError(
                 f"{late} while training, which no checkpoint would bring back; make it in "
@@ -219,97 +189,91 @@ class Checkpoints:
         with self.statistics.averaged():
             self._divergence.check(step)
             self._save(step)
-        self.saved_step, self._is_writing = step, True
+        self.saved_step = step
 
     def _save(self, step: int) -> None:
-        state, engine, chief = self._state, self._folder / "engine", self._cluster.task.chief
-        with all_write(state, step):
-            engine.mkdir(parents=True, exist_ok=True)
-            if chief:  # while its parts are replaced, it must not count
-                (engine / f"ckpt-{step}.json").unlink(missing_ok=True)
-        with all_write(state, step):
-            # All processes read the same global batches, so that one position is that of all.
-            input_saved = not chief or self._position.save(engine / f"input-{step}")
-            if own := self.statistics.own:
-                own.write(str(self._own_part(step)))
+        state, engine = self._state, self._folder / "engine"
         record = Record(
             step=step,
             input=self._position.describe(),
-            input_saved=self._cluster.all(input_saved),
+            input_saved=False,
             replicas=state.parts.shape.replicas,
             learning_rate=state.config.learning_rate,
             frozen=read_flags(state.recording),
             created=list(self._created),
             progress=dataclasses.asdict(state.progress),  # copies: hooks go on meanwhile
+            learnt=self._vocabularies.learnt,
         )
-        self._vocabularies.fill()
+        with all_write(state, step):
+            engine.mkdir(parents=True, exist_ok=True)
+            # While its parts are replaced, it must not count.
+            (engine / f"ckpt-{step}.json").unlink(missing_ok=True)
+            if self._cluster.task.chief:  # all read the same global batches
+                self._position.save(record, engine / f"input-{step}")
+            if own := self.statistics.own:
+                own.write(str(self._own_part(self._folder, step)))
         with all_write(state, step):
             self._writer.write(record)
 
-    def _own_part(self, step: int) -> Path:
+    def _own_part(self, folder: Path, step: int) -> Path:
         """Returns the prefix of the part that each process writes for itself."""
-        return self._folder / "engine" / f"statistics-{step}-{self._cluster.task.index}"
+        return folder / "engine" / f"statistics-{step}-{self._cluster.task.index}"
 
     def wait(self) -> None:
-        """Waits until what is written in the background is on the disk.
+        """Waits until what is written in the background is on the disk; all processes do.
 
         Raises:
-            RunError: it could not be written; earlier checkpoints stay good.
-            PeerLost: another process is gone.
+            RunError: it could not be written.
         """
-        if self._is_writing:
-            self._is_writing = False
-            with all_write(self._state, self.saved_step):
-                self._writer.background.wait()
+        with all_write(self._state, self.saved_step):
+            self._writer.wait()
 
     def close(self) -> None:
         """Lets what is written in the background come to its end, well or not."""
         with contextlib.suppress(Exception):  # the run has its own failure to tell
-            self._writer.background.wait()
+            self._writer.wait()
 
     # ---- Restoring -------------------------------------------------------------------------------
 
-    def restore(
-        self, step: int | Literal["best"] | None = None, with_input: bool = True
-    ) -> Record | None:
-        """Restores the newest whole checkpoint, or that of ``step``.
+    def restore(self, source: Source | None, with_input: bool = True) -> Record | None:
+        """Restores a checkpoint: of several that will do the newest that is whole.
 
         Args:
-            step: the checkpoint to take, or the one that ``keep_best`` keeps; default: the newest
+            source: says which; None: there is none yet
             with_input: whether training goes on from here, so that the data must, too; otherwise
                 the weights are averaged with ``ema``
 
         Returns:
-            Its record; None if there is no checkpoint at all.
+            Its record; None without a source.
 
         Raises:
-            SetupError: there are checkpoints but none is whole, the one asked for is not there,
-                or it does not fit the model any more.
+            SetupError: none is there, or whole; or it does not fit the model any more.
         """
-        folder, shown, chief = self._folder, from_here(self._folder), self._cluster.task.chief
-        if with_input and chief:
-            remove_leftovers(folder)  # not while another process may be training
-        steps = saved_steps(folder)
+        folder = source.folder if source else self._folder
+        steps = source.find_steps() if source else []
         if not self._cluster.has_same(repr(steps).encode()):
             raise SetupError(
-                f"runs_dir: {shown} has other checkpoints on another process of the cluster; all "
-                "of them need one folder, on a file system that they share."
+                f"runs_dir: {from_here(self._folder)} has other checkpoints on another process of "
+                "the cluster; all of them need one folder, on a file system that they share."
             )
-        if step is not None:
-            source = Source("checkpoint", folder.parent, step)
-            folder, steps = source.folder, [source.find_step()]
-        for number in steps:
-            record = self._restore_one(folder, number, with_input)
-            if record is not None:
-                if with_input and chief:
-                    keep_best(folder, record)  # a process was killed before it could
-                return record
-        if steps:
+        tried = (self._restore_one(folder, step, with_input) for step in steps)
+        record = next(filter(None, tried), None)
+        has_lost = any(folder.glob("*.index")) and not (folder / "engine").is_dir()
+        if record is None and (steps or has_lost):
             raise SetupError(
-                f"{shown}: there are checkpoints, but none of them is whole; to start over, "
-                "choose another run_name or remove the folder."
+                f"{from_here(folder)}: there are checkpoints, but none of them is whole; to start "
+                "over, choose another run_name or remove the folder."
             )
-        return None
+        if with_input:
+            generators, task = self._state.recording.generators, self._cluster.task
+            fold_in_replica_id(generators, self._state.strategy, task)
+        if with_input and record is not None:
+            self._restore_own(folder, record)
+            if folder != self._folder:
+                self._console.say(f"fork: goes on from {from_here(folder)}, step {record.step}.")
+            if task.chief:  # a process was killed before it could
+                keep_best(self._folder, record, folder)
+        return record
 
     def _restore_one(self, folder: Path, step: int, with_input: bool) -> Record | None:
         """Restores one checkpoint; if it is damaged, warns and returns None."""
@@ -338,16 +302,11 @@ class Checkpoints:
                 "what was frozen in the checkpoint is of other layers than the model has now; "
                 "what is frozen is as create_model left it."
             )
-        self.saved_step = step
+        self.saved_step = step if folder == self._folder else -1
         return record
 
     def _read(self, folder: Path, step: int) -> Record:
-        """Reads the record and all variables.
-
-        Raises:
-            Damaged: a file is gone, or of another step; or what TensorFlow raises, UNREADABLE.
-            SetupError: the checkpoint does not fit the model.
-        """
+        """Reads the record and all variables; raises Damaged, UNREADABLE or a SetupError."""
         record, user_part = read_record(folder, step), find_user_part(folder, step)
         needed = [name for name in self._created if name.startswith(_NEEDED)]
         try:
@@ -362,36 +321,18 @@ class Checkpoints:
             ) from error
         if self._state.step != step:
             raise Damaged(f"its files are of step {self._state.step}")
-        self._vocabularies.put_back(self._console)
+        self._vocabularies.put_back(record.learnt, self._console)
         for layer in self._state.recording.layers:
             if isinstance(layer, keras.layers.Normalization):
                 layer.finalize_state()  # it computes with constants made of its variables
         return record
 
-    def restore_own(self, record: Record) -> None:
+    def _restore_own(self, folder: Path, record: Record) -> None:
         """Gives the replicas their own values again; others than before go on with the mean."""
         own = self.statistics.own
         same = record.replicas == self._state.parts.shape.replicas
         if own and same and record.created == list(self._created):
             # Without them, the mean differs by the order of sums only.
             with contextlib.suppress(*UNREADABLE):
-                own.read(str(self._own_part(record.step)))
+                own.read(str(self._own_part(folder, record.step)))
                 self.statistics.put_back()
-
-
-def find_written_tables(graph: Any) -> list[Any]:
-    """Returns the handles of the lookup tables outside of a graph that it writes."""
-
-    def find(graph: Any) -> set[str]:
-        written = set()
-        for op in graph.get_operations():
-            if op.type in _WRITING_TABLES:
-                written.add(op.inputs[0].name)
-            for called in graphs_called(op):
-                inside, inputs = find(called), op.inputs[len(op.inputs) - len(called.inputs) :]
-                pairs = zip(inputs, called.inputs, strict=True)
-                written |= {outer.name for outer, inner in pairs if inner.name in inside}
-        return written
-
-    written = find(graph)
-    return [outer for outer, inner in graph.captures if inner.name in written]

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster.sync import Cluster
-from ctl_core.numerics.variables import plain_variable, variable_name
+from ctl_core.model.state import State
+from ctl_core.numerics.variables import variable_name
 from ctl_core.run.errors import RunError
 
 _ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
+_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by size in bytes
 
 
 class Divergence:
@@ -26,21 +27,19 @@ class Divergence:
     Costs one pass over the variables and one all-reduce; nothing with a single replica.
     """
 
-    def __init__(
-        self, strategy: tf.distribute.Strategy, cluster: Cluster, variables: Iterable[Any]
-    ) -> None:
-        """Compares those of the variables of which each replica has a copy."""
-        several = strategy.num_replicas_in_sync > 1
-        mirrored = [item for item in variables if several and _is_mirrored(plain_variable(item))]
-        self._names = [variable_name(item) for item in mirrored]
-        self._cluster = cluster
-        copies = [strategy.experimental_local_results(plain_variable(item)) for item in mirrored]
+    def __init__(self, state: State, variables: Iterable[Any]) -> None:
+        """``variables`` must be the same everywhere; those that are numbers are compared."""
+        mirrored = [v for v in variables if isinstance(v, tf.distribute.DistributedValues)]
+        numbers = [v for v in mirrored if v.dtype.is_floating or v.dtype.is_integer]
+        compared = numbers if state.strategy.num_replicas_in_sync > 1 else []
+        self._names = [variable_name(variable) for variable in compared]
+        self._cluster = state.cluster
+        copies = [state.strategy.experimental_local_results(variable) for variable in compared]
 
         @tf.function(autograph=False)
         def compute_digests() -> list[tf.Tensor]:
-            return [
-                tf.stack(list(map(_digest, of_replica))) for of_replica in zip(*copies, strict=True)
-            ]
+            """Returns int64[variables] for each replica of this process."""
+            return [tf.stack(list(map(_digest, parts))) for parts in zip(*copies, strict=True)]
 
         self._compute_digests = compute_digests
 
@@ -73,25 +72,6 @@ def _digest(variable: Any) -> tf.Tensor:
     """Sums up a variable's bits, each element times an odd number of its position, mod 2**64."""
     with tf.device(variable.device):
         value = variable.read_value()
-        if value.dtype == tf.bool:
-            value = tf.cast(value, tf.uint8)
         bits = tf.reshape(tf.cast(tf.bitcast(value, _BITS[value.dtype.size]), tf.int64), [-1])
         factors = tf.range(tf.size(bits, tf.int64)) * _ODD * 2 + 1
         return tf.reduce_sum(bits * factors)
-
-
-_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by size in bytes
-
-
-def _is_mirrored(variable: Any) -> bool:
-    """Whether each replica has a copy of a variable that must be the same.
-
-    Not those that each replica keeps for itself and that are summed up when read, as metrics do,
-    nor the states of random generators.
-    """
-    return (
-        isinstance(variable, tf.distribute.DistributedValues)
-        and variable.synchronization != tf.VariableSynchronization.ON_READ
-        and (variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
-        and not variable.name.split(":")[0].endswith(("seed_generator_state", "StateVar"))
-    )

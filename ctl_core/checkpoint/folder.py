@@ -12,26 +12,26 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from ctl_core import __version__
-from ctl_core.checkpoint.sources import check_start
+from ctl_core.checkpoint.record import Source, find_start
 from ctl_core.cluster.task import Task
 from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.run.console import LOG, Console, activate
 from ctl_core.run.errors import CtlError, SetupError
 from ctl_core.run.files import free_name, from_here, is_locked, is_stdout, lock_file, written_whole
-from ctl_core.run.listeners import FILE, Listener, Listeners, MetricsFile, TrainingLog
+from ctl_core.run.listeners import Listener, Listeners, MetricsFile, TrainingLog
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import write_config
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _Handler(logging.FileHandler):
     """Writes the log; of a full disk it says nothing, which the next checkpoint does."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -41,17 +41,17 @@ class _Handler(logging.StreamHandler[TextIO]):
 class Run:
     """The folder of one run, and what is written there while training.
 
-    In a cluster, only the chief writes; the others have a log, worker-1.log and so on.
+    In a cluster, only the chief writes; the others have a log, worker-1.log and so on. It is held
+    until it is closed, or the process ends in any way.
 
     Attributes:
         path, ckpt, config_file: runs/NAME, its folder of checkpoints, and its settings
         task: this process's place in the cluster
-        reading: whether the run is only used, and nothing is written to its folder
+        start: the checkpoint that it goes on from, or None
         summaries: what TensorBoard shows of it
         listeners: hear what it says, once it is opened
         steps_taken: how many steps this process has trained
-        whole: steps of checkpoints that are on the disk, and what their files begin with, which
-            listeners have not heard of yet
+        whole: checkpoints that are on the disk, until listeners have heard of them
     """
 
     def __init__(
@@ -62,42 +62,37 @@ class Run:
         reading: bool = False,
         listeners: Sequence[Listener | type[Listener]] = (),
     ) -> None:
-        """Creates the folder and its log, nothing else; only to read, not even these.
+        """Creates the folder and its log, by which it is held; ``reading`` does neither.
 
         Raises:
-            SetupError: it cannot begin as ``fork`` or ``init_from`` say.
+            SetupError: it cannot begin as ``fork`` or ``init_from`` say, or another process is
+                training it.
         """
         name = config.run_name or free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
         self.ckpt, self.config_file = self.path / "ckpt", self.path / "config.yaml"
-        self.task, self.reading = task, reading
-        self.steps_taken = self._start = 0
+        self.task = task
+        self.steps_taken = self._first_step = 0
         self.whole: list[tuple[int, Path]] = []
         self.summaries = Summaries(self.path / "tb", task.chief)
         self.listeners = Listeners([MetricsFile(), self.summaries, TrainingLog(note), *listeners])
         LOG.setLevel(logging.INFO)
         LOG.propagate = False
+        self._log: logging.Handler = logging.NullHandler()
         if reading:
+            self.start: Source | None = Source("run_name", self.path)
             return
-        check_start(config)
+        self.start = find_start(dataclasses.replace(config, run_name=name))
         self.path.mkdir(parents=True, exist_ok=True)
         log = "train.log" if task.chief else f"worker-{task.index}.log"
-        self._log = (self.path / log).open("a", encoding="utf-8")
-        self._handler = _Handler(self._log)
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        LOG.addHandler(self._handler)
-
-    def lock(self) -> None:
-        """Holds the run, by its log, until it is closed or the process ends in any way.
-
-        Raises:
-            SetupError: another process is training it.
-        """
-        if not lock_file(self._log):
+        self._log = handler = _Handler(self.path / log, encoding="utf-8")
+        if not lock_file(handler.stream):  # type: ignore[arg-type]  # which is open
             raise SetupError(
                 f"{self.shown}: another process is training this run; stop it, or choose another "
                 "run_name."
             )
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        LOG.addHandler(handler)
 
     def is_held(self) -> bool:
         """Whether a process is training the run."""
@@ -113,19 +108,10 @@ class Run:
         """The folder as messages show it: runs/NAME where it lies below the current folder."""
         return from_here(self.path)
 
-    @property
-    def written(self) -> list[Path]:
-        """What training writes here, but the log."""
-        return [self.path / name for name in ("ckpt", "tb", "config.yaml", "env.json", FILE, COPY)]
-
     def open(self, config: Config, step: int, source: bytes | None, devices: Sequence[str]) -> None:
         """Writes config.yaml, and what the run was made with; the listeners begin to hear.
 
-        Args:
-            config: the settings
-            step: how many steps were taken
-            source: what is in the file with the hooks, if there is one
-            devices: that the replicas of this process train on
+        ``source`` is what is in the file with the hooks, if there is one.
         """
         write_config(config, self.config_file)
         with written_whole(self.path / "env.json") as beside:
@@ -133,7 +119,7 @@ class Run:
         if source is not None:
             with written_whole(self.path / COPY) as beside:
                 beside.write_bytes(source)
-        self._start = step
+        self._first_step = step
         self.listeners.start(self.path, dataclasses.asdict(config), step)
 
     def tell_saved(self) -> None:
@@ -144,15 +130,14 @@ class Run:
     def end(self, how: str) -> None:
         """Tells the listeners how training has ended: done, ended, stopped, diverged or failed."""
         self.tell_saved()
-        self.listeners.tell("end", self._start + self.steps_taken, how)
+        self.listeners.tell("end", self._first_step + self.steps_taken, how)
 
     def close(self) -> None:
         """Closes the summaries and the log, and lets go of the run."""
         self.summaries.close()
-        if not self.reading:
-            LOG.removeHandler(self._handler)
-            with contextlib.suppress(OSError):
-                self._log.close()
+        LOG.removeHandler(self._log)
+        with contextlib.suppress(OSError):
+            self._log.close()
 
 
 @contextlib.contextmanager
@@ -178,10 +163,7 @@ def open_session(run: Run, console: Console) -> Iterator[None]:
 
 
 def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
-    """Returns versions, commit, host, devices and command line: what env.json holds.
-
-    ``commit`` and ``dirty`` are of the current folder's Git repository, None where there is none.
-    """
+    """Returns what env.json holds; without a Git repository, ``commit`` and ``dirty`` are None."""
     packages = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {

@@ -33,16 +33,16 @@ _DRAWS = re.compile(
 
 
 class InputPosition:
-    """This process's position in the training data."""
+    """This process's position in the training data.
+
+    Of a reader in Python, it is a text in the record; otherwise a file beside it.
+    """
 
     def __init__(self, state: State, console: Console) -> None:
-        self._state = state
-        self._console = console
-        self._made: Any = None
+        self._state, self._console = state, console
+        self._part = GraphCheckpoint(input=state.data.iterator)
         reader = state.data.reader
         self._why_not = reader.why_not if reader else find_outside_state(state.data.dataset)
-        # Of a reader in Python, the position is a text.
-        self._text: Any = tf.Variable("", dtype=tf.string, trainable=False) if reader else None
 
     def describe(self) -> dict[str, Any]:
         """Returns what a position belongs to; a number of devices is not part of it."""
@@ -57,50 +57,44 @@ class InputPosition:
             "folder": os.getcwd(),
         }
 
-    def _part(self) -> GraphCheckpoint:
-        iterator = self._state.data.iterator if self._text is None else self._text
-        if self._made is None or self._made.input is not iterator:
-            self._made = GraphCheckpoint(input=iterator)
-        return self._made  # type: ignore[no-any-return]
-
-    def save(self, prefix: Path) -> bool:
-        """Writes the position; returns whether it is there, and whole."""
-        why, reader = self._why_not, self._state.data.reader
+    def save(self, record: Record, prefix: Path) -> None:
+        """Writes the position, and notes in the record whether it is there, and whole."""
+        why, data = self._why_not, self._state.data
         try:
-            if why is None and reader:
-                self._text.assign(reader.write_position())
-            if why is None:
-                self._part().write(str(prefix))
+            if why is None and data.reader:
+                record.reader, record.input_saved = data.reader.write_position(), True
+            elif why is None:
+                self._part.write(str(prefix))
+                record.input_saved = holds_draws(prefix, data.dataset)
         except (ValueError, tf.errors.FailedPreconditionError) as error:
             why = brief(error, 120)
-        if why is None:
-            return reader is not None or holds_draws(prefix, self._state.data.dataset)
-        self._console.warn(
-            f"the position in the training data cannot be saved exactly ({why}); a resumed "
-            "run will read and drop what was used. For random changes to examples, see "
-            "ctl_core.data.with_seeds."
-        )
-        return False
+        if why is not None:
+            self._console.warn(
+                f"the position in the training data cannot be saved exactly ({why}); a resumed "
+                "run will read and drop what was used. For random changes to examples, see "
+                "ctl_core.data.with_seeds."
+            )
 
     def restore(self, record: Record, prefix: Path) -> None:
         """Goes to the position of a record, by reading and dropping if need be."""
-        state, why = self._state, self._find_obstacle(record, prefix)
-        if why is None:
-            try:
-                self._part().read(str(prefix))
-            except UNREADABLE:
-                why = "the saved position does not fit the data any more, or its file is damaged"
-        if why is None and state.data.reader:
-            why = state.data.reader.go_to(self._text.numpy().decode())
-        if state.cluster.all(why is None):
+        data, examples = self._state.data, record.progress["examples"]
+        why = self._find_obstacle(record, prefix)
+        try:
+            if why is None and data.reader:
+                why = data.reader.go_to(record.reader)
+            elif why is None:
+                self._part.read(str(prefix))
+        except UNREADABLE:
+            why = "the saved position does not fit the data any more, or its file is damaged"
+        if self._state.cluster.all(why is None):
             return
         self._console.warn(
-            "the position in the training data is reached by reading and dropping "
-            f"{state.progress.examples} examples, since "
-            f"{why or 'another process cannot read the position that it saved'}."
+            f"the position in the training data is reached by reading and dropping {examples} "
+            f"examples, since {why or 'another process cannot read the position that it saved'}."
         )
-        state.data.begin_anew()
-        state.data.skip(state.progress.examples)
+        data.begin_anew()
+        self._part = GraphCheckpoint(input=data.iterator)
+        data.skip(examples)
 
     def _find_obstacle(self, record: Record, prefix: Path) -> str | None:
         """Returns why the saved position is not that of this run, if it is not."""

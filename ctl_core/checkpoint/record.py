@@ -1,4 +1,7 @@
-"""The records of checkpoints, which make them count, and the folder that checkpoints lie in."""
+"""The folder that checkpoints lie in: their records, which make them count, and how they are named.
+
+A run goes on from its own checkpoints; before it has any, from that of the run that ``fork`` names.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from ctl_core import __version__
 from ctl_core.evaluation.selection import best_step
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import from_here, written_whole
+from ctl_core.run.settings import Config
+from ctl_core.run.sources import read_file
 
 # Raised when an engine could misread a record of this one.
 FORMAT = 2
-_RECORD = re.compile(r"ckpt-(\d+)\.json")
-_OWN = re.compile(r"[a-z]+-(\d+)[-.]")  # what the engine writes
-_USERS = re.compile(r"-(\d+)\.index")  # what the user's manager writes
+_NAME = re.compile(r"(.+?)(?:@(\d{1,18}|best))?", re.DOTALL)
 
 
 class Damaged(Exception):
-    """A part of a checkpoint cannot be read; the message says which and why."""
+    """A part of a checkpoint cannot be read."""
 
 
 @dataclasses.dataclass
@@ -33,14 +36,15 @@ class Record:
 
     Attributes:
         step: the step it was taken after
-        input: what a position in the data belongs to, by name: two runs whose values are the same
-            read the same examples in the same order
-        input_saved: whether every process has saved a position that is whole
-        replicas: by how many the variables of replicas were saved
+        input: runs that have the same here read the same examples in the same order
+        input_saved: whether a position that is whole was saved
+        replicas: how many there were
         learning_rate: the setting, to notice when it is changed
         frozen: the freeze flags of layers and variables
         created: the names of the variables in the engine's part
         progress: see ``state.Progress``
+        reader: the position of a reader in Python, as a text
+        learnt: what preprocessing layers have learnt, see vocabularies.py
         format: what ``FORMAT`` was when it was written
         engine: the version of the engine that wrote it
     """
@@ -53,22 +57,110 @@ class Record:
     frozen: list[bool]
     created: list[str]
     progress: dict[str, Any]
+    reader: str = ""
+    learnt: dict[str, Any] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
     engine: str = __version__
 
 
+# ---- Which checkpoint is meant -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A run, and which of its checkpoints: the ``wanted`` step, ``best``, or None for the newest.
+
+    ``setting`` is the one that names it, for messages.
+    """
+
+    setting: str
+    run: Path
+    wanted: int | str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint is kept."""
+        return self.run / "ckpt" / "best" if self.wanted == "best" else self.run / "ckpt"
+
+    def find_steps(self) -> list[int]:
+        """Returns the steps that will do, the newest first; a SetupError if there is none."""
+        steps = saved_steps(self.folder)
+        found = [step for step in steps if self.wanted in (None, "best", step)]
+        if not found:
+            kinds = {None: "", "best": " that keep_best keeps"}
+            kind = kinds.get(self.wanted, f" of step {self.wanted}")  # type: ignore[arg-type]
+            there = ", ".join(map(str, steps[:10])) or "none"
+            raise SetupError(
+                f"{self.setting}: {from_here(self.run)} has no checkpoint{kind} (there: {there})."
+            )
+        return found
+
+
+def read_source(setting: str, text: str, runs_dir: str) -> Source:
+    """Reads RUN, RUN@STEP or RUN@best, where RUN is the name of a run in ``runs_dir``, or a folder.
+
+    Raises:
+        SetupError: there is no such run.
+    """
+    name, step = _NAME.fullmatch(text).groups()  # type: ignore[union-attr]
+    for folder in (Path(runs_dir) / name, Path(name)):
+        if (folder / "ckpt").is_dir():
+            wanted = int(step) if step and step != "best" else step
+            return Source(setting, folder.absolute(), wanted)
+    others = ", a .keras or .weights.h5 file or a SavedModel" * (setting == "init_from")
+    raise SetupError(
+        f"{setting}: there is no run {name!r}; name one of {runs_dir}, or its folder, such as a or "
+        f"a@300 or a@best{others}."
+    )
+
+
+def is_model(path: str) -> bool:
+    """Whether ``init_from`` names a file of Keras' or a SavedModel; otherwise, it names a run."""
+    return Path(path).is_file() or Path(path, "saved_model.pb").is_file()
+
+
+def find_start(config: Config) -> Source | None:
+    """Returns the checkpoint that training goes on from; None for a run that begins anew.
+
+    A run that has checkpoints no more needs what it began from.
+
+    Raises:
+        SetupError: what ``fork`` or ``init_from`` say is not there, or the run began otherwise.
+    """
+    if config.run_name is not None:
+        run = Path(config.runs_dir, config.run_name).absolute()
+        if saved_steps(run / "ckpt"):
+            began = read_file(run / "config.yaml").values.get("fork")
+            if config.fork is not None and began != config.fork:
+                how = "by itself" if began is None else f"from {began}"
+                raise SetupError(
+                    f"fork: {from_here(run)} has checkpoints and began {how}, not from "
+                    f"{config.fork}; choose another run_name."
+                )
+            return Source("run_name", run)
+    if config.init_from is not None and not is_model(config.init_from):
+        read_source("init_from", config.init_from, config.runs_dir).find_steps()
+    if config.fork is None:
+        return None
+    source = read_source("fork", config.fork, config.runs_dir)
+    source.find_steps()
+    return source
+
+
+# ---- Records -------------------------------------------------------------------------------------
+
+
 def saved_steps(folder: Path) -> list[int]:
     """Returns the steps of which a folder of checkpoints has records, newest first."""
-    matches = (_RECORD.fullmatch(path.name) for path in folder.glob("engine/ckpt-*.json"))
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
+    return sorted(map(_number_of, folder.glob("engine/ckpt-*[0-9].json")), reverse=True)
+
+
+def _number_of(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
 
 
 def find_user_part(folder: Path, step: int) -> Path:
-    """Returns what the files of the user's part begin with, whatever the manager calls them.
-
-    Raises:
-        Damaged: there is none.
-    """
+    """Returns what the files of the user's part begin with, whatever the manager calls them."""
     for path in folder.glob(f"*-{step}.index"):
         return path.with_suffix("")
     raise Damaged("a file of it is gone")
@@ -78,9 +170,6 @@ def write_record(folder: Path, record: Record) -> None:
     """Writes the record of a checkpoint whose files are all written, whole or not at all.
 
     All of it is put on the disk itself: a power cut counts as a kill.
-
-    Raises:
-        OSError: it cannot be written.
     """
     engine, step = folder / "engine", record.step
     path = engine / f"ckpt-{step}.json"
@@ -130,46 +219,36 @@ def read_first_batch_size(folder: Path) -> int | None:
     return None
 
 
+# ---- Files ---------------------------------------------------------------------------------------
+
+
 def _files_of(folder: Path, step: int) -> list[Path]:
     """Returns the files of a checkpoint, the record last."""
     found = [*folder.glob(f"*-{step}.*"), *folder.glob(f"engine/*-{step}[-.]*")]
-    return sorted(found, key=_is_record)
-
-
-def _is_record(path: Path) -> bool:
-    return path.suffix == ".json"
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Removes what a process that was killed while saving left half-written."""
-    for pattern in ("*_temp", "*.tmp", "engine/*_temp", "engine/*.tmp"):
-        for path in folder.glob(pattern):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+    return sorted(found, key=lambda path: path.suffix == ".json")
 
 
 def remove_orphans(folder: Path) -> None:
-    """Removes what the engine has written beside a user's part that is not there any more."""
-    engine = folder / "engine"
-    matches = map(_USERS.search, os.listdir(folder))
-    kept = {int(match[1]) for match in matches if match}
-    own = [(path, _OWN.match(path.name)) for path in engine.iterdir()]
-    orphans = [path for path, match in own if match and int(match[1]) not in kept]
-    for path in sorted(orphans, key=_is_record, reverse=True):
-        path.unlink(missing_ok=True)
+    """Removes the engine's files of checkpoints whose user's part the manager has deleted."""
+    kept = set(map(_number_of, folder.glob("*-*[0-9].index")))
+    for step in set(saved_steps(folder)) - kept:
+        for path in reversed(_files_of(folder, step)):
+            path.unlink(missing_ok=True)
 
 
-def keep_best(folder: Path, record: Record) -> None:
-    """Keeps the best checkpoint, as the record of the newest one has it, in the folder ``best``."""
-    step, best = best_step(record.progress["best"]), folder / "best"
-    if step in saved_steps(folder) and step not in saved_steps(best):
-        with written_whole(best) as beside:
-            copy_checkpoint(folder, step, beside)
+def keep_best(folder: Path, record: Record, source: Path | None = None) -> None:
+    """Keeps the best checkpoint, of which the newest one's record knows, in the folder ``best``.
+
+    The newest one, and with it the best, may lie in the folder of another run.
+    """
+    step, best, source = best_step(record.progress["best"]), folder / "best", source or folder
+    for place in (source, source / "best"):
+        if step in saved_steps(place) and step not in saved_steps(best):
+            with written_whole(best) as beside:
+                _copy(place, step, beside)
 
 
-def copy_checkpoint(folder: Path, step: int, to: Path) -> None:
+def _copy(folder: Path, step: int, to: Path) -> None:
     """Copies a checkpoint; its files are shared where the file system can do that."""
     (to / "engine").mkdir(parents=True)
     for path in _files_of(folder, step):

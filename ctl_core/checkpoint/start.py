@@ -1,86 +1,21 @@
-"""How a run begins: as another goes on (``fork``), or with weights only (``init_from``)."""
+"""The weights that a run begins with, where ``init_from`` says which."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from ctl_core.checkpoint.folder import Run
 from ctl_core.checkpoint.position import UNREADABLE
-from ctl_core.checkpoint.record import (
-    Damaged,
-    copy_checkpoint,
-    find_user_part,
-    read_record,
-    saved_steps,
-)
-from ctl_core.checkpoint.sources import find_sources, has_begun
-from ctl_core.evaluation.selection import best_step
+from ctl_core.checkpoint.record import Damaged, find_user_part, is_model, read_source
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import ReplicaCopies
+from ctl_core.numerics.variables import variable_name
 from ctl_core.run.console import Console
-from ctl_core.run.errors import SetupError, brief, reason
-from ctl_core.run.files import from_here, written_whole
-from ctl_core.run.settings import Config
-
-
-@contextlib.contextmanager
-def hold_run(config: Config, run: Run, console: Console) -> Iterator[None]:
-    """Holds a run while it is trained, and forks it if that is asked for.
-
-    A run that fails before its first step leaves nothing but its log: the command, put right, then
-    begins it.
-
-    Raises:
-        SetupError: another process trains the run, or it cannot be forked.
-    """
-    if not run.task.chief:
-        yield
-        return
-    run.lock()
-    new = [path for path in run.written if not path.exists()]
-    try:
-        _fork(config, run, console)
-        yield
-    except BaseException:
-        if run.steps_taken == 0:
-            for path in new:
-                shutil.rmtree(path, ignore_errors=True)
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        raise
-
-
-def _fork(config: Config, run: Run, console: Console) -> None:
-    """Gives a run that has not begun the checkpoint of another, if ``fork`` says so.
-
-    It then resumes as from its own: weights, optimizer, position in the data, random state. A run
-    that has begun goes on with its own, so that a command may be given again.
-
-    Raises:
-        SetupError: there is no such checkpoint, or it cannot be copied.
-    """
-    if config.fork is None or has_begun(run.path):
-        return
-    source = find_sources(config)["fork"]
-    step = source.find_step()
-    where = f"{from_here(source.run)}, step {step}"
-    try:
-        with written_whole(run.ckpt) as beside:
-            copy_checkpoint(source.folder, step, beside)
-            best = source.run / "ckpt" / "best"
-            kept = best_step(read_record(source.folder, step).progress["best"])
-            if kept in saved_steps(best):
-                copy_checkpoint(best, kept, beside / "best")
-    except (OSError, Damaged) as error:
-        why = reason(error) if isinstance(error, OSError) else error
-        raise SetupError(f"fork: {where}: the checkpoint cannot be copied: {why}.") from error
-    console.say(f"{run.shown} goes on from {where}.")
+from ctl_core.run.errors import SetupError, brief
+from ctl_core.run.files import from_here
 
 
 def load_initial_weights(state: State, console: Console) -> None:
@@ -91,19 +26,19 @@ def load_initial_weights(state: State, console: Console) -> None:
     Raises:
         SetupError: they cannot be read, or are not those of the model.
     """
-    if state.config.init_from is None:
+    path = state.config.init_from
+    if path is None:
         return
-    path = Path(state.config.init_from)
     # Random numbers are of this run's seed.
     with ReplicaCopies(state.strategy, state.recording.generators).put_back_after():
-        what = _load_file(state, path) if path.is_file() else _load_run(state)
-    if state.average:
-        state.average.begin()
+        what = _load_model(state, Path(path)) if is_model(path) else _load_run(state, path)
+    if state.parts.average:
+        state.parts.average.begin()
     console.say(f"init_from: the weights are those of {what}.")
 
 
-def _load_file(state: State, path: Path) -> str:
-    """Reads a ``.keras`` or ``.weights.h5`` file; returns what it is called."""
+def _load_model(state: State, path: Path) -> str:
+    """Reads a ``.keras`` or ``.weights.h5`` file, or a SavedModel; returns what it is called."""
     model, hook, what = state.train_model, state.hooks.create_model, from_here(path)
     if not isinstance(model, keras.Model):
         raise SetupError(
@@ -118,23 +53,41 @@ def _load_file(state: State, path: Path) -> str:
         for variable in layer.weights
         if variable.name.startswith("lora_")
     ]
-    if adapters:
+    values, missing = None, adapters
+    if path.is_dir():
+        values = _read_saved_model(path)
+        missing = [weight.path for weight in model.weights if weight.path not in values]
+    if missing:
         wanted = len(model.weights)
         raise SetupError(
-            f"init_from: {what} fits {wanted - len(adapters)} of the {wanted} weights of {hook}: "
-            f"{', '.join(adapters[:5])} are not there. Load what fits in create_model."
+            f"init_from: {what} fits {wanted - len(missing)} of the {wanted} weights of {hook}: "
+            f"{', '.join(missing[:5])} are not there. Load what fits in create_model."
         )
     try:
-        model.load_weights(path)
+        if values is None:
+            model.load_weights(path)
+        else:
+            for weight in model.weights:
+                weight.assign(values[weight.path])
     except Exception as error:
         raise SetupError(f"init_from: {what} does not fit {hook}: {brief(error)}") from error
     return what
 
 
-def _load_run(state: State) -> str:
+def _read_saved_model(path: Path) -> dict[str, np.ndarray]:
+    """Returns what variables hold by name, without names that several have who differ."""
+    parts = tf.train.TrackableView(tf.saved_model.load(str(path))).descendants()
+    pairs = [(variable_name(p), p.numpy()) for p in parts if isinstance(p, tf.Variable)]
+    values = dict(pairs)
+    doubtful = {name for name, value in pairs if not np.array_equal(values[name], value)}
+    return {name: value for name, value in pairs if name not in doubtful}
+
+
+def _load_run(state: State, text: str) -> str:
     """Reads the weights of a run's checkpoint, by their place there; returns what it is called."""
-    source, hook = find_sources(state.config)["init_from"], state.hooks.create_model
-    step = source.find_step()
+    hook = state.hooks.create_model
+    source = read_source("init_from", text, state.config.runs_dir)
+    step = source.find_steps()[0]
     what = f"{from_here(source.run)}, step {step}"
     children = tf.train.TrackableView.children(state.ckpt).items()
     model = {n: part for n, part in children if part is state.train_model or n == "train_model"}

@@ -6,92 +6,82 @@ are more data: a word's number would then mean another row of the embedding that
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import functools
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from ctl_core.compat import flatten_layers
-from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.recording import IMPORTED
+from ctl_core.model.state import State
 from ctl_core.numerics.variables import walk
 from ctl_core.run.console import Console
 from ctl_core.run.errors import SetupError
 
-_LEARNING = (
-    keras.layers.StringLookup,  # within a TextVectorization, too
+_LOOKUPS = (  # within a TextVectorization, too
+    keras.layers.StringLookup,
     keras.layers.IntegerLookup,
     keras.layers.Discretization,
-    keras.layers.Normalization,  # a model's has variables
 )
+_LEARNING = (*_LOOKUPS, keras.layers.Normalization)  # which has variables where it is a model's
 
 
 class Vocabularies:
-    """What the layers of a run, and those that its data are read with, have learnt.
+    """What the layers of the models, and those that the data are read with, have learnt.
 
-    Attributes:
-        text: a variable that holds it, as JSON: part of each checkpoint
+    The latter are those that the hooks which make data enclose, or have as globals, and all others
+    that the hooks, or the import of callbacks.py, have made.
     """
 
-    def __init__(self, layers: Iterable[keras.Layer], hooks: Hooks) -> None:
-        of_model = [layer for layer in layers if isinstance(layer, _LEARNING[:-1])]
-        of_data = [layer for layer in _find_of_data(hooks) if layer not in of_model]
-        self._layers = {f"{number}/{layer.name}": layer for number, layer in enumerate(of_model)}
-        self._of_data = {
-            f"data/{number}/{type(layer).__name__}": layer for number, layer in enumerate(of_data)
+    def __init__(self, state: State) -> None:
+        models = _find_learning([state.train_model, state.parts.eval_model])
+        functions = state.hooks.data_functions()
+        named = [value for one in functions for value in getattr(one, "__globals__", {}).values()]
+        others = [*named, *(one() for one in IMPORTED)]
+        recorded = [layer for layer in state.recording.layers if isinstance(layer, _LOOKUPS)]
+        others = [*recorded, *(value for value in others if isinstance(value, keras.Layer))]
+        data = [layer for layer in _find_learning([*functions, *others]) if layer not in models]
+        of_model = [layer for layer in models if isinstance(layer, _LOOKUPS)]
+        self._layers = {
+            f"{place}/{number}/{type(layer).__name__}": layer
+            for place, layers in (("model", of_model), ("data", data))
+            for number, layer in enumerate(layers)
         }
-        with tf.device("CPU:0"):
-            self.text = tf.Variable("", dtype=tf.string, trainable=False)
 
-    def _read(self) -> dict[str, dict[str, Any]]:
-        layers = {**self._layers, **self._of_data}
-        return {path: _read_learnt(layer) for path, layer in layers.items()}
+    @functools.cached_property
+    def learnt(self) -> dict[str, dict[str, Any]]:
+        """What each has learnt, which training does not change: as JSON has it."""
+        return {path: _read_learnt(layer) for path, layer in self._layers.items()}
 
-    def fill(self) -> None:
-        """Makes ``text`` what the layers have learnt, which training does not change."""
-        if not self.text.numpy():
-            self.text.assign(json.dumps(self._read()))
-
-    def put_back(self, console: Console) -> None:
-        """Gives the layers what ``text`` says that they had learnt.
+    def put_back(self, saved: dict[str, dict[str, Any]], console: Console) -> None:
+        """Gives the layers what they had learnt when it was saved.
 
         Raises:
             SetupError: a layer that the data are read with has learnt something else.
         """
-        saved, present = json.loads(self.text.numpy() or "{}"), self._read()
-        for path in present:
-            if saved.get(path, present[path]) == present[path]:
+        for path, layer in self._layers.items():
+            before, now = saved.get(path), self.learnt[path]
+            if before is None or before == now:
                 continue
-            before, now = _count(saved[path]), _count(present[path])
-            if path in self._of_data:
+            then, today = (len(next(iter(learnt.values()))) for learnt in (before, now))
+            if path.startswith("data/"):
                 raise SetupError(
                     f"{path}, with which the data are read, has learnt something else than it had "
-                    f"when the run began ({before} then, {now} now); make it from the same, or "
-                    "choose another run_name."
+                    f"when the run began ({then} entries then, {today} now); make it from the "
+                    "same, or choose another run_name."
                 )
-            layer = self._layers[path]
-            _teach(layer, saved[path])
+            _teach(layer, before)
+            self.learnt[path] = before
             console.say(
-                f"{layer.name} had {before} in the checkpoint, {now} as create_model made it: "
-                "those of the checkpoint are used."
+                f"{layer.name} had {then} entries in the checkpoint, {today} as create_model made "
+                "it: those of the checkpoint are used."
             )
-        self.text.assign("")  # there may be more layers now
 
 
-def _find_of_data(hooks: Hooks) -> list[keras.Layer]:
-    """Returns the layers that learn and that hooks which make data can reach.
-
-    Those that they enclose, or have as globals; and all that the import of callbacks.py has made.
-    """
-    items: list[Any] = []
-    for function in hooks.data_functions():
-        named = getattr(function, "__globals__", {}).values()
-        items += [*walk(function), *(value for value in named if isinstance(value, keras.Layer))]
-    items += [layer() for layer in IMPORTED]
-    layers = [layer for item in items for layer in flatten_layers(item)]
+def _find_learning(items: list[Any]) -> list[keras.Layer]:
+    """Returns the layers that learn among those that objects hold, each once."""
+    layers = [layer for item in walk(items) for layer in flatten_layers(item)]
     return list({id(layer): layer for layer in layers if isinstance(layer, _LEARNING)}.values())
 
 
@@ -112,7 +102,3 @@ def _teach(layer: keras.Layer, learnt: dict[str, Any]) -> None:
         layer.bin_boundaries = learnt["bin_boundaries"]
     else:
         layer.set_vocabulary(**learnt)
-
-
-def _count(learnt: dict[str, Any]) -> str:
-    return f"{len(next(iter(learnt.values())))} entries"

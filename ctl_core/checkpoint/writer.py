@@ -7,7 +7,7 @@ second save of a Keras 3 model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,11 @@ from ctl_core.numerics.variables import plain_variable
 from ctl_core.run.errors import RunError, reason
 from ctl_core.run.files import from_here
 
-_COUNTER = "save_counter"
-
 
 class StagingCopy:
     """A checkpoint of copies: the same objects by the same names, with variables of its own.
 
-    Costs host memory of the size of a checkpoint, and one copy of each variable when taken.
+    Costs host memory of the size of a checkpoint.
 
     Attributes:
         checkpoint: what is to be written
@@ -38,37 +36,27 @@ class StagingCopy:
     """
 
     def __init__(self, original: tf.train.Checkpoint) -> None:
-        self._original = original
-        self._parts = _parts_of(original)
+        parts = tf.train.TrackableView(original).descendants()
         self.checkpoint = GraphCheckpoint()
         copies: dict[int, Any] = {id(original): self.checkpoint}
-        for part in self._parts:
+        for part in parts:
             copy = copies.get(id(part))  # none of the counter, nor of what is inside a variable
             if copy is None or copy is part or isinstance(copy, tf.Variable):
                 continue
             for name, child in tf.train.TrackableView.children(part).items():
-                if part is original and name == _COUNTER:
+                if part is original and name == "save_counter":
                     continue  # the copy makes its own
                 if id(child) not in copies:
                     copies[id(child)] = _copy_part(child)
                 setattr(copy, name, copies[id(child)])
         self.is_whole = self.checkpoint._in_graph = all(
-            copies.get(id(part)) is not part for part in self._parts
+            copies.get(id(part)) is not part for part in parts
         )
-        variables = [part for part in self._parts if isinstance(copies.get(id(part)), tf.Variable)]
+        variables = [part for part in parts if isinstance(copies.get(id(part)), tf.Variable)]
         targets = [copies[id(part)] for part in variables]
         self.take = define_copy([plain_variable(part) for part in variables], targets)
         if targets:
             self.checkpoint._on = targets[0].device
-
-    def fits(self) -> bool:
-        """Whether the original still has the parts that it had when it was copied."""
-        return [id(part) for part in _parts_of(self._original)] == [id(p) for p in self._parts]
-
-
-def _parts_of(checkpoint: tf.train.Checkpoint) -> list[Any]:
-    """All objects that a checkpoint holds, in the order in which their names are found."""
-    return tf.train.TrackableView(checkpoint).descendants()  # type: ignore[no-any-return]
 
 
 def _copy_part(part: Any) -> Any:
@@ -81,37 +69,14 @@ def _copy_part(part: Any) -> Any:
     return part if saves_itself(part) else trackable_node()
 
 
-class Background:
-    """Does one thing at a time in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._pending: Future[object] | None = None
-
-    def start(self, function: Callable[[], object]) -> None:
-        """Starts; what was started before must have been waited for."""
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._pending = self._pool.submit(function)
-
-    def wait(self) -> None:
-        """Waits until it has ended; raises what it has raised, once."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._pool.shutdown()  # in a notebook, no thread is left after a run
-            pending.result()
-
-
 class Writer:
-    """Writes the user's part, the engine's part and the record, in this order.
-
-    Attributes:
-        background: where it does so
-    """
+    """Writes the user's part, the engine's part and the record, in this order."""
 
     def __init__(self, state: State, engine_part: tf.train.Checkpoint) -> None:
-        self.background = Background()
         self._state = state
         self._parts = [state.ckpt, engine_part]
         self._copies: list[StagingCopy] = []
+        self._pending: Future[None] | None = None
 
     def write(self, record: Record) -> None:
         """Begins to write a checkpoint; what was begun before must have been waited for.
@@ -120,7 +85,7 @@ class Writer:
         are summed up to be copied; the chief writes. The first checkpoint is written at once, so
         that there is one; so is what has no copy since it is no variable, such as a table.
         """
-        if new := not self._copies or not all(copy.fits() for copy in self._copies):
+        if first := not self._copies:
             self._copies = [StagingCopy(part) for part in self._parts]
         for copy in self._copies:
             copy.take()
@@ -129,10 +94,17 @@ class Writer:
         counter = self._parts[0].save_counter
         self._copies[0].checkpoint.save_counter.assign(counter)
         counter.assign_add(1)
-        if new or not all(copy.is_whole for copy in self._copies):
+        if first or not all(copy.is_whole for copy in self._copies):
             self._write(record)
-        else:
-            self.background.start(lambda: self._write(record))
+            return
+        pool = ThreadPoolExecutor(1, "checkpoint")
+        self._pending = pool.submit(self._write, record)
+        pool.shutdown(wait=False)  # in a notebook, no thread is left after a run
+
+    def wait(self) -> None:
+        """Waits until what was begun has ended; raises what it has raised."""
+        if self._pending is not None:
+            self._pending.result()
 
     def _write(self, record: Record) -> None:
         user_part, engine_part = (copy.checkpoint for copy in self._copies)

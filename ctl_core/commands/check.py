@@ -21,7 +21,6 @@ import tensorflow as tf
 
 from ctl_core.build import create_state, process_state
 from ctl_core.checkpoint.folder import Run, open_session
-from ctl_core.checkpoint.sources import from_anywhere
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare, task_of
 from ctl_core.cluster.sync import peers
@@ -67,7 +66,8 @@ def check(callbacks: Any, config: Config) -> State:
     begun = time.monotonic()
     if config.listener is not None:  # which hears nothing of a check
         find_listener(config.listener)
-    task, name, config = task_of(config), config.run_name or "run", from_anywhere(config)
+    task, name = task_of(config), config.run_name or "run"
+    config = dataclasses.replace(config, fork=None, init_from=None)  # with fresh weights
     console = _Console(shown=task.chief)
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
     with temporary as folder, Signals(console.say) as signals:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from ctl_core.checkpoint.sources import read_source
+from ctl_core.checkpoint.record import read_source
 from ctl_core.cluster.task import is_in_cluster
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, label, nearest, one_line, shown

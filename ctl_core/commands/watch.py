@@ -12,8 +12,7 @@ import time
 
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run
-from ctl_core.checkpoint.record import Damaged, read_record, saved_steps
-from ctl_core.checkpoint.sources import Source
+from ctl_core.checkpoint.record import Damaged, Source, read_record, saved_steps
 from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.recording import read_flags
 from ctl_core.model.state import State
@@ -62,7 +61,8 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
             if new := set(saved_steps(folder)) - seen:
                 seen.add(step := min(new))
                 try:
-                    values = _evaluate(state, checkpoints, step)
+                    source = Source("checkpoint", run.path, step)
+                    values = _evaluate(state, checkpoints, source)
                 except SetupError:
                     if step in saved_steps(folder):
                         raise
@@ -79,19 +79,19 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
                 console.say(f"{run.shown}: not trained now; waiting {GRACE:g} s for more.")
                 left_at = time.monotonic()
             time.sleep(POLL)
-    Source("checkpoint", run.path).find_step()
+    Source("checkpoint", run.path).find_steps()
     console.say(f"{run.shown}: has ended; evaluated {number} checkpoint{'s' * (number != 1)}.")
     return values
 
 
-def _evaluate(state: State, checkpoints: Checkpoints, step: int) -> dict[str, float]:
+def _evaluate(state: State, checkpoints: Checkpoints, source: Source) -> dict[str, float]:
     """Evaluates a checkpoint.
 
     Raises:
         SetupError: it has gone, is damaged or does not fit.
     """
     frozen = read_flags(state.recording)
-    checkpoints.restore(step, with_input=False)
+    checkpoints.restore(source, with_input=False)
     # What is frozen is not regularized, so that the graph is another.
     if read_flags(state.recording) != frozen:
         state.evaluation.trace()

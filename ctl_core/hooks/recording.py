@@ -171,6 +171,14 @@ class Recording:
         return list({id(v): v for layer in self.layers for v in layer.variables}.values())
 
 
+def find_tables(graph: Any) -> list[Any]:
+    """Returns the tables that a graph captures, wherever hooks, or their file, have made them."""
+    captured = {id(outer) for outer, _ in graph.captures}
+    kind = tf.saved_model.experimental.TrackableResource
+    tables = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return [one for one in tables if id(one.resource_handle) in captured]
+
+
 # ---- What is frozen: a state of Keras layers in Python, which no variable holds -----------------
 
 

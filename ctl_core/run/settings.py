@@ -88,7 +88,7 @@ class Config:
     seed: int = declare(0, "seeds Python, NumPy, TensorFlow and Keras", ge=0, lt=2**32)
     run_name: _Name | None = declare(None, "folder in runs_dir; one that is there goes on", "wide")
     fork: FilePath | None = declare(None, "go on from a run as a new one: a, a@300 or a@best")
-    init_from: FilePath | None = declare(None, "weights of a run or a Keras file")
+    init_from: FilePath | None = declare(None, "weights of a run, Keras file or SavedModel")
     ckpt_every: _PeriodOrTime = declare(1000, "save every N steps, 1epoch or 10min", "10min")
     eval_every: _Period = declare(1000, "evaluate every N steps (0: at its end), 1epoch", "1epoch")
     eval_batch_size: Number | None = declare(None, "that of evaluations; null: as for training")

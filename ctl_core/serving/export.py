@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.hooks.recording import find_tables
 from ctl_core.input.batches import with_rows
 from ctl_core.run.errors import SetupError, brief
 from ctl_core.serving.inference import LoadedModel, input_names, pack_inputs
@@ -51,11 +51,3 @@ def save_model(model: LoadedModel, folder: Path) -> None:
         raise SetupError(
             f"the model uses an object that cannot be saved: {brief(error)}"
         ) from error
-
-
-def find_tables(graph: Any) -> list[Any]:
-    """Returns the tables that a graph captures, wherever hooks, or their file, have made them."""
-    captured = {id(outer) for outer, _ in graph.captures}
-    kind = tf.saved_model.experimental.TrackableResource
-    tables = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-    return [one for one in tables if id(one.resource_handle) in captured]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ctl_core.build import create_state, process_state
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run, open_session
-from ctl_core.checkpoint.sources import Source
+from ctl_core.checkpoint.record import Source
 from ctl_core.cluster.task import Task
 from ctl_core.hooks.callbacks_file import find_callbacks, load_callbacks
 from ctl_core.model.state import State
@@ -55,8 +55,8 @@ def restore_run(
         SetupError: there is none, or it does not fit.
     """
     with open_run(callbacks, config, console) as (state, run, console):
-        Source("checkpoint", run.path, checkpoint).find_step()
-        Checkpoints(state, console).restore(checkpoint, with_input=False)
+        source = Source("checkpoint", run.path, checkpoint)
+        Checkpoints(state, console).restore(source, with_input=False)
         console.say(f"{run.shown}: checkpoint of step {state.step}.")
         yield state, console
 

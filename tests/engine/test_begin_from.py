@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ctl_core.commands import use
 from ctl_core.run.errors import SetupError
 from tests.helpers.cases import FEATURES, eval_hooks, make_hooks, nadam, regression_data
 from tests.helpers.fixtures import Train
@@ -78,12 +79,15 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
     forked = train(evaluated, run_name="b", fork="a@best", steps=8, **short)
     assert int(next(best).stem.removeprefix("ckpt-")) == 6
     assert forked.step == 8
+    at_once = train(evaluated, run_name="c", fork="a", steps=6, **short).run_dir / "ckpt"
+    for folder in (at_once, at_once / "best"):
+        assert [path.name for path in folder.glob("engine/*.json")] == ["ckpt-6.json"]
     said = "".join(capfd.readouterr())
-    assert "b goes on from" in said and "learning_rate is 0.5 from here on" in said
+    assert "goes on from" in said and "learning_rate is 0.5 from here on" in said
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no run": ({"fork": "nobody"}, r"^fork: there is no run 'nobody' \(there: a\); name a run"),
+    "no run": ({"fork": "nobody"}, r"^fork: there is no run 'nobody'; name one of "),
     "no step": ({"fork": "a@3"}, r"^fork: .*a has no checkpoint of step 3 \(there: 4, 2\)\.$"),
     "both": (
         {"fork": "a", "init_from": "a"},
@@ -91,7 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no file": (
         {"init_from": "/none/m.keras"},
-        r"^init_from: there is no run '/none/m\.keras'.*, or a \.keras or \.weights\.h5 file",
+        r"^init_from: there is no run '/none/m\.keras'.*, a \.keras or .* file or a SavedModel",
     ),
 }
 
@@ -109,15 +113,19 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
     assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
 
 
-@pytest.mark.parametrize("source", ["a", "m.keras", "m.weights.h5"])
+@pytest.mark.parametrize("source", ["a", "m.keras", "m.weights.h5", "SavedModel"])
 def test_weights_are_those_of_what_is_named(train: Train, tmp_path: Path, source: str) -> None:
     """All of them, on both replicas; what has another shape is refused."""
-    trained = train(hooks(), run_name="a", steps=4, **SHORT).train_model
-    if source.endswith(".keras"):
-        trained.save(tmp_path / source)
-    elif source != "a":
-        trained.save_weights(tmp_path / source)
-    named = source if source == "a" else str(tmp_path / source)
+    state = train(hooks(), run_name="a", steps=4, **SHORT)
+    trained, named = state.train_model, str(tmp_path / source)
+    if source == "a":
+        named = "a"
+    elif source == "SavedModel":
+        named = str(use.export(hooks(), state.config))
+    elif source.endswith(".keras"):
+        trained.save(named)
+    else:
+        trained.save_weights(named)
     settings: dict[str, Any] = {"steps": 0, "virtual_devices": 2, "init_from": named, **SHORT}
     state = train(hooks(), run_name="b", **settings)
     assert int(state.optimizer.iterations.numpy()) == 0
@@ -126,6 +134,13 @@ def test_weights_are_those_of_what_is_named(train: Train, tmp_path: Path, source
     other = {"create_model": lambda: model(classes=3), "create_loss": lambda: _sums}
     with pytest.raises(SetupError, match=r"does not fit .*\(8, 1\).*\(8, 3\)|\(8, 3\).*\(8, 1\)"):
         train(hooks(**other), run_name="c", **settings)
+
+
+def test_weights_that_a_saved_model_lacks_are_named(train: Train) -> None:
+    path = use.export(hooks(), train(hooks(), run_name="a", steps=4, **SHORT).config)
+    other = hooks(create_model=lambda: model(head="other"))
+    with pytest.raises(SetupError, match=r"fits 6 of the 8 weights .*: \S*other/kernel, "):
+        train(other, run_name="b", steps=1, init_from=str(path), **SHORT)
 
 
 def _sums(pair: Any) -> tf.Tensor:

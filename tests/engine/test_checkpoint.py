@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,7 +17,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.checkpoint.writer import Background
 from ctl_core.run.errors import RunError
 from tests.helpers.cases import FEATURES, assert_weights, make_hooks, sgd, small_model
 from tests.helpers.fixtures import Train
@@ -159,6 +160,9 @@ def test_no_whole_checkpoint_stops_instead_of_starting_over(train: Train) -> Non
         cut_short(path)
     with pytest.raises(ctl_core.SetupError, match="none of them is whole"):
         train(make_hooks(), steps=10)
+    shutil.rmtree(state.run_dir / "ckpt" / "engine")
+    with pytest.raises(ctl_core.SetupError, match="none of them is whole"):
+        train(make_hooks(), steps=10)
 
 
 def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Train) -> None:
@@ -245,26 +249,22 @@ def test_a_table_that_create_ckpt_returns_is_part_of_it(train: Train) -> None:
 # ---- In the background: they hold what the variables were when they were due -------------------
 
 
-class Late(Background):
+class Late(ThreadPoolExecutor):
     """Starts no sooner than somebody waits: training has long changed every variable by then."""
 
-    starts: ClassVar[list[Callable[[], object]]] = []
+    starts: ClassVar[list[Callable[..., object]]] = []
 
-    def start(self, function: Callable[[], object]) -> None:
+    def submit(self, function: Callable[..., Any], /, *args: Any, **values: Any) -> Any:
         self.starts.append(function)
-        self._late = function
-
-    def wait(self) -> None:
-        if late := self.__dict__.pop("_late", None):
-            super().start(late)
-        super().wait()
+        run = functools.partial(function, *args, **values)
+        return SimpleNamespace(result=lambda: ThreadPoolExecutor(1).submit(run).result())
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
     """Checkpoints are written as late as can be."""
     monkeypatch.setattr(Late, "starts", [])
-    monkeypatch.setattr("ctl_core.checkpoint.writer.Background", Late)
+    monkeypatch.setattr("ctl_core.checkpoint.writer.ThreadPoolExecutor", Late)
     return Late
 
 

@@ -87,13 +87,17 @@ def test_more_data_since_change_no_number_of_a_checkpoint(
 VECTORIZE: Any = None
 
 
-@pytest.mark.parametrize("place", ["enclosed", "global"])
+@pytest.mark.parametrize("place", ["enclosed", "global", "made by the hook"])
 def test_a_vocabulary_that_data_are_read_with_must_be_the_same(
     train: Train, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def hooks(words: Any) -> SimpleNamespace:
-        vectorize = keras.layers.TextVectorization(output_mode="tf_idf")
-        vectorize.adapt(words)
+        def make() -> keras.Layer:
+            layer = keras.layers.TextVectorization(output_mode="tf_idf")
+            layer.adapt(words)
+            return layer
+
+        vectorize = None if place == "made by the hook" else make()
         monkeypatch.setitem(globals(), "VECTORIZE", vectorize if place == "global" else None)
 
         def read(layer: Any, batch_size: int) -> tf.data.Dataset:
@@ -101,7 +105,7 @@ def test_a_vocabulary_that_data_are_read_with_must_be_the_same(
             return data.map(lambda word, target: (layer(word)[:, :5], target))
 
         def read_enclosed(per_replica_batch_size: int) -> tf.data.Dataset:
-            return read(vectorize, per_replica_batch_size)
+            return read(vectorize or make(), per_replica_batch_size)
 
         def read_global(per_replica_batch_size: int) -> tf.data.Dataset:
             return read(VECTORIZE, per_replica_batch_size)
