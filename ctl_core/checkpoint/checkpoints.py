@@ -3,12 +3,12 @@
 A checkpoint of step 300 is, in runs/NAME/ckpt:
 
     ckpt-300.index, .data-*             what ``create_ckpt`` names
-    engine/ckpt-300.index, .data-*      every other variable that the hooks have created, and what
-                                        preprocessing layers have learnt
+    engine/ckpt-300.index, .data-*      every other variable that the hooks have created
     engine/input-300.index, .data-*     the position in the training data
     engine/statistics-300-0.index, ...  what each of its replicas has for itself: random generators,
                                         sums, and batch normalisations before their mean
-    engine/ckpt-300.json                the record, written last: without it, nothing counts
+    engine/ckpt-300.json                the record: progress, what layers have learnt, ...; written
+                                        last: without it, nothing counts
     best/                               the same files of the checkpoint that ``keep_best`` keeps
 
 so that a process killed at any moment leaves either a whole checkpoint or none.
@@ -122,22 +122,16 @@ class Checkpoints:
             shared = [v for name, v in recorded.items() if name.startswith("elsewhere")]
             handles -= find_handles(shared)
         written = set(map(id, written_resources(graph))) - handles
-        for variable in graph.variables:
-            if id(variable.handle) in written:
-                raise SetupError(
-                    f"the step writes {variable.name.split(':')[0]}, which was made outside of the "
-                    "hooks, so that no checkpoint would hold it, or replicas share it; make it in "
-                    "create_model."
-                )
-        operations = with_called(graph.get_operations())
-        if not any(op.type in _WRITING_TABLES for op in operations):
-            return
-        named = set(map(id, tf.train.TrackableView(self._state.ckpt).descendants()))
-        tables = [one for one in find_tables(graph) if not isinstance(one, _CONSTANT_TABLES)]
-        if any(id(table) not in named for table in tables):
+        unsaved = [v.name.split(":")[0] for v in graph.variables if id(v.handle) in written]
+        if any(op.type in _WRITING_TABLES for op in with_called(graph.get_operations())):
+            named = set(map(id, tf.train.TrackableView(self._state.ckpt).descendants()))
+            tables = [one for one in find_tables(graph) if not isinstance(one, _CONSTANT_TABLES)]
+            unsaved += ["a lookup table" for table in tables if id(table) not in named]
+        if unsaved:
             raise SetupError(
-                "the step writes a lookup table, which no checkpoint would hold; return it from "
-                "create_ckpt."
+                f"the step writes {unsaved[0]}, which was made outside of the hooks, so that no "
+                "checkpoint would hold it, or replicas share it; make a variable in create_model, "
+                "and return a lookup table from create_ckpt."
             )
 
     # ---- What hooks ask for ----------------------------------------------------------------------
@@ -280,10 +274,8 @@ class Checkpoints:
         record, why, state = None, "another process cannot read it", self._state
         try:
             record = self._read(folder, step)
-        except Damaged as error:
-            why = str(error)
         except UNREADABLE as error:
-            why = brief(error, 160)
+            why = brief(error, 160).removeprefix("Damaged: ")
         if not self._cluster.all(record is not None) or record is None:
             self._console.warn(
                 f"the checkpoint of step {step} is damaged ({why}); using the one before."
@@ -306,7 +298,7 @@ class Checkpoints:
         return record
 
     def _read(self, folder: Path, step: int) -> Record:
-        """Reads the record and all variables; raises Damaged, UNREADABLE or a SetupError."""
+        """Reads the record and all variables; raises UNREADABLE, or a SetupError if it is unfit."""
         record, user_part = read_record(folder, step), find_user_part(folder, step)
         needed = [name for name in self._created if name.startswith(_NEEDED)]
         try:

@@ -180,8 +180,6 @@ def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", *arguments]
-        return subprocess.check_output(
-            command, text=True, timeout=3, stderr=subprocess.DEVNULL
-        ).strip()
+        how: dict[str, Any] = {"text": True, "timeout": 3, "stderr": subprocess.DEVNULL}
+        return str(subprocess.check_output(["git", *arguments], **how).strip())
     return None

@@ -26,7 +26,7 @@ FORMAT = 2
 _NAME = re.compile(r"(.+?)(?:@(\d{1,18}|best))?", re.DOTALL)
 
 
-class Damaged(Exception):
+class Damaged(RuntimeError):
     """A part of a checkpoint cannot be read."""
 
 
@@ -87,12 +87,8 @@ class Source:
         steps = saved_steps(self.folder)
         found = [step for step in steps if self.wanted in (None, "best", step)]
         if not found:
-            kinds = {None: "", "best": " that keep_best keeps"}
-            kind = kinds.get(self.wanted, f" of step {self.wanted}")  # type: ignore[arg-type]
-            there = ", ".join(map(str, steps[:10])) or "none"
-            raise SetupError(
-                f"{self.setting}: {from_here(self.run)} has no checkpoint{kind} (there: {there})."
-            )
+            name = from_here(self.run) + (f"@{self.wanted}" if self.wanted else "")
+            raise SetupError(f"{self.setting}: no checkpoint {name} is there, only {steps[:10]}.")
         return found
 
 
@@ -130,11 +126,9 @@ def find_start(config: Config) -> Source | None:
     if config.run_name is not None:
         run = Path(config.runs_dir, config.run_name).absolute()
         if saved_steps(run / "ckpt"):
-            began = read_file(run / "config.yaml").values.get("fork")
-            if config.fork is not None and began != config.fork:
-                how = "by itself" if began is None else f"from {began}"
+            if config.fork not in (None, read_file(run / "config.yaml").values.get("fork")):
                 raise SetupError(
-                    f"fork: {from_here(run)} has checkpoints and began {how}, not from "
+                    f"fork: {from_here(run)} has checkpoints, and did not begin from "
                     f"{config.fork}; choose another run_name."
                 )
             return Source("run_name", run)
@@ -181,11 +175,9 @@ def write_record(folder: Path, record: Record) -> None:
 
 def _sync(*paths: Path) -> None:
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)  # also of folders
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def read_record(folder: Path, step: int) -> Record:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.checkpoint.position import UNREADABLE
-from ctl_core.checkpoint.record import Damaged, find_user_part, is_model, read_source
+from ctl_core.checkpoint.record import find_user_part, is_model, read_source
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.numerics.variables import variable_name
@@ -96,7 +96,7 @@ def _load_run(state: State, text: str) -> str:
     try:
         path = str(find_user_part(source.folder, step))
         tf.train.Checkpoint(**model).read(path).assert_existing_objects_matched()
-    except (ValueError, AssertionError, Damaged, *UNREADABLE) as error:
+    except (ValueError, AssertionError, *UNREADABLE) as error:
         raise SetupError(
             f"init_from: {what} does not fit {hook}: {brief(error)} Load what fits in create_model."
         ) from error

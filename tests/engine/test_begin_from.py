@@ -88,7 +88,7 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no run": ({"fork": "nobody"}, r"^fork: there is no run 'nobody'; name one of "),
-    "no step": ({"fork": "a@3"}, r"^fork: .*a has no checkpoint of step 3 \(there: 4, 2\)\.$"),
+    "no step": ({"fork": "a@3"}, r"^fork: no checkpoint .*a@3 is there, only \[4, 2\]\.$"),
     "both": (
         {"fork": "a", "init_from": "a"},
         r"^fork and init_from: give one of the two, got a and a\.$",
@@ -108,7 +108,7 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
             train(hooks(), run_name="b", steps=8, **SHORT, **settings)
         assert not (tmp_path / "runs/b").exists(), settings
     train(hooks(), run_name="b", steps=2, **SHORT)
-    with pytest.raises(SetupError, match="has checkpoints and began by itself, not from a; choose"):
+    with pytest.raises(SetupError, match="has checkpoints, and did not begin from a; choose"):
         train(hooks(), run_name="b", steps=8, **SHORT, fork="a")
     assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
 
