@@ -44,11 +44,7 @@ class Divergence:
         self._compute_digests = compute_digests
 
     def check(self, step: int) -> None:
-        """Compares.
-
-        Raises:
-            RunError: a variable is not the same everywhere; the message has its name.
-        """
+        """Raises a RunError that names a variable that is not the same everywhere."""
         if not self._names:
             return
         own = np.array([digests.numpy() for digests in self._compute_digests()])
@@ -57,14 +53,13 @@ class Divergence:
         differs = table != table[0]
         if not differs.any():
             return
-        names = [self._names[index] for index in np.flatnonzero(differs.any(axis=0))]
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         raise RunError(
-            f"after step {step}, {names[0]}{more} is no longer the same on all replicas "
-            f"(replica {differs.any(axis=1).argmax()} differs from replica 0): something changed "
-            "it by what only one replica sees, such as output or batch in update_pre or in an "
-            "assign of a layer's (use the summed gradients and loss, or all_reduce it first), or "
-            "devices of different kinds round differently. Earlier checkpoints are kept."
+            f"after step {step}, {self._names[differs.any(axis=0).argmax()]} is no longer the same "
+            f"on all replicas (replica {differs.any(axis=1).argmax()} differs from replica 0): "
+            "something changed it by what only one replica sees, such as output or batch in "
+            "update_pre or in an assign of a layer's (use the summed gradients and loss, or "
+            "all_reduce it first), or devices of different kinds round differently. Earlier "
+            "checkpoints are kept."
         )
 
 

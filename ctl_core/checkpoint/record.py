@@ -146,11 +146,12 @@ def find_start(config: Config) -> Source | None:
 
 def saved_steps(folder: Path) -> list[int]:
     """Returns the steps of which a folder of checkpoints has records, newest first."""
-    return sorted(map(_number_of, folder.glob("engine/ckpt-*[0-9].json")), reverse=True)
+    numbers = (_number_of(path) for path in folder.glob("engine/ckpt-*.json"))
+    return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
 
-def _number_of(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])
+def _number_of(path: Path) -> str:
+    return path.stem.rpartition("-")[2]
 
 
 def find_user_part(folder: Path, step: int) -> Path:
@@ -222,10 +223,11 @@ def _files_of(folder: Path, step: int) -> list[Path]:
 
 def remove_orphans(folder: Path) -> None:
     """Removes the engine's files of checkpoints whose user's part the manager has deleted."""
-    kept = set(map(_number_of, folder.glob("*-*[0-9].index")))
-    for step in set(saved_steps(folder)) - kept:
-        for path in reversed(_files_of(folder, step)):
-            path.unlink(missing_ok=True)
+    kept = {_number_of(path) for path in folder.glob("*.index")}
+    for step in saved_steps(folder):
+        if str(step) not in kept:
+            for path in reversed(_files_of(folder, step)):
+                path.unlink(missing_ok=True)
 
 
 def keep_best(folder: Path, record: Record, source: Path | None = None) -> None:

@@ -46,14 +46,9 @@ def _load_model(state: State, path: Path) -> str:
         )
     # Keras' files hold a kernel with its adapter added up, and reading one makes both matrices of
     # the adapter 0, of which no gradient would ever move any.
-    adapters = [
-        variable.path
-        for layer in state.recording.layers
-        if getattr(layer, "lora_enabled", False)
-        for variable in layer.weights
-        if variable.name.startswith("lora_")
-    ]
-    values, missing = None, adapters
+    adapters = ("lora_kernel_", "lora_embeddings_")
+    missing = [weight.path for weight in model.weights if weight.name.startswith(adapters)]
+    values = None
     if path.is_dir():
         values = _read_saved_model(path)
         missing = [weight.path for weight in model.weights if weight.path not in values]
