@@ -100,10 +100,9 @@ class InputPosition:
         """Returns why the saved position is not that of this run, if it is not."""
         if not record.input_saved:
             return "no whole position could be saved"
-        here, there = self.describe(), dict(record.input)
-        folder = there.pop("folder")
-        for name, value in there.items():
-            if here.get(name) != value:
+        here, folder = self.describe(), record.input["folder"]
+        for name, value in record.input.items():
+            if name != "folder" and here.get(name) != value:
                 return f"it was saved with {name} {value}"
         if folder != here["folder"] and os.fsencode(folder) + b"/" in _read(prefix):
             return f"it names files of {folder}, where the run was before"

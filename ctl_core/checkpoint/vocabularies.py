@@ -38,10 +38,10 @@ class Vocabularies:
         models = _find_learning([state.train_model, state.parts.eval_model])
         functions = state.hooks.data_functions()
         named = [value for one in functions for value in getattr(one, "__globals__", {}).values()]
-        others = [*named, *(one() for one in IMPORTED)]
+        named = [value for value in named if isinstance(value, keras.Layer)]
         recorded = [layer for layer in state.recording.layers if isinstance(layer, _LOOKUPS)]
-        others = [*recorded, *(value for value in others if isinstance(value, keras.Layer))]
-        data = [layer for layer in _find_learning([*functions, *others]) if layer not in models]
+        others = _find_learning([*functions, *named, *(one() for one in IMPORTED), *recorded])
+        data = [layer for layer in others if layer not in models]
         of_model = [layer for layer in models if isinstance(layer, _LOOKUPS)]
         self._layers = {
             f"{place}/{number}/{type(layer).__name__}": layer
