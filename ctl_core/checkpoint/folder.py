@@ -25,7 +25,7 @@ from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.run.console import LOG, Console, activate
 from ctl_core.run.errors import CtlError, SetupError
-from ctl_core.run.files import free_name, from_here, is_locked, is_stdout, lock_file, written_whole
+from ctl_core.run.files import free_name, from_here, is_stdout, lock_file, written_whole
 from ctl_core.run.listeners import Listener, Listeners, MetricsFile, TrainingLog
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import write_config
@@ -93,10 +93,6 @@ class Run:
             )
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         LOG.addHandler(handler)
-
-    def is_held(self) -> bool:
-        """Whether a process is training the run."""
-        return is_locked(self.path / "train.log")
 
     @property
     def is_shown(self) -> bool:

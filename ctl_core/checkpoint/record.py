@@ -96,17 +96,17 @@ def read_source(setting: str, text: str, runs_dir: str) -> Source:
     """Reads RUN, RUN@STEP or RUN@best, where RUN is the name of a run in ``runs_dir``, or a folder.
 
     Raises:
-        SetupError: there is no such run.
+        SetupError: there is no such run or checkpoint.
     """
     name, step = _NAME.fullmatch(text).groups()  # type: ignore[union-attr]
     for folder in (Path(runs_dir) / name, Path(name)):
         if (folder / "ckpt").is_dir():
             wanted = int(step) if step and step != "best" else step
-            return Source(setting, folder.absolute(), wanted)
-    others = ", a .keras or .weights.h5 file or a SavedModel" * (setting == "init_from")
+            source = Source(setting, folder.absolute(), wanted)
+            source.find_steps()
+            return source
     raise SetupError(
-        f"{setting}: there is no run {name!r}; name one of {runs_dir}, or its folder, such as a or "
-        f"a@300 or a@best{others}."
+        f"{setting}: {name!r} is neither a run in {runs_dir} nor a path that is there."
     )
 
 
@@ -133,12 +133,8 @@ def find_start(config: Config) -> Source | None:
                 )
             return Source("run_name", run)
     if config.init_from is not None and not is_model(config.init_from):
-        read_source("init_from", config.init_from, config.runs_dir).find_steps()
-    if config.fork is None:
-        return None
-    source = read_source("fork", config.fork, config.runs_dir)
-    source.find_steps()
-    return source
+        read_source("init_from", config.init_from, config.runs_dir)
+    return read_source("fork", config.fork, config.runs_dir) if config.fork else None
 
 
 # ---- Records -------------------------------------------------------------------------------------

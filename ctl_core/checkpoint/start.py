@@ -71,7 +71,8 @@ def _load_model(state: State, path: Path) -> str:
 
 def _read_saved_model(path: Path) -> dict[str, np.ndarray]:
     """Returns what variables hold by name, without names that several have who differ."""
-    parts = tf.train.TrackableView(tf.saved_model.load(str(path))).descendants()
+    loaded = tf.saved_model.load(str(path))  # which a view does not hold
+    parts = tf.train.TrackableView(loaded).descendants()
     pairs = [(variable_name(p), p.numpy()) for p in parts if isinstance(p, tf.Variable)]
     values = dict(pairs)
     doubtful = {name for name, value in pairs if not np.array_equal(values[name], value)}

@@ -18,7 +18,7 @@ from ctl_core.hooks.recording import read_flags
 from ctl_core.model.state import State
 from ctl_core.run.console import Console, format_values
 from ctl_core.run.errors import SetupError
-from ctl_core.run.files import from_here
+from ctl_core.run.files import from_here, is_locked
 from ctl_core.run.listeners import Listeners, MetricsFile, read_metrics
 from ctl_core.run.sources import read_file
 
@@ -57,7 +57,8 @@ def watch(state: State, run: Run, console: Console) -> dict[str, float]:
     number, left_at = 0, math.inf
     with contextlib.closing(summaries):
         while True:
-            held = run.is_held()  # before looking: what is there when nobody trains is all
+            # Before looking: what is there when nobody trains is all.
+            held = is_locked(run.path / "train.log")
             if new := set(saved_steps(folder)) - seen:
                 seen.add(step := min(new))
                 try:

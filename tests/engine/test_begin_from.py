@@ -87,7 +87,7 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no run": ({"fork": "nobody"}, r"^fork: there is no run 'nobody'; name one of "),
+    "no run": ({"fork": "nobody"}, r"^fork: 'nobody' is neither a run in .*runs nor"),
     "no step": ({"fork": "a@3"}, r"^fork: no checkpoint .*a@3 is there, only \[4, 2\]\.$"),
     "both": (
         {"fork": "a", "init_from": "a"},
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no file": (
         {"init_from": "/none/m.keras"},
-        r"^init_from: there is no run '/none/m\.keras'.*, a \.keras or .* file or a SavedModel",
+        r"^init_from: '/none/m\.keras' is neither a run in .*runs nor a path that is there\.$",
     ),
 }
 

@@ -265,7 +265,8 @@ def test_a_run_goes_on_with_its_own_settings() -> None:
 
 def test_a_fork_has_the_settings_of_its_run() -> None:
     make_run("a", "steps: 5\nseed: 3\nworkers: 2\nrun_name: a\nfork: b\n")
-    Path("runs/a/ckpt").mkdir()
+    Path("runs/a/ckpt/engine").mkdir(parents=True)
+    Path("runs/a/ckpt/engine/ckpt-3.json").touch()
     found = resolve("--fork=a", "--run-name=c", config="seed: 4\n")
     assert found == Config(steps=5, seed=3, run_name="c", fork="a")
 
