@@ -26,7 +26,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.checkpoint.divergence import Divergence
 from ctl_core.checkpoint.position import UNREADABLE, InputPosition
 from ctl_core.checkpoint.record import (
     Damaged,
@@ -37,7 +36,7 @@ from ctl_core.checkpoint.record import (
     read_record,
 )
 from ctl_core.checkpoint.vocabularies import Vocabularies
-from ctl_core.checkpoint.writer import Writer, all_write
+from ctl_core.checkpoint.writer import Divergence, Writer, all_write
 from ctl_core.compat import max_to_keep, with_called, written_resources
 from ctl_core.hooks.recording import find_tables, list_freezable, read_flags, set_flags
 from ctl_core.model.state import Progress, State
