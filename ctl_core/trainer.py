@@ -123,7 +123,7 @@ class Trainer:
         Raises:
             SetupError: what is there does not fit, or the number of steps is not known.
         """
-        state, config, parts = self.state, self.state.config, self.state.parts
+        state, config = self.state, self.state.config
         record = self.checkpoints.restore(self._run.start)
         if record is None:
             load_initial_weights(state, self._console)

@@ -32,8 +32,8 @@ def load_initial_weights(state: State, console: Console) -> None:
     # Random numbers are of this run's seed.
     with ReplicaCopies(state.strategy, state.recording.generators).put_back_after():
         what = _load_model(state, Path(path)) if is_model(path) else _load_run(state, path)
-    if state.parts.average:
-        state.parts.average.begin()
+    if state.average:
+        state.average.begin()
     console.say(f"init_from: the weights are those of {what}.")
 
 
