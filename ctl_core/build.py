@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -42,19 +41,13 @@ from ctl_core.model.forward import (
     run_model,
 )
 from ctl_core.model.metrics import update_train_metrics
-from ctl_core.model.parts import Moment, Parts, Written
+from ctl_core.model.parts import Parts, Written
 from ctl_core.model.state import State
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, RateSchedule, rate_for_hooks
 from ctl_core.numerics.precision import LossScale, lower_dtypes, policy
 from ctl_core.numerics.replicas import WeightAverage, moving_statistics
-from ctl_core.numerics.variables import (
-    is_summed,
-    plain_variable,
-    trainable_variables,
-    variable_name,
-    walk,
-)
+from ctl_core.numerics.variables import is_summed, plain_variable, trainable_variables, walk
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, brief
 from ctl_core.run.settings import Config
@@ -87,14 +80,8 @@ def create_state(
 ) -> State:
     """Calls the create hooks, builds every variable, and checks what the hooks return.
 
-    Nothing is read from a checkpoint and nothing is trained.
-
-    Args:
-        callbacks: the hooks
-        config: the settings
-        run: its folder
-        console: for warnings
-        strategy: whose replicas train; default: what the settings ask for
+    Nothing is read from a checkpoint and nothing is trained. The ``strategy`` is by default what
+    the settings ask for.
 
     Raises:
         SetupError: a setting or a hook cannot work; the message says which and why.
@@ -176,8 +163,10 @@ class _Builder:
             with recording.during("create_metrics"):
                 evaluation = create_evaluation(parts, config, recording)
             self._trace_evaluation(parts, evaluation)
-            if self.cluster.task.chief:
-                repair_list(self.run.ckpt)
+            try:
+                tf.train.get_checkpoint_state(str(self.run.ckpt))
+            except ValueError:  # a list left empty by a power cut, which no manager starts with
+                (self.run.ckpt / "checkpoint").unlink(missing_ok=True)
             ckpt, manager = self._create(
                 "create_ckpt",
                 ckpt_path=str(self.run.ckpt),
@@ -215,14 +204,21 @@ class _Builder:
         return made
 
     @contextlib.contextmanager
-    def _scratch(self, spec: Any = None) -> Iterator[Any]:
+    def _scratch(self, hook: str, spec: Any = None) -> Iterator[Any]:
         """A graph in which hooks are called without running anything, and a batch for them.
 
-        Variables made in it exist outside of it. In a tf.function, random generators could not be
-        made on several replicas.
+        Variables made in it exist outside of it; those that others have made, as at import, are
+        recorded. In a tf.function, random generators could not be made on several replicas.
         """
-        with scratch_graph("build").as_default() as graph, Alone(self.strategy, 0):
-            yield graph, make_placeholders(self.data.share_spec if spec is None else spec)
+        recording, strategy = self.recording, self.strategy
+        spec = self.data.share_spec if spec is None else spec
+        with recording.during(hook), Alone(strategy, 0), scratch_graph("build").as_default() as g:
+            yield g, make_placeholders(spec)
+        local = strategy.experimental_local_results
+        known = {id(part) for v in recording.variables.values() for part in local(v)}
+        for variable in captured_variables(g, strategy):
+            if id(variable) not in known:
+                recording.add(variable, "elsewhere")
 
     def _trace_forward(self, parts: Parts) -> tuple[Parts, dict[str, list[Any]], list[Any]]:
         """Runs the forward hooks once on placeholders, so that every variable of theirs exists.
@@ -238,34 +234,23 @@ class _Builder:
         """
         hooks, recording, model = self.hooks, self.recording, parts.train_model
         traced: list[tuple[str, Objective]] = []
-        with (
-            recording.during("create_model"),
-            unfrozen(recording),
-            self._scratch() as (graph, batch),
-        ):
-            for moment in parts.moments():
-                objectives, made = compute_objectives(parts, moment, batch, 1)
+        with unfrozen(recording), self._scratch("create_model") as (graph, batch):
+            for turn in parts.in_turns():
+                objectives, made = compute_objectives(turn, batch, 1)
                 traced += objectives.items()
                 with recording.during("create_train_metrics"):
-                    update_train_metrics(parts, moment, {}, made, None)
+                    update_train_metrics(turn, {}, made, None)
             weights = trainable_variables(model)
-        recording.add_model("create_model", model)
-        self._record_captured(graph)
         variables: dict[str, dict[int, Any]] = {}
         for name, one in traced:
             own = one.variables if name else [*one.variables, *weights]
             variables.setdefault(name, {}).update({id(v): v for v in own})
         for name, several in variables.items():
-            if not several:
-                said = f"returned no trainable_vars{f' of {name!r}' * bool(name)}"
-                raise hooks.grad_pre.reject(f"{said}: nothing to train.")
-            for variable in several.values():
-                overwritten = getattr(variable, "overwrite_with_gradient", False)  # of float8
-                if overwritten or tf.as_dtype(variable.dtype) == tf.float16:
-                    raise hooks.create_model.reject(
-                        f"the variable {variable_name(variable)} is trained in float16 or less, in "
-                        "which updates are lost; use mixed_float16."
-                    )
+            if not several or any(tf.as_dtype(v.dtype) == tf.float16 for v in several.values()):
+                raise hooks.grad_pre.reject(
+                    f"returned{f' for {name!r}' * bool(name)} no trainable_vars, or some in "
+                    "float16, in which most updates are lost; use mixed_float16."
+                )
         with recording.during("create_train_metrics"):
             names = dict.fromkeys(part for _, one in traced for part in one.parts)
             loss_parts = {name: keras.metrics.Mean(name) for name in names}
@@ -299,14 +284,6 @@ class _Builder:
             for variable in recording.find_written(graph, self.strategy)
             if id(variable) not in aside
         )
-
-    def _record_captured(self, graph: Any) -> None:
-        """Records the variables that hooks use and others have made, as at import."""
-        local = self.strategy.experimental_local_results
-        known = {id(part) for v in self.recording.variables.values() for part in local(v)}
-        for variable in captured_variables(graph, self.strategy):
-            if id(variable) not in known:
-                self.recording.add(variable, "elsewhere")
 
     def _create_optimizers(
         self, parts: Parts, rate: LearningRate, variables: dict[str, list[Any]]
@@ -345,12 +322,10 @@ class _Builder:
         if hook.is_default:
             return
         kept = frozenset({"output", "batch"} & {*hook.arguments})
-        with self.recording.during("update_pre"), self._scratch() as (graph, batch):
-            for moment in parts.moments():
-                share = Share(batch)
-                made, trained = forward_backward(parts, moment, 1, kept, share)
-                change_gradients(parts, moment, made, made, trained)
-        self._record_captured(graph)
+        with self._scratch("update_pre") as (_, batch):
+            for turn in parts.in_turns():
+                made, trained = forward_backward(turn, 1, kept, Share(batch))
+                change_gradients(turn, made, made, trained)
 
     def _create_schedule(self, parts: Parts, rate: LearningRate) -> RateSchedule | None:
         """Makes what ``lr_schedule`` and ``warmup`` ask for; the optimizer's own goes before."""
@@ -368,24 +343,12 @@ class _Builder:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""
         for one in evaluation.sets.values() if evaluation else [None]:
             spec = self.data.share_spec if one is None else one.make().element_spec
-            with layers_run(training=False), self._scratch(spec) as (_, batch):
+            with layers_run(training=False), self._scratch("create_metrics", spec) as (_, batch):
                 if parts.eval_model is not None:
                     with self.recording.during("create_eval_model"):
-                        run_model(parts, Moment(), batch, training=False)
+                        run_model(parts, batch, training=False)
                 if one is not None:
-                    with self.recording.during("create_metrics"):
-                        add_batch(parts, one, batch, None)
-
-
-def repair_list(folder: Path) -> None:
-    """Removes the manager's list of checkpoints if a power cut has left it empty.
-
-    A CheckpointManager refuses to start with it.
-    """
-    try:
-        tf.train.get_checkpoint_state(str(folder))
-    except ValueError:
-        (folder / "checkpoint").unlink()
+                    add_batch(parts, one, batch, None)
 
 
 def as_trackable(value: Any) -> Any:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ctl_core.compat import with_called
 from ctl_core.hooks.recording import read_flags
-from ctl_core.model.anomaly import numerics_checked
+from ctl_core.model.failures import numerics_checked
 from ctl_core.model.state import State
 from ctl_core.numerics.not_finite import (
     Note,

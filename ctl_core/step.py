@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -27,10 +26,9 @@ from ctl_core.compat import (
 from ctl_core.model.forward import (
     call_made,
     forward_backward,
-    read_written,
     settle_written,
 )
-from ctl_core.model.parts import Moment, Parts
+from ctl_core.model.parts import Parts
 from ctl_core.numerics.not_finite import Note, note_update
 from ctl_core.numerics.precision import are_finite
 from ctl_core.numerics.reduction import (
@@ -89,7 +87,6 @@ class StepResult:
 
 def make_gradients(
     parts: Parts,
-    moment: Moment,
     contributed: dict[str, Any],
     trained: dict[str, list[Any]],
     examples: Any,
@@ -99,7 +96,6 @@ def make_gradients(
 
     Args:
         parts: of the step
-        moment: of the step
         contributed: what ``forward_backward`` returned, or the sum of several
         trained: by objective, the variables of the gradients
         examples: how many the global batch has
@@ -113,7 +109,7 @@ def make_gradients(
     summed = sum_contributions(parts, contributed, asks_for_loss)
     counts = parts.shape.count_rows_of(replica_id(), examples)
     with counting_rows(*counts):
-        updates, displays = change_gradients(parts, moment, contributed, summed, trained)
+        updates, displays = change_gradients(parts, contributed, summed, trained)
     found = {**summed, "update_gradients": updates, "display_gradients": displays, "notes": []}
     if parts.notes_losses:
         # Those that the default turns into 0; with a loss scale, such an update is skipped.
@@ -139,11 +135,7 @@ def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool
 
 
 def change_gradients(
-    parts: Parts,
-    moment: Moment,
-    contributed: dict[str, Any],
-    summed: dict[str, Any],
-    trained: dict[str, list[Any]],
+    parts: Parts, contributed: dict[str, Any], summed: dict[str, Any], trained: dict[str, list[Any]]
 ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     """Calls ``update_pre`` for each objective; returns what is applied and what is shown."""
     hook = parts.hooks.update_pre
@@ -153,7 +145,7 @@ def change_gradients(
         if not gradients:  # all of this objective's variables are frozen
             updates[name], displays[name] = [], []
             continue
-        values = {**contributed, **parts.values(moment), "objective": name or None}
+        values = {**contributed, **parts.values(), "objective": name or None}
         values |= {"gradients": gradients, "all_gradients": summed["gradients"]}
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
         with gradients_are_summed():
@@ -211,9 +203,7 @@ def train_step(parts: Parts, data: Batches, fetches: frozenset[str], step: tf.Te
     if parts.hooks.turns:
         batch = deal(0)
         deal = lambda _: batch  # noqa: E731
-    results = [
-        make_update(parts, moment, deal, examples, fetches) for moment in parts.moments(step)
-    ]
+    results = [make_update(turn, deal, examples, fetches) for turn in parts.in_turns(step)]
     by_objective: dict[str, Any] = {
         field: {name: value for one in results for name, value in getattr(one, field).items()}
         for field in ("loss", "gradients", "update_gradients", "display_gradients")
@@ -223,11 +213,7 @@ def train_step(parts: Parts, data: Batches, fetches: frozenset[str], step: tf.Te
 
 
 def make_update(
-    parts: Parts,
-    moment: Moment,
-    deal: Callable[[Any], Any],
-    examples: Any,
-    fetches: frozenset[str],
+    parts: Parts, deal: Callable[[Any], Any], examples: Any, fetches: frozenset[str]
 ) -> StepResult:
     """Makes one update over all replicas, on the micro-batches that ``deal`` returns."""
     steps, strategy, scale = parts.shape.accumulate_steps, parts.strategy, parts.loss_scale
@@ -237,7 +223,7 @@ def make_update(
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
         def on_replica(*args: Any) -> Any:
-            with drawing_from(generator), summaries_of_first_replica(moment.step):
+            with drawing_from(generator), summaries_of_first_replica(parts.step):
                 return function(*args)
 
         with tf.name_scope(""):  # a summary's name begins with it; a loop's would be part of that
@@ -246,7 +232,7 @@ def make_update(
     def contribute(share: Any) -> Any:
         once = optimizers_refused(_ONCE_IN_MICRO_BATCH) if steps > 1 else contextlib.nullcontext()
         with once:
-            found, variables = forward_backward(parts, moment, examples, kept, share)
+            found, variables = forward_backward(parts, examples, kept, share)
         trained.update(variables)
         return found
 
@@ -260,13 +246,12 @@ def make_update(
         share, function = deal(index), contribute_compiled if parts.jit_compile else contribute
         if share.rows is None:
             return on_replicas(function, share)
-        before = on_replicas(functools.partial(read_written, parts))
+        before = on_replicas(lambda: [one.variable.read_value() for one in parts.written])
         contributed = on_replicas(function, share)
-        settle = functools.partial(settle_written, parts)
-        return on_replicas(settle, contributed, before, *share[1:])
+        return on_replicas(settle_written, parts, contributed, before, *share[1:])
 
     def update(contributed: dict[str, Any]) -> dict[str, Any]:
-        found = make_gradients(parts, moment, contributed, trained, examples, "loss" in fetches)
+        found = make_gradients(parts, contributed, trained, examples, "loss" in fetches)
         if scale is None:
             apply_gradients(parts, found["update_gradients"], trained)
             return found
@@ -275,14 +260,14 @@ def make_update(
     contributed, pieces = accumulate(strategy, steps, contribute_all)
     found = on_replicas(update, contributed)
     if scale is None:
-        finish_update(parts, moment, trained)
+        finish_update(parts, trained)
     else:  # a replica cannot decide on its own
         finite = strategy.experimental_local_results(found.pop("finite"))[0]
 
         def apply_if_finite() -> None:
             updates = found["update_gradients"]
             on_replicas(lambda one: apply_gradients(parts, one, trained), updates)
-            finish_update(parts, moment, trained)
+            finish_update(parts, trained)
 
         tf.cond(finite, apply_if_finite, lambda: None)
         scale.adjust(finite)
@@ -290,13 +275,13 @@ def make_update(
     return StepResult(output=output, batch=batch, **found)
 
 
-def finish_update(parts: Parts, moment: Moment, trained: dict[str, list[Any]]) -> None:
+def finish_update(parts: Parts, trained: dict[str, list[Any]]) -> None:
     """Calls ``update_post`` and averages the weights, for each local replica with its own values.
 
     No value passes between replicas: all compute the same from the same variables.
     """
     hook = parts.hooks.update_post
-    average = parts.update_average if parts.ends_step(moment) else None
+    average = parts.update_average if parts.ends_step else None
     some = [variable for several in trained.values() for variable in several]
     if (hook is None and average is None) or not some:
         return
@@ -304,9 +289,9 @@ def finish_update(parts: Parts, moment: Moment, trained: dict[str, list[Any]]) -
 
     def on_device(_: Any) -> None:
         # A summary's name begins with the scope.
-        with tf.name_scope(""), summaries_of_first_replica(moment.step, next(devices)):
+        with tf.name_scope(""), summaries_of_first_replica(parts.step, next(devices)):
             if hook is not None:
-                hook.in_graph(optimizer=parts.optimizer, **parts.values(moment))
+                hook.in_graph(optimizer=parts.optimizer, **parts.values())
         if average is not None:
             average()
 

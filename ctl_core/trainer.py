@@ -24,16 +24,15 @@ from ctl_core.evaluation.summaries import Pace, Profile
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.callbacks_file import source_of
 from ctl_core.hooks.hooks import Hook
+from ctl_core.model.failures import attribute_errors
 from ctl_core.model.messages import (
-    attribute_errors,
     count_parameters,
     describe_end,
     describe_start,
     note_losses,
     warn_of_noted,
 )
-from ctl_core.model.metrics import log_metrics
-from ctl_core.model.parts import Moment
+from ctl_core.model.metrics import read_results
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Schedule, in_steps
 from ctl_core.model.state import Clock, State, check_hook_state
@@ -115,7 +114,6 @@ class Trainer:
         self._schedule = Schedule(state, self._profile.marks)
         names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, names)
-        state.functions = self.functions
 
     def restore(self, go_on: bool = False) -> None:
         """Restores the newest checkpoint, if there is one, and works out how far to train.
@@ -194,19 +192,24 @@ class Trainer:
             if step == stop:
                 self._profile.at(step)
                 if step > self.start:
-                    log_metrics(state.parts, self._console, step, *schedule.log_due(step))
+                    self._log(step)
                 self._evaluate(step)
             if step == stop or self.checkpoints.save_requested:
                 self._save(step)
             if step >= schedule.last or self._signal:
                 break
             before, stop = step, schedule.next_stop(step)
-            with attribute_errors(state, step):
-                step, values = self._advance(step, stop)
+            step = min(stop, before + self._steps_per_call.limit)
+            fetches = schedule.find_fetches(stop) if step == stop else frozenset()
+            with (
+                attribute_errors(state, self.functions, before),
+                self._steps_per_call.timed(step - before) as steps,
+            ):
+                values = self.functions.take_steps(steps, fetches)
             self._run.steps_taken = step - self.start
-            state.progress.examples += state.data.count_new_examples(step - before)
-            chief = state.cluster.task.chief
+            state.progress.examples += state.data.count_new_examples(steps)
             for passed, hook in schedule.deferred(range(before + 1, step + (step != stop))):
+                chief = state.cluster.task.chief
                 hook(step=passed, dev=self.functions.devices, chief=chief)
             if step == stop:
                 ended = self._run_hooks(step, schedule.due(step), values)
@@ -215,17 +218,6 @@ class Trainer:
             self.checkpoints.wait()
         self.checkpoints.statistics.average()
         state.stopped_by = self._signal if step < schedule.last else None
-
-    def _advance(self, step: int, stop: int) -> tuple[int, dict[str, Any]]:
-        """Takes steps, up to ``stop`` at most, as many as should be between two exchanges.
-
-        Returns:
-            The step it has come to; and, if that is ``stop``, the values that due hooks name.
-        """
-        steps = min(stop - step, self._steps_per_call.limit)
-        fetches = self._schedule.find_fetches(stop) if step + steps == stop else frozenset()
-        with self._steps_per_call.timed(steps):
-            return step + steps, self.functions.take_steps(steps, fetches)
 
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
         """Runs host hooks after a step; returns whether one ends training."""
@@ -239,7 +231,7 @@ class Trainer:
             "manager": self.checkpoints.manager,
             "chief": state.cluster.task.chief,
             "state": state.hook_state,
-            **state.parts.values(Moment()),
+            **state.parts.values(),
             **values,
             "step": step,
         }
@@ -291,7 +283,7 @@ class Trainer:
         self._steps_per_call.limit = status.steps_per_call
         self.checkpoints.save_requested = status.save
         noted = Noted(status.first, status.latest, status.bad, noted.zeroed)
-        note_losses(self.state, noted, self.checkpoints.saved_step, self._console)
+        note_losses(self.state, noted, self._console)
         if status.end and step < self._schedule.last:
             self.state.progress.ended, self._schedule.last = self._schedule.last, step
 
@@ -304,7 +296,7 @@ class Trainer:
         # Hooks after it see the weights that the metrics are of.
         with average.in_place_of_weights() if average else nullcontext():
             with (
-                attribute_errors(state, step),
+                attribute_errors(state, self.functions, step),
                 state.clock.paused(),
                 self.checkpoints.statistics.averaged(),
             ):
@@ -321,6 +313,18 @@ class Trainer:
                 self._console.say(f"step {step}: training ends. {why}")
             ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
         self._sync_status(step, ended or why is not None)
+
+    def _log(self, step: int) -> None:
+        """Shows the train metrics, if that is due; at the end of a period they begin anew.
+
+        A run that ends within one keeps what it has, for when it goes on.
+        """
+        metrics = self.state.parts.logged()
+        is_due, is_whole = self._schedule.log_due(step)
+        if is_due:
+            self._console.values(step, "train", read_results(metrics))
+        for metric in metrics.values() if is_whole else ():
+            metric.reset_state()
 
     def _save(self, step: int) -> None:
         """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""

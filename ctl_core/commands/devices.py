@@ -72,7 +72,7 @@ def observe(state: State) -> list[Values]:
             values = dict(_of_variables(state, exact))
             if exact:
                 values |= dict(_of_step(fetched, trace(run)[1]))
-                metrics = read_results(state.parts.train_metrics, state.hooks.create_train_metrics)
+                metrics = read_results(state.parts.train_metrics)
                 for name, value in metrics.items():
                     values["train metric", name] = [np.asarray(value)]
             found.append(values)
@@ -96,8 +96,8 @@ def trace(state: State) -> tuple[Any, dict[str, list[Any]]]:
         Alone(state.strategy, 0),
     ):
         share = Share(make_placeholders(state.data.share_spec))
-        for moment in state.parts.moments():
-            trained |= forward_backward(state.parts, moment, 1, frozenset(), share)[1]
+        for turn in state.parts.in_turns():
+            trained |= forward_backward(turn, 1, frozenset(), share)[1]
     return graph, trained
 
 

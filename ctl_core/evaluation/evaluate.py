@@ -38,7 +38,7 @@ from ctl_core.input.prefetch import read_ahead
 from ctl_core.input.stream import check_dataset, open_reader
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
 from ctl_core.model.metrics import read_results, update_if, update_metrics
-from ctl_core.model.parts import Moment, Parts
+from ctl_core.model.parts import Parts
 from ctl_core.model.schedule import ChunkLength
 from ctl_core.numerics.randomness import seeds_kept
 from ctl_core.numerics.replicas import ReplicaCopies
@@ -138,7 +138,7 @@ class Evaluation:
                     return None
                 total, examples = float(one.total.result()), float(one.examples.result())
                 loss = total / examples if examples else math.nan
-                values = read_results(one.metrics, self._parts.hooks.create_metrics)
+                values = read_results(one.metrics)
             for value, number in {"loss": loss, **values}.items():
                 found[name_value(name, value)] = number
         return found
@@ -279,12 +279,12 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
 
 def add_batch(parts: Parts, one: EvaluationSet, batch: Any, present: tf.Tensor | None) -> None:
     """Adds one replica's batch to the metrics and sums of a set; a stand-in counts nowhere."""
-    hooks, moment = parts.hooks, Moment()
-    output = run_model(parts, moment, batch, training=False)
-    loss = compute_loss(parts, moment, batch, output, training=False)
-    values = {"output": output, "batch": batch, **parts.values(moment)}
+    hooks = parts.hooks
+    output = run_model(parts, batch, training=False)
+    loss = compute_loss(parts, batch, output, training=False)
+    values = {"output": output, "batch": batch, **parts.values()}
     loss_per_batch, extra_loss = hooks.eval_pre.in_graph(loss=loss, **values)
-    weight = weigh_batch(parts, moment, batch, output, None)
+    weight = weigh_batch(parts, batch, output, None)
     examples = parts.count_examples(batch) if weight is None else weight
     examples = tf.cast(examples, tf.float64)
     extra = tf.cast(extra_loss, tf.float64) * examples

@@ -20,7 +20,7 @@ from ctl_core.compat import layers_run
 from ctl_core.hooks.hooks import Hook, describe
 from ctl_core.input.batches import keep_rows_if
 from ctl_core.model.metrics import update_train_metrics
-from ctl_core.model.parts import Moment, Parts
+from ctl_core.model.parts import Parts
 from ctl_core.numerics.precision import to_float32
 from ctl_core.numerics.reduction import PIECES
 from ctl_core.numerics.variables import variable_name
@@ -49,23 +49,23 @@ class Objective:
 # ---- The model and the loss ----------------------------------------------------------------------
 
 
-def run_model(parts: Parts, moment: Moment, batch: Any, training: bool) -> Any:
+def run_model(parts: Parts, batch: Any, training: bool) -> Any:
     """Returns the model's output for a batch, in float32 where precision is lower."""
     hook, model = parts.model_for(training)
     training = training and not parts.quiet
-    inputs = make_model_input(parts, moment, batch, training)
+    inputs = make_model_input(parts, batch, training)
     return to_float32(call_made(hook, call_model, model, inputs, training))
 
 
-def make_model_input(parts: Parts, moment: Moment, batch: Any, training: bool) -> Any:
+def make_model_input(parts: Parts, batch: Any, training: bool) -> Any:
     """Returns what the model is called with."""
-    return parts.hooks.input_pre.in_graph(batch=batch, training=training, **parts.values(moment))
+    return parts.hooks.input_pre.in_graph(batch=batch, training=training, **parts.values())
 
 
-def compute_loss(parts: Parts, moment: Moment, batch: Any, output: Any, training: bool) -> Any:
+def compute_loss(parts: Parts, batch: Any, output: Any, training: bool) -> Any:
     """Returns what ``train_loss`` makes of the model's output, in float32."""
     hooks, training = parts.hooks, training and not parts.quiet
-    values = {"batch": batch, "training": training, **parts.values(moment)}
+    values = {"batch": batch, "training": training, **parts.values()}
     loss_input = hooks.loss_pre.in_graph(output=output, **values)
     return to_float32(
         call_made(hooks.create_loss, call_trained, parts.train_loss, loss_input, training)
@@ -96,15 +96,10 @@ def call_trained(function: Any, inputs: Any, training: bool) -> Any:
 
 
 def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
-    """Returns the sum of a loss over a replica's batch.
-
-    Args:
-        parts: of the step
-        loss: a scalar, which is taken as the sum, or one number per example
-        batch: whose examples they are
+    """Returns the sum of a loss over a batch: of one number per example, or of the sum itself.
 
     Raises:
-        SetupError: it has another shape or type.
+        SetupError: the loss has another shape or type.
     """
     create_loss, loss = parts.hooks.create_loss, tf.convert_to_tensor(loss)
     examples = parts.count_examples(batch)
@@ -137,7 +132,7 @@ def find_broadcast(graph: tf.Graph) -> Any:
 
 
 def weigh_batch(
-    parts: Parts, moment: Moment, batch: Any, output: Any, present: tf.Tensor | None
+    parts: Parts, batch: Any, output: Any, present: tf.Tensor | None
 ) -> tf.Tensor | None:
     """Returns what ``batch_weight`` says that a replica's batch weighs; None without that hook.
 
@@ -146,7 +141,7 @@ def weigh_batch(
     hook = parts.hooks.batch_weight
     if hook is None:
         return None
-    weight = hook.in_graph(batch=batch, output=output, **parts.values(moment))
+    weight = hook.in_graph(batch=batch, output=output, **parts.values())
     weight = tf.stop_gradient(tf.ensure_shape(tf.convert_to_tensor(weight), []))
     if weight.dtype not in (tf.float32, tf.float64):
         weight = tf.cast(weight, tf.float32)
@@ -162,33 +157,26 @@ def keep_if(present: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
 
 
 def compute_objectives(
-    parts: Parts,
-    moment: Moment,
-    batch: Any,
-    examples: Any,
-    rows: Any = None,
-    present: tf.Tensor | None = None,
+    parts: Parts, batch: Any, examples: Any, rows: Any = None, present: tf.Tensor | None = None
 ) -> tuple[dict[str, Objective], dict[str, Any]]:
     """Runs the model and the loss on a replica's batch, and ``grad_pre`` on what they give.
 
     Args:
-        parts: of the step
-        moment: of the step; in a turn, other objectives are left out
-        batch: the rows of this replica
+        parts: of the step; in a turn, other objectives are left out
+        batch, rows, present: of the replica, see ``batches.Share``
         examples: how many examples the global batch has
-        rows, present: how many rows the replica has, and whether it has any, see ``batches.Share``
 
     Returns:
         The objectives by name; and what they were made of: output, batch, loss and weight.
     """
-    hook, turn = parts.hooks.grad_pre, parts.objective(moment)
-    output = run_model(parts, moment, batch, training=True)
-    loss = compute_loss(parts, moment, batch, output, training=True)
-    weight = weigh_batch(parts, moment, batch, output, present)
+    hook, turn = parts.hooks.grad_pre, parts.objective
+    output = run_model(parts, batch, training=True)
+    loss = compute_loss(parts, batch, output, training=True)
+    weight = weigh_batch(parts, batch, output, present)
     own, whole = examples / parts.shape.shares if rows is None else rows, examples
     if weight is not None:
         own, whole = weight, parts.shape.batch
-    values = {"loss": loss, "output": output, "batch": batch, **parts.values(moment)}
+    values = {"loss": loss, "output": output, "batch": batch, **parts.values()}
     returned = hook.in_graph(**values)
     named = returned if isinstance(returned, dict) else {turn or "": returned}
     if turn is not None:
@@ -206,16 +194,15 @@ def compute_objectives(
 
 
 def forward_backward(
-    parts: Parts, moment: Moment, examples: Any, kept: frozenset[str], share: tuple[Any, ...]
+    parts: Parts, examples: Any, kept: frozenset[str], share: tuple[Any, ...]
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Differentiates the share of one replica in a micro-batch; nothing is summed or updated yet.
 
     Args:
         parts: of the step
-        moment: of the step
         examples: how many examples the global batch has
         kept: which of ``output`` and ``batch`` are needed afterwards
-        share: the fields of an ``batches.Share``
+        share: the fields of a ``batches.Share``
 
     Returns:
         ``loss`` and ``gradients``, dicts by objective, and what is kept; with a weight also
@@ -226,7 +213,7 @@ def forward_backward(
     scale = parts.loss_scale
     with counting_rows(rows, present, together):
         with tf.GradientTape(persistent=len(parts.optimizers) > 1) as tape:
-            objectives, made = compute_objectives(parts, moment, batch, examples, rows, present)
+            objectives, made = compute_objectives(parts, batch, examples, rows, present)
             scaled = {
                 name: one.value if scale is None else scale.multiply(one.value)
                 for name, one in objectives.items()
@@ -236,7 +223,7 @@ def forward_backward(
             for name, one in objectives.items()
         }
         loss_parts = {key: v for one in objectives.values() for key, v in one.parts.items()}
-        update_train_metrics(parts, moment, loss_parts, made, present)
+        update_train_metrics(parts, loss_parts, made, present)
     found = {
         "loss": {name: one.value for name, one in objectives.items()},
         "gradients": {name: [g for g, _ in several] for name, several in pairs.items()},
@@ -265,11 +252,6 @@ def _leave_out_idle(
 # ---- What the forward pass writes, where replicas have unequally many rows -----------------------
 
 
-def read_written(parts: Parts) -> list[tf.Tensor]:
-    """Returns what a replica has in the variables that the forward pass writes."""
-    return [one.variable.read_value() for one in parts.written]
-
-
 def settle_written(
     parts: Parts,
     contributed: dict[str, Any],
@@ -287,12 +269,9 @@ def settle_written(
 
     Args:
         parts: of the step
-        contributed: what ``forward_backward`` returned
-        before: what ``read_written`` returned before it
+        contributed: what ``forward_backward`` returned; returned without rows of a stand-in
+        before: what the written variables held before it
         rows, present, together: see ``batches.Share``
-
-    Returns:
-        What was contributed, without rows of a stand-in.
     """
     ratio = tf.cast(parts.shape.replicas * rows, tf.float32)
     ratio = tf.math.divide_no_nan(ratio, tf.cast(together, tf.float32))

@@ -1,23 +1,15 @@
-"""What a run says of itself: where it begins, how far it goes, what has failed, how it ends."""
+"""What a run says of itself: where it begins, how far it goes, how it ends."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
-import tensorflow as tf
-
-from ctl_core.cluster.sync import is_peer_lost
-from ctl_core.hooks.defaults import DIFFER
-from ctl_core.input.stream import describe_shortage
-from ctl_core.model.anomaly import describe_anomaly
 from ctl_core.model.state import State
 from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.numerics.variables import trainable_variables
 from ctl_core.run.console import Console, format_evaluation
-from ctl_core.run.errors import RunError, SetupError
+from ctl_core.run.errors import RunError
 from ctl_core.run.files import from_here
 
 
@@ -79,14 +71,8 @@ def warn_of_noted(state: State, console: Console) -> None:
         )
 
 
-def note_losses(state: State, found: Noted, saved: int, console: Console) -> None:
+def note_losses(state: State, found: Noted, console: Console) -> None:
     """Notes what a graph call has found, and says so at the first loss that is not finite.
-
-    Args:
-        state: of the run
-        found: what the graph call has found
-        saved: the step of the last checkpoint, or -1
-        console: where to say so
 
     Raises:
         RunError: ``on_nan`` is stop, and a loss is not finite.
@@ -94,8 +80,7 @@ def note_losses(state: State, found: Noted, saved: int, console: Console) -> Non
     progress = state.progress
     before, progress.noted = progress.noted, progress.noted.then(found)
     if found.steps and state.config.on_nan == "stop":
-        last = f"the last checkpoint is of step {saved}" if saved >= 0 else "nothing was saved"
-        raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop); {last}.")
+        raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop).")
     if found.steps and before.first == NEVER:
         console.warn(
             f"the loss of step {found.first} is not finite; --detect-anomaly finds the op, layer "
@@ -103,26 +88,3 @@ def note_losses(state: State, found: Noted, saved: int, console: Console) -> Non
         )
 
 
-@contextlib.contextmanager
-def attribute_errors(state: State, step: int) -> Iterator[None]:
-    """Turns a failure of TensorFlow's inside a graph call into one line that names the hook."""
-    hooks = state.hooks
-    try:
-        yield
-    except tf.errors.OutOfRangeError as error:
-        if not hooks.make_batches.is_default:
-            raise hooks.make_batches.reject("returned a dataset that ends; repeat it.") from error
-        if step == 0:
-            said = describe_shortage(state.data.count_pass(), state.data.shape.batch)
-            raise hooks.create_dataset.reject(said) from error
-        said = f"{hooks.create_dataset}: the training data ended after step {step}."
-        raise RunError(said) from error
-    except tf.errors.OpError as error:
-        if is_peer_lost(state.cluster.task, error):
-            raise
-        if "must have the same batch size in each component" in str(error):
-            failure = SetupError if step == 0 else RunError
-            raise failure(f"{hooks.create_dataset}: {DIFFER}.") from error
-        if anomaly := describe_anomaly(error, hooks, state.functions.operations()):
-            raise RunError(f"step {step + 1}: {anomaly}.") from error
-        raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error

@@ -15,19 +15,6 @@ from ctl_core.numerics.precision import LossScale
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
-    """The step that is traced, and whose turn it is.
-
-    Attributes:
-        step: its number, an int64 scalar; None where nobody takes it
-        turn: the index in ``turns``, or None
-    """
-
-    step: tf.Tensor | None = None
-    turn: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Written:
     """A variable that the forward pass writes.
 
@@ -48,7 +35,6 @@ class Parts:
     """What a step is made of.
 
     Attributes:
-        hooks: the hooks
         strategy: whose replicas take it
         shape: of a global batch
         train_model, train_loss, eval_model, optimizer: as the create hooks returned them
@@ -65,6 +51,8 @@ class Parts:
         scalar_losses: the objectives whose loss is one number for a batch
         written: what the forward pass writes
         quiet: whether steps run the model as an evaluation does, without noise, for a check
+        step: the number of the step that is traced, an int64 scalar; None where nobody takes it
+        turn: whose turn in it is traced, the index in ``turns``, or None
     """
 
     hooks: Hooks
@@ -88,6 +76,8 @@ class Parts:
     scalar_losses: frozenset[str] = frozenset()
     written: tuple[Written, ...] = ()
     quiet: bool = False
+    step: tf.Tensor | None = None
+    turn: int | None = None
 
     def model_for(self, training: bool) -> tuple[Hook, Any]:
         """Returns the model that is run, and, for messages, the hook that made it."""
@@ -96,27 +86,24 @@ class Parts:
             return self.hooks.create_model, self.train_model
         return hook, self.eval_model
 
-    def objective(self, moment: Moment) -> str | None:
-        """Returns whose turn it is, or None."""
-        return None if moment.turn is None else self.hooks.turns[moment.turn]
-
-    def moments(self, step: tf.Tensor | None = None) -> Iterator[Moment]:
-        """Yields the turns of a step; without turns, one moment."""
+    def in_turns(self, step: tf.Tensor | None = None) -> Iterator[Parts]:
+        """Yields what each turn of a step is made of; without turns, the step is one."""
         for turn in range(len(self.hooks.turns)) if self.hooks.turns else [None]:
-            yield Moment(step, turn)
+            yield dataclasses.replace(self, step=step, turn=turn)
 
-    def ends_step(self, moment: Moment) -> bool:
-        """Whether the update of a moment is the last one of its step."""
-        return moment.turn in (None, len(self.hooks.turns) - 1)
+    @property
+    def objective(self) -> str | None:
+        """Whose turn it is, or None."""
+        return None if self.turn is None else self.hooks.turns[self.turn]
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether this update is the last one of its step."""
+        return self.turn in (None, len(self.hooks.turns) - 1)
 
     def count_examples(self, batch: Any) -> Any:
-        """Returns how many examples a batch holds: a number where it is fixed, else a tensor.
-
-        The tensor is an int64 scalar; None is a single example.
-        """
+        """Returns how many examples a batch holds, an int64 tensor; where it is fixed, a number."""
         number = self.hooks.count_examples.in_graph(batch=batch)
-        if number is None:
-            return None
         static = tf.get_static_value(tf.convert_to_tensor(number))
         return tf.cast(number, tf.int64) if static is None else int(static)
 
@@ -124,16 +111,15 @@ class Parts:
         """Returns the train metrics, and those of the loss's parts, by name."""
         return {**self.train_metrics, **self.loss_parts}
 
-    def values(self, moment: Moment) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Returns what every hook of the step may name: the objects, and the number of the step.
 
         That is the step that is being taken; outside of one, how many were taken.
         """
-        values = {"objective": self.objective(moment), "turn": moment.turn, "lr": self.lr}
+        values = {"objective": self.objective, "turn": self.turn, "lr": self.lr}
         values |= {"train_model": self.train_model, "train_loss": self.train_loss}
         values["eval_model"] = self.model_for(training=False)[1]
         if any("step" in hook.arguments for hook in self.hooks.graph_hooks()):
             # Reading it is an op, which others need not pay for.
-            read = self.step_variable.read_value
-            values["step"] = read() if moment.step is None else moment.step
+            values["step"] = self.step_variable.read_value() if self.step is None else self.step
         return values

@@ -41,7 +41,7 @@ def check_losses(state: State, console: Console) -> None:
     Raises:
         SetupError: a loss is a mean.
     """
-    hooks = state.parts.hooks
+    hooks = state.hooks
     if not state.parts.scalar_losses or not hooks.count_examples.is_default:
         return
     try:
@@ -108,10 +108,10 @@ def measure_gradients(parts: Parts, batch: Any, half: int) -> dict[str, list[tf.
         return tf.nest.map_structure(lambda part: take_rows(part, first, rows), batch)
 
     found: dict[str, list[tf.Tensor]] = {}
-    for moment in parts.moments():
+    for turn in parts.in_turns():
         for batches in ([take(0, 2 * half)], [take(0, half), take(half, half)]):
             with tf.GradientTape(persistent=True) as tape:
-                tried = [compute_objectives(parts, moment, one, 1, 0)[0] for one in batches]
+                tried = [compute_objectives(turn, one, 1, 0)[0] for one in batches]
                 totals = {
                     name: tf.add_n([objectives[name].value for objectives in tried])
                     for name in parts.scalar_losses & tried[0].keys()

@@ -23,15 +23,11 @@ MOST_STEPS = 1000
 
 
 class Schedule:
-    """Which hooks, evaluations and checkpoints are due after which step, and when it is the last.
-
-    Attributes:
-        last: the last step
-    """
+    """Which hooks, evaluations and checkpoints are due after which step; which is the ``last``."""
 
     def __init__(self, state: State, marks: tuple[int, ...]) -> None:
         """``marks`` are steps after which the graph is left, too."""
-        hooks, config = state.parts.hooks, state.config
+        hooks, config = state.hooks, state.config
         self.last = 0
         self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
         self._deferred = [(n, hook) for n, hook in self._every if hook.deferred]
@@ -113,11 +109,7 @@ def is_multiple(step: int, period: int) -> bool:
 
 
 class ChunkLength:
-    """Learns from the calls so far how many steps fit into a second.
-
-    Attributes:
-        limit: the most steps that the next call should run
-    """
+    """Learns from the calls so far how many steps fit into a second: ``limit``, of the next."""
 
     def __init__(self, most: int) -> None:
         self.limit = min(8, most)

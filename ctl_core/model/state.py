@@ -31,8 +31,7 @@ class Progress:
 
     Attributes:
         examples: training examples used so far, over all processes
-        evaluated: the step of the last evaluation, or -1
-        metrics: values of the last evaluation by name, or {}
+        evaluated, metrics: the step of the last evaluation, or -1, and its values by name
         ended: the step to which the run was to go when it was ended early, or None
         noted: of which steps the loss was not finite
         best: what ``keep_best`` and ``early_stop`` know, see ``Criterion.judge``
@@ -54,11 +53,7 @@ class Progress:
 
 
 def check_hook_state(values: dict[str, Any], where: str) -> None:
-    """Refuses a ``state`` of hooks that would not come back from a record as it is.
-
-    Args:
-        values: what hooks keep there
-        where: the hook that has just run, for the message
+    """Refuses a ``state`` that a hook has changed and that would not come back from a record.
 
     Raises:
         RunError: something in it is no number, text, list or dict by text, as JSON has them.
@@ -102,22 +97,15 @@ class State:
     """The trained state: what ``ctl_core.train`` returns.
 
     Attributes:
-        config: the settings
-        run_dir: the run's folder
         whole: checkpoints that are on the disk, until listeners have heard of them
-        parts: what a step is made of
         learning_rate: what ``create_opt`` was given
         average: the moving average of the weights, or None
         recording: the variables, layers and generators of the run
-        data: the training data
         evaluation: what is evaluated, or None
-        cluster: the processes that train together
         ckpt, manager: what ``create_ckpt`` returned
         computed_in: the dtypes lower than float32 in which layers compute
-        progress: how far the run has come
         stopped_by: the number of the signal that ended training early, or None
-        functions: the graph functions, while training (graph.StepFunctions)
-        clock: where the time goes, while training
+        clock: what measures the time of training
     """
 
     config: Config
@@ -135,7 +123,6 @@ class State:
     computed_in: list[str]
     progress: Progress = dataclasses.field(default_factory=Progress)
     stopped_by: int | None = None
-    functions: Any = None
     clock: Clock = dataclasses.field(default_factory=Clock)
 
     def __repr__(self) -> str:

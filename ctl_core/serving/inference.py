@@ -18,7 +18,7 @@ import tensorflow as tf
 from ctl_core.compat import layers_run
 from ctl_core.input.batches import with_rows
 from ctl_core.model.forward import call_made, call_model, make_model_input
-from ctl_core.model.parts import Moment, Parts
+from ctl_core.model.parts import Parts
 from ctl_core.model.state import State
 from ctl_core.numerics.precision import to_float32
 from ctl_core.run.errors import HookFailed, RunError, SetupError, brief
@@ -148,8 +148,9 @@ def create_inference(state: State) -> LoadedModel:
 
 
 def _create(state: State) -> LoadedModel:
-    hooks, parts = state.hooks, state.parts
-    moment = Moment(tf.constant(state.step, tf.int64))  # an export has no variable for it
+    hooks = state.hooks
+    step = tf.constant(state.step, tf.int64)  # an export has no variable for it
+    parts = dataclasses.replace(state.parts, step=step)
     hook, model = parts.model_for(training=False)
     if hooks.create_inference_model is not None:
         hook = hooks.create_inference_model
@@ -158,7 +159,7 @@ def _create(state: State) -> LoadedModel:
             model = hook(**values)
 
     def read_batch(batch: Any) -> Any:
-        return make_model_input(parts, moment, batch, training=False)
+        return make_model_input(parts, batch, training=False)
 
     def serve(inputs: Any) -> Any:
         assert hooks.serve is not None

@@ -1,7 +1,8 @@
-"""``detect_anomaly``: TensorFlow checks what each op of a step gives; the first NaN ends training.
+"""What has failed in a graph call: which hook, which op, which line.
 
-The checks are ops of the graphs that are traced within ``numerics_checked``. Each step is a call of
-its own then, so that it is known which one failed.
+With ``detect_anomaly``, TensorFlow checks what each op of a step gives; the first NaN ends
+training. The checks are ops of the graphs that are traced within ``numerics_checked``. Each step is
+a call of its own then, so that it is known which one failed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.cluster.sync import is_peer_lost
+from ctl_core.hooks.defaults import DIFFER
 from ctl_core.hooks.hooks import Hooks
-from ctl_core.run.errors import ENGINE, file_name, frames_of, is_own_file
+from ctl_core.input.stream import describe_shortage
+from ctl_core.model.state import State
+from ctl_core.run.errors import ENGINE, RunError, SetupError, file_name, frames_of, is_own_file
 
 # What a check says: the type of the op, its graph, what it gave, and its name.
 _FOUND = re.compile(
@@ -22,6 +27,31 @@ _FOUND = re.compile(
     r"\s+\[\[.*?\{\{node (.*?)/CheckNumericsV2",
     re.DOTALL,
 )
+
+
+@contextlib.contextmanager
+def attribute_errors(state: State, functions: Any, step: int) -> Iterator[None]:
+    """Turns a failure inside a graph call of ``functions`` into one line that names the hook."""
+    hooks = state.hooks
+    try:
+        yield
+    except tf.errors.OutOfRangeError as error:
+        if not hooks.make_batches.is_default:
+            raise hooks.make_batches.reject("returned a dataset that ends; repeat it.") from error
+        if step == 0:
+            said = describe_shortage(state.data.count_pass(), state.data.shape.batch)
+            raise hooks.create_dataset.reject(said) from error
+        said = f"{hooks.create_dataset}: the training data ended after step {step}."
+        raise RunError(said) from error
+    except tf.errors.OpError as error:
+        if is_peer_lost(state.cluster.task, error):
+            raise
+        if "must have the same batch size in each component" in str(error):
+            failure = SetupError if step == 0 else RunError
+            raise failure(f"{hooks.create_dataset}: {DIFFER}.") from error
+        if anomaly := describe_anomaly(error, hooks, functions.operations()):
+            raise RunError(f"step {step + 1}: {anomaly}.") from error
+        raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
 
 
 @contextlib.contextmanager
