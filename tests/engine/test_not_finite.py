@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tests.helpers.cases import make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
-from tests.helpers.project import REGRESSION
 
 BATCH = 16
 
@@ -69,13 +68,3 @@ def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[s
     train(hooks, steps=6, virtual_devices=2)
     said = spoken(capsys)
     assert "update_pre turned NaN in gradients into 0 in 1 of 6 steps." in said
-
-
-CALLBACKS = (
-    REGRESSION
-    + """
-
-def create_loss():
-    return lambda pair: tf.reduce_sum(pair[0] - pair[1], 1) / tf.zeros([])
-"""
-)
