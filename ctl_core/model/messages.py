@@ -86,5 +86,3 @@ def note_losses(state: State, found: Noted, console: Console) -> None:
             f"the loss of step {found.first} is not finite; --detect-anomaly finds the op, layer "
             "and line that it comes from, and on_nan: stop would end training there."
         )
-
-

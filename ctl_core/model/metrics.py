@@ -20,8 +20,7 @@ def update_metrics(metrics: Metrics, hook: Hook, arguments: Any, present: tf.Ten
     """Updates metrics with what a hook returned, unless a replica has no rows.
 
     Args:
-        metrics: by name
-        hook: the hook that returned ``arguments``
+        metrics, hook: by name; the hook that returned ``arguments``
         arguments: those of ``update_state`` for all metrics, or a dict of such by metric
         present: whether the replica has rows, a scalar bool; None: that is sure
 
@@ -63,11 +62,7 @@ def update_train_metrics(
 ) -> None:
     """Adds the examples of a replica to the train metrics, and to the means of the loss's parts.
 
-    Args:
-        parts: of the step
-        loss_parts: numbers of the examples, or of all of them, by name
-        made: loss, output and batch
-        present: whether the replica has rows, a scalar bool; None: that is sure
+    These have numbers of the examples, or one of all of them; ``made`` are loss, output and batch.
     """
     hook = parts.hooks.train_metric_pre
     if parts.train_metrics:

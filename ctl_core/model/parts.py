@@ -119,7 +119,5 @@ class Parts:
         values = {"objective": self.objective, "turn": self.turn, "lr": self.lr}
         values |= {"train_model": self.train_model, "train_loss": self.train_loss}
         values["eval_model"] = self.model_for(training=False)[1]
-        if any("step" in hook.arguments for hook in self.hooks.graph_hooks()):
-            # Reading it is an op, which others need not pay for.
-            values["step"] = self.step_variable.read_value() if self.step is None else self.step
+        values["step"] = self.step_variable.read_value() if self.step is None else self.step
         return values

@@ -73,15 +73,6 @@ def test_a_failing_op_of_the_evaluation(cli: Cli) -> None:
     failed(cli(source), where, "too bright")
 
 
-def test_a_metric_that_is_no_number(cli: Cli) -> None:
-    own = (
-        "create_eval_dataset = create_dataset\n"
-        "def create_metrics():\n    return {'f1': keras.metrics.F1Score()}\n\n"
-        "def metric_pre(batch):\n    return tf.one_hot([0, 1], 3), tf.one_hot([0, 1], 3)\n"
-    )
-    failed(cli(source_of(own=own)), "create_metrics", "'f1'", "shape [3]")
-
-
 def test_from_python_the_same_errors_are_exceptions(train: Train) -> None:
     with pytest.raises(ctl_core.SetupError, match=r"grad_pre \(test_errors.py:\d+\): returned a t"):
         train(make_hooks(grad_pre=lambda loss: (loss, 0.0)))
