@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    supervisor.die_with_supervisor()
+    supervised = supervisor.die_with_supervisor()
     alone = argv is None  # the process is this command's
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         command = parse_command(argv)
         debug = command.config.debug
-        return _run(command, argv)
+        return _run(command, argv, supervised)
     except SystemExit as ended:  # --help, or a signal
         return int(ended.code or 0)
     except (Exception, KeyboardInterrupt) as error:
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         code, text = _describe(error)
         # Of a lost peer, the supervisor can say more: which one, and how.
-        if debug or not (isinstance(error, PeerLost) and supervisor.is_supervised()):
+        if debug or not (isinstance(error, PeerLost) and supervised):
             print(f"error: {text}", file=sys.stderr, flush=True)
         strategy = sys.modules.get("ctl_core.cluster.strategy")
         # TensorFlow's own end would wait for the other processes of a cluster, which wait for this
@@ -84,7 +84,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
     return 1, f"{brief(error)} ({where}; --debug shows the traceback)"
 
 
-def _run(command: Command, argv: list[str]) -> int:
+def _run(command: Command, argv: list[str], supervised: bool) -> int:
     config, training = command.config, command.name == "train"
     if command.name == "hooks":
         print(TEXT, end="")
@@ -93,7 +93,6 @@ def _run(command: Command, argv: list[str]) -> int:
     if training:
         find_start(config)  # at once; a program's Run looks by itself
         task = read_task(config)
-    supervised = supervisor.is_supervised()  # then the supervisor has said the rest
     notes = list(command.notes)
     if task.processes > 1:
         notes.append(f"cluster: {task.shown(task.index)}, of {task.processes}")
@@ -102,11 +101,12 @@ def _run(command: Command, argv: list[str]) -> int:
         return 0
     if task.kind == "evaluator":
         print("cluster: this is the evaluator: evaluate --watch", flush=True)
-        return _run(_await_run(config), argv)
+        return _run(_await_run(config), argv, supervised)
     # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
     # loses a process are many, and say what one line of ours says.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if config.debug else "3")
     source = find_callbacks(config.callbacks, command.run, command.trained_with, training)
+    # The supervisor has said the rest.
     for note in () if supervised else filter(None, (*notes, source.note)):
         print(note, flush=True)
     check_compiles(source)

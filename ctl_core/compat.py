@@ -26,12 +26,11 @@ from tensorflow.python.trackable.base import Trackable
 
 from ctl_core.run.errors import SetupError
 
+Within = contextlib.AbstractContextManager[None]
+
 
 class _Thread(threading.local):
-    """What a thread is in, of which each replica is traced in one of its own.
-
-    What is replaced on a class looks here.
-    """
+    """What a thread is in: each replica is traced in one of its own."""
 
     training: bool | None = None
     reduce: Callable[[Any], Any] | None = None
@@ -69,13 +68,16 @@ def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[
 
 
 @contextlib.contextmanager
-def _set_in_thread(name: str, value: Any) -> Iterator[None]:
-    before = getattr(_thread, name)
-    setattr(_thread, name, value)
+def _set(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives attributes of an object other values within."""
+    before = {name: getattr(owner, name, None) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        setattr(_thread, name, before)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def flatten_layers(model: Any) -> list[keras.Layer]:
@@ -100,16 +102,16 @@ def _gradients_reduced_by(reduce: Callable[[Any], Any]) -> Iterator[None]:
         return sum_gradients
 
     method = _replaced(keras.optimizers.Optimizer, "_all_reduce_sum_gradients", replace)
-    with method, _set_in_thread("reduce", reduce):
+    with method, _set(_thread, reduce=reduce):
         yield
 
 
-def gradients_are_summed() -> contextlib.AbstractContextManager[None]:
+def gradients_are_summed() -> Within:
     """Where gradients are summed over the replicas already: Keras does not sum again."""
     return _gradients_reduced_by(lambda grads_and_vars: grads_and_vars)
 
 
-def optimizers_refused(why: str) -> contextlib.AbstractContextManager[None]:
+def optimizers_refused(why: str) -> Within:
     """Where no Keras optimizer may be applied; one that is raises a SetupError with these words."""
 
     def refuse(_: Any) -> Any:
@@ -142,11 +144,11 @@ def layers_run(training: bool) -> Iterator[None]:
 
     layers = _replaced(keras.Layer, "_get_call_context", replace_in_layers)
     functions = _replaced(function_context, "make_function_context", replace_in_functions)
-    with layers, functions, _set_in_thread("training", training):
+    with layers, functions, _set(_thread, training=training):
         yield
 
 
-def losses_apart() -> contextlib.AbstractContextManager[None]:
+def losses_apart() -> Within:
     """Within, each replica has the losses of its own ``add_loss``, where there are several.
 
     Where they take turns at being traced, as at a synchronized batch normalisation, the next one
@@ -170,26 +172,15 @@ def global_seed_generator() -> keras.random.SeedGenerator | None:
     return global_state.get_global_attribute("global_seed_generator")
 
 
-@contextlib.contextmanager
-def drawing_from(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
+def drawing_from(generator: keras.random.SeedGenerator | None) -> Within:
     """Within this thread, ``keras.random`` draws without a seed from a generator."""
-    before = global_seed_generator()
-    global_state.set_global_attribute("global_seed_generator", generator)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("global_seed_generator", before)
+    return _set(global_state.GLOBAL_STATE_TRACKER, global_seed_generator=generator)
 
 
-@contextlib.contextmanager
-def seed_of_ops_kept() -> Iterator[None]:
+def seed_of_ops_kept() -> Within:
     """Around ``tf.random.set_seed``: afterwards eager random ops go on as they would have."""
     of_process = context.context()
-    before = of_process._seed, getattr(of_process, "_rng", None)  # None before a seed is set
-    try:
-        yield
-    finally:
-        of_process._seed, of_process._rng = before
+    return _set(of_process, _seed=of_process._seed, _rng=getattr(of_process, "_rng", None))
 
 
 def scratch_graph(name: str) -> Any:
@@ -284,15 +275,12 @@ def summaries_of_first_replica(step: Any, replica: int | None = None) -> Iterato
         return
     if replica is None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    summaries = summary_ops_v2._summary_state
-    before = summaries.is_recording_distribution_strategy
-    summaries.is_recording_distribution_strategy = lambda: tf.equal(
-        tf.cast(replica, step.dtype), tf.minimum(step, 0)
-    )
-    try:
+
+    def is_first() -> tf.Tensor:
+        return tf.equal(tf.cast(replica, step.dtype), tf.minimum(step, 0))
+
+    with _set(summary_ops_v2._summary_state, is_recording_distribution_strategy=is_first):
         yield
-    finally:
-        summaries.is_recording_distribution_strategy = before
 
 
 def max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
@@ -300,15 +288,9 @@ def max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
     return getattr(manager, "_max_to_keep", None)
 
 
-@contextlib.contextmanager
-def holding(manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint) -> Iterator[None]:
+def holding(manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint) -> Within:
     """Lets a manager save another checkpoint than its own."""
-    own = manager.checkpoint
-    manager._checkpoint = checkpoint
-    try:
-        yield
-    finally:
-        manager._checkpoint = own
+    return _set(manager, _checkpoint=checkpoint)
 
 
 class GraphCheckpoint(tf.train.Checkpoint):
@@ -341,15 +323,14 @@ class GraphCheckpoint(tf.train.Checkpoint):
         return file_prefix
 
 
-def saves_itself(part: Any) -> bool:
-    """Returns whether a part of a checkpoint has state besides variables: a table, an iterator."""
+def make_node(part: Any) -> Any:
+    """Returns an object whose attributes are parts of a checkpoint, in place of another.
+
+    One that has state besides variables, as a table or an iterator, stands for itself.
+    """
     kinds = ("_serialize_to_tensors", "_gather_saveables_for_checkpoint")
-    return any(getattr(type(part), name) is not getattr(Trackable, name) for name in kinds)
-
-
-def trackable_node() -> Any:
-    """Returns an object whose attributes are parts of a checkpoint, whatever their names."""
-    return tf.__internal__.tracking.AutoTrackable()
+    saves = any(getattr(type(part), name) is not getattr(Trackable, name) for name in kinds)
+    return part if saves else tf.__internal__.tracking.AutoTrackable()
 
 
 def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
@@ -370,16 +351,12 @@ def is_tuned(dataset: tf.data.Dataset) -> bool:
     return any(n is not None and tf.get_static_value(n) == tf.data.AUTOTUNE for n in numbers)
 
 
-def cpu_devices_of_worker(count: int) -> contextlib.AbstractContextManager[None]:
+def cpu_devices_of_worker(count: int) -> Within:
     """Lets MultiWorkerMirroredStrategy have ``count`` replicas on a CPU, instead of one."""
 
-    def replace(of_tensorflow: Any) -> Any:
-        def local_devices(self: Any, resolver: Any, worker: str) -> tuple[tuple[str, ...], str]:
-            if count == 1:
-                return of_tensorflow(self, resolver, worker)  # type: ignore[no-any-return]
-            return tuple(f"{worker}/device:CPU:{index}" for index in range(count)), "CPU"
-
-        return local_devices
+    def local_devices(_: Any, resolver: Any, worker: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker}/device:CPU:{index}" for index in range(count)), "CPU"
 
     extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
-    return _replaced(extended, "_initialize_local_devices", replace)
+    own = extended._initialize_local_devices if count == 1 else local_devices
+    return _set(extended, _initialize_local_devices=own)

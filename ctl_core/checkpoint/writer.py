@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ctl_core.checkpoint.record import Record, keep_best, remove_orphans, write_record
 from ctl_core.cluster.sync import is_peer_lost
-from ctl_core.compat import GraphCheckpoint, holding, saves_itself, trackable_node
+from ctl_core.compat import GraphCheckpoint, holding, make_node
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import define_copy
 from ctl_core.numerics.variables import plain_variable, variable_name
@@ -70,7 +70,7 @@ def _copy_part(part: Any) -> Any:
         with tf.device("CPU:0"):
             zeros = tf.zeros(variable.shape, variable.dtype)
             return tf.Variable(zeros, trainable=False, name=variable.name.split(":")[0])
-    return part if saves_itself(part) else trackable_node()
+    return make_node(part)
 
 
 class Writer:

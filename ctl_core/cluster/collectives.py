@@ -66,24 +66,11 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     Args:
         value: a tensor of floating-point numbers, or a structure of such
         op: "sum" or "mean"; a mean weighs each replica by the rows that it has of the batch
-
-    Raises:
-        ValueError: ``op`` is neither.
     """
-    if op not in ("sum", "mean"):
-        raise ValueError(f"expected the op 'sum' or 'mean', got {op!r}")
+    reduce_op = tf.distribute.ReduceOp[op.upper()]
     if (context := _find_others()) is None:
         return value
-    value, rows = _place(value), getattr(context, "ctl_rows", None)
-    if op == "sum" or rows is None:
-        return context.all_reduce(tf.distribute.ReduceOp[op.upper()], value)
-
-    def mean(part: Any) -> Any:
-        weight = tf.cast(rows, part.dtype)
-        total, weights = context.all_reduce(tf.distribute.ReduceOp.SUM, [part * weight, weight])
-        return total / weights
-
-    return tf.nest.map_structure(mean, value)
+    return context.all_reduce(reduce_op, _place(value))
 
 
 @contextlib.contextmanager
@@ -109,16 +96,21 @@ def counting_rows(
     def mask(part: Any) -> Any:
         if isinstance(part, tf.IndexedSlices):
             return tf.IndexedSlices(mask(part.values), part.indices, part.dense_shape)
-        return tf.where(present, part, tf.zeros_like(part))
+        return part if present is None else tf.where(present, part, tf.zeros_like(part))
 
-    def masked_reduce(op: Any, value: Any, options: Any = None) -> Any:
-        total = reduce(tf.distribute.ReduceOp.SUM, tf.nest.map_structure(mask, value), options)
-        if op in (tf.distribute.ReduceOp.SUM, "SUM"):
-            return total
-        number = reduce(tf.distribute.ReduceOp.SUM, tf.cast(present, tf.float32), options)
-        return tf.nest.map_structure(lambda part: part / tf.cast(number, part.dtype), total)
+    def reduce_rows(op: Any, value: Any, options: Any = None) -> Any:
+        def mean(part: Any) -> Any:
+            weight = tf.cast(rows, part.dtype)
+            total, weights = add_up([part * weight, weight])
+            return total / weights
 
-    def masked_gather(value: Any, axis: int, options: Any = None) -> Any:
+        def add_up(value: Any) -> Any:
+            return reduce(tf.distribute.ReduceOp.SUM, tf.nest.map_structure(mask, value), options)
+
+        is_sum = getattr(op, "value", op).upper() == "SUM"
+        return add_up(value) if is_sum else tf.nest.map_structure(mean, value)
+
+    def gather_rows(value: Any, axis: int, options: Any = None) -> Any:
         # Stand-ins, which are the last ones, are there for each other alone: their own code may
         # look for itself behind the rows of the replicas before it.
         def cut(part: Any, gathered: Any) -> Any:
@@ -129,15 +121,14 @@ def counting_rows(
 
         return tf.nest.map_structure(cut, value, gather(value, axis, options))
 
-    within = {"ctl_rows": rows}
+    context.all_reduce = reduce_rows
     if present is not None:
-        within |= {"all_reduce": masked_reduce, "all_gather": masked_gather}
-    vars(context).update(within)
+        context.all_gather = gather_rows
     try:
         yield
     finally:
-        for name in within:
-            delattr(context, name)
+        for name in ("all_reduce", "all_gather"):
+            vars(context).pop(name, None)
 
 
 class Alone(tf.distribute.ReplicaContext):

@@ -1,9 +1,8 @@
 """A cluster on this machine: ``./train.sh --workers K`` starts K processes and watches over them.
 
-The supervisor here only starts, ends and judges processes, and never imports TensorFlow. Each
-worker is the same command line again, with a ``TF_CONFIG`` that names its place in the cluster.
-Worker 0 is the chief and has the supervisor's console; what the others print is kept in
-``runs/NAME/worker-<i>.log``.
+The supervisor here never imports TensorFlow. Each worker is the same command line again, with a
+``TF_CONFIG`` that names its place in the cluster. Worker 0 is the chief and has the supervisor's
+console; what the others print is kept in ``runs/NAME/worker-<i>.log``.
 
 A cluster in which one process is gone cannot go on: collectives wait for all. So the supervisor
 stops the others and starts all of them again, from the last checkpoint.
@@ -32,40 +31,30 @@ if TYPE_CHECKING:
 
 # Names the file descriptor of a pipe that ends when the supervisor does.
 PIPE = "SUPERVISOR_PIPE"
-# How often the supervisor looks around (seconds).
-TICK = 0.1
 # After one worker failed, how long the others may take to end by themselves (seconds).
 PEER_GRACE = 5.0
 # Exit codes of a worker that has done what it was told to; and those that a new start would have.
 ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 FAILED = (RunError.exit_code, SetupError.exit_code)
 
-_pipes: list[int] = []
 
+def die_with_supervisor() -> bool:
+    """Returns whether this is a worker; it, and what it has started, end with the supervisor."""
 
-def is_supervised() -> bool:
-    """Whether this process is a worker that a supervisor has started."""
-    return bool(_pipes)
+    def wait_for_end(pipe: int) -> None:
+        os.read(pipe, 1)
+        os.killpg(os.getpid(), signal.SIGKILL)
 
-
-def die_with_supervisor() -> None:
-    """In a worker, starts a thread that ends it, and what it started, when its supervisor ends."""
     if pipe := os.environ.pop(PIPE, ""):
-        _pipes.append(int(pipe))
         os.set_inheritable(int(pipe), False)
-        threading.Thread(target=_wait_for_end, args=(int(pipe),), daemon=True).start()
-
-
-def _wait_for_end(pipe: int) -> None:
-    os.read(pipe, 1)
-    os.killpg(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=wait_for_end, args=(int(pipe),), daemon=True).start()
+    return bool(pipe)
 
 
 def start_cluster(argv: Sequence[str], config: Config) -> int:
     """Trains in a cluster of ``config.workers`` processes; returns the exit code of the command.
 
-    The workers get the command line ``argv`` as it is, with their number and the run's name, which
-    config.yaml may have said.
+    Each gets the command line with their number and the run's name, which config.yaml may have.
     """
     workers, name = config.workers, str(config.run_name)
     command = [sys.executable, "-m", "ctl_core", *argv, "--workers", str(workers)]
@@ -82,14 +71,8 @@ def supervise(
 ) -> int:
     """Starts workers, again after a crash, until they are done; returns the exit code.
 
-    No process of the cluster is left when this returns or raises, nor when it is killed.
-
-    Args:
-        command: what each worker runs
-        folder: the run folder, for the logs
-        workers: how many there are
-        max_restarts: how often all are started again after a crash, in total
-        peer_grace: see ``PEER_GRACE``
+    No process of the cluster is left when this returns or raises, nor when it is killed. ``folder``
+    is the run folder, for the logs.
 
     Raises:
         RunError: restarts are used up.
@@ -124,10 +107,8 @@ def _describe_end(index: int, code: int) -> str:
 def free_ports(count: int) -> list[int]:
     """Returns different ports of the loopback device that nobody listens on."""
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        some = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in some]
 
 
 @contextlib.contextmanager
@@ -193,5 +174,5 @@ def _watch(
                 codes[index] = code
                 if code not in ORDERLY:  # the others wait for it in vain
                     deadline = min(deadline, time.monotonic() + peer_grace)
-        time.sleep(TICK)
+        time.sleep(0.1)
     return codes

@@ -2,8 +2,7 @@
 
 Every process of a cluster must make the same sequence of graph calls, or their collectives no
 longer meet. So whatever one process alone knows (a signal, its clock, a file that it cannot
-read) is told to all here, and all decide alike. A process alone decides for itself, at no
-cost; in a cluster, each gathering is one all-reduce of a few numbers.
+read) is told to all here, in an all-reduce of a few numbers, and all decide alike.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class LoopStatus:
     Attributes:
         steps_per_call: most steps of the next graph call; the lowest counts
         signal: the signal it received, or 0; the highest counts
-        save: whether a hook asked for a checkpoint; one is enough
-        end: whether a hook asked for the end of training; one is enough
+        save, end: whether a hook asked for a checkpoint, or for the end; one is enough
         more: whether there is more to evaluate; one is enough
         step, frozen: must be the same everywhere
         first, latest, bad: of the steps whose loss was not finite, as ``Noted`` has them; the

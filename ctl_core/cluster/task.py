@@ -55,8 +55,8 @@ class Task:
 def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     """Reads what this process is.
 
-    A chief, which was called master once, is process 0; the workers follow. With a strategy of one
-    process, ``TF_CONFIG`` is left alone.
+    A chief, once called master, is process 0. With a strategy of one process, ``TF_CONFIG`` is left
+    alone.
 
     Raises:
         SetupError: ``TF_CONFIG`` cannot be read, or the settings do not fit it.
@@ -104,9 +104,7 @@ def _parse(environ: Mapping[str, str]) -> Task:
 def wait_for_others(task: Task) -> None:
     """Waits until every other process of the cluster has listened on its address.
 
-    TensorFlow's own wait hears neither Ctrl-C nor SIGTERM, and names nobody. So each process
-    listens on its port, which TensorFlow has after it, and goes on when those of all others have
-    answered once. After ``PATIENCE`` seconds it says which do not.
+    TensorFlow's own wait hears neither Ctrl-C nor SIGTERM, and names nobody.
 
     Raises:
         PeerLost: others have not come after ``LONGEST``, or this process's port is taken.
@@ -139,8 +137,7 @@ def _answers(address: str) -> bool:
     """Whether a process listens there."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0) as connection:
-            # A port of this machine that nobody listens on may be given to the connection itself.
-            return bool(connection.getsockname() != connection.getpeername())
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+        return True
     except OSError:  # nobody there yet, or the name is not known yet
         return False

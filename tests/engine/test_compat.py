@@ -194,7 +194,7 @@ def test_lines_of_a_helper_that_fails() -> None:
 
 
 def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
-    variable, node = tf.Variable(1.0), compat.trackable_node()
+    variable, node = tf.Variable(1.0), compat.make_node(tf.Module())
     node.variables = variable  # a tf.Module has other ones by this name
     checkpoint = compat.GraphCheckpoint(x=node)
     for value in (1.0, 2.0):
