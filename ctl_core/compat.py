@@ -47,10 +47,7 @@ _originals: dict[tuple[Any, str], Any] = {}
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces an attribute of a class or a module while anybody is within, in whatever thread.
-
-    ``replace`` returns what stands in its place, of what it was; of None, where there was none.
-    """
+    """Replaces an attribute by what is made of it, or of None, while any thread is within."""
     key = owner, name
     with _replacing:
         if not _users[key]:

@@ -26,14 +26,9 @@ def local_replicas(strategy: tf.distribute.Strategy) -> int:
 
 
 def _find_others() -> Any:
-    """Returns the context of this replica, if there are others; None in a create hook, too."""
+    """Returns the context of this replica, if there are others."""
     context = tf.distribute.get_replica_context()
     return None if context is None or context.num_replicas_in_sync == 1 else context
-
-
-def _place(value: Any) -> Any:
-    """Returns a value on the replica's device; that of a batch has none, and would meet nobody."""
-    return tf.nest.map_structure(tf.identity, value)
 
 
 def num_replicas() -> int:
@@ -57,20 +52,19 @@ def all_gather(value: Any, axis: int = 0) -> Any:
     """
     if (context := _find_others()) is None:
         return value
-    return tf.nest.map_structure(lambda part: context.all_gather(part, axis), _place(value))
+    # What comes straight out of a batch stands on no device, to which TensorFlow would bring this.
+    return tf.nest.map_structure(lambda part: context.all_gather(tf.identity(part), axis), value)
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """Returns the sum, or the mean, over all replicas.
+    """Returns the "sum", or the "mean", of tensors of floating-point numbers over all replicas.
 
-    Args:
-        value: a tensor of floating-point numbers, or a structure of such
-        op: "sum" or "mean"; a mean weighs each replica by the rows that it has of the batch
+    A mean weighs each replica by the rows that it has of the batch.
     """
     reduce_op = tf.distribute.ReduceOp[op.upper()]
     if (context := _find_others()) is None:
         return value
-    return context.all_reduce(reduce_op, _place(value))
+    return context.all_reduce(reduce_op, tf.nest.map_structure(tf.identity, value))
 
 
 @contextlib.contextmanager

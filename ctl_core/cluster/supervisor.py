@@ -158,10 +158,7 @@ def start_workers(
 def _watch(
     workers: Sequence[subprocess.Popen[bytes]], signals: Signals, peer_grace: float
 ) -> dict[int, int]:
-    """Waits until every worker has ended; after one has failed, no longer than ``peer_grace``.
-
-    Returns the exit codes of those that have ended, in the order in which they did.
-    """
+    """Waits until all have ended, ``peer_grace`` at most after a failure; returns exit codes."""
     codes: dict[int, int] = {}
     told, deadline = 0, float("inf")
     while len(codes) < len(workers) and time.monotonic() < deadline:

@@ -70,11 +70,7 @@ class Cluster:
         self._strategy = strategy
 
     def gather(self, values: Sequence[int]) -> np.ndarray:
-        """Gives every process the whole numbers of all; also a barrier.
-
-        Returns:
-            An int64 array of shape [processes, len(values)].
-        """
+        """Returns the whole numbers of all processes, int64 [processes, len(values)]; a barrier."""
         own = np.array(values, np.int64)
         if self.task.processes == 1:
             return own[None]
@@ -138,10 +134,7 @@ class Cluster:
             )
 
     def check_data(self, hook: object, create: Callable[[], tf.data.Dataset]) -> None:
-        """Refuses processes of which each would take its rows of another batch.
-
-        ``create`` calls the hook that makes the data, ``hook``.
-        """
+        """Refuses data, which ``create`` makes, whose first batch is another on another process."""
         if self.task.processes == 1:
             return
         tensors = [
@@ -161,14 +154,11 @@ def peers(task: Task) -> Iterator[None]:
     """Turns what TensorFlow raises when another process is gone into ``PeerLost``."""
     try:
         yield
-    except tf.errors.OpError as error:
-        if not is_peer_lost(task, error):
-            raise
-        raise PeerLost(_GONE) from error
-    except CtlError as error:
+    except (tf.errors.OpError, CtlError) as error:
+        cause = error if isinstance(error, tf.errors.OpError) else error.__cause__
         # What a hook raised: trouble of its own, with a file system say, names no task.
-        cause = error.__cause__
-        if not (is_peer_lost(task, cause) and (_ABORTED in str(cause) or "/job:" in str(cause))):
+        ours = cause is error or _ABORTED in str(cause) or "/job:" in str(cause)
+        if not (ours and is_peer_lost(task, cause)):
             raise
         raise PeerLost(_GONE) from error
 

@@ -52,7 +52,6 @@ def test_what_a_process_is(cluster: Any, job: str, index: Any, expected: Task) -
         ({"worker": HOSTS}, "chief", 0),
         ({"worker": HOSTS}, "tpu_worker", 0),
         ({"chief": ["b:2"], "worker": HOSTS}, "chief", 0),  # one address twice
-        ({"worker": ["a:1", "b"]}, "worker", 0),
         (["a:1"], "worker", 0),
     ],
 )
