@@ -148,8 +148,8 @@ def layers_run(training: bool) -> Iterator[None]:
 def losses_apart() -> Within:
     """Within, each replica has the losses of its own ``add_loss``, where there are several.
 
-    Where they take turns at being traced, as at a synchronized batch normalisation, the next one
-    would clear the layer's list, or add to it, before the first has read it.
+    They take turns at being traced, as at a synchronized batch normalisation: the next one would
+    clear the layer's list, or add to it, before the first has read it.
     """
 
     def of_replica(layer: Any) -> Any:
@@ -262,14 +262,11 @@ class GraphWriter(tf.summary.SummaryWriter):
 
 @contextlib.contextmanager
 def summaries_of_first_replica(step: Any, replica: int | None = None) -> Iterator[None]:
-    """On a replica: only the first of all writes summaries; ``step`` is None where none does.
+    """On a replica, at a step: only the first of all writes summaries.
 
     TensorFlow's own rule knows the number before the graph runs: then the graphs of the others are
     simplified to something else, which rounds differently, and replicas drift apart.
     """
-    if step is None:
-        yield
-        return
     if replica is None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
 

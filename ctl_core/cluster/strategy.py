@@ -19,8 +19,7 @@ def task_of(config: Config) -> Task:
     """Returns this process's place in the cluster of a training.
 
     Raises:
-        SetupError: ``read_task`` refuses; this process is no worker; the settings do not say how
-            long to train; or they ask for several workers, of which this is none.
+        SetupError: it has none, or the settings do not say how long to train.
     """
     task = read_task(config)
     if task.kind != "worker":
@@ -35,8 +34,8 @@ def task_of(config: Config) -> Task:
 def prepare(config: Config) -> Task:
     """Starts TensorFlow on the devices, and in the cluster, that the settings ask for.
 
-    To be called before anything else that makes TensorFlow start, such as a tensor in
-    callbacks.py: devices and cluster are fixed from then on. Calling it again changes nothing.
+    To be called before anything else does, such as a tensor in callbacks.py: devices and cluster
+    are fixed from then on. Where there are too few virtual ones, replicas share one.
 
     Raises:
         SetupError: the workers of this machine cannot share its GPUs.
@@ -68,9 +67,8 @@ def _take_share(gpus: list[tf.config.PhysicalDevice], task: Task) -> list[Any]:
     each, left = divmod(len(gpus), task.processes)
     if left:
         raise SetupError(
-            f"workers: {task.processes} workers cannot share {len(gpus)} GPUs evenly; take a "
-            "number that divides it, or choose GPUs with CUDA_VISIBLE_DEVICES (empty: train on "
-            "the CPU)."
+            f"workers: {task.processes} workers cannot share {len(gpus)} GPUs evenly; take another "
+            "number, or choose GPUs with CUDA_VISIBLE_DEVICES (empty: train on the CPU)."
         )
     return gpus[task.index * each :][:each]
 

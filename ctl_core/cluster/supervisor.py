@@ -86,16 +86,17 @@ def supervise(
             if not crashed:
                 return codes[0]
             ended = ", ".join(_describe_end(index, codes[index]) for index in crashed)
+            ended += f" (see {folder})"
             if failed := [index for index in sorted(crashed) if codes[index] in FAILED]:
                 if failed[0] > 0:  # the chief has shown its own error
-                    print(f"error: {ended} (see {folder})", file=sys.stderr, flush=True)
+                    print(f"error: {ended}", file=sys.stderr, flush=True)
                 return codes[failed[0]]
             if signals.received:
                 return 128 + signals.received
             if restarts < max_restarts:
                 again = f"restarting from the last checkpoint ({restarts + 1} of {max_restarts})"
-                print(f"warning: {ended} (see {folder}); {again}", flush=True)
-    raise RunError(f"{ended} (see {folder}), and max_restarts is {max_restarts}; giving up.")
+                print(f"warning: {ended}; {again}", flush=True)
+    raise RunError(f"{ended}, and max_restarts is {max_restarts}; giving up.")
 
 
 def _describe_end(index: int, code: int) -> str:

@@ -1,9 +1,8 @@
 """Which process of a cluster this one is, by ``TF_CONFIG``; and the wait for the others.
 
-Nothing else tells it. The supervisor of ``--workers`` writes it for its workers; elsewhere the
-files of launch/ do, or the cluster itself. The form is TensorFlow's: ``{"cluster": {"worker":
-["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}``; ``"shares_gpus": true``
-is ours.
+The supervisor of ``--workers`` writes it for its workers; elsewhere the files of launch/ do, or the
+cluster itself. The form is TensorFlow's: ``{"cluster": {"worker": ["host1:2222", "host2:2222"]},
+"task": {"type": "worker", "index": 0}}``; ``"shares_gpus": true`` is ours.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert prepare(2) == [(gpus[2:], "GPU"), (gpus[2], True), (gpus[3], True)]
     assert prepare(2, devices=2) == [([], "GPU")]
-    with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; take a"):
+    with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; take"):
         prepare(3)
 
 
