@@ -27,6 +27,7 @@ from ctl_core.compat import (
     scratch_graph,
 )
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
+from ctl_core.graph import is_executable
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.hooks.recording import Recording, unfrozen
@@ -45,14 +46,14 @@ from ctl_core.model.parts import Parts, Written
 from ctl_core.model.state import State
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, RateSchedule, rate_for_hooks
-from ctl_core.numerics.precision import LossScale, lower_dtypes, policy
+from ctl_core.numerics.not_finite import LossScale
+from ctl_core.numerics.precision import policy
 from ctl_core.numerics.replicas import WeightAverage, moving_statistics
 from ctl_core.numerics.variables import is_summed, plain_variable, trainable_variables, walk
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, brief
 from ctl_core.run.settings import Config
 from ctl_core.step import change_gradients
-from ctl_core.stretches import count_stacked_steps
 
 
 @contextlib.contextmanager
@@ -140,13 +141,13 @@ class _Builder:
                 lr=rate,
                 step_variable=step,
                 jit_compile=config.jit_compile,
-                notes_losses=config.on_nan != "ignore",
                 train_metrics=self._create("create_train_metrics"),
             )
             parts, objectives, weights = self._trace_forward(parts)
             parts = self._create_optimizers(parts, rate, objectives)
             self._trace_update(parts)
-            precisions = sorted({*lower_dtypes(recording.layers), config.precision} - {"float32"})
+            computed_in = {config.precision, *(layer.compute_dtype for layer in recording.layers)}
+            precisions = sorted(computed_in & {"bfloat16", "float16"})
             with recording.during("ema"):
                 ema = config.ema
                 average = None if ema is None else WeightAverage(ema, weights, strategy)
@@ -178,8 +179,7 @@ class _Builder:
             )
         _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
         recording.fix()
-        stacked = count_stacked_steps(parts, data)
-        data.begin(count_batches(data.dataset, stacked) if stacked else 0)
+        data.begin(count_batches(data.dataset) if is_executable(parts, data) else 0)
         return State(
             config=config,
             run_dir=self.run.path,

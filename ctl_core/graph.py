@@ -2,32 +2,50 @@
 
 One takes many steps in a call; others take one and return the values that due hooks name. What a
 step does is step.py's part.
+
+With ``jit_compile``, and one replica, a step is one XLA executable, and so are many whose batches
+were read at once (prefetch.py): the sum over several replicas would have to leave it. The position
+in the data is that of the last step whatever is in one executable.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from ctl_core.compat import with_called
+from ctl_core.compat import GraphWriter, with_called
 from ctl_core.hooks.recording import read_flags
+from ctl_core.input.stream import Input
 from ctl_core.model.failures import numerics_checked
+from ctl_core.model.parts import Parts
 from ctl_core.model.state import State
-from ctl_core.numerics.not_finite import (
-    Note,
-    Noted,
-    create_arrays,
-    of_step,
-    summarize,
-    unite_notes,
-    write_note,
-)
 from ctl_core.numerics.reduction import PIECES, join_for_host
-from ctl_core.step import StepResult, train_step
-from ctl_core.stretches import LOSS, count_stacked_steps, train_one, train_stretches
+from ctl_core.step import refuse_summaries, train_step
+
+_LOSS = frozenset({"loss"})
+
+
+def is_executable(parts: Parts, data: Input) -> bool:
+    """Returns whether XLA compiles the step as a whole: on one replica, of batches of one shape."""
+    shape = parts.shape
+    return (
+        parts.jit_compile
+        and shape.replicas == 1
+        and shape.batch % shape.accumulate_steps == 0
+        and not data.whole
+        and all(
+            isinstance(spec, tf.TensorSpec)
+            and spec.dtype != tf.string
+            and spec.shape.is_fully_defined()
+            and spec.shape.rank > 0
+            for spec in tf.nest.flatten(data.dataset.element_spec)
+        )
+    )
 
 
 class StepFunctions:
@@ -35,18 +53,23 @@ class StepFunctions:
 
     Attributes:
         devices: this process's replica devices
-        noted: which steps of the last calls had losses that are not finite; None: nobody looks
+        notes: what was noted of the steps of each call, a float32 vector, see ``note_update``
     """
 
     def __init__(self, state: State, summaries: tf.summary.SummaryWriter) -> None:
         """``summaries`` writes those of the hooks in the graph."""
         self.devices = tuple(state.strategy.extended.worker_devices)
-        self.noted: Noted | None = None
+        self.notes: list[np.ndarray] = []
         self._state = state
-        self._summaries = summaries
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
         self._frozen: tuple[bool, ...] = ()
-        self._stacks = count_stacked_steps(state.parts, state.data) > 0
+        self._is_executable = is_executable(state.parts, state.data)
+        self._summaries = GraphWriter(refuse_summaries) if self._is_executable else summaries
+        self._parts = state.parts
+        if self._is_executable:
+            self._parts = dataclasses.replace(state.parts, jit_compile=False, in_executable=True)
+        # What comes out of a loop; all else is returned of a step that is not part of one.
+        self._of_loop = _LOSS if state.data.unit else frozenset()
         self.refresh()
 
     def refresh(self) -> None:
@@ -68,94 +91,120 @@ class StepFunctions:
 
         All are in one graph call, but for a last one whose values do not come out of a loop.
         """
-        if self._can_loop(fetches):
-            pieces, values, _, noted = self.trace(fetches)(tf.constant(steps, tf.int64))
+        take = self.trace(fetches)
+        if fetches <= self._of_loop:
+            pieces, values, _, notes = take(tf.constant(steps))
         else:
             if steps > 1:
                 self.take_steps(steps - 1)
-            pieces, values, _, noted = self.trace(fetches)()
-        if self._state.parts.notes_losses:
-            self.noted = (self.noted or Noted()).then(Noted(*noted.numpy().tolist()))
-        return {**values, **{name: _join_pieces(several) for name, several in pieces.items()}}
-
-    def _can_loop(self, fetches: frozenset[str]) -> bool:
-        """Returns whether a step that returns these may be the last of a loop."""
-        return not fetches or (fetches == LOSS and self._stacks)
+            pieces, values, _, notes = take()
+        self.notes.append(notes.numpy())
+        for name, several in pieces.items():  # of each replica and micro-batch
+            values[name] = tf.nest.map_structure(join_for_host, *several)
+        return values  # type: ignore[no-any-return]
 
     def trace(self, fetches: frozenset[str] = frozenset()) -> Any:
         """Returns the concrete function for what is frozen now, traced if it is the first time.
 
-        It spares each call the search for the right trace. A loop takes the number of steps. Each
-        returns pieces of output and batch by name, other values by name, what nobody uses, and the
-        numbers of ``Noted``.
+        A loop takes the number of steps. Each returns pieces of output and batch by name, other
+        values by name, what nobody uses, and the notes.
         """
-        key = (self._frozen, fetches)
+        is_loop = fetches <= self._of_loop
+        key = (self._frozen, self._of_loop if is_loop else fetches)
         if key not in self._graphs:
-            define = self._define_loop if self._can_loop(fetches) else self._define_step
             with numerics_checked(self._state.config.detect_anomaly):
-                self._graphs[key] = define(fetches).get_concrete_function()
+                function = self._define_loop() if is_loop else self._define_step(fetches)
+                self._graphs[key] = function.get_concrete_function()
         return self._graphs[key]
 
-    def _define_loop(self, fetches: frozenset[str]) -> Any:
-        state, parts = self._state, self._state.parts
+    def _define_loop(self) -> Any:
+        parts, data = self._parts, self._state.data
+        zeros = {name: tf.zeros([]) for name in parts.optimizers}
+        no_values = {name: zeros.get("", zeros) for name in self._of_loop}
 
-        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+        @tf.function(jit_compile=True, autograph=False)
+        def stretch(stacked: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor) -> Any:
+            def take(done: tf.Tensor, notes: Any, _: Any) -> tuple[tf.Tensor, Any, Any]:
+                # By gather: the index of a slice would be a constant of the executable.
+                batch = tf.nest.map_structure(lambda part: tf.gather(part, first + done), stacked)
+                step = before + tf.cast(done, tf.int64) + 1
+                note, values = self._take_step(data.deal_out(batch), self._of_loop, step)
+                values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), values)
+                return done + 1, notes.write(done, note), values
+
+            start = (tf.constant(0), _create_notes(data.unit), no_values)
+            _, notes, values = tf.while_loop(lambda done, *_: done < steps, take, start)
+            return notes.stack(), values
+
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
         def take_many(steps: tf.Tensor) -> tuple[Any, dict[str, Any], Any, tf.Tensor]:
             before = parts.step_variable.read_value()
-            if self._stacks:
-                loss, noted = train_stretches(parts, state.data, before, steps, fetches)
-                with tf.control_dependencies([noted]):
-                    parts.step_variable.assign_add(steps)
-                return {}, {"loss": loss.get("", loss)} if fetches else {}, [], noted
 
-            def take_one(done: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
-                step = before + done + 1
-                with self._summaries.as_default(step):
-                    result = train_step(parts, state.data, fetches, step)
-                if result.notes:
-                    note = unite_notes(self._local_notes(result))
-                    arrays = write_note(arrays, done, note)
-                return done + 1, arrays
+            def take(done: tf.Tensor, notes: Any, _: Any) -> tuple[tf.Tensor, Any, Any]:
+                taken = before + tf.cast(done, tf.int64)
+                if not data.unit:
+                    note, values = self._draw_and_take(self._of_loop, taken + 1)
+                    return done + 1, notes.write(done, note), values
+                stacked, first, number = data.iterator.take(steps - done)
+                found, values = stretch(stacked, first, taken, number)
+                notes = notes.scatter(done + tf.range(number), found[:number])
+                return done + number, notes, values
 
-            start = (tf.constant(0, tf.int64), create_arrays(steps))
-            done, arrays = tf.while_loop(lambda done, _: done < steps, take_one, start)
-            parts.step_variable.assign_add(done)  # not of steps that have failed
-            losses, nans = (array.stack() for array in arrays)
-            return {}, {}, [], summarize(losses, nans, before)
+            start = (tf.constant(0), _create_notes(steps), no_values)
+            done, notes, values = tf.while_loop(lambda done, *_: done < steps, take, start)
+            parts.step_variable.assign_add(tf.cast(done, tf.int64))  # not of steps that have failed
+            return {}, values, [], notes.stack()
 
         return take_many
 
     def _define_step(self, fetches: frozenset[str]) -> Any:
-        state, parts = self._state, self._state.parts
-        local = state.strategy.experimental_local_results
+        parts, local = self._parts, self._parts.strategy.experimental_local_results
 
         # An argument that is not needed would take each call some ten microseconds.
         @tf.function(autograph=False, input_signature=[])
         def take_one() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
-            step = parts.step_variable.read_value() + 1
-            with self._summaries.as_default(step):
-                take = train_one if self._stacks else train_step
-                result = take(parts, state.data, fetches, step)
-            noted = of_step(self._local_notes(result), step)
-            values = result.fetch(fetches)
-            taken = [noted, *tf.nest.flatten(values, expand_composites=True)]
+            note, values = self._draw_and_take(fetches, parts.step_variable.read_value() + 1)
+            taken = [note, *tf.nest.flatten(values, expand_composites=True)]
             with tf.control_dependencies([part for one in taken for part in local(one)]):
                 parts.step_variable.assign_add(1)
-            pieces: dict[str, Any] = {}
-            for name in fetches & {*PIECES}:  # one replica's micro-batches after another's
-                of_replicas = zip(*map(self._by_replica, values.pop(name)), strict=True)
-                pieces[name] = list(itertools.chain.from_iterable(of_replicas))
+            pieces = {  # one replica's micro-batches after another's
+                name: list(itertools.chain(*self._by_replica(values.pop(name))))
+                for name in fetches & {*PIECES}
+            }
             firsts = tf.nest.map_structure(lambda value: local(value)[0], values)
             # What is the same on all replicas is returned of all, though one is used: TensorFlow
             # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
             # the replicas' variables would no longer be equal.
             rest = [local(value)[1:] for value in tf.nest.flatten(values)]
-            return pieces, firsts, rest, noted
+            return pieces, firsts, rest, note[None]
 
         return take_one
 
-    def _local_notes(self, result: StepResult) -> list[Note]:
-        return list(itertools.chain(*self._by_replica(result.notes)))
+    def _draw_and_take(self, fetches: frozenset[str], step: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """Takes a step on a batch of its own, as ``_take_step`` does."""
+        data = self._state.data
+        if not self._is_executable:
+            return self._take_step(data.draw(), fetches, step)
+
+        @tf.function(jit_compile=True, autograph=False)
+        def take(batch: Any, step: tf.Tensor) -> tuple[tf.Tensor, Any]:
+            return self._take_step(data.deal_out(batch), fetches, step)
+
+        return take(next(data.iterator), step)  # type: ignore[no-any-return]
+
+    def _take_step(
+        self, dealt: tuple[Any, Any], fetches: frozenset[str], step: tf.Tensor
+    ) -> tuple[tf.Tensor, Any]:
+        """Takes a step on what ``Input.deal_out`` returns.
+
+        Returns:
+            What all local replicas have noted, in all turns, in one number; and values by name.
+        """
+        with self._summaries.as_default(step):
+            result = train_step(self._parts, *dealt, fetches, step)
+        local = self._parts.strategy.experimental_local_results
+        note = tf.add_n([part for one in result.notes for part in local(one)])
+        return note, result.fetch(fetches)
 
     def _by_replica(self, values: Any) -> list[Any]:
         """Returns the structure that each of this process's replicas has."""
@@ -166,6 +215,5 @@ class StepFunctions:
         ]
 
 
-def _join_pieces(pieces: list[Any]) -> Any:
-    """Returns the whole output or batch, of that of each replica and micro-batch."""
-    return tf.nest.map_structure(lambda *parts: join_for_host(parts), *pieces)
+def _create_notes(steps: Any) -> tf.TensorArray:
+    return tf.TensorArray(tf.float32, steps, element_shape=[])

@@ -7,10 +7,9 @@ above it one of them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -29,15 +28,8 @@ from ctl_core.model.forward import (
     settle_written,
 )
 from ctl_core.model.parts import Parts
-from ctl_core.numerics.not_finite import Note, note_update
-from ctl_core.numerics.precision import are_finite
-from ctl_core.numerics.reduction import (
-    PIECES,
-    accumulate,
-    divide,
-    for_optimizer,
-    sum_over_replicas,
-)
+from ctl_core.numerics.not_finite import are_finite, note_update
+from ctl_core.numerics.reduction import PIECES, accumulate, join, multiply, sum_over_replicas
 from ctl_core.numerics.variables import plain_variable
 
 _ONCE_IN_MICRO_BATCH = (
@@ -47,22 +39,14 @@ _ONCE_IN_MICRO_BATCH = (
 )
 
 
-class Batches(Protocol):
-    """What a step draws its global batch from: the input, or a stack of batches drawn before."""
-
-    def draw(self) -> tuple[Callable[[Any], Any], Any]:
-        """Returns what deals out micro-batches, and the number of examples: see ``Input.draw``."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step returns; all values are those of all replicas, as ``strategy.run`` gives them.
 
     Attributes:
         loss: by objective, its sum over the replicas; empty where nobody asks for it
         gradients, update_gradients, display_gradients: by objective
         output, batch: of the last turn, one for each micro-batch; empty where nobody asks for them
-        notes: of losses and gradients that are not finite, by turn; empty where nobody looks
+        notes: by turn, see ``note_update``
     """
 
     loss: dict[str, Any]
@@ -71,7 +55,7 @@ class StepResult:
     display_gradients: dict[str, Any]
     output: list[Any]
     batch: list[Any]
-    notes: list[Note]
+    notes: list[Any]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Any]:
         """Returns the values of these names; of a single objective, without its name."""
@@ -91,7 +75,7 @@ def make_gradients(
     trained: dict[str, list[Any]],
     examples: Any,
     asks_for_loss: bool,
-) -> dict[str, Any]:
+) -> StepResult:
     """Sums what replicas contribute, once, and calls ``update_pre``; nothing is applied yet.
 
     Args:
@@ -100,23 +84,22 @@ def make_gradients(
         trained: by objective, the variables of the gradients
         examples: how many the global batch has
         asks_for_loss: whether a host hook does
-
-    Returns:
-        ``loss``, if anybody asks for it, ``gradients``, ``update_gradients`` and
-        ``display_gradients``, each by objective, and ``notes``.
     """
-    asks_for_loss = asks_for_loss or "loss" in parts.hooks.update_pre.arguments
-    summed = sum_contributions(parts, contributed, asks_for_loss)
+    hook = parts.hooks.update_pre
+    summed = sum_contributions(parts, contributed, asks_for_loss or "loss" in hook.arguments)
     counts = parts.shape.count_rows_of(replica_id(), examples)
     with counting_rows(*counts):
         updates, displays = change_gradients(parts, contributed, summed, trained)
-    found = {**summed, "update_gradients": updates, "display_gradients": displays, "notes": []}
-    if parts.notes_losses:
-        # Those that the default turns into 0; with a loss scale, such an update is skipped.
-        counts_nans = parts.hooks.update_pre.is_default and parts.loss_scale is None
-        gradients = itertools.chain(*summed["gradients"].values()) if counts_nans else None
-        found["notes"] = [note_update(contributed["loss"], gradients)]
-    return found
+    # The default turns NaN into 0; with a loss scale, such an update is skipped.
+    counts_nans = hook.is_default and parts.loss_scale is None
+    counted = itertools.chain(*summed["gradients"].values()) if counts_nans else ()
+    return StepResult(
+        **summed,
+        update_gradients=updates,
+        display_gradients=displays,
+        **{name: contributed.get(name, []) for name in PIECES},
+        notes=[note_update(contributed["loss"], counted)],
+    )
 
 
 def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool) -> dict[str, Any]:
@@ -128,9 +111,9 @@ def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool
     values = {name: contributed[name] for name in names}
     values = sum_over_replicas(values, parts.shape.replicas, parts.in_executable)
     if parts.loss_scale is not None:
-        values["gradients"] = parts.loss_scale.divide(values["gradients"])
+        values["gradients"] = multiply(values["gradients"], 1.0 / parts.loss_scale.value)
     if (weight := values.pop("weight", None)) is not None:
-        values = tf.nest.map_structure(lambda value: divide(value, weight), values)
+        values = multiply(values, tf.math.reciprocal_no_nan(weight))
     return {"loss": {}, **values}
 
 
@@ -139,13 +122,18 @@ def change_gradients(
 ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     """Calls ``update_pre`` for each objective; returns what is applied and what is shown."""
     hook = parts.hooks.update_pre
+    pieces = {
+        name: several[0] if len(several) == 1 else tf.nest.map_structure(join, *several)
+        for name, several in contributed.items()
+        if name in PIECES and name in hook.arguments
+    }
     updates: dict[str, list[Any]] = {}
     displays: dict[str, Any] = {}
     for name, gradients in summed["gradients"].items():
         if not gradients:  # all of this objective's variables are frozen
             updates[name], displays[name] = [], []
             continue
-        values = {**contributed, **parts.values(), "objective": name or None}
+        values = {**pieces, **parts.values(), "objective": name or None}
         values |= {"gradients": gradients, "all_gradients": summed["gradients"]}
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
         with gradients_are_summed():
@@ -164,16 +152,12 @@ def change_gradients(
 def apply_gradients(
     parts: Parts, updates: dict[str, list[Any]], trained: dict[str, list[Any]]
 ) -> None:
-    """Lets each objective's optimizer apply what ``update_pre`` returned for it, if anything.
-
-    It does not reduce again.
-    """
+    """Lets optimizers apply what ``update_pre`` returned for them; they do not reduce again."""
     for name, gradients in updates.items():
-        optimizer = parts.optimizers[name]
-        pairs = list(zip(for_optimizer(optimizer, gradients), trained[name], strict=True))
-        if pairs:
+        if pairs := list(zip(gradients, trained[name], strict=True)):
+            apply = parts.optimizers[name].apply_gradients
             with gradients_are_summed():
-                call_made(parts.hooks.create_opt, optimizer.apply_gradients, pairs)
+                call_made(parts.hooks.create_opt, apply, pairs)
 
 
 def refuse_summaries() -> None:
@@ -187,19 +171,25 @@ def refuse_summaries() -> None:
 # ---- Over all replicas ---------------------------------------------------------------------------
 
 
-def train_step(parts: Parts, data: Batches, fetches: frozenset[str], step: tf.Tensor) -> StepResult:
-    """Takes a step: one update on a batch of its own, or one on the same batch for each turn.
+def train_step(
+    parts: Parts,
+    deal: Callable[[Any], Any],
+    examples: Any,
+    fetches: frozenset[str],
+    step: tf.Tensor,
+) -> StepResult:
+    """Takes a step: one update on a global batch, or one on the same batch for each turn.
 
     Args:
         parts: what the step is made of
-        data: where a global batch is drawn from
+        deal: deals out micro-batches of the global batch, see ``Input.deal_out``
+        examples: how many it has
         fetches: names of the values that are wanted, out of ``table.OBSERVED``; what nobody wants
             is not computed
         step: the number of the step, an int64 scalar
     """
     if parts.assign_rate is not None:
         parts.assign_rate(step)
-    deal, examples = data.draw()
     if parts.hooks.turns:
         batch = deal(0)
         deal = lambda _: batch  # noqa: E731
@@ -209,7 +199,7 @@ def train_step(parts: Parts, data: Batches, fetches: frozenset[str], step: tf.Te
         for field in ("loss", "gradients", "update_gradients", "display_gradients")
     }
     notes = [note for one in results for note in one.notes]
-    return dataclasses.replace(results[-1], **by_objective, notes=notes)
+    return results[-1]._replace(**by_objective, notes=notes)
 
 
 def make_update(
@@ -250,29 +240,23 @@ def make_update(
         contributed = on_replicas(function, share)
         return on_replicas(settle_written, parts, contributed, before, *share[1:])
 
-    def update(contributed: dict[str, Any]) -> dict[str, Any]:
-        found = make_gradients(parts, contributed, trained, examples, "loss" in fetches)
-        if scale is None:
-            apply_gradients(parts, found["update_gradients"], trained)
-            return found
-        return {**found, "finite": are_finite(found["gradients"])}
-
-    contributed, pieces = accumulate(strategy, steps, contribute_all)
-    found = on_replicas(update, contributed)
-    if scale is None:
+    def finish() -> None:
+        on_replicas(lambda updates: apply_gradients(parts, updates, trained), made.update_gradients)
         finish_update(parts, trained)
+
+    contributed = accumulate(on_replicas, steps, contribute_all)
+    made: StepResult = on_replicas(
+        lambda one: make_gradients(parts, one, trained, examples, "loss" in fetches), contributed
+    )
+    if scale is None:
+        finish()
     else:  # a replica cannot decide on its own
-        finite = strategy.experimental_local_results(found.pop("finite"))[0]
-
-        def apply_if_finite() -> None:
-            updates = found["update_gradients"]
-            on_replicas(lambda one: apply_gradients(parts, one, trained), updates)
-            finish_update(parts, trained)
-
-        tf.cond(finite, apply_if_finite, lambda: None)
+        gradients = tf.nest.flatten(made.gradients)
+        local = strategy.experimental_local_results
+        finite = are_finite([local(gradient)[0] for gradient in gradients])
+        tf.cond(finite, finish, lambda: None)
         scale.adjust(finite)
-    output, batch = pieces.get("output", []), pieces.get("batch", [])
-    return StepResult(output=output, batch=batch, **found)
+    return made
 
 
 def finish_update(parts: Parts, trained: dict[str, list[Any]]) -> None:

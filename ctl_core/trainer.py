@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
+
 from ctl_core.build import create_state, process_state
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run, open_session
@@ -265,7 +267,10 @@ class Trainer:
         Raises:
             RunError: the loss is not finite and ``on_nan`` is stop; or the processes differ.
         """
-        noted, self.functions.noted = self.functions.noted or Noted(), None
+        notes, self.functions.notes = self.functions.notes, []
+        noted = Noted()
+        if notes and self.state.config.on_nan != "ignore":
+            noted = Noted.from_notes(np.concatenate(notes), step)
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
             save=self.checkpoints.save_requested or self._schedule.is_time_to_save(),

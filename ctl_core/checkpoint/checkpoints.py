@@ -326,4 +326,4 @@ class Checkpoints:
             # Without them, the mean differs by the order of sums only.
             with contextlib.suppress(*UNREADABLE):
                 own.read(str(self._own_part(folder, record.step)))
-                self.statistics.put_back()
+                self.statistics.copies.put_back()

@@ -129,10 +129,10 @@ def take_rows(tensor: Any, first: Any, size: Any) -> Any:
         return tf.sparse.slice(tensor, start, tf.concat([rows, tensor.dense_shape[1:]], 0))
     if tensor.shape.rank == 0:
         return tensor
-    part = tensor[first : first + size]
     if isinstance(size, int) and not isinstance(tensor, tf.RaggedTensor):
-        part = tf.ensure_shape(part, [size, *tensor.shape[1:]])
-    return part
+        rest = [-1 if length is None else length for length in tensor.shape[1:]]
+        return tf.slice(tensor, [first, *(0 for _ in rest)], [size, *rest])
+    return tensor[first : first + size]
 
 
 def keep_rows_if(present: Any, values: Any) -> Any:

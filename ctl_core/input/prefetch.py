@@ -12,6 +12,7 @@ from ctl_core.compat import is_tuned
 # A unit stands in every checkpoint, and so do those that are read ahead.
 UNIT_BYTES = 2**20
 _AHEAD = 2
+_MOST = 100  # steps: more in one executable gain nothing
 _FEW = 10  # steps: where a unit is for fewer, drawing batches is not what takes the time
 
 
@@ -65,18 +66,18 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
                 tf.Variable(tf.zeros([number, *part.shape], part.dtype), trainable=False)
                 for part in tf.nest.flatten(spec)
             ]
-            self._drawn = tf.Variable(number, dtype=tf.int64, trainable=False, name="drawn")
+            self._drawn = tf.Variable(number, dtype=tf.int32, trainable=False, name="drawn")
 
     def __next__(self) -> Any:
         """Returns the next batch."""
-        unit, first, _ = self.take(tf.constant(1, tf.int64))
+        unit, first, _ = self.take(tf.constant(1))
         return tf.nest.map_structure(lambda stacked: stacked[first], unit)
 
     def take(self, limit: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
         """Draws batches: as many as the unit has left, or those asked for, if they are fewer.
 
         Args:
-            limit: how many at most, an int64 scalar
+            limit: how many at most, an int32 scalar
 
         Returns:
             The unit, stacked; the index of the first that is drawn; how many are.
@@ -95,12 +96,12 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
         return tf.constant(0)
 
 
-def count_batches(dataset: tf.data.Dataset, most: int) -> int:
-    """Returns how many batches a unit has, ``most`` at most; 0 where units do not pay.
+def count_batches(dataset: tf.data.Dataset) -> int:
+    """Returns how many batches a unit has; 0 where units do not pay.
 
     They do not where batches are so large that drawing them costs next to nothing.
     """
     specs = tf.nest.flatten(dataset.element_spec)
     size = sum(spec.dtype.size * math.prod(spec.shape.as_list()) for spec in specs)
-    number = min(most, UNIT_BYTES // max(size, 1))
+    number = min(_MOST, UNIT_BYTES // max(size, 1))
     return number if number >= _FEW else 0

@@ -123,10 +123,9 @@ class Input:
             value for each replica of this process; and how many examples the global batch has,
             a number or an int32 tensor.
         """
-        local, replicas = local_replicas(self._strategy), self.shape.replicas
-        first = first_replica(self._strategy)
-
         if self.whole:
+            local, replicas = local_replicas(self._strategy), self.shape.replicas
+            first = first_replica(self._strategy)
 
             def deal_elements(_: Any) -> Any:
                 elements = [next(self.iterator) for _ in range(replicas)]
@@ -135,7 +134,12 @@ class Input:
 
             return deal_elements, self.shape.batch
 
-        batch = next(self.iterator)
+        return self.deal_out(next(self.iterator))
+
+    def deal_out(self, batch: Any) -> tuple[Callable[[Any], Any], Any]:
+        """Returns the same as ``draw``, of a global batch that is drawn."""
+        local, replicas = local_replicas(self._strategy), self.shape.replicas
+        first = first_replica(self._strategy)
         examples = self._rows or count_rows(batch)
         if self._counted is not None:
             self._counted.assign_add(tf.cast(examples, tf.int64))

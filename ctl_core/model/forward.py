@@ -22,7 +22,7 @@ from ctl_core.input.batches import keep_rows_if
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.precision import to_float32
-from ctl_core.numerics.reduction import PIECES
+from ctl_core.numerics.reduction import PIECES, multiply
 from ctl_core.numerics.variables import variable_name
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, frames_of
@@ -205,9 +205,9 @@ def forward_backward(
         share: the fields of a ``batches.Share``
 
     Returns:
-        ``loss`` and ``gradients``, dicts by objective, and what is kept; with a weight also
-        ``weight``, what the batch weighs divided by B. With a loss scale the gradients are those of
-        the scaled objectives. And by objective the variables that have a gradient.
+        ``loss`` and ``gradients``, dicts by objective, and what is kept, in lists; with a weight
+        also ``weight``, what the batch weighs divided by B. With a loss scale the gradients are
+        those of the scaled objectives. And by objective the variables that have a gradient.
     """
     batch, rows, present, together = share
     scale = parts.loss_scale
@@ -215,7 +215,7 @@ def forward_backward(
         with tf.GradientTape(persistent=len(parts.optimizers) > 1) as tape:
             objectives, made = compute_objectives(parts, batch, examples, rows, present)
             scaled = {
-                name: one.value if scale is None else scale.multiply(one.value)
+                name: one.value if scale is None else multiply(one.value, scale.value)
                 for name, one in objectives.items()
             }
         pairs = {
@@ -227,7 +227,7 @@ def forward_backward(
     found = {
         "loss": {name: one.value for name, one in objectives.items()},
         "gradients": {name: [g for g, _ in several] for name, several in pairs.items()},
-        **{name: made[name] for name in kept},
+        **{name: [made[name]] for name in kept},
     }
     if made["weight"] is not None:
         found["weight"] = made["weight"] / parts.shape.batch

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.input.batches import BatchShape
-from ctl_core.numerics.precision import LossScale
+from ctl_core.numerics.not_finite import LossScale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Parts:
         step_variable: how many steps were taken
         optimizers: the optimizer by objective; a single one under ""
         jit_compile: whether forward and backward pass are compiled with XLA
-        in_executable: whether the whole step is part of one, see stretches.py
-        notes_losses: whether losses that are not finite are noted
+        in_executable: whether the whole step is, whose tensors have fixed sizes then
         loss_scale: what objectives are multiplied by; only in float16
         assign_rate: assigns ``lr`` for a step; None without a schedule
         train_metrics, loss_parts: Keras metrics by name
@@ -67,7 +66,6 @@ class Parts:
     eval_model: Any = None
     jit_compile: bool = False
     in_executable: bool = False
-    notes_losses: bool = False
     loss_scale: LossScale | None = None
     assign_rate: Callable[[tf.Tensor], None] | None = None
     train_metrics: Mapping[str, keras.Metric] = dataclasses.field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,15 +12,9 @@ from ctl_core.numerics.variables import plain_variable, variable_name
 
 
 class OptimizerGroups(tf.Module):
-    """What ``create_opt`` gets when it returns pairs (optimizer, variables), as one optimizer.
-
-    Attributes:
-        optimizers: one for each group
-        built: whether the variables of the optimizers are there
-    """
+    """The pairs (optimizer, variables) that ``create_opt`` returns, as one optimizer."""
 
     def __init__(self, pairs: Sequence[tuple[Any, Iterable[Any]]]) -> None:
-        """Takes the pairs."""
         super().__init__(name="groups")
         self.optimizers = [optimizer for optimizer, _ in pairs]
         self.built = False
@@ -32,26 +25,31 @@ class OptimizerGroups(tf.Module):
     def __getitem__(self, index: int) -> Any:
         return self.optimizers[index]  # hooks name the optimizer as they have returned it
 
-    def _check_groups(self, variables: Iterable[Any]) -> None:
-        """Refuses variables that are trained, and not frozen, and in no group or two."""
-        groups = itertools.chain(*self._groups())
-        counts = collections.Counter(id(plain_variable(one)) for one in groups)
-        for variable in variables:
-            count = counts[id(plain_variable(variable))]
-            if count != 1 and getattr(variable, "trainable", True):
-                where = "no group" if count == 0 else f"{count} groups"
-                raise ValueError(
-                    f"the variable {variable_name(variable)} is in {where}, expected one, also "
-                    "while it is frozen"
-                )
+    def _find_group(self, variable: Any) -> int:
+        """Returns the index of a variable's group; refuses one that is in none, or in several."""
+        plain = plain_variable(variable)
+        own = [
+            index
+            for index, group in enumerate(self._groups())
+            if any(plain_variable(one) is plain for one in group)
+        ]
+        if len(own) != 1:
+            where = f"{len(own)} groups" if own else "no group"
+            raise ValueError(
+                f"the variable {variable_name(variable)} is in {where}, expected one, also "
+                "while it is frozen"
+            )
+        return own[0]
 
     def build(self, variables: Iterable[Any]) -> None:
         """Lets each optimizer make its own variables.
 
         Raises:
-            ValueError: one of the variables is in no group, or in several.
+            ValueError: one of the variables, which is not frozen, is in no group, or in several.
         """
-        self._check_groups(variables)
+        for variable in variables:
+            if getattr(variable, "trainable", True):
+                self._find_group(variable)
         for optimizer, group in zip(self.optimizers, self._groups(), strict=True):
             if callable(getattr(optimizer, "build", None)) and not optimizer.built:
                 optimizer.build(list(group))
@@ -63,13 +61,11 @@ class OptimizerGroups(tf.Module):
         Raises:
             ValueError: a variable is in no group: it was frozen when the groups were made.
         """
-        pairs = list(grads_and_vars)
-        self._check_groups(variable for _, variable in pairs)
-        for optimizer, group in zip(self.optimizers, self._groups(), strict=True):
-            own = {id(plain_variable(variable)) for variable in group}
-            part = [pair for pair in pairs if id(plain_variable(pair[1])) in own]
-            if part:
-                optimizer.apply_gradients(part)
+        by_group = collections.defaultdict(list)
+        for pair in grads_and_vars:
+            by_group[self._find_group(pair[1])].append(pair)
+        for index, pairs in sorted(by_group.items()):
+            self.optimizers[index].apply_gradients(pairs)
 
 
 def is_pairs(made: Any) -> bool:

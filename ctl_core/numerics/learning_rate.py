@@ -1,9 +1,4 @@
-"""The learning rate: a variable that hooks assign to, what is made of it, its schedule.
-
-``create_opt`` is given a ``LearningRate``. Arithmetic with it and numbers goes on following it;
-with tensors, it gives a tensor. Where an optimizer has a schedule of its own, the other hooks are
-given the rate that it uses.
-"""
+"""The learning rate: a variable that hooks assign to, what is made of it, its schedule."""
 
 from __future__ import annotations
 
@@ -23,10 +18,10 @@ from ctl_core.run.settings import Config
 
 
 class Rate(keras.optimizers.schedules.LearningRateSchedule):
-    """A float32 scalar that works as a tensor, in arithmetic and comparisons, and as a number.
+    """A float32 scalar that works as a tensor, in comparisons and arithmetic, and as a number.
 
-    A Keras optimizer takes no tf.Variable as its learning rate but does take a schedule, which this
-    is.
+    A Keras optimizer takes no tf.Variable as its learning rate, but a schedule, as this is. What is
+    made of it and numbers goes on following it: ``lr * 0.1``.
     """
 
     __array_priority__ = 100  # numpy's numbers leave arithmetic to it
@@ -91,10 +86,10 @@ for _word in f"{_ARITHMETIC} {_COMPARISONS}".split():
 
 
 class LearningRate(Rate, tf.Module):
-    """The learning rate as an object that hooks can assign to and checkpoints hold.
+    """What ``create_opt`` is given: hooks assign to it, checkpoints hold it.
 
     Attributes:
-        variable: holds it, a float32 scalar
+        variable: holds the rate, a float32 scalar
         schedule: what assigns ``variable`` at each step, or None
     """
 
@@ -114,20 +109,11 @@ class LearningRate(Rate, tf.Module):
             self.schedule.active.assign(False)
         self.variable.assign(value)
 
-    def assign_add(self, delta: Any) -> None:
-        """Adds to the value."""
-        self.assign(self() + delta)
-
-    def assign_sub(self, delta: Any) -> None:
-        """Subtracts from the value."""
-        self.assign(self() - delta)
-
 
 def rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate:
-    """Returns what hooks are given as ``lr``: what the optimizers use.
+    """Returns what hooks are given as ``lr``: the rate of the first optimizer's next update.
 
-    That is ``lr`` itself, if one of them takes it or a product of it, or none is Keras'; otherwise
-    the rate of the first optimizer, if that has a schedule, for its next update.
+    That is ``lr`` itself, unless no optimizer takes it and the first has a schedule of its own.
     """
     rates = [rate_of(optimizer) for optimizer in optimizers.values()]
     schedule = keras.optimizers.schedules.LearningRateSchedule
@@ -141,8 +127,8 @@ class RateSchedule:
     """What ``lr_schedule`` and ``warmup`` make of ``learning_rate``: warm-up, then a curve.
 
     Attributes:
-        active: whether it holds; a hook that assigns ``lr`` by itself ends it
-        last: how many steps there are, which the curve is spread over; fixed before they are traced
+        active: whether it holds: until a hook assigns ``lr``
+        last: the last step, for which the curve is made; to be known before steps are traced
     """
 
     def __init__(self, config: Config, lr: LearningRate) -> None:
@@ -153,10 +139,7 @@ class RateSchedule:
         lr.schedule = self
 
     def apply(self, step: tf.Tensor) -> None:
-        """Assigns ``lr`` for a step, an int64 scalar from 1 up; in a graph, over all replicas.
-
-        Hooks and optimizers see it there.
-        """
+        """Assigns ``lr`` for a step, an int64 scalar from 1 up; in a graph, over all replicas."""
         value = tf.where(self.active, self._compute(step), self._lr.variable)
         self._lr.variable.assign(value)
 

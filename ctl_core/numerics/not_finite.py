@@ -1,4 +1,7 @@
-"""Losses that are NaN or infinite, and NaN gradients: noted in the graph, told outside of it."""
+"""What becomes NaN or infinite: losses and gradients, noted in the graph and told outside of it.
+
+With float16 such updates are skipped, and the loss is scaled, so that they are few.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,40 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from ctl_core.numerics.variables import create_scalar
+
 NEVER = 2**62
-# What a replica notes of an update: its loss, and whether a gradient has NaN where that is counted.
-Note = tuple[tf.Tensor, ...]
+# Of the loss scale: where it starts, its bounds (one that is infinite could not be halved), and
+# after how many finite updates it doubles.
+INITIAL, LEAST, MOST, PATIENCE = 2.0**15, 1.0, 2.0**64, 2000
+
+
+def note_update(losses: Mapping[str, tf.Tensor], gradients: Iterable[Any]) -> tf.Tensor:
+    """Returns what one replica notes of an update, in one number.
+
+    It is NaN or infinity if one of the losses is, minus infinity if only a gradient has NaN, and
+    otherwise finite; so is a sum of such numbers.
+    """
+    note = tf.abs(tf.add_n([tf.cast(loss, tf.float32) for loss in losses.values()]))
+    values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
+    if values:
+        some = tf.stack([tf.reduce_any(tf.math.is_nan(value)) for value in values])
+        note += tf.math.log(tf.cast(~tf.reduce_any(some), tf.float32))
+    return note
 
 
 @dataclasses.dataclass(frozen=True)
 class Noted:
-    """What is known of some steps; in the graph an int64 vector of the same four numbers.
+    """What is known of some steps.
 
     Attributes:
         first: the first step whose loss was not finite on some replica, or ``NEVER``
         latest: the last such step so far, or 0
         steps: how many such steps there were; in a cluster, on the process with most
-        zeroed: in how many steps ``update_pre`` has turned NaN in a gradient into 0
+        zeroed: in how many others ``update_pre`` has turned NaN in a gradient into 0
     """
 
     first: int = NEVER
@@ -29,8 +50,18 @@ class Noted:
     steps: int = 0
     zeroed: int = 0
 
+    @classmethod
+    def from_notes(cls, notes: np.ndarray, last: int) -> Noted:
+        """Returns what the notes of steps, a vector, say; ``last`` is the step of the last one."""
+        if np.isfinite(notes).all():
+            return cls()
+        steps = np.arange(len(notes)) + last - len(notes) + 1
+        bad = steps[np.isnan(notes) | np.isposinf(notes)].tolist()
+        zeroed = int(np.isneginf(notes).sum())
+        return cls(bad[0], bad[-1], len(bad), zeroed) if bad else cls(zeroed=zeroed)
+
     def then(self, later: Noted) -> Noted:
-        """Adds what a later graph call has found."""
+        """Adds what is known of later steps."""
         return Noted(
             min(self.first, later.first),
             max(self.latest, later.latest),
@@ -39,72 +70,37 @@ class Noted:
         )
 
 
-def note_update(losses: Mapping[str, tf.Tensor], gradients: Iterable[Any] | None) -> Note:
-    """Returns what one replica notes of an update.
+class LossScale:
+    """What objectives are multiplied by, so that float16 gradients do not become 0.
 
-    Args:
-        losses: its objectives by name, floating-point scalars
-        gradients: those whose NaN are counted; None: nobody counts
+    Its ``value`` doubles after 2000 finite updates in a row and is halved by one that is not
+    finite, which is skipped: Micikevicius et al. 2018, Mixed Precision Training.
     """
-    # A sum that is finite has finite parts.
-    loss = tf.add_n([tf.cast(loss, tf.float32) for loss in losses.values()])
-    if gradients is None:
-        return (loss,)
-    values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
-    some = [tf.reduce_any(tf.math.is_nan(value)) for value in values]
-    return loss, tf.reduce_any(tf.stack(some or [False]))
+
+    def __init__(self) -> None:
+        self.value = create_scalar(INITIAL, tf.float32, "scale")
+        self._finite = create_scalar(0, tf.int64, "finite")
+
+    def adjust(self, finite: tf.Tensor) -> None:
+        """Notes whether an update was finite; runs once an update, in a cross-replica context."""
+        count, scale = self._finite + 1, tf.convert_to_tensor(self.value)
+        grown = count >= PATIENCE
+        doubled = tf.where(grown, tf.minimum(scale * 2.0, MOST), scale)
+        self.value.assign(tf.where(finite, doubled, tf.maximum(scale / 2.0, LEAST)))
+        self._finite.assign(tf.where(finite & ~grown, count, 0))
+
+    def complaint(self) -> str | None:
+        """Says that nothing is learnt any more, if the scale cannot fall further."""
+        if self.value.numpy() > LEAST:
+            return None
+        return (
+            "updates are skipped: gradients were not finite in float16, however far the loss was "
+            "scaled down; if the loss is finite with precision float32, take bfloat16."
+        )
 
 
-def unite_notes(notes: Iterable[Note]) -> Note:
-    """Returns the note of a step, of those of its turns and of all local replicas."""
-    losses, *nans = zip(*notes, strict=True)
-    return (tf.add_n(losses), *(tf.reduce_any(tf.stack(several)) for several in nans))
-
-
-def create_arrays(steps: tf.Tensor) -> list[tf.TensorArray]:
-    """Creates arrays for the notes of so many steps: one or two small ops a step fill them."""
-    return [
-        tf.TensorArray(kind, tf.cast(steps, tf.int32), element_shape=[])
-        for kind in (tf.float32, tf.bool)
-    ]
-
-
-def write_note(arrays: list[Any], index: tf.Tensor, note: Note) -> list[Any]:
-    """Returns the arrays with the note of a step in them."""
-    index = tf.cast(index, tf.int32)
-    written = [array.write(index, part) for array, part in zip(arrays, note, strict=False)]
-    return written + arrays[len(written) :]
-
-
-def summarize(losses: tf.Tensor, nans: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
-    """Returns the numbers of ``Noted`` for the steps after ``before``, of each step's note."""
-    steps = before + 1 + tf.range(tf.size(losses, tf.int64), dtype=tf.int64)
-    bad = tf.logical_not(tf.math.is_finite(losses))
-    first = tf.reduce_min(tf.where(bad, steps, NEVER))
-    latest = tf.reduce_max(tf.where(bad, steps, 0))
-    counts = [tf.math.count_nonzero(part) for part in (bad, nans)]
-    return tf.stack([tf.minimum(first, NEVER), tf.maximum(latest, 0), *counts])
-
-
-# Step by step, of scalars alone: in an executable arrays do not grow, and small ops take its time.
-def nothing() -> tf.Tensor:
-    """Returns the numbers of no step."""
-    return tf.constant(dataclasses.astuple(Noted()), tf.int64)
-
-
-def of_step(notes: Iterable[Note], step: tf.Tensor) -> tf.Tensor:
-    """Returns those of one step, of its notes, if there are any."""
-    notes = list(notes)
-    if not notes:
-        return nothing()
-    loss, nans = (*unite_notes(notes), tf.constant(False))[:2]
-    bad = tf.logical_not(tf.math.is_finite(loss))
-    counts = [tf.cast(part, tf.int64) for part in (bad, nans)]
-    never = tf.constant(NEVER, tf.int64)
-    return tf.stack([tf.where(bad, step, never), tf.where(bad, step, 0), *counts])
-
-
-def then(before: tf.Tensor, later: tf.Tensor) -> tf.Tensor:
-    """Adds those of later steps, as ``Noted.then`` does."""
-    first, latest = tf.minimum(before[0], later[0]), tf.maximum(before[1], later[1])
-    return tf.stack([first, latest, before[2] + later[2], before[3] + later[3]])
+def are_finite(gradients: Any) -> tf.Tensor:
+    """Returns whether every entry of all gradients is finite, a scalar bool."""
+    tensors = tf.nest.flatten(gradients, expand_composites=True)
+    floating = [tensor for tensor in tensors if tensor.dtype.is_floating]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in floating])

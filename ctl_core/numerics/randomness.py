@@ -1,8 +1,7 @@
-"""The random generators of a Keras model: saved in checkpoints, and different on each replica.
+"""Random numbers: other ones on each replica, and what draws them.
 
-Keras keeps the state of a SeedGenerator (one in each Dropout layer, say) in a mirrored variable,
-so that every replica would draw the same numbers (Keras pull request 20612), and tf.train
-checkpoints do not reach it.
+Keras keeps the state of a SeedGenerator, one in each Dropout layer say, in a mirrored variable, so
+that every replica would draw the same numbers (Keras pull request 20612).
 """
 
 from __future__ import annotations
@@ -25,14 +24,8 @@ _STRIDE = 1_000_003
 def fold_in_replica_id(generators: list[Any], strategy: tf.distribute.Strategy, task: Task) -> None:
     """Gives each replica seeds of its own, worked out from those of the first of all.
 
-    Done once, after the model is made and restored: new generators have the same seeds
-    everywhere, and a checkpoint holds those of the chief's first replica; the counters are the
-    same on all.
-
-    Args:
-        generators: states of Keras seed generators
-        strategy: whose replicas draw from them
-        task: which of the processes this is
+    Done once, after the model is made and restored: until then all have those of the first. The
+    ``generators`` are the states of Keras seed generators.
     """
     for state in generators:
         own = strategy.experimental_local_results(state)
@@ -45,11 +38,8 @@ def random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[st
     """Names the types of ops in a graph, or in a function that it calls, that keep a random state.
 
     No checkpoint can hold it. They are told by their attribute ``seed``: the ops of
-    ``tf.random.stateless_*`` take a seed as an input. One that was told not to draw is left out.
-
-    Args:
-        graph: where to look
-        others: more types of ops to look for
+    ``tf.random.stateless_*`` take a seed as an input. One that was told not to draw is left out;
+    ``others`` are more types of ops to look for.
     """
 
     def draws(node: Any) -> bool:

@@ -1,10 +1,9 @@
 """What each replica has of its own, such as moving statistics, and copies of variables.
 
-Of batch normalisation, each replica keeps moving statistics of its own batches, of which a
-checkpoint would hold the first replica's. Training does not read them, and they are linear in those
-of the batches, so averaging them before they are read, for an evaluation or a checkpoint, gives
-what averaging after every step would give, and costs nothing per step. Then each goes on with its
-own: when a run was evaluated or saved must not change a bit of it.
+Each replica keeps moving statistics of its own batches. Training does not read them, and they are
+linear in those of the batches, so averaging them before an evaluation or a checkpoint reads them
+gives what averaging after every step would give, and costs nothing per step. Then each goes on with
+its own: when a run was evaluated or saved must not change a bit of it.
 """
 
 from __future__ import annotations
@@ -64,10 +63,7 @@ class ReplicaCopies:
 
 
 def define_copy(sources: Sequence[Any], targets: Sequence[Any]) -> Any:
-    """Returns a graph function that gives variables the values of others.
-
-    All are read before any is assigned.
-    """
+    """Returns a graph function that gives variables the values that others had before."""
 
     @tf.function(autograph=False)
     def copy() -> None:
@@ -80,7 +76,11 @@ def define_copy(sources: Sequence[Any], targets: Sequence[Any]) -> Any:
 
 
 class MovingStatistics:
-    """The moving statistics of the batch normalisations among the layers of a run."""
+    """The moving statistics of the batch normalisations among the layers of a run.
+
+    Attributes:
+        copies: what each replica had before the mean
+    """
 
     def __init__(
         self, layers: list[keras.Layer], strategy: tf.distribute.Strategy, others: Sequence[Any]
@@ -89,14 +89,11 @@ class MovingStatistics:
 
         So do random generators: a replica that had no examples in a step has drawn less.
         """
-        self._strategy = strategy
         several = strategy.num_replicas_in_sync > 1
         self._statistics = moving_statistics(layers) if several else []
-        both = [*self._statistics, *others] if several else []
-        self._copies = ReplicaCopies(strategy, list({id(one): one for one in both}.values()))
-        self._average = tf.function(self._define_average, autograph=False)
+        both = {id(one): one for one in [*self._statistics, *others] if several}
+        self.copies = ReplicaCopies(strategy, list(both.values()))
 
-    def _define_average(self) -> None:
         def on_replica() -> None:
             context = tf.distribute.get_replica_context()
             values = [statistic.read_value() for statistic in self._statistics]
@@ -104,34 +101,24 @@ class MovingStatistics:
             for statistic, mean in zip(self._statistics, means, strict=True):
                 statistic.assign(mean)
 
-        self._strategy.run(on_replica)
+        self._average = tf.function(lambda: strategy.run(on_replica), autograph=False)
 
     def average(self) -> None:
-        """Gives each replica the mean over all replicas.
-
-        Every process of a cluster must call it.
-        """
+        """Gives each replica the mean over all replicas, on every process of a cluster."""
         if self._statistics:
             self._average()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Gives each replica the mean while something reads it, and then its own back.
-
-        Every process of a cluster must enter it.
-        """
-        with self._copies.put_back_after():
+        """Gives each replica the mean while something reads it, and then its own back."""
+        with self.copies.put_back_after():
             self.average()
             yield
 
     @property
     def own(self) -> tf.train.Checkpoint | None:
         """What this process's replicas had before the mean, to be saved; None if it is the same."""
-        return tf.train.Checkpoint(own=self._copies.own) if self._copies.own else None
-
-    def put_back(self) -> None:
-        """Gives this process's replicas what ``own`` holds, after a restore."""
-        self._copies.put_back()
+        return tf.train.Checkpoint(own=self.copies.own) if self.copies.own else None
 
 
 class WeightAverage:

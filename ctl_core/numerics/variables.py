@@ -41,8 +41,7 @@ def is_summed(variable: Any) -> bool:
 def trainable_variables(model: Any) -> list[Any]:
     """Returns the variables of a model that are trained: those of frozen layers are left out.
 
-    Of a Keras model these are its ``trainable_variables``; of a ``tf.Module``, of any other object
-    or a function, those of the Keras layers that it holds, and its own tf.Variables.
+    Of an object or a function, these are those of the Keras layers that it holds, and tf.Variables.
     """
     found: dict[int, Any] = {}
     for item in walk(model):
@@ -64,10 +63,7 @@ def regularization(model: Any) -> Any:
 
 
 def walk(model: Any) -> Iterator[Any]:
-    """Yields the outermost Keras layers and the tf.Variables that a model holds, each once.
-
-    It follows attributes, containers and what functions enclose.
-    """
+    """Yields the outermost Keras layers and the tf.Variables in a model, or what it encloses."""
     seen: dict[int, Any] = {}
     waiting = collections.deque([model])
     while waiting:
