@@ -48,7 +48,6 @@ from ctl_core.run.errors import RunError, SetupError, brief
 from ctl_core.run.files import from_here
 
 _WRITING_TABLES = {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2"}
-_CONSTANT_TABLES = (tf.lookup.StaticHashTable, tf.lookup.StaticVocabularyTable)
 # The hooks whose variables a resumed run cannot do without; others may change between two starts.
 _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
 
@@ -124,7 +123,7 @@ class Checkpoints:
         unsaved = [v.name.split(":")[0] for v in graph.variables if id(v.handle) in written]
         if any(op.type in _WRITING_TABLES for op in with_called(graph.get_operations())):
             named = set(map(id, tf.train.TrackableView(self._state.ckpt).descendants()))
-            tables = [one for one in find_tables(graph) if not isinstance(one, _CONSTANT_TABLES)]
+            tables = [table for table in find_tables(graph) if hasattr(table, "insert")]
             unsaved += ["a lookup table" for table in tables if id(table) not in named]
         if unsaved:
             raise SetupError(
@@ -213,11 +212,7 @@ class Checkpoints:
         return folder / "engine" / f"statistics-{step}-{self._cluster.task.index}"
 
     def wait(self) -> None:
-        """Waits until what is written in the background is on the disk; all processes do.
-
-        Raises:
-            RunError: it could not be written.
-        """
+        """Waits until what is written is on the disk; raises a RunError if it cannot be."""
         with all_write(self._state, self.saved_step):
             self._writer.wait()
 
@@ -231,10 +226,8 @@ class Checkpoints:
     def restore(self, source: Source | None, with_input: bool = True) -> Record | None:
         """Restores a checkpoint: of several that will do the newest that is whole.
 
-        Args:
-            source: says which; None: there is none yet
-            with_input: whether training goes on from here, so that the data must, too; otherwise
-                the weights are averaged with ``ema``
+        Without ``with_input``, training does not go on from here: the data stay where they are, and
+        the weights are averaged with ``ema``.
 
         Returns:
             Its record; None without a source.

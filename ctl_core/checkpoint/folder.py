@@ -25,7 +25,7 @@ from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.run.console import LOG, Console, activate
 from ctl_core.run.errors import CtlError, SetupError
-from ctl_core.run.files import free_name, from_here, is_stdout, lock_file, written_whole
+from ctl_core.run.files import free_name, from_here, is_stdout, lock_file
 from ctl_core.run.listeners import Listener, Listeners, MetricsFile, TrainingLog
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import write_config
@@ -46,9 +46,7 @@ class Run:
 
     Attributes:
         path, ckpt, config_file: runs/NAME, its folder of checkpoints, and its settings
-        task: this process's place in the cluster
         start: the checkpoint that it goes on from, or None
-        summaries: what TensorBoard shows of it
         listeners: hear what it says, once it is opened
         steps_taken: how many steps this process has trained
         whole: checkpoints that are on the disk, until listeners have heard of them
@@ -65,8 +63,7 @@ class Run:
         """Creates the folder and its log, by which it is held; ``reading`` does neither.
 
         Raises:
-            SetupError: it cannot begin as ``fork`` or ``init_from`` say, or another process is
-                training it.
+            SetupError: it cannot begin as the settings say, or another process is training it.
         """
         name = config.run_name or free_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
@@ -110,11 +107,10 @@ class Run:
         ``source`` is what is in the file with the hooks, if there is one.
         """
         write_config(config, self.config_file)
-        with written_whole(self.path / "env.json") as beside:
-            beside.write_text(json.dumps(find_provenance(devices), indent=2) + "\n")
+        provenance = json.dumps(find_provenance(devices), indent=2)
+        (self.path / "env.json").write_text(f"{provenance}\n")
         if source is not None:
-            with written_whole(self.path / COPY) as beside:
-                beside.write_bytes(source)
+            (self.path / COPY).write_bytes(source)
         self._first_step = step
         self.listeners.start(self.path, dataclasses.asdict(config), step)
 

@@ -35,18 +35,15 @@ class Record:
     """What a checkpoint knows besides tensors.
 
     Attributes:
-        step: the step it was taken after
         input: runs that have the same here read the same examples in the same order
         input_saved: whether a position that is whole was saved
-        replicas: how many there were
         learning_rate: the setting, to notice when it is changed
         frozen: the freeze flags of layers and variables
         created: the names of the variables in the engine's part
         progress: see ``state.Progress``
         reader: the position of a reader in Python, as a text
         learnt: what preprocessing layers have learnt, see vocabularies.py
-        format: what ``FORMAT`` was when it was written
-        engine: the version of the engine that wrote it
+        engine: the version of the one that wrote it
     """
 
     step: int
@@ -95,8 +92,7 @@ class Source:
 def read_source(setting: str, text: str, runs_dir: str) -> Source:
     """Reads RUN, RUN@STEP or RUN@best, where RUN is the name of a run in ``runs_dir``, or a folder.
 
-    Raises:
-        SetupError: there is no such run or checkpoint.
+    What is not there is a SetupError.
     """
     name, step = _NAME.fullmatch(text).groups()  # type: ignore[union-attr]
     for folder in (Path(runs_dir) / name, Path(name)):
@@ -118,10 +114,8 @@ def is_model(path: str) -> bool:
 def find_start(config: Config) -> Source | None:
     """Returns the checkpoint that training goes on from; None for a run that begins anew.
 
-    A run that has checkpoints no more needs what it began from.
-
-    Raises:
-        SetupError: what ``fork`` or ``init_from`` say is not there, or the run began otherwise.
+    A run that has checkpoints no more needs what ``fork`` or ``init_from`` say; otherwise, what is
+    not there is a SetupError.
     """
     if config.run_name is not None:
         run = Path(config.runs_dir, config.run_name).absolute()

@@ -19,9 +19,7 @@ from ctl_core.run.files import from_here
 
 
 def load_initial_weights(state: State, console: Console) -> None:
-    """Gives the model of a run that begins the weights of ``init_from``.
-
-    A run is taken with its weights as they were trained, without its optimizer; ``fork`` takes all.
+    """Gives the model of a run that begins the weights of ``init_from``, as they were trained.
 
     Raises:
         SetupError: they cannot be read, or are not those of the model.

@@ -71,7 +71,10 @@ class Vocabularies:
                     f"when the run began ({then} entries then, {today} now); make it from the "
                     "same, or choose another run_name."
                 )
-            _teach(layer, before)
+            if isinstance(layer, keras.layers.Discretization):
+                layer.bin_boundaries = before["bin_boundaries"]
+            else:
+                layer.set_vocabulary(**before)
             self.learnt[path] = before
             console.say(
                 f"{layer.name} had {then} entries in the checkpoint, {today} as create_model made "
@@ -95,10 +98,3 @@ def _read_learnt(layer: keras.Layer) -> dict[str, Any]:
     if layer.output_mode == "tf_idf":
         learnt["idf_weights"] = layer.idf_weights.numpy().tolist()
     return learnt
-
-
-def _teach(layer: keras.Layer, learnt: dict[str, Any]) -> None:
-    if isinstance(layer, keras.layers.Discretization):
-        layer.bin_boundaries = learnt["bin_boundaries"]
-    else:
-        layer.set_vocabulary(**learnt)
