@@ -86,7 +86,9 @@ class Checkpoints:
         )
         self.saved_step, self.save_requested = -1, False
         self._state, self._console, self._cluster = state, console, state.cluster
-        self._folder = Path(manager.directory)
+        self._folder = state.run_dir / "ckpt"
+        if Path(manager.directory) != self._folder:
+            raise state.hooks.create_ckpt.reject("returned a manager that does not use ckpt_path.")
         variables = recording.variables
         held = map(plain_variable, tf.train.TrackableView(ckpt).descendants())
         self._held = [part for part in held if isinstance(part, tf.Variable)]

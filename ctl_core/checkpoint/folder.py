@@ -123,6 +123,8 @@ class Run:
         """Tells the listeners how training has ended: done, ended, stopped, diverged or failed."""
         self.tell_saved()
         self.listeners.tell("end", self._first_step + self.steps_taken, how)
+        if how == "failed" and self.start is None and not self.steps_taken:
+            self.config_file.unlink(missing_ok=True)  # the command, put right, begins the run
 
     def close(self) -> None:
         """Closes the summaries and the log, and lets go of the run."""

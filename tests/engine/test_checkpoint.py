@@ -154,6 +154,12 @@ def test_one_checkpoint_to_keep_is_too_few(train: Train) -> None:
         train(make_hooks(create_ckpt=keep_one))
 
 
+def test_a_manager_of_another_folder_is_refused(train: Train, tmp_path: Path) -> None:
+    hooks = make_hooks(create_ckpt=lambda train_model: create_ckpt(str(tmp_path), train_model))
+    with pytest.raises(ctl_core.SetupError, match="create_ckpt .* a manager that does not use"):
+        train(hooks, steps=1)
+
+
 def test_no_whole_checkpoint_stops_instead_of_starting_over(train: Train) -> None:
     state = train(make_hooks(), steps=10, ckpt_every=5)
     for path in (state.run_dir / "ckpt").glob("ckpt-*.data*"):
