@@ -156,7 +156,7 @@ def test_one_checkpoint_to_keep_is_too_few(train: Train) -> None:
 
 def test_a_manager_of_another_folder_is_refused(train: Train, tmp_path: Path) -> None:
     hooks = make_hooks(create_ckpt=lambda train_model: create_ckpt(str(tmp_path), train_model))
-    with pytest.raises(ctl_core.SetupError, match="create_ckpt .* a manager that does not use"):
+    with pytest.raises(ctl_core.SetupError, match=r"create_ckpt .* a manager that does not use"):
         train(hooks, steps=1)
 
 
