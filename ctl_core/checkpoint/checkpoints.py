@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +111,11 @@ class Checkpoints:
     def check_written(self, graph: Any) -> None:
         """Refuses a step that writes what no checkpoint holds, or what replicas share."""
         strategy, recorded = self._state.strategy, self._state.recording.variables
-
-        def find_handles(variables: Iterable[Any]) -> set[int]:
-            local = strategy.experimental_local_results
-            return {id(part.handle) for variable in variables for part in local(variable)}
-
+        several, local = strategy.num_replicas_in_sync > 1, strategy.experimental_local_results
+        shared = {id(v) for n, v in recorded.items() if several and n.startswith("elsewhere")}
         of_units = getattr(self._state.data.iterator, "variables", ())
-        handles = find_handles([*recorded.values(), *self._held, *of_units])
-        if strategy.num_replicas_in_sync > 1:
-            shared = [v for name, v in recorded.items() if name.startswith("elsewhere")]
-            handles -= find_handles(shared)
+        own = [v for v in (*recorded.values(), *self._held, *of_units) if id(v) not in shared]
+        handles = {id(part.handle) for variable in own for part in local(variable)}
         written = set(map(id, written_resources(graph))) - handles
         unsaved = [v.name.split(":")[0] for v in graph.variables if id(v.handle) in written]
         if any(op.type in _WRITING_TABLES for op in with_called(graph.get_operations())):
