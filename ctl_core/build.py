@@ -183,7 +183,6 @@ class _Builder:
         return State(
             config=config,
             run_dir=self.run.path,
-            whole=self.run.whole,
             parts=parts,
             learning_rate=rate,
             average=average,

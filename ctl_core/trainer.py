@@ -333,7 +333,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
-        self._run.tell_saved()
+        self.checkpoints.tell_saved()
         if self._schedule.save_due(step) or self.checkpoints.save_requested:
             with self.state.clock.paused():
                 self.checkpoints.save()

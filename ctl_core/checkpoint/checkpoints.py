@@ -217,6 +217,12 @@ class Checkpoints:
         """Lets what is written in the background come to its end, well or not."""
         with contextlib.suppress(Exception):  # the run has its own failure to tell
             self._writer.wait()
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Tells the listeners of checkpoints that have become whole."""
+        while self._writer.written and self._console.listeners is not None:
+            self._console.listeners.tell("saved", *self._writer.written.pop(0))
 
     # ---- Restoring -------------------------------------------------------------------------------
 

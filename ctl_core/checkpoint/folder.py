@@ -49,7 +49,6 @@ class Run:
         start: the checkpoint that it goes on from, or None
         listeners: hear what it says, once it is opened
         steps_taken: how many steps this process has trained
-        whole: checkpoints that are on the disk, until listeners have heard of them
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Run:
         self.ckpt, self.config_file = self.path / "ckpt", self.path / "config.yaml"
         self.task = task
         self.steps_taken = self._first_step = 0
-        self.whole: list[tuple[int, Path]] = []
         self.summaries = Summaries(self.path / "tb", task.chief)
         self.listeners = Listeners([MetricsFile(), self.summaries, TrainingLog(note), *listeners])
         LOG.setLevel(logging.INFO)
@@ -114,14 +112,8 @@ class Run:
         self._first_step = step
         self.listeners.start(self.path, dataclasses.asdict(config), step)
 
-    def tell_saved(self) -> None:
-        """Tells the listeners of checkpoints that have become whole."""
-        while self.whole:
-            self.listeners.tell("saved", *self.whole.pop(0))
-
     def end(self, how: str) -> None:
         """Tells the listeners how training has ended: done, ended, stopped, diverged or failed."""
-        self.tell_saved()
         self.listeners.tell("end", self._first_step + self.steps_taken, how)
         if how == "failed" and self.start is None and not self.steps_taken:
             self.config_file.unlink(missing_ok=True)  # the command, put right, begins the run

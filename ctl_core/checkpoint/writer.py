@@ -74,13 +74,17 @@ def _copy_part(part: Any) -> Any:
 
 
 class Writer:
-    """Writes the user's part, the engine's part and the record, in this order."""
+    """Writes the user's part, the engine's part and the record, in this order.
+
+    ``written`` has the step of each that is whole, and what its files begin with.
+    """
 
     def __init__(self, state: State, engine_part: tf.train.Checkpoint) -> None:
         self._state = state
         self._parts = [state.ckpt, engine_part]
         self._copies: list[StagingCopy] = []
         self._pending: Future[None] | None = None
+        self.written: list[tuple[int, Path]] = []
 
     def write(self, record: Record) -> None:
         """Begins to write a checkpoint; what was begun before must have been waited for.
@@ -122,7 +126,7 @@ class Writer:
         write_record(folder, record)
         keep_best(folder, record)
         remove_orphans(folder)
-        self._state.whole.append((record.step, Path(saved)))
+        self.written.append((record.step, Path(saved)))
 
 
 class Divergence:

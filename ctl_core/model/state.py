@@ -97,7 +97,6 @@ class State:
     """The trained state: what ``ctl_core.train`` returns.
 
     Attributes:
-        whole: checkpoints that are on the disk, until listeners have heard of them
         learning_rate: what ``create_opt`` was given
         average: the moving average of the weights, or None
         recording: the variables, layers and generators of the run
@@ -110,7 +109,6 @@ class State:
 
     config: Config
     run_dir: Path
-    whole: list[tuple[int, Path]]
     parts: Parts
     learning_rate: LearningRate
     average: WeightAverage | None
