@@ -22,49 +22,34 @@ from tests.helpers import cluster_program
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
-
-
-def run_cluster(processes: int, folder: Path, *names: str) -> Path:
-    """Runs cases on a cluster, and returns the folder with what they wrote."""
-    workers = [f"127.0.0.1:{port}" for port in free_ports(processes)]
-    command = [sys.executable, "-m", "tests.helpers.cluster_program", str(folder), *names]
-    started = []
-    for index in range(processes):
-        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-        environ = {**os.environ, "TF_CONFIG": json.dumps(task)}
-        log = (folder / f"process-{index}.log").open("wb")
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log))
-    codes = [process.wait(timeout=1500) for process in started]
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("process-*.log")))
-    assert codes == [0] * processes, logs
-    return folder
+CASES = """
+    random_numbers exchange drift decisions not_finite settings_differ data_differs folders_differ
+    layers_frozen_unalike hook_state
+"""
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_cluster(
-        2,
-        tmp_path_factory.mktemp("two"),
-        "random_numbers",
-        "exchange",
-        "drift",
-        "decisions",
-        "not_finite",
-        "settings_differ",
-        "data_differs",
-        "folders_differ",
-        "layers_frozen_unalike",
-        "hook_state",
-    )
+    """The folder with what two processes wrote that ran all cases."""
+    folder = tmp_path_factory.mktemp("two")
+    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    command = [sys.executable, "-m", "tests.helpers.cluster_program", str(folder), *CASES.split()]
+    started = []
+    for index in range(2):
+        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        environ = {**os.environ, "TF_CONFIG": json.dumps(task)}
+        with (folder / f"process-{index}.log").open("wb") as log:
+            started.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log))
+    codes = [process.wait(timeout=1500) for process in started]
+    logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("process-*.log")))
+    assert codes == [0, 0], logs
+    return folder
 
 
-def kept(folder: Path, name: str, processes: int) -> list[dict[str, Any]]:
+def kept(folder: Path, name: str, processes: int = 2) -> list[dict[str, Any]]:
     """What each process wrote."""
-    found = []
-    for index in range(processes):
-        with np.load(folder / f"{name}-{index}.npz") as file:
-            found.append({key: file[key] for key in file.files})
-    return found
+    files = [np.load(folder / f"{name}-{index}.npz") for index in range(processes)]
+    return [{key: file[key] for key in file.files} for file in files]
 
 
 @pytest.mark.parametrize("kind", ["dropout", "generator"])
@@ -72,7 +57,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(
     two: Path, kind: str
 ) -> None:
     whole, parts = (
-        [found["seen"] for found in kept(two, f"{kind}-{name}", 2)] for name in ("whole", "parts")
+        [found["seen"] for found in kept(two, f"{kind}-{name}")] for name in ("whole", "parts")
     )
     assert (whole[0] != whole[1]).any()
     for one, other in zip(whole, parts, strict=True):
@@ -83,7 +68,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(
 def test_what_comes_straight_out_of_a_batch_is_exchanged(two: Path, tmp_path: Path) -> None:
     cluster_program.exchange(tmp_path)
     (alone,) = kept(tmp_path, "exchange", 1)
-    for values in kept(two, "exchange", 2):
+    for values in kept(two, "exchange"):
         for key, weight in alone.items():
             np.testing.assert_allclose(values[key], weight, rtol=1e-5, atol=1e-7)
 
@@ -102,7 +87,7 @@ def test_what_comes_straight_out_of_a_batch_is_exchanged(two: Path, tmp_path: Pa
 def test_what_differs_between_processes_or_ends_one_ends_all(
     two: Path, name: str, words: tuple[str, ...]
 ) -> None:
-    for message in (str(values["message"]) for values in kept(two, name, 2)):
+    for message in (str(values["message"]) for values in kept(two, name)):
         assert message.startswith(words[0])
         for word in words[1:]:
             assert word in message
@@ -111,7 +96,7 @@ def test_what_differs_between_processes_or_ends_one_ends_all(
 
 
 def test_what_one_process_asks_for_happens_on_all(two: Path) -> None:
-    for values in kept(two, "decisions", 2):
+    for values in kept(two, "decisions"):
         assert int(values["step"]) == int(values["again"]) == 7  # and the run stays ended
     folder = two / "runs/decisions/ckpt/engine"
     assert {path.name for path in folder.glob("*.json")} == {"ckpt-3.json", "ckpt-7.json"}
@@ -120,11 +105,11 @@ def test_what_one_process_asks_for_happens_on_all(two: Path) -> None:
 
 
 def test_a_loss_that_one_process_has_is_known_to_all(two: Path) -> None:
-    for values in kept(two, "warned", 2):
+    for values in kept(two, "warned"):
         assert values["noted"].tolist() == [3, 4, 2, 1]
 
 
 def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path) -> None:
-    chief, other = (found["seen"].tolist() for found in kept(two, "state", 2))
+    chief, other = (found["seen"].tolist() for found in kept(two, "state"))
     assert chief == [[1, -1], [1, 0], [1, 0]]
     assert other == [[0, -1], [0, 1], [0, 0]]

@@ -38,16 +38,14 @@ def show_run(console: Console) -> None:
     console.stop()
 
 
-@pytest.mark.parametrize("width", [10, 20, 40, 60, 200])
+@pytest.mark.parametrize("width", [10, 40, 200])
 def test_the_progress_line_stays_within_the_terminal(width: int) -> None:
     console, written = terminal(width)
     show_run(console)
     lines = screen(written.getvalue())
     assert lines and max(map(len, lines)) <= width
-    if width >= 20:
-        assert lines[-1].startswith("step 1000/1000")
     if width >= 40:
-        assert "loss 0.001" in lines[-1]
+        assert lines[-1].startswith("step 1000/1000") and "loss 0.001" in lines[-1]
     if width >= 200:
         assert f"loss 0.001  {LONG} 1.235e+04" in lines[-1], "no markup, no emoji"
 

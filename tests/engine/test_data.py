@@ -1,4 +1,4 @@
-"""The helpers of ctl_core.data: each example once a pass, other orders and seeds, exact resume."""
+"""The helpers of ctl_core.data: shuffles, seeds, splits and folds; and the states of readers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.data import index_shuffle, index_shuffle_with_seeds, with_seeds
+from ctl_core.data import (
+    fold_of,
+    hash_of,
+    index_shuffle,
+    index_shuffle_with_seeds,
+    split_of,
+    with_seeds,
+)
 from ctl_core.input.readers import read_literal, write_literal
 
 EXAMPLES = 60
@@ -26,11 +33,11 @@ def indices(batch_size: int, count: int, seed: int = 6) -> np.ndarray:
     return np.concatenate(read(index_shuffle(EXAMPLES, batch_size, seed), count))
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, EXAMPLES])
-def test_each_index_once_a_pass_in_an_order_of_the_seed(batch_size: int) -> None:
-    tf.random.set_seed(batch_size)
-    passes = indices(batch_size, 420 // batch_size).reshape(7, EXAMPLES)
-    np.testing.assert_array_equal(passes.ravel(), indices(5, 84))
+def test_each_index_once_a_pass_in_an_order_of_the_seed() -> None:
+    passes = indices(7, 60).reshape(7, EXAMPLES)
+    for batch_size in (1, EXAMPLES):
+        tf.random.set_seed(batch_size)
+        np.testing.assert_array_equal(passes.ravel(), indices(batch_size, 420 // batch_size))
     for seed in (0, 7, 2**31):
         assert not np.array_equal(indices(5, 12, seed), passes[0])
     for one in range(7):
@@ -52,17 +59,15 @@ def test_seeds_are_unique_and_independent_of_the_batch_size() -> None:
     assert len({tuple(seed) for _, seed in singly}) == 60
 
 
-def noise(element: Any, seed: tf.Tensor) -> tf.Tensor:
+def make_noise(element: Any, seed: tf.Tensor) -> tf.Tensor:
     return tf.cast(element, tf.float32) + tf.random.stateless_normal([], seed)
-
-
-def shuffled() -> tf.data.Dataset:
-    return tf.data.Dataset.range(20).shuffle(20, seed=4)
 
 
 PIPELINES: dict[str, Callable[[], tf.data.Dataset]] = {
     "indices": lambda: index_shuffle(EXAMPLES, 7, 6),
-    "seeds": lambda: with_seeds(shuffled(), 5).map(noise, num_parallel_calls=2).batch(4),
+    "seeds": lambda: (
+        with_seeds(tf.data.Dataset.range(20).shuffle(20, seed=4), 5).map(make_noise, 2).batch(4)
+    ),
 }
 
 
@@ -102,3 +107,47 @@ def test_the_state_of_a_reader_may_hold_a_tensor_of_pytorch(
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=Tensor))
     found = read_literal(write_literal({"generator": Tensor(range(5))}))["generator"]
     assert isinstance(found, Tensor) and found == [*range(5)]
+
+
+# ---- Splits and folds by hash: nothing moves when data are added --------------------------------
+
+KEYS = [f"photos/{number}.jpg" for number in range(20_000)]
+
+
+def test_the_hash_never_changes() -> None:
+    """These were worked out once; others would put the examples of every data set elsewhere."""
+    assert fold_of([7, 12], 5).numpy().tolist() == fold_of(["7", "12"], 5).numpy().tolist()
+    with pytest.raises(ValueError, match="keys: expected strings or whole numbers, got float32"):
+        hash_of([0.5])
+    assert hash_of(["a", "cat/1.jpg", "ü"]).numpy().tolist() == [
+        3694432073954588131,
+        4408260386524130073,
+        3883267778305733891,
+    ]
+
+
+def test_fractions_are_kept_and_the_rest_is_train() -> None:
+    names, counts = np.unique(split_of(KEYS, {"validation": 0.1, "test": 0.25}), return_counts=True)
+    assert names.tolist() == [b"test", b"train", b"validation"]
+    # Four standard deviations of what tossing a coin would give.
+    np.testing.assert_allclose(counts / len(KEYS), [0.25, 0.65, 0.1], atol=4 * 0.0034)
+    assert set(split_of(KEYS, {}).numpy()) == {b"train"}
+
+
+def test_a_part_that_grows_takes_from_train_only_and_more_examples_move_none() -> None:
+    before = split_of(KEYS, {"validation": 0.1, "test": 0.1}).numpy()
+    some = split_of(KEYS[99::-1], {"validation": 0.1, "test": 0.1}).numpy()
+    np.testing.assert_array_equal(some[::-1], before[:100])
+    after = split_of(KEYS, {"validation": 0.2, "test": 0.3}).numpy()
+    for name in (b"validation", b"test"):
+        assert set(np.nonzero(before == name)[0]) < set(np.nonzero(after == name)[0])
+
+
+def test_folds_are_even_in_each_split() -> None:
+    train = split_of(KEYS, {"test": 0.5}).numpy() == b"train"
+    folds = fold_of(KEYS, 5).numpy()
+    for part in (folds, folds[train]):
+        np.testing.assert_allclose(np.bincount(part) / len(part), 0.2, atol=0.02)
+    kept = tf.data.Dataset.from_tensor_slices(KEYS[:500]).filter(lambda key: fold_of(key, 5) == 1)
+    expected = [key.encode() for key, fold in zip(KEYS, folds[:500], strict=False) if fold == 1]
+    assert [key.numpy() for key in kept] == expected

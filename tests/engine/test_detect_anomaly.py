@@ -1,11 +1,15 @@
-"""``detect_anomaly``: the first NaN or infinity is named, with step, op and line."""
+"""NaN and infinities: the first is named with step, op and line; all are counted."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.cases import assert_weights, make_hooks, norm_model
+from tests.helpers.cases import assert_weights, make_hooks, norm_model, regression_data, sliced
 from tests.helpers.fixtures import Train
 from tests.helpers.project import PIECES, Cli, failed, mistakes, source_of, where
 
@@ -20,13 +24,6 @@ class Norm(keras.layers.Layer):
 def create_model():
     return keras.Sequential([keras.Input((2,)), Norm(name="norm"), keras.layers.Dense(1)])
 -> step 2: NaN from RealDiv ( | norm
-== one of two gradients of a loss
-def create_loss():
-    def loss(pair):
-        far = tf.sqrt(tf.nn.sigmoid(pair[0][:, 0]) * pair[1][:, 0])  # here
-        return far
-    return loss
--> step 2: infinity from SqrtGrad ( | ), in the gradient of
 == the gradient of grad_pre
 def grad_pre(loss, train_model):
     norm = tf.norm(train_model.trainable_variables[1])  # here
@@ -63,7 +60,7 @@ every_steps = {3: spoil}
 def test_step_op_hook_and_line(cli: Cli, name: str) -> None:
     code, words = PROGRAMS[name]
     source = source_of(imports=DATA, program=code)
-    for devices in "12":
+    for devices in ("1", "2") if name == "a layer" else "2":
         flags = ("--run-name", devices, "--virtual-devices", devices)
         failed(cli(source, "--detect-anomaly", *flags), *words, where(source))
     tf.math.log(tf.constant(-1.0))  # what is no part of that training is not checked
@@ -71,6 +68,54 @@ def test_step_op_hook_and_line(cli: Cli, name: str) -> None:
 
 def test_a_run_without_any_has_the_same_weights(train: Train) -> None:
     hooks = make_hooks(create_model=norm_model)
-    settings = {"batch_size": 8, "virtual_devices": 2, "last_batch": "keep"}
+    settings = {"steps": 14, "batch_size": 8, "virtual_devices": 2, "last_batch": "keep"}
     plain = train(hooks, run_name="plain", **settings)
     assert_weights(train(hooks, detect_anomaly=True, **settings), plain)
+
+
+# ---- Without detect_anomaly: what is said and counted --------------------------------------------
+
+BATCH = 16
+
+
+@pytest.mark.parametrize(
+    ("ends", "settings"),
+    [((5, 9), {"virtual_devices": 2, "accumulate_steps": 2}), ((9,), {"jit_compile": True})],
+)
+def test_the_first_step_is_named_and_steps_are_counted(
+    train: Train, capsys: pytest.CaptureFixture[str], ends: tuple[int, ...], settings: Any
+) -> None:
+    """For the last example of a batch of three; also by a run that goes on."""
+    inputs, target = (np.tile(part, (2, 1))[: 12 * BATCH] for part in regression_data())
+    target[[step * BATCH - 1 for step in (3, 4, 7)]] = np.nan
+    for steps in ends:
+        hooks = make_hooks(create_dataset=sliced((inputs, target)))
+        state = train(hooks, steps=steps, **settings)
+    assert not state.diverged
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("the loss of step 3 is not finite; --detect-anomaly finds the op, layer") == 1
+    assert "the loss was not finite in 3 of 9 steps, from 3 to 7." in said
+
+
+class Root(keras.layers.Layer):
+    """Has a finite value and a NaN gradient where its input is 0: 0 times infinity."""
+
+    def build(self, shape: Any) -> None:
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        size = tf.math.log(self.factor * tf.abs(inputs))
+        return tf.where(inputs == 0.0, 0.0, size)
+
+
+def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs, target = (part.copy() for part in regression_data())
+    inputs[2 * BATCH, 0] = 0.0  # in the third step
+
+    def create_model() -> keras.Model:
+        return keras.Sequential([keras.Input((5,)), Root(), keras.layers.Dense(1)])
+
+    hooks = make_hooks(create_dataset=sliced((inputs, target)), create_model=create_model)
+    train(hooks, steps=6, virtual_devices=2)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "update_pre turned NaN in gradients into 0 in 1 of 6 steps." in said

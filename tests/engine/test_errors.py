@@ -12,7 +12,7 @@ import pytest
 import ctl_core
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli, failed, line_of, mistakes, refused, source_of, where
+from tests.helpers.project import Cli, mistakes, refused, source_of, where
 
 HOOKS = mistakes(
     """
@@ -44,6 +44,25 @@ def create_loss():  # here
 def create_opt():  # here
     return {"a": keras.optimizers.SGD()}
 -> create_opt | 'a' | grad_pre | the names must be the same
+== a variable in no group
+def create_opt(lr, train_model):  # here
+    return [(keras.optimizers.SGD(lr), train_model.trainable_variables[:1])]
+-> create_opt | dense/bias is in no group, expected one
+== a variable in two groups
+def create_opt(lr, train_model):  # here
+    variables = train_model.trainable_variables
+    return [(keras.optimizers.SGD(lr), group) for group in (variables, variables[1:])]
+-> create_opt | dense/bias is in 2 groups, expected one
+== a single checkpoint to keep, which a kill while saving the next would cost
+def create_ckpt(ckpt_path, train_model):  # here
+    ckpt = tf.train.Checkpoint(train_model=train_model)
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=1)
+-> create_ckpt | keeps 2 or more
+== a manager of another folder
+def create_ckpt(train_model):  # here
+    ckpt = tf.train.Checkpoint(train_model=train_model)
+    return ckpt, tf.train.CheckpointManager(ckpt, "elsewhere", max_to_keep=3)
+-> create_ckpt | a manager that does not use
 """
 )
 
@@ -55,22 +74,6 @@ def test_hooks(cli: Cli, case: str) -> None:
     outcome = cli(source)
     refused(outcome, where(source), *words)
     assert "\x1b" not in outcome.err
-
-
-# ---- What fails while it runs ------------------------------------------------------------------
-
-
-def test_a_failing_op_of_the_evaluation(cli: Cli) -> None:
-    own = (
-        "def check(a, b):\n"
-        '    tf.debugging.assert_less(a, 0.5, message="too bright")\n'
-        "    return a, b\n\n"
-        "def create_eval_dataset():\n"
-        "    return data.batch(8).map(check)\n"
-    )
-    source = source_of(own=own)
-    where = f"create_eval_dataset (callbacks.py:{line_of(source, 'def create_eval_dataset')})"
-    failed(cli(source), where, "too bright")
 
 
 def test_from_python_the_same_errors_are_exceptions(train: Train) -> None:

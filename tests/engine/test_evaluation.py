@@ -1,8 +1,7 @@
-"""Several sets of evaluation data, what a batch of them weighs, and a model of their own."""
+"""Several sets of evaluation data, models of their own, and metrics of training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -10,6 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ctl_core
+from tests.golden import small
 from tests.helpers.cases import (
     assert_weights,
     dropout_model,
@@ -17,28 +18,19 @@ from tests.helpers.cases import (
     evaluated_by_hand,
     make_hooks,
     regression_data,
+    set_weights,
     sgd,
     sliced,
-    small_model,
 )
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED, Cli, refused
 
-Make = Callable[[int], tf.data.Dataset]
 
-
-def first(size: int, dtype: str = "float32") -> Make:
-    """Returns a hook for the first examples."""
-    inputs, target = (part[:size] for part in regression_data())
-    data = inputs.astype(dtype), target
-    return lambda batch: tf.data.Dataset.from_tensor_slices(data).batch(batch)
-
-
-def sets_hooks(sets: dict[str, Make], **more: Any) -> Any:
+def sets_hooks(**sets: Any) -> Any:
     """Evaluates several sets, with the metrics of ``eval_hooks``."""
-    hooks = eval_hooks(1, **more)
+    hooks = eval_hooks(1)
     hooks.create_eval_dataset = lambda per_replica_batch_size: {
-        name: make(per_replica_batch_size) for name, make in sets.items()
+        name: small.slices(arrays)(per_replica_batch_size) for name, arrays in sets.items()
     }
     return hooks
 
@@ -46,7 +38,8 @@ def sets_hooks(sets: dict[str, Make], **more: Any) -> Any:
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_each_set_equals_numpy(train: Train, replicas: int) -> None:
     """Each has metrics of its own, and elements of its own kind."""
-    hooks = sets_hooks({"a": first(7), "b": first(25, "float64")})
+    inputs, target = small.data(25)
+    hooks = sets_hooks(a=small.data(7), b=(inputs.astype("float64"), target))
     hooks.input_pre = lambda batch: tf.cast(batch[0], tf.float32)
     seen: list[Any] = []
     hooks.after_eval = lambda metrics: seen.append(metrics)
@@ -59,22 +52,17 @@ def test_each_set_equals_numpy(train: Train, replicas: int) -> None:
     assert seen == [state.metrics]
 
 
-def test_training_goes_on_as_without_and_graphs_are_traced_once(train: Train) -> None:
-    hooks = sets_hooks({"a": first(23), "b": first(7)}, create_model=dropout_model)
-    state = train(hooks, steps=10, eval_every=3, run_name="with", virtual_devices=2)
-    assert state.evaluation is not None
-    for one in state.evaluation.sets.values():
-        assert one.run_steps.experimental_get_tracing_count() == 1
-    plain = make_hooks(create_model=dropout_model)
-    assert_weights(state, train(plain, steps=10, run_name="without", virtual_devices=2), rtol=0)
-
-
-def test_the_values_of_a_set_decide(train: Train) -> None:
-    hooks = sets_hooks({"a": first(50), "b": first(9)})
-    settings = {"eval_every": 5, "learning_rate": 0.3, "ckpt_every": 0}
-    state = train(hooks, steps=40, keep_best="b/loss", early_stop="a/error:max:2", **settings)
+def test_the_values_of_a_set_decide_and_training_goes_on_as_without(train: Train) -> None:
+    hooks = sets_hooks(a=small.data(50), b=small.data(9))
+    hooks.create_model = dropout_model
+    settings = {"steps": 40, "learning_rate": 0.3, "ckpt_every": 0}
+    deciding = {"eval_every": 5, "keep_best": "b/loss", "early_stop": "a/error:max:2"}
+    state = train(hooks, run_name="with", **settings, **deciding)
     best = min(state.history, key=lambda line: line["b/loss"])["step"]
     assert state.ended and (state.run_dir / f"ckpt/best/engine/ckpt-{best}.json").exists()
+    plain = make_hooks(create_model=dropout_model)
+    settings["steps"] = state.step
+    assert_weights(state, train(plain, run_name="without", **settings), rtol=0)
 
 
 def test_eval_pre_says_what_the_loss_is(train: Train) -> None:
@@ -82,22 +70,6 @@ def test_eval_pre_says_what_the_loss_is(train: Train) -> None:
     hooks.eval_pre = lambda loss: (3 * loss, 0.5)
     state = train(hooks, steps=0, virtual_devices=2)
     assert state.metrics["loss"] == pytest.approx(3 * evaluated_by_hand(23)["loss"] + 0.5, rel=1e-5)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_evaluation_may_take_more_at_once_than_a_step(train: Train, replicas: int) -> None:
-    sizes: list[int] = []
-
-    def create_eval_dataset(per_replica_batch_size: int) -> Any:
-        sizes.append(per_replica_batch_size)
-        return first(100)(per_replica_batch_size)
-
-    hooks = make_hooks(create_eval_dataset=create_eval_dataset)
-    settings = {"steps": 2, "accumulate_steps": 2, "virtual_devices": replicas}
-    plain = train(hooks, run_name="plain", **settings)
-    state = train(hooks, eval_batch_size=64, **settings)
-    assert sizes == [8 // replicas, 64 // replicas]
-    assert state.metrics == pytest.approx(plain.metrics, rel=1e-6)
 
 
 CHOOSING = (
@@ -119,9 +91,6 @@ def test_evaluate_and_predict_with_several_sets(cli: Cli) -> None:
         assert file["output"].shape == (63, 1)  # whatever limit_eval says
     for flags in ([], ["--dataset", "tset"]):
         refused(cli(None, *flags, command=("predict",)), "dataset: expected one of val, test")
-
-
-# ---- create_eval_model -------------------------------------------------------------------------
 
 
 def test_shared_weights_and_elements_that_only_the_evaluation_has(train: Train) -> None:
@@ -157,29 +126,127 @@ def test_shared_weights_and_elements_that_only_the_evaluation_has(train: Train) 
     assert state.metrics["loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
-AVERAGED = """
-
-def create_eval_model(train_model):
-    copy = keras.models.clone_model(train_model)
-    copy.set_weights(train_model.get_weights())
-    return copy
+# ---- Graph hooks that exchange values: what no row of theirs may change --------------------------
 
 
-def update_post(train_model, eval_model):
-    for average, weight in zip(eval_model.variables, train_model.variables):
-        average.assign(0.9 * average + 0.1 * weight)
-"""
+def mean(values: Any) -> Any:
+    return tf.reduce_mean(ctl_core.all_gather(values), 0)
 
 
-def test_predict_and_export_use_it(cli: Cli) -> None:
-    assert cli(EVALUATED + AVERAGED, "--batch-size", "16").code == 0
-    for command in ("predict", "export"):
-        assert cli(None, command=(command,)).code == 0
-    inputs = regression_data()[0]
-    with np.load("runs/a/predictions.npz") as file:
-        predicted = file["output"]
-    exported = tf.saved_model.load("runs/a/export/1")
-    np.testing.assert_allclose(exported.serve(inputs[-37:]), predicted, rtol=1e-5, atol=1e-6)
-    model = small_model()
-    tf.train.Checkpoint(train_model=model).read("runs/a/ckpt/ckpt-10").expect_partial()
-    assert abs(predicted - model(inputs[-37:]).numpy()).max() > 1e-3
+def test_a_stand_in_of_ragged_and_sparse_rows_counts_nowhere(train: Train) -> None:
+    """Nine examples in batches of four, on two replicas: the last has none in the second step."""
+    numbers = np.arange(1, 73, dtype="float32").reshape(9, 8) / 72
+    ragged = tf.RaggedTensor.from_row_lengths(numbers.ravel(), [8 - i % 3 for i in range(8)] + [15])
+    sparse = tf.sparse.from_dense(numbers * (numbers > 0.4))
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        rows = {"dense": numbers, "ragged": ragged, "sparse": sparse}
+        dataset = tf.data.Dataset.from_tensor_slices(rows).batch(per_replica_batch_size)
+        return dataset.map(lambda row: {**row, "scale": tf.constant(2.0)})
+
+    def features(batch: dict[str, Any]) -> Any:
+        sums = [tf.reduce_sum(batch["dense"], 1), tf.reduce_sum(batch["ragged"], 1)]
+        sums.append(tf.reshape(tf.sparse.reduce_sum(batch["sparse"], 1), [-1]))
+        return batch["scale"] * tf.stack(sums, 1)
+
+    def create_model() -> keras.Model:
+        return set_weights(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+
+    hooks = make_hooks(
+        create_dataset=create_dataset,
+        create_eval_dataset=create_dataset,
+        create_model=create_model,
+        create_loss=lambda: lambda output: output[:, 0] - mean(output[:, 0]),
+        input_pre=features,
+        loss_pre=lambda output: output,
+        count_examples=lambda batch: tf.shape(batch["dense"])[0],
+        # Means over what a replica has itself: of nothing, they are no numbers.
+        eval_pre=lambda loss: (loss + tf.reduce_mean(loss), 0.0),
+    )
+    state = train(hooks, steps=0, batch_size=8, virtual_devices=2)
+    outputs = create_model()(features(next(iter(create_dataset(9))))).numpy()[:, 0]
+    means = [outputs[:8].mean()] * 2 + [outputs[8]]
+    parts = zip((outputs[:4], outputs[4:8], outputs[8:]), means, strict=True)
+    losses = [part - whole for part, whole in parts]
+    expected = np.concatenate([loss + loss.mean() for loss in losses]).mean()
+    np.testing.assert_allclose(state.metrics["loss"], expected, rtol=1e-4, atol=1e-6)
+
+
+def in_function(batch: Any) -> Any:
+    return tf.function(lambda values: values - mean(values))(batch[0])
+
+
+def in_branch(batch: Any) -> Any:
+    inputs = batch[0]
+    if tf.reduce_sum(inputs) > 0.0:
+        inputs = inputs - mean(inputs)
+    return inputs
+
+
+def test_an_exchange_where_replicas_cannot_meet_is_refused(train: Train) -> None:
+    """One replica meets itself anywhere."""
+    for hook, compiled in ((in_function, False), (in_branch, False), (in_branch, True)):
+        hooks = make_hooks(input_pre=hook)
+        with pytest.raises(ctl_core.SetupError, match=r"^input_pre \(\w+.py:\d+\): .*merge_call"):
+            train(hooks, steps=1, virtual_devices=2, jit_compile=compiled)
+    assert train(hooks, steps=2, jit_compile=True).step == 2
+
+
+# ---- Metrics of training: over all examples since the last line ----------------------------------
+
+STEPS, EVERY = 14, 4
+
+
+def metrics() -> dict[str, keras.Metric]:
+    return {
+        "error": keras.metrics.MeanAbsoluteError(),
+        "f1": keras.metrics.F1Score("macro", 0.5),  # makes its variables when first used
+        "mean": keras.metrics.Mean(),
+    }
+
+
+def arguments(loss: Any, output: Any, batch: Any) -> Any:
+    return {
+        "error": (batch[1], output),
+        "f1": (tf.cast(batch[1] > 0.5, tf.float32), output),
+        "mean": loss,
+    }
+
+
+HOOKS = small.hooks(create_train_metrics=metrics, train_metric_pre=arguments)
+
+
+def by_hand() -> list[dict[str, float]]:
+    """The lines of a plain loop, with the metrics of Keras."""
+    found, lines, model = metrics(), [], small.create_model()
+    for step, batch in enumerate(small.create_dataset(16).repeat().take(STEPS), 1):
+        output = model(batch[0])
+        small.plain(1, model=model, batches=tf.data.Dataset.from_tensors(batch))
+        loss = small.squared_error((output, batch[1]))
+        for name, values in arguments(loss, output, batch).items():
+            found[name].update_state(*(values if isinstance(values, tuple) else (values,)))
+        if step % EVERY == 0 or step == STEPS:
+            lines.append({"step": step, **{n: float(m.result()) for n, m in found.items()}})
+            for metric in found.values():
+                metric.reset_state()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("ends", "settings"),
+    [
+        ((9, STEPS), {"virtual_devices": 2, "accumulate_steps": 2}),
+        ((STEPS,), {"jit_compile": True}),
+    ],
+)
+def test_they_are_those_of_a_plain_loop(
+    train: Train, ends: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    """Also of a run that goes on."""
+    settings |= {"log_every": EVERY, "learning_rate": small.RATE}
+    for steps in ends:
+        state = train(HOOKS, steps=steps, **settings)
+    lines = {line["step"]: line for line in state.history if line["split"] == "train"}
+    for line in by_hand():
+        found = {name: lines[line["step"]][name] for name in line}
+        assert found == pytest.approx(line, rel=1e-5)

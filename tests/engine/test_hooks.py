@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +19,25 @@ from ctl_core.hooks import defaults
 from ctl_core.hooks.callbacks_file import Source, load_callbacks
 from ctl_core.hooks.load import is_default
 from ctl_core.hooks.table import SPECS, TEXT
+from tests.golden import small
 from tests.helpers.cases import (
     assert_weights,
     make_hooks,
     regression_data,
-    sgd,
+    sliced,
     small_model,
-    squared_error,
 )
 from tests.helpers.fixtures import Train
 
-BATCH = 16
 ROOT = Path(__file__).parents[2]
 
 
 def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -> None:
-    sizes: list[int] = []
+    sizes: set[int] = set()
     seen: list[np.ndarray] = []
 
     def make_batches(dataset: Any, per_replica_batch_size: int) -> Any:
-        sizes.append(per_replica_batch_size)
+        sizes.add(per_replica_batch_size)
         return dataset.batch(per_replica_batch_size)
 
     hooks = make_hooks(
@@ -45,38 +46,10 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
         every_steps={1: lambda batch: seen.append(batch[0].numpy())},
     )
     train(hooks, steps=7, virtual_devices=2)
-    assert set(sizes) == {BATCH // 2}
+    assert sizes == {8}
     # No example is left out: the seventh batch runs over the end of the pass.
-    inputs = regression_data()[0]
-    np.testing.assert_array_equal(np.concatenate(seen), np.concatenate([inputs, inputs])[: 7 * 16])
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_update_pre_sees_the_summed_gradients_and_the_summed_loss(
-    train: Train, devices: int
-) -> None:
-    """So do host hooks."""
-    seen: list[Any] = []
-
-    def update_pre(gradients: Any, loss: Any) -> Any:
-        return [tf.sign(g) * loss for g in gradients], ["shown"]
-
-    def see(loss: Any, gradients: Any, display_gradients: Any) -> None:
-        seen.extend([loss, *gradients, display_gradients])
-
-    hooks = make_hooks(create_opt=sgd, update_pre=update_pre, every_steps={1: see})
-    state = train(hooks, steps=1, virtual_devices=devices)
-    model = small_model()
-    x, y = (part[:BATCH] for part in regression_data())
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(squared_error((model(x), y))) / BATCH
-    gradients = tape.gradient(loss, model.trainable_variables)
-    for found, expected in zip(seen[:-1], [loss, *gradients], strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert [part.numpy() for part in seen[-1]] == [b"shown"]
-    for variable, gradient in zip(model.trainable_variables, seen[1:-1], strict=True):
-        variable.assign_sub(0.01 * np.sign(gradient) * float(loss))
-    assert_weights(state, model, rtol=1e-5)
+    expected = np.tile(regression_data()[0], (2, 1))[: 7 * 16]
+    np.testing.assert_array_equal(np.concatenate(seen), expected)
 
 
 def test_every_hook_may_name_config_and_hparams(train: Train) -> None:
@@ -110,12 +83,56 @@ def test_the_stubs_show_the_defaults(stub: str, tmp_path: Path) -> None:
         for name in names - {"every_steps", "at_step"}:
             assert is_default(name, shown[name]), name
         assert shown["at_step"] == {}
-        assert {n: f.__name__ for n, f in shown["every_steps"].items()} == {
-            1: "print_step",
-            10: "print_loss",
-        }
+        printing = {n: hook.__name__ for n, hook in shown["every_steps"].items()}
+        assert printing == {1: "print_step", 10: "print_loss"}
     for name in ("create_dataset", "create_model", "create_loss", "batch_weight"):
         assert name in text
+
+
+def test_the_docs_show_the_table() -> None:
+    assert f"```text\n{TEXT}```\n" in (ROOT / "docs" / "hooks.md").read_text()
+
+
+# ---- Hooks may be functions, methods, objects or partials ----------------------------------------
+
+
+def doubled(batch: Any, factor: float = 2.0) -> Any:
+    """An input_pre with a default argument and an ``if`` that only AutoGraph can trace."""
+    inputs = batch[0]
+    if tf.reduce_sum(inputs**2) > 0.0:
+        inputs = inputs * factor
+    return inputs
+
+
+class Doubler:
+    """A hook that is an object."""
+
+    factor = 2.0
+
+    def __call__(self, batch: Any) -> Any:
+        return doubled(batch, self.factor)
+
+
+@functools.wraps(defaults.input_pre)
+def decorated(batch: Any) -> Any:
+    """A default with a decorator, whose work must not get lost."""
+    return doubled(batch)
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "partial": functools.partial(lambda *, batch, factor: doubled(batch, factor), factor=2.0),
+    "tf.function": tf.function(doubled),
+    "object": Doubler(),
+    "decorated": decorated,
+}
+
+
+def test_graph_hooks_of_any_kind(train: Train) -> None:
+    inputs, target = regression_data()
+    expected = train(make_hooks(create_dataset=sliced((2.0 * inputs, target))), steps=3)
+    for kind, hook in KINDS.items():
+        state = train(make_hooks(input_pre=hook), steps=3, run_name=kind)
+        assert_weights(state, expected)
 
 
 def leading_dimension(batch: Any) -> Any:
@@ -123,23 +140,74 @@ def leading_dimension(batch: Any) -> Any:
 
 
 def count_examples(batch: Any) -> Any:
+    """Looks like the default, whose helper is another function."""
     return leading_dimension(batch)
 
 
 def test_what_only_looks_like_a_default_is_called(train: Train) -> None:
-    """A default that is decorated; one whose helper is another function."""
-    sizes: list[int] = []
-
-    @functools.wraps(defaults.make_batches)
-    def make_batches(dataset: Any) -> Any:
-        sizes.append(1)
-        return dataset
-
-    train(make_hooks(make_batches=make_batches), steps=1)
-    assert sizes
     with pytest.raises(ctl_core.SetupError, match="of 8 examples"):
-        train(make_hooks(count_examples=count_examples), steps=1, run_name="own")
+        train(make_hooks(count_examples=count_examples), steps=1)
 
 
-def test_the_docs_show_the_table() -> None:
-    assert f"```text\n{TEXT}```\n" in (ROOT / "docs" / "hooks.md").read_text()
+class Descent:
+    """An optimizer that is an object of one's own, which TensorFlow does not track."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.steps = tf.Variable(0, trainable=False)
+
+    def apply_gradients(self, pairs: Any) -> None:
+        """Takes a step of gradient descent."""
+        self.steps.assign_add(1)
+        for gradient, variable in pairs:
+            variable.assign_sub(self.rate * gradient)
+
+
+def test_an_optimizer_of_ones_own_is_saved(train: Train) -> None:
+    for steps in (2, 4):
+        hooks = small.hooks(create_opt=lambda: Descent(0.1))
+        state = train(hooks, steps=steps)
+    assert_weights(state, small.plain(4, lambda step: 0.1))
+    assert int(state.optimizer.steps) == 4
+
+
+# ---- state and chief, arguments of host hooks ----------------------------------------------------
+
+
+def record(run: Path, step: int) -> Path:
+    return run / "ckpt" / "engine" / f"ckpt-{step}.json"
+
+
+def test_a_run_that_falls_back_to_an_earlier_checkpoint_has_what_that_one_holds(
+    train: Train,
+) -> None:
+    def count(step: int, state: dict[str, Any]) -> None:
+        state.setdefault("steps", []).append(step)
+
+    hooks = make_hooks(every_steps={1: count})
+    run = train(hooks, steps=9, ckpt_every=3).run_dir
+    # Written in the background, while hooks went on: each holds what was there at its step.
+    for step in (3, 6, 9):
+        kept = json.loads(record(run, step).read_text())["progress"]["hook_state"]
+        assert kept == {"steps": list(range(1, step + 1))}
+    record(run, 9).write_text("{")
+    assert train(hooks, steps=8).hook_state == {"steps": list(range(1, 9))}
+
+
+def test_the_refusal_names_the_hook_and_the_checkpoint_before_stays(train: Train) -> None:
+    def keep(step: int, loss: Any, state: dict[str, Any]) -> None:
+        state["loss"] = loss if step == 4 else float(loss)
+
+    hooks = make_hooks(every_steps={1: keep, 2: lambda step: None})
+    with pytest.raises(ctl_core.RunError, match=r"every_steps\[1\] .*test_hooks.py:\d+.*loss"):
+        train(hooks, ckpt_every=2)
+    assert train(make_hooks(), steps=2).hook_state.keys() == {"loss"}
+
+
+def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) -> None:
+    seen: list[Any] = []
+    looks_on = ctl_core.deferred(lambda step, chief: seen.append((step, chief)))
+    train(make_hooks(every_steps={1: looks_on}), steps=2)
+    assert seen == [(1, True), (2, True)]
+    with pytest.raises(ctl_core.SetupError, match="may name dev, step, chief, config, hparams"):
+        train(make_hooks(every_steps={1: ctl_core.deferred(lambda state: None)}))

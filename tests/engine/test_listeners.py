@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import tensorflow as tf
-from tensorboard.plugins.hparams import plugin_data_pb2
 
 import ctl_core
 from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.fixtures import Train
-from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED, Cli, refused, source_of
-
-# A listener in a file of the user's own, which writes what it hears into a file.
-OWN = """\
-import json
-from pathlib import Path
-
-import ctl_core
-
-
-class Notes(ctl_core.Listener):
-    def start(self, folder, config, step):
-        self.folder = folder
-        self.note("start", folder.name, config["seed"], step)
-
-    def values(self, step, split, values):
-        self.note("values", step, split, values)
-
-    def end(self, step, how):
-        self.note("end", step, how)
-
-    def note(self, *words):
-        with (self.folder / "notes").open("a") as file:
-            file.write(json.dumps(words) + chr(10))
-"""
 
 
 class Heard(ctl_core.Listener):
-    """Keeps what it hears, and what was on the disk then."""
+    """Keeps what it hears, and looks at what is on the disk then."""
+
+    made: ClassVar[list[Heard]] = []
 
     def __init__(self) -> None:
+        self.made.append(self)
         self.calls: list[tuple[Any, ...]] = []
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
@@ -58,7 +33,7 @@ class Heard(ctl_core.Listener):
         self.calls.append(("start", folder.name, config["batch_size"], step))
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
-        self.calls.append((split, step))
+        self.calls.append((split, step, values))
 
     def saved(self, step: int, path: Path) -> None:
         assert (path.parent / "engine" / f"ckpt-{step}.json").exists()
@@ -67,6 +42,10 @@ class Heard(ctl_core.Listener):
 
     def end(self, step: int, how: str) -> None:
         self.calls.append(("end", step, how))
+
+    def short(self) -> list[tuple[Any, ...]]:
+        """What it heard, without the values."""
+        return [call[:2] if call[0] in ("train", "eval") else call for call in self.calls]
 
 
 def hooks_that_report(**more: Any) -> SimpleNamespace:
@@ -82,23 +61,23 @@ def listening(hooks: Any, folder: Path, *listeners: ctl_core.Listener, **setting
 def test_a_run_is_heard_from_its_start_to_its_end(tmp_path: Path) -> None:
     first, second = Heard(), Heard()
     listening(hooks_that_report(), tmp_path, first)
-    assert [call for call in first.calls if call[0] != "saved"] == [
+    assert [call for call in first.short() if call[0] != "saved"] == [
         ("start", "run", 16, 0),
         *[("train", 2), ("train", 4), ("train", 6)],
         ("end", 6, "done"),
     ]
     assert [call for call in first.calls if call[0] == "saved"] == [("saved", 4), ("saved", 6)]
-    assert first.calls.index(("saved", 4)) > first.calls.index(("train", 4))
+    assert first.short().index(("saved", 4)) > first.short().index(("train", 4))
     listening(hooks_that_report(), tmp_path, second)
     assert second.calls == [], "there is nothing left to train"
     listening(hooks_that_report(), tmp_path, second, steps=8)
-    assert second.calls == [
-        ("start", "run", 16, 6),
-        *[("train", 8), ("saved", 8), ("end", 8, "done")],
-    ]
+    expected = [("train", 8), ("saved", 8), ("end", 8, "done")]
+    assert second.short() == [("start", "run", 16, 6), *expected]
 
 
 def test_a_run_that_fails_or_ends_otherwise_says_so(tmp_path: Path) -> None:
+    """To at_end, too."""
+
     def fail(step: int) -> None:
         raise ValueError("a hook fails")
 
@@ -108,121 +87,59 @@ def test_a_run_that_fails_or_ends_otherwise_says_so(tmp_path: Path) -> None:
     def kill(step: int) -> None:
         signal.raise_signal(signal.SIGTERM)
 
+    ends: list[tuple[str, int]] = []
     for hook, how in ((fail, "failed"), (stop, "ended"), (kill, "stopped")):
         heard = Heard()
-        try:
-            listening(make_hooks(at_step={3: hook}), tmp_path, heard, run_name=how)
-        except ctl_core.RunError:
-            assert hook is fail
+        own = make_hooks(at_step={3: hook}, at_end=lambda reason, step: ends.append((reason, step)))
+        with contextlib.suppress(ctl_core.RunError):
+            listening(own, tmp_path, heard, run_name=how)
         assert heard.calls[-1] == ("end", 3, how)
+    assert ends == [("failed", 3), ("ended", 3), ("stopped", 3)]
 
 
-@pytest.mark.parametrize("method", ["start", "values", "saved", "end"])
 def test_one_that_raises_is_warned_of_once_and_ends_nothing(
-    method: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raised: list[Any] = []
+    raised: list[str] = []
 
-    def fail(*values: Any) -> None:
-        raised.append(values)
-        raise SystemExit(3) if method == "values" else ValueError("no such run")
+    def raising(method: str) -> ctl_core.Listener:
+        def fail(*values: Any) -> None:
+            raised.append(method)
+            raise SystemExit(3) if method == "values" else ValueError("no such run")
 
-    raising, heard = ctl_core.Listener(), Heard()
-    setattr(raising, method, fail)
-    state = listening(hooks_that_report(), tmp_path, raising, heard)
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "listener" in line]
-    assert said.startswith("warning: listener: ctl_core.run.listeners.Listener: ")
-    assert said.endswith("; training goes on without it.")
-    assert len(raised) == 1 and heard.calls[-1] == ("end", 6, "done")
+        listener = ctl_core.Listener()
+        setattr(listener, method, fail)
+        return listener
+
+    methods, heard = ["start", "values", "saved", "end"], Heard()
+    state = listening(hooks_that_report(), tmp_path, *map(raising, methods), heard)
+    said = [line for line in capsys.readouterr().out.splitlines() if "listener" in line]
+    for line in said:
+        assert line.startswith("warning: listener: ctl_core.run.listeners.Listener: ")
+        assert line.endswith("; training goes on without it.")
+    assert len(said) >= 2 and sorted(raised) == sorted(methods)
+    assert heard.calls[-1] == ("end", 6, "done")
     alone = train(hooks_that_report(), steps=6, learning_rate=state.config.learning_rate)
     assert_weights(state, alone, rtol=0)
     assert "Traceback" in (tmp_path / "runs" / "run" / "train.log").read_text()
 
 
-@pytest.fixture
-def own(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """A project with listeners in files of its own."""
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "lacking.py").write_text("import a_service_that_is_not_there\n")
-    for name in ("own", "lacking"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return cli
-
-
-def read_lines(file: str) -> list[Any]:
-    return [json.loads(line) for line in Path(file).read_text().splitlines()]
-
-
-def test_one_that_the_settings_name_hears_what_metrics_jsonl_holds(own: Cli) -> None:
+def test_one_that_the_settings_name_hears_what_metrics_jsonl_holds(cli: Cli) -> None:
     source = EVALUATED.replace("{}", "{5: lambda step, loss: ctl_core.report(step, loss=loss)}")
-    flags = ("--eval-every", "5", "--seed", "3")
-    Path("config.yaml").write_text("listener: own.Notes\n")
-    assert own(source, *flags).code == 0
-    start, *values, end = read_lines("runs/a/notes")
-    assert start == ["start", "a", 3, 0] and end == ["end", 10, "done"] and len(values) == 4
-    lines = read_lines("runs/a/metrics.jsonl")
-    assert values == [["values", one.pop("step"), one.pop("split"), one] for one in lines]
-    assert own(None, "--steps", "12").code == 0, "the run's own settings have it"
-    assert read_lines("runs/a/notes")[6] == ["start", "a", 3, 10]
+    Path("config.yaml").write_text(f"listener: {__name__}.Heard\n")
+    assert cli(source, "--eval-every", "5").code == 0
+    start, *values, end = (call for call in Heard.made[-1].calls if call[0] != "saved")
+    assert start == ("start", "a", 8, 0) and end == ("end", 10, "done") and len(values) == 4
+    lines = map(json.loads, Path("runs/a/metrics.jsonl").read_text().splitlines())
+    assert values == [(one.pop("split"), one.pop("step"), one) for one in lines]
+    assert cli(None, "--steps", "12").code == 0, "the run's own settings have it"
+    assert Heard.made[-1].calls[0] == ("start", "a", 8, 10)
 
 
-@pytest.mark.parametrize("name", ["own.Note", "own.Path", "lacking.Any"])
-@pytest.mark.parametrize("more", [(), ("--check",)])
-def test_what_cannot_be_one_is_refused_before_there_is_a_run(
-    name: str, more: tuple[str, ...], own: Cli
-) -> None:
-    refused(own(source_of(), "--listener", name, *more), f"error: listener: {name}")
+@pytest.mark.parametrize("name", [f"{__name__}.Hears", f"{__name__}.Path", "a_lacking_service.Any"])
+def test_what_cannot_be_one_is_refused_before_there_is_a_run(name: str, cli: Cli) -> None:
+    refused(cli(source_of(), "--listener", name), f"error: listener: {name}")
     assert not Path("runs").exists()
-
-
-@pytest.mark.cluster
-def test_in_a_cluster_the_chief_alone_is_heard(tmp_path: Path) -> None:
-    (tmp_path / "callbacks.py").write_text(EVALUATED)
-    (tmp_path / "own.py").write_text(OWN)
-    words = "train --run-name a --steps 10 --batch-size 8 --workers 2 --listener own.Notes"
-    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "-1"}
-    command = [sys.executable, "-m", "ctl_core", *words.split()]
-    subprocess.run(command, cwd=tmp_path, env=environ, check=True)
-    calls = [call[:3] for call in read_lines(str(tmp_path / "runs" / "a" / "notes"))]
-    assert calls == [["start", "a", 0], ["values", 10, "eval"], ["end", 10, "done"]]
-
-
-def test_metrics_that_cannot_be_written_end_no_training(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    metrics = train(make_hooks(), steps=2).run_dir / "metrics.jsonl"
-    metrics.unlink()
-    metrics.mkdir()
-    assert train(make_hooks(), steps=4).step == 4
-    assert "metrics.jsonl" in capsys.readouterr().out
-
-
-# ---- TensorBoard's HParams page ------------------------------------------------------------------
-
-
-def read_settings(run: Path) -> Any:
-    """Returns what the only file for the page says of a run's settings."""
-    (file,) = Path(run, "tb").glob("*.hparams")
-    starts = []
-    for event in tf.compat.v1.train.summary_iterator(str(file)):
-        for value in event.summary.value:
-            content = value.metadata.plugin_data.content
-            data = plugin_data_pb2.HParamsPluginData.FromString(content)
-            starts.append(data.session_start_info)
-    (start,) = starts
-    assert start.group_name == run.name
-    return start.hparams
-
-
-def test_the_hparams_page_has_the_last_settings_of_a_run(train: Train) -> None:
-    """What all runs have, and what is not the default."""
-    settings = {"run_name": "a", "hparams": {"width": 8, "of": {"kinds": ["a"]}}}
-    train(make_hooks(), steps=2, **settings)
-    values = read_settings(train(make_hooks(), steps=4, ema=0.9, **settings).run_dir)
-    common = {"batch_size", "learning_rate", "lr_schedule", "warmup", "steps", "seed"}
-    assert {*values} == {*common, "ema", "hparams.width", "hparams.of.kinds"}
-    assert values["steps"].number_value == 4 and values["hparams.width"].number_value == 8
-    assert values["hparams.of.kinds"].string_value == '["a"]'
 
 
 # ---- training_log.md -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``ctl_core.load``: what it returns is what predict writes and an export serves, bit for bit."""
+"""What load, predict and export make of a run is the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,51 +15,28 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.helpers.cases import FEATURES, make_hooks, regression_data, sgd
+from ctl_core.commands import use
+from tests.golden import small
+from tests.helpers.cases import make_hooks, sgd
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED, Cli, refused
 
 FLAGS = ("train", "--run-name", "a", "--steps", "6", "--batch-size", "16")
-IMAGES = """
-import keras
-import numpy as np
-import tensorflow as tf
-
+IMAGES = f"""{small.CALLBACKS}
 x = np.random.default_rng(0).uniform(size=(48, 8, 8, 1)).astype("float32")
-
-
-def create_dataset(per_replica_batch_size):
-    return tf.data.Dataset.from_tensor_slices((x, x[:, :3, 0, 0])).batch(per_replica_batch_size)
-
-
-def create_eval_dataset(per_replica_batch_size):
-    return create_dataset(per_replica_batch_size)
+create_dataset = create_eval_dataset = small.slices((x, x[:, :3, 0, 0]))
 
 
 def create_model():
-    return keras.Sequential(
-        [keras.Input((8, 8, 1)), keras.layers.RandomFlip(seed=1), keras.layers.Flatten(),
-         keras.layers.Dense(3)])
-
-
-def create_loss():
-    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)
-
-
-every_steps = {}
+    layers = keras.layers.RandomFlip(seed=1), keras.layers.Flatten(), keras.layers.Dense(3)
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
 """
-# A model of a dict within a dict, and one of a tuple.
-NESTED = """
-import keras
-import numpy as np
-import tensorflow as tf
-
+# A model of a dict within a dict, whose outputs are one, too.
+NESTED = f"""{small.CALLBACKS}
 x = np.random.default_rng(0).normal(size=(3, 32, 4)).astype("float32")
-triplets = {"anchor": x[0], "others": {"positive": x[1], "negative": x[2]}}
-
-
-def create_dataset(per_replica_batch_size):
-    return tf.data.Dataset.from_tensor_slices(triplets).batch(per_replica_batch_size)
+create_dataset = small.slices(
+    {{"anchor": x[0], "others": {{"positive": x[1], "negative": x[2]}}}}
+)
 
 
 class Triplets(keras.Model):
@@ -70,11 +49,10 @@ class Triplets(keras.Model):
         anchor = self.encoder(inputs["anchor"])
         near, far = self.encoder(others["positive"]), self.encoder(others["negative"] * 2.0)
         far = tf.norm(anchor - far, axis=1)
-        return {"near": tf.norm(anchor - near, axis=1), "all": {"far": far}}
+        return {{"near": tf.norm(anchor - near, axis=1), "all": {{"far": far}}}}
 
 
-def create_model():
-    return Triplets()
+create_model = Triplets
 
 
 def create_loss():
@@ -87,9 +65,6 @@ def input_pre(batch):
 
 def loss_pre(output):
     return output
-
-
-every_steps = {}
 """
 
 
@@ -118,24 +93,20 @@ def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
     refused(outcome, "others/negative [3, 4]", "as many examples each")
 
 
-def test_an_inference_model_that_no_checkpoint_holds(train: Train) -> None:
-    state = train(make_hooks(create_opt=sgd), steps=3)
-    own = make_hooks(create_opt=sgd, create_inference_model=lambda model: keras.layers.Dense(2))
-    with pytest.raises(ctl_core.SetupError, match="no checkpoint holds it"):
-        ctl_core.load(state.run_dir, callbacks=own)
-
-
-def test_inputs_that_do_not_fit(train: Train) -> None:
+def test_inputs_and_models_that_do_not_fit(train: Train) -> None:
     """Numbers are cut off nowhere: where they would be, they are refused."""
     number = tf.function(input_signature=[{"n": tf.TensorSpec([None], tf.uint8)}])
-    serve = number(lambda inputs: tf.one_hot(inputs["n"], FEATURES))
-    state = train(make_hooks(create_opt=sgd), steps=3)
-    served = ctl_core.load(state.run_dir, callbacks=make_hooks(create_opt=sgd, serve=serve))
-    expected = state.train_model(np.eye(FEATURES)[[1, 0]])
+    serve = number(lambda inputs: tf.one_hot(inputs["n"], small.FEATURES))
+    state = train(small.hooks(), steps=3)
+    served = ctl_core.load(state.run_dir, callbacks=small.hooks(serve=serve))
+    expected = state.train_model(np.eye(small.FEATURES)[[1, 0]])
     np.testing.assert_allclose(served({"n": [1, 0]}), expected, rtol=1e-5)
     for wrong in ({"n": [1.5]}, {"n": [300]}, {"n": [[1]]}, {"m": [1]}, [1]):
         with pytest.raises(ctl_core.SetupError, match=r"^input: expected n uint8 \(None,\): "):
             served(wrong)
+    own = small.hooks(create_inference_model=lambda model: keras.layers.Dense(2))
+    with pytest.raises(ctl_core.SetupError, match="no checkpoint holds it"):
+        ctl_core.load(state.run_dir, callbacks=own)
 
 
 def test_what_the_page_shows_works(cli: Cli) -> None:
@@ -164,19 +135,113 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
         np.testing.assert_allclose(file["output"][:16], expected, rtol=1e-5)
 
 
-def test_what_is_read_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
-    flags = ("--steps", "2", "--batch-size", "16", "--run-name", "a")
-    assert cli(EVALUATED, command=("train", *flags)).code == 0
-    np.savez("x.npz", regression_data()[0])
-    os.link("x.npz", "hard.npz")
+def test_what_is_read_is_not_written_over(cli: Cli) -> None:
+    assert cli(EVALUATED, "--steps", "2").code == 0
+    np.savez("x.npz", small.data()[0])
     os.symlink("x.npz", "soft.npz")
     before = Path("x.npz").read_bytes()
-    for output in ("x.npz", "./x.npz", "hard.npz", "soft.npz"):
+    for output, code in (("./x.npz", 2), ("soft.npz", 0)):  # a link is replaced, not followed
         outcome = cli(None, "--input", "x.npz", "--output", output, command=("predict",))
-        assert outcome.code == (2 if "x.npz" in output else 0)  # a link is replaced, not followed
+        assert outcome.code == code
         assert Path("x.npz").read_bytes() == before
     assert cli(None, command=("predict",)).code == 0
     first = Path("runs/a/predictions.npz").read_bytes()
     outcome = cli(None, "--input", "x.npz", command=("predict",))
     assert outcome.code == 0 and "to runs/a/predictions-x.npz" in outcome.out
     assert Path("runs/a/predictions.npz").read_bytes() == first
+
+
+# ---- Layers inside functions: in training as in training, elsewhere never ------------------------
+
+
+class Noise(keras.layers.Layer):
+    """Like random augmentation, it is on unless it is told, and shows by how much it was."""
+
+    def call(self, inputs: Any, training: bool = True) -> Any:
+        return inputs * (1.5 if training else 1.0)
+
+
+def test_functions_around_the_model_are_evaluated_predicted_and_exported_without_noise(
+    train: Train,
+) -> None:
+    """So are layers in the hooks around the model, which are as in Keras while it trains."""
+    augment, extra = Noise(), Noise()
+    inputs, target = small.data(32)  # batches of training's shape, for which functions are traced
+    own = make_hooks(
+        create_model=lambda: small.model_with(keras.layers.BatchNormalization(), Noise()),
+        create_eval_model=lambda train_model: lambda inputs: 3.0 * train_model(inputs),
+        create_eval_dataset=small.slices((inputs, target)),
+        create_metrics=lambda: {"mean": keras.metrics.Mean()},
+        input_pre=lambda batch: augment(batch[0]),
+        loss_pre=lambda output, batch: (extra(output), batch[1]),
+        metric_pre=lambda output: (extra(output),),
+    )
+    state = train(own, steps=3)
+    expected = 3.0 * state.train_model(inputs, training=False).numpy()
+    assert state.metrics["loss"] == pytest.approx(((expected - target) ** 2).mean(), rel=1e-5)
+    assert state.metrics["mean"] == pytest.approx(expected.mean(), rel=1e-5)
+    served = ctl_core.load(state.run_dir, callbacks=own)
+    np.testing.assert_allclose(served(inputs), expected, rtol=1e-5, atol=1e-6)
+
+    own.create_inference_model = lambda model: tf.function(lambda inputs: 2.0 * model(inputs))
+    own.serve = lambda inputs: augment(inputs)
+    with np.load(use.predict(own, state.config)) as file:
+        predicted = file["output"]
+    np.testing.assert_allclose(predicted, 2.0 * expected, rtol=1e-5, atol=1e-6)
+    exported = tf.saved_model.load(str(use.export(own, state.config)))
+    np.testing.assert_allclose(exported.serve(inputs), predicted, rtol=1e-5, atol=1e-6)
+
+
+# ---- Outputs whose sizes vary --------------------------------------------------------------------
+
+LENGTHS = [3, 3, 5, 5, 4, 4, 4, 4, 2, 2, 6, 6]
+
+
+def sentences() -> tf.data.Dataset:
+    """Sequences of tokens with a label for each, in pairs that are as wide as the longer one."""
+    tokens = tf.ragged.range(1, tf.constant(LENGTHS) + 1)
+    made = tf.data.Dataset.from_tensor_slices((tokens, tokens % 2))
+    dense = made.map(lambda x, y: (tf.convert_to_tensor(x), tf.convert_to_tensor(y)))
+    return dense.padded_batch(2, ([None], [None]), drop_remainder=True)
+
+
+def tagger(seen: list[Any]) -> SimpleNamespace:
+    """A model with an output for each token, as Keras' sequence taggers have it."""
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Embedding(11, 4), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input((None,), dtype="int32"), *layers])
+
+    def create_loss() -> Any:
+        each = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+        return lambda pair: tf.reduce_sum(each(pair[1], pair[0]), -1)
+
+    def look(step: int, output: Any, batch: Any) -> None:
+        seen.append((step, output, batch))
+
+    return SimpleNamespace(
+        create_dataset=lambda: sentences(),
+        create_eval_dataset=lambda: sentences(),
+        create_model=create_model,
+        create_loss=create_loss,
+        create_opt=sgd,
+        every_steps={1: look},
+    )
+
+
+def test_host_hooks_see_and_predict_writes_what_does_not_fit(train: Train) -> None:
+    """As ragged tensors, and as arrays with lengths: each batch is as wide as its longest."""
+    seen: list[Any] = []
+    hooks = tagger(seen)
+    state = train(hooks, steps=3, batch_size=4, virtual_devices=2)
+    (_, first, (tokens, _)), (_, second, (dense, _)), (_, third, _) = seen
+    assert isinstance(first, tf.RaggedTensor) and first.shape[0] == 4
+    assert first.row_lengths().numpy().tolist() == [3, 3, 5, 5]
+    assert tokens.to_list() == [[1, 2, 3]] * 2 + [[1, 2, 3, 4, 5]] * 2
+    assert isinstance(second, tf.Tensor) and second.shape == (4, 4, 2) and dense.shape == (4, 4)
+    assert third.row_lengths().numpy().tolist() == [2, 2, 6, 6]
+    with np.load(use.predict(hooks, state.config)) as file:
+        output, lengths = file["output"], file["output.lengths"]
+    assert output.shape == (12, 6, 2) and lengths.tolist() == LENGTHS
+    assert not output[0, 3:].any() and output[0, :3].all()

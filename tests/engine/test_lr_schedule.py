@@ -1,4 +1,4 @@
-"""The learning rate as settings say: warm-up, a curve, and a hook that ends them."""
+"""The learning rate: a curve of the settings or of create_opt, and as hooks see and set it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 import keras
 import pytest
+import tensorflow as tf
 
 from tests.golden import small
 from tests.helpers.cases import assert_weights
 from tests.helpers.fixtures import Train
 
-STEPS, BATCH, RATE, WARMUP = 12, 16, 0.2, 4
+STEPS, RATE, WARMUP = 12, 0.2, 4
 
 
-def by_keras(kind: str, warmup: int) -> Any:
-    """The rate of a step, counted from 0, as Keras' schedules have it."""
+def by_keras(kind: str, warmup: int) -> list[float]:
+    """The rates of all steps, as Keras' schedules have them."""
     rest = STEPS - warmup
     schedules = keras.optimizers.schedules
     after: Any = {
@@ -27,14 +28,8 @@ def by_keras(kind: str, warmup: int) -> Any:
             [RATE, RATE / 10, RATE / 100],
         ),
     }[kind]
-    return lambda step: RATE * (step + 1) / warmup if step < warmup else float(after(step - warmup))
-
-
-def by_hand(kind: str, warmup: int) -> tuple[keras.Model, list[float]]:
-    """The model that a plain loop trains, and the rates of its steps."""
-    rate = by_keras(kind, warmup)
-    rates = [rate(step) for step in range(STEPS)]
-    return small.plain(STEPS, lambda step: rates[step - 1]), rates
+    rising = [RATE * (step + 1) / warmup for step in range(warmup)]
+    return rising + [float(after(step)) for step in range(rest)]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "exponential", "step"])
@@ -43,9 +38,9 @@ def test_the_rates_are_those_of_keras(train: Train, kind: str) -> None:
     own = small.hooks(every_steps={1: lambda lr: seen.append(float(lr))})
     more: dict[str, Any] = {"lr_schedule": kind, "warmup": WARMUP, "learning_rate": RATE}
     state = train(own, steps=STEPS, virtual_devices=2, **more)
-    model, rates = by_hand(kind, WARMUP)
+    rates = by_keras(kind, WARMUP)
     assert seen == pytest.approx(rates, rel=1e-5)
-    assert_weights(state, model, rtol=2e-5)
+    assert_weights(state, small.plain(STEPS, lambda step: rates[step - 1]), rtol=2e-5)
 
 
 def test_a_hook_that_assigns_lr_ends_the_schedule(
@@ -68,9 +63,23 @@ def test_a_hook_that_assigns_lr_ends_the_schedule(
 def test_a_schedule_of_create_opt_goes_before(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Hooks are given the rate that it gives the optimizer."""
+    seen: list[tuple[int, float, float, float]] = []
+
+    def look(step: int, lr: Any, optimizer: Any, display_gradients: Any) -> None:
+        seen.append((step, float(lr), float(optimizer.learning_rate), float(display_gradients[0])))
+
     own = small.hooks(
-        create_opt=lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(RATE, STEPS))
+        create_opt=lambda lr: keras.optimizers.SGD(
+            keras.optimizers.schedules.ExponentialDecay(lr, 1, 0.9)
+        ),
+        update_pre=lambda gradients, lr: (gradients, [tf.reshape(lr * 1.0, [])]),
+        every_steps={1: look},
     )
-    state = train(own, steps=STEPS, lr_schedule="linear", warmup=3, learning_rate=0.5)
+    more: dict[str, Any] = {"lr_schedule": "linear", "warmup": 3, "learning_rate": RATE}
+    state = train(own, steps=STEPS, virtual_devices=2, **more)
     assert "lr_schedule and warmup change nothing: create_opt gives" in capsys.readouterr().out
-    assert_weights(state, by_hand("cosine", 0)[0], rtol=2e-5)
+    for step, rate, used, in_graph in seen:
+        assert rate == used == pytest.approx(RATE * 0.9**step)  # of the next update
+        assert in_graph == pytest.approx(RATE * 0.9 ** (step - 1))  # of this one
+    assert_weights(state, small.plain(STEPS, lambda step: RATE * 0.9 ** (step - 1)), rtol=1e-5)

@@ -26,36 +26,25 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from tests.helpers.project import line_of
 
 HOOKS = """\
 import keras
 import numpy as np
 import tensorflow as tf
+from tests.golden.small import create_eval_dataset, create_loss, data
 
 
 def create_dataset(per_replica_batch_size):
-    inputs = np.random.normal(size=(100, 5)).astype("float32")
-    data = tf.data.Dataset.from_tensor_slices((inputs, inputs[:, :1] > 0)).shuffle(100)
-    return data.batch(per_replica_batch_size, drop_remainder=True)
-
-
-def create_eval_dataset(per_replica_batch_size):
-    return create_dataset(per_replica_batch_size).take(2)
+    inputs, target = data()
+    inputs = inputs + np.random.normal(size=inputs.shape)
+    examples = tf.data.Dataset.from_tensor_slices((inputs.astype("float32"), target)).shuffle(100)
+    return examples.batch(per_replica_batch_size, drop_remainder=True)
 
 
 def create_model():
-    return keras.Sequential(
-        [
-            keras.layers.Dense(WIDTH, activation="tanh"),
-            keras.layers.Dropout(0.3),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(1),
-        ]
-    )
-
-
-def create_loss():
-    return lambda pair: tf.reduce_sum((pair[0] - tf.cast(pair[1], "float32")) ** 2, axis=1)
+    layers = [keras.layers.Dense(WIDTH, activation="tanh"), keras.layers.Dropout(0.3)]
+    return keras.Sequential([*layers, keras.layers.BatchNormalization(), keras.layers.Dense(1)])
 
 
 def create_opt(lr):
@@ -147,7 +136,7 @@ def test_each_run_trains_as_in_a_process_of_its_own(
         try:
             state = train(str(folder), f"run-{index}", **run)
         except ctl_core.RunError as error:
-            assert str(error) == "at_step[7] (cell:42): ValueError: no"
+            assert str(error) == f"at_step[7] (cell:{line_of(HOOKS, 'BODY')}): ValueError: no"
             continue
         except KeyboardInterrupt:
             continue
@@ -175,22 +164,18 @@ def test_each_run_trains_as_in_a_process_of_its_own(
         np.testing.assert_array_equal(ours, again)
 
 
-def test_in_a_thread(folder: Path) -> None:
+def test_in_a_thread_and_after_a_cell_that_was_interrupted(folder: Path) -> None:
+    """Which saves the run."""
     expected, found = weights_of(train(str(folder), "expected", width=8)), []
     thread = threading.Thread(target=lambda: found.append(train(str(folder), "thread", width=8)))
     thread.start()
     thread.join()
-    for ours, theirs in zip(weights_of(found[0]), expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_interrupting_a_cell_saves_the_run_and_the_kernel_goes_on(folder: Path) -> None:
     body = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     stopped = train(str(folder), "stopped", width=8, body=body)
     assert (stopped.step, stopped.stopped_by) == (7, signal.SIGINT)
-    resumed, whole = (train(str(folder), name, width=8) for name in ("stopped", "undisturbed"))
-    for ours, theirs in zip(weights_of(resumed), weights_of(whole), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for state in (found[0], train(str(folder), "stopped", width=8)):
+        for ours, theirs in zip(weights_of(state), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_module_that_was_edited_and_reloaded(
@@ -198,20 +183,23 @@ def test_a_module_that_was_edited_and_reloaded(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "notebook_hooks.py"
-    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(tmp_path / "runs"), run_name="a")
-    file.write_text(HOOKS.replace("WIDTH", "8").replace("BODY", "pass"))
+    source = HOOKS.replace("WIDTH", "8").replace("BODY", "pass")
+    file.write_text(source)
     module = importlib.import_module("notebook_hooks")
-    ctl_core.train(module, config)
-    edited = HOOKS.replace("WIDTH", "9").replace("BODY", "pass").replace("* 0.5", "* tf.nothing")
-    file.write_text("# Edited.\n" + edited)
+
+    def train_module(name: str) -> Any:
+        own: dict[str, Any] = {"runs_dir": str(tmp_path), "run_name": name}
+        return ctl_core.train(module, ctl_core.Config(steps=2, batch_size=20, **own))
+
+    train_module("a")
+    edited = "# Edited.\n" + source.replace("Dense(8", "Dense(9").replace("* 0.5", "* tf.nothing")
+    file.write_text(edited)
     importlib.reload(module)
-    config = ctl_core.Config(steps=2, batch_size=20, runs_dir=str(tmp_path / "runs"), run_name="b")
-    with pytest.raises(ctl_core.SetupError) as error:
-        ctl_core.train(module, config)
-    line = 1 + HOOKS[: HOOKS.index("* 0.5")].count("\n") + 1
-    assert str(error.value).startswith(f"update_pre (notebook_hooks.py:{line}): AttributeError")
+    line = line_of(edited, "tf.nothing")
+    message = rf"^update_pre \(notebook_hooks.py:{line}\): AttributeError"
+    with pytest.raises(ctl_core.SetupError, match=message):
+        train_module("b")
     file.write_text(edited.replace("* tf.nothing", "* 0.25"))
     importlib.reload(module)
-    state = ctl_core.train(module, config)
-    assert state.train_model.layers[0].units == 9
-    assert (tmp_path / "runs/b/callbacks.py").read_text() == file.read_text()
+    assert train_module("b").train_model.layers[0].units == 9
+    assert (tmp_path / "b/callbacks.py").read_text() == file.read_text()

@@ -1,9 +1,7 @@
-"""Lower precision: the weights it leads to, the loss scale of float16, and skipped updates."""
+"""Lower precision, and many steps in one XLA executable: the weights they lead to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,112 +9,108 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.__main__ import main
-from tests.golden.programs import embedding, l2
+from ctl_core.input import prefetch
+from ctl_core.run.errors import RunError
+from tests.golden import small
 from tests.helpers.cases import (
     FEATURES,
+    assert_weights,
+    dropout_model,
     make_hooks,
-    regression_data,
+    nadam,
     set_weights,
-    sliced,
 )
 from tests.helpers.fixtures import Train
-from tests.helpers.project import EVALUATED
-
-pytestmark = pytest.mark.slow
-
-CASES = {
-    "l2": l2.PROGRAM,
-    "embedding": embedding.PROGRAM,
-}
-BATCH = 16
+from tests.helpers.project import EVALUATED, Cli
 
 
-@pytest.fixture(autouse=True)
-def policy_is_put_back() -> Any:
-    before = keras.config.dtype_policy().name
-    yield
-    assert keras.config.dtype_policy().name == before
-
-
-def dense_model() -> keras.Model:
+def float64_model() -> keras.Model:
+    """Sets a policy of Keras', too."""
+    keras.config.set_dtype_policy("float64")
     return set_weights(keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)]))
 
 
-def with_policy(policy: str) -> Callable[[], keras.Model]:
-    """Returns a create_model that sets a policy of Keras'."""
-
-    def create_model() -> keras.Model:
-        keras.config.set_dtype_policy(policy)
-        return dense_model()
-
-    return create_model
-
-
-def test_update_pre_sees_the_gradients_that_float16_cannot_hold(train: Train) -> None:
-    seen: list[Any] = []
-
-    def update_pre(gradients: Any, loss: Any) -> Any:
-        return gradients, [loss, *gradients]
-
-    hooks = make_hooks(
-        create_model=dense_model,
-        create_loss=lambda: lambda loss_input: 1e-7 * loss_input[0][:, 0],
-        update_pre=update_pre,
-        every_steps={1: lambda display_gradients: seen.append(display_gradients)},
-    )
-    state = train(hooks, steps=1, precision="float16", accumulate_steps=2)
-    loss, kernel, bias = seen[0]
-    x = regression_data()[0][:BATCH]
-    np.testing.assert_allclose(kernel, 1e-7 * x.mean(axis=0)[:, None], rtol=0.02, atol=1e-10)
-    np.testing.assert_allclose(bias, [1e-7], rtol=0.02)
-    output = state.train_model(x).numpy()
-    np.testing.assert_allclose(loss, 1e-7 * output.astype("float64").mean(), rtol=0.02)
-
-
-def test_a_run_is_used_in_its_own_precision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "callbacks.py").write_text(EVALUATED)
-    (tmp_path / "config.yaml").write_text("steps: 2\nbatch_size: 16\nprecision: bfloat16\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "--run-name", "first", "--accumulate-steps", "2"]) == 0
-    opening = capsys.readouterr().out.splitlines()[0]
-    assert opening.endswith("batch size 16 in 2 micro-batches, 1 replica on CPU, in bfloat16.")
-    assert main(["evaluate"]) == 0 and main(["predict"]) == 0 and main(["export"]) == 0
-    capsys.readouterr()
-    with np.load(tmp_path / "runs/first/predictions.npz") as predictions:
+@pytest.mark.slow
+def test_a_run_is_used_in_its_own_precision(cli: Cli) -> None:
+    flags = ("--batch-size", "16", "--precision", "bfloat16", "--accumulate-steps", "2")
+    said = "batch size 16 in 2 micro-batches, 1 replica on CPU, in bfloat16."
+    assert said in cli(EVALUATED, *flags).out
+    for command in ("evaluate", "predict", "export"):
+        assert cli(None, command=(command,)).code == 0
+    with np.load("runs/a/predictions.npz") as predictions:
         output = predictions["output"]
     assert output.dtype == np.float32 and output.shape == (37, 1)
-    inputs = tf.constant(regression_data()[0][-37:])
-    loaded = tf.saved_model.load(str(tmp_path / "runs/first/export/1"))
-    served = loaded.serve(inputs)
+    served = tf.saved_model.load("runs/a/export/1").serve(tf.constant(small.data()[0][-37:]))
     assert served.dtype == tf.float32
     np.testing.assert_array_equal(served, output)
 
 
-# ---- A policy of the user's own ---------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_variables_of_another_type_are_trained_in_it(train: Train) -> None:
-    def loss_of(loss_input: Any) -> Any:
-        output, target = loss_input
-        return tf.reduce_sum((output - tf.cast(target, output.dtype)) ** 2, axis=1)
+    def loss_of(pair: Any) -> Any:
+        return tf.reduce_sum((pair[0] - tf.cast(pair[1], pair[0].dtype)) ** 2, axis=1)
 
-    data = sliced(regression_data())
     hooks = make_hooks(
-        create_model=with_policy("float64"),
+        create_model=float64_model,
         create_loss=lambda: loss_of,
         create_opt=lambda lr: keras.optimizers.SGD(0.125),
     )
-    state = train(hooks, steps=4, virtual_devices=2)
     before = keras.config.dtype_policy()
-    model, update = with_policy("float64")(), hooks.create_opt(0)
+    state = train(hooks, steps=4, virtual_devices=2)
+    assert keras.config.dtype_policy() == before
+    model = float64_model()
     keras.config.set_dtype_policy(before)
-    for batch in data(BATCH).take(4):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(loss_of((model(batch[0]), batch[1])))
-        update.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    def mean_loss(model: Any, batch: Any) -> tf.Tensor:
+        return tf.reduce_mean(loss_of((model(batch[0]), batch[1])))
+
+    small.plain(4, model=model, mean_loss=mean_loss, optimizer=hooks.create_opt(0))
     for variable, other in zip(state.train_model.variables, model.variables, strict=True):
         assert variable.dtype == "float64"
         np.testing.assert_allclose(variable.numpy(), other.numpy(), rtol=1e-12)
+
+
+# ---- With --jit-compile, many steps in one executable: the same weights, wherever it is cut ------
+
+BATCH = 8
+
+
+def freeze(train_model: Any) -> None:
+    train_model.layers[0].trainable = not train_model.layers[0].trainable
+
+
+@pytest.mark.slow
+def test_where_it_is_cut_changes_no_bit(train: Train) -> None:
+    """With Dropout, batch normalisation and Nadam; a layer is frozen and unfrozen on the way."""
+    own = {"create_model": dropout_model, "create_opt": nadam, "at_step": {6: freeze, 13: freeze}}
+    settings = {"batch_size": BATCH, "jit_compile": True, "deterministic": True}
+    whole = train(make_hooks(**own), steps=20, run_name="whole", **settings)
+    every = {3: lambda loss, output: None, 7: lambda gradients: None}
+    for stop in (4, 11, 20):
+        cut = train(make_hooks(**own, every_steps=every), steps=stop, run_name="cut", **settings)
+    variables = zip(cut.recording.variables.items(), whole.recording.variables.items(), strict=True)
+    for (name, found), (_, expected) in variables:
+        np.testing.assert_array_equal(found.numpy(), expected.numpy(), err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_is_cut_in_the_middle_of_what_is_read_at_once(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ten steps are: at a resume they are used in part, as a whole, and not begun."""
+    monkeypatch.setattr(prefetch, "UNIT_BYTES", 10 * BATCH * (5 + 1) * 4)
+    settings = {"batch_size": BATCH, "jit_compile": True}
+    whole = train(make_hooks(), steps=23, run_name="whole", **settings)
+    assert whole.data.unit == 10
+    for stop in (4, 10, 11, 23):
+        cut = train(make_hooks(), steps=stop, run_name="cut", **settings)
+    assert_weights(cut, whole, rtol=0)
+    assert "reading and dropping" not in "".join(capfd.readouterr())
+
+
+def test_what_xla_cannot_compile_is_named(train: Train) -> None:
+    def input_pre(batch: Any) -> Any:
+        return tf.strings.to_number(tf.strings.as_string(batch[0]))
+
+    with pytest.raises(RunError, match="AsString"):
+        train(make_hooks(input_pre=input_pre), steps=2, jit_compile=True)

@@ -1,95 +1,129 @@
-"""Run folders that are links, or somebody else's: to read only."""
+"""Folders of runs that are links, hooks in another file, and the copy that each run keeps."""
 
 from __future__ import annotations
 
-import gc
 import os
+import re
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+import keras
 import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from tests.helpers.cases import regression_data, small_model
-from tests.helpers.experiments import BASE, FLAGS, by_hand, weights
+from tests.golden import compare, small
 
-NOBODY = 65534
+BASE = small.CALLBACKS + "create_eval_dataset = create_dataset\n"
+FLAGS = ("--steps", "4", "--batch-size", "16", "--learning-rate", "0.1")
+# Half the loss, by a module beside the file and one of the project's.
+HALF = """
+from callbacks import *
+import beside
+from pathlib import Path
+from shared import HALF
+
+assert (Path(__file__).parent / "beside.py").exists()
 
 
-def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Every file and folder, with inode, size and times: what a write or a rename changes."""
-    paths = [folder, *folder.rglob("*")]
-    stats = {str(path): path.lstat() for path in paths}
-    return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
+def create_loss():
+    return lambda pair: HALF * beside.loss(pair)
+"""
+Ctl = Callable[..., str]
 
 
 @pytest.fixture
-def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A project with a trained run, below a folder that everybody may enter."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        Path("callbacks.py").write_text(BASE)
-        assert main(["train", "--run-name", "a", *FLAGS]) == 0
-        yield Path(folder)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with callbacks.py and experiments/gan.py, which needs modules of both folders."""
+    project = tmp_path / "project"
+    (project / "experiments").mkdir(parents=True)
+    (project / "callbacks.py").write_text(BASE)
+    (project / "shared.py").write_text("HALF = 0.5\n")
+    (project / "experiments/gan.py").write_text(HALF)
+    beside = "from tests.golden.small import squared_error as loss\n"
+    (project / "experiments/beside.py").write_text(beside)
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return project
 
 
-@pytest.mark.parametrize("place", ["runs", "runs/a", "runs/a/ckpt", "runs/a/tb"])
-def test_folders_of_a_run_may_be_links(project: Path, place: str) -> None:
-    disk = project / "disk"
-    (project / place).rename(disk)
-    (project / place).symlink_to(disk)
-    assert main(["train", "--run-name", "a", "--steps", "6"]) == 0
-    assert main(["evaluate"]) == 0
-    assert (project / place).is_symlink()
-    for one, other in zip(weights("a", 6), by_hand(1.0, 6), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+@pytest.fixture
+def ctl(capsys: pytest.CaptureFixture[str]) -> Ctl:
+    """Returns what runs a command as another process would, and gives what it prints."""
+
+    def run(*argv: str) -> str:
+        for name in ("callbacks", "ctl_callbacks", "beside", "shared"):
+            sys.modules.pop(name, None)
+        assert main([*argv]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_a_run_of_somebody_elses_is_used_and_left_as_it_is(
-    project: Path, capsys: pytest.CaptureFixture[str]
+def read_model(run: str, step: int = 4) -> keras.Model:
+    model = small.create_model()
+    ckpt = tf.train.Checkpoint(train_model=model)
+    ckpt.read(f"runs/{run}/ckpt/ckpt-{step}").expect_partial()
+    return model
+
+
+def assert_trained(run: str, factor: float = 1.0, step: int = 4) -> None:
+    expected = small.plain(step, lambda _: 0.1 * factor)
+    compare.assert_close(read_model(run, step).weights, expected.weights)
+
+
+def test_folders_of_a_run_may_be_links_and_hooks_change_the_folder(
+    project: Path, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, mine = project / "runs/a", project / "mine"
-    (run / "ckpt/checkpoint").unlink()  # TensorFlow's list of checkpoints is not needed to read
-    for command in ("evaluate", "predict", "export"):  # imports what they need as root
-        assert main([command]) == 0
-    shutil.rmtree(run / "export")
-    (run / "predictions.npz").unlink()
-    mine.mkdir()
-    mine.chmod(0o777)
-    np.save(mine / "new.npy", regression_data()[0][:7])
-    for path in (run, *run.rglob("*")):
-        path.chmod(path.stat().st_mode & ~0o222)
-    before = tree(project / "runs")
-    gc.collect()  # what only root may clean up
-    root = os.geteuid() == 0
-    if root:  # who may write everything
-        os.seteuid(NOBODY)
-    try:
-        assert main(["evaluate"]) == 0
-        capsys.readouterr()
-        for words in (["predict"], ["export"], ["train", "--run-name", "a", "--steps", "9"]):
-            assert main(words) > 0
-            error = capsys.readouterr().err
-            assert "runs/a" in error and "Permission denied" in error and error.count("\n") == 1
-        flags = ["--input", "mine/new.npy", "--output", "mine/out.npz"]
-        assert main(["predict", *flags]) == 0
-        assert main(["export", "--output", "mine/model"]) == 0
-    finally:
-        if root:
-            os.seteuid(0)
-    assert tree(project / "runs") == before
-    model = small_model()
-    tf.train.Checkpoint(train_model=model).read("runs/a/ckpt/ckpt-4").expect_partial()
-    inputs = regression_data()[0][:7]
-    served = tf.saved_model.load("mine/model/1")
-    for value in (served.serve(inputs), np.load("mine/out.npz")["output"]):
-        np.testing.assert_allclose(value, model(inputs), rtol=1e-5, atol=1e-6)
-    for path in (run, *run.rglob("*")):
-        path.chmod(path.stat().st_mode | 0o200)
+    """Each a link into another disk, from the run's own folders up."""
+    ctl("train", "--run-name", "a", *FLAGS)
+    places = ["runs/a/tb", "runs/a/ckpt", "runs/a", "runs"]
+    for number, place in enumerate(places):
+        (disk := project.parent / f"disk-{number}").mkdir()
+        (project / place).rename(disk / "there")
+        (project / place).symlink_to(disk / "there")
+    leave = "import os\n\ndef leave():\n    os.chdir('experiments')\n\nat_step = {5: leave}\n"
+    (project / "callbacks.py").write_text(BASE + leave)
+    before = sorted(os.listdir("experiments"))
+    ctl("train", "--run-name", "a", "--steps", "6")
+    monkeypatch.chdir(project)
+    ctl("predict", "--output", "here.npz")
+    assert (project / "here.npz").exists() and before == sorted(os.listdir("experiments"))
+    assert all((project / place).is_symlink() for place in places)
+    assert_trained("a", step=6)
+
+
+def test_another_file_is_used_and_one_that_has_changed_or_gone_is_said(
+    project: Path,
+    ctl: Ctl,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gan = project / "experiments/gan.py"
+    copy = ("--callbacks", "runs/gan/callbacks.py")
+    ctl("train", "--run-name", "gan", "--callbacks", str(gan), *FLAGS)
+    assert_trained("gan", 0.5)
+    assert Path("runs/gan/callbacks.py").read_text() == HALF
+    value = re.search(r"loss \S+", ctl("evaluate"))
+    assert value
+    gan.write_text(HALF.replace("HALF *", "3 *"))
+    out = ctl("evaluate")
+    assert out.count(f"{' '.join(copy)} takes what it was") == 1 and value.group() not in out
+    out = ctl("evaluate", *copy)
+    assert value.group() in out and "not as it was" not in out
+    shutil.copytree("runs/gan", "runs/on")
+    out = ctl("train", "--run-name", "on", "--steps", "5")
+    assert out.count("the run goes on with what it is now") == 1
+    gan.unlink()
+    shutil.rmtree("runs/on")
+    monkeypatch.chdir(project.parent)  # and the project has moved
+    monkeypatch.chdir(project.rename(project.parent / "moved"))
+    sys.path[:] = [path for path in sys.path if "/project" not in path]
+    assert main(["evaluate"]) == 2
+    assert f"; {copy[1]} is as the run was trained" in capsys.readouterr().err
+    assert value.group() in ctl("evaluate", *copy)
+    ctl("train", "--run-name", "gan", "--steps", "5", *copy)
+    assert_trained("gan", 0.5, 5)
+    assert Path("runs/gan/callbacks.py").read_text() == HALF

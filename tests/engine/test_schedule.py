@@ -1,7 +1,10 @@
-"""When host hooks run and with which values, against a plain loop; also across a resume."""
+"""When host hooks, checkpoints and evaluations are due, and with which values hooks run."""
 
 from __future__ import annotations
 
+import json
+import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,99 +13,58 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core import trainer
-from tests.helpers.cases import (
-    assert_weights,
-    make_hooks,
-    regression_data,
-    sgd,
-    small_model,
-    squared_error,
-)
+from ctl_core.model import schedule
+from tests.golden import small
+from tests.helpers.cases import assert_weights, make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
 
 BATCH = 16
 
 
-def plain_loop(steps: int) -> dict[int, dict[str, Any]]:
+def plain_loop(steps: int) -> dict[int, list[Any]]:
     """Trains by hand with SGD and returns what there was to see at each step."""
-    inputs, target = regression_data()
-    model, seen = small_model(), {}
-    for step in range(1, steps + 1):
-        start = (step - 1) % (len(inputs) // BATCH) * BATCH
-        x, y = inputs[start : start + BATCH], target[start : start + BATCH]
+    model, seen = small.create_model(), {}
+    batches = small.create_dataset(BATCH).repeat().take(steps)
+    for step, (inputs, target) in enumerate(batches, 1):
         with tf.GradientTape() as tape:
-            output = model(x, training=True)
-            loss = tf.reduce_sum(squared_error((output, y))) / BATCH
+            output = model(inputs, training=True)
+            loss = tf.reduce_mean(small.squared_error((output, target)))
         gradients = tape.gradient(loss, model.trainable_variables)
-        clipped = tf.clip_by_global_norm(gradients, 10.0)[0]
-        for variable, gradient in zip(model.trainable_variables, clipped, strict=True):
-            variable.assign_sub(0.01 * gradient)
-        seen[step] = {
-            "loss": loss.numpy(),
-            "output": output.numpy(),
-            "batch": (x, y),
-            "gradients": [g.numpy() for g in gradients],
-            "weights": model.get_weights(),
-        }
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(small.RATE * gradient)
+        seen[step] = [loss, output, inputs, target, *gradients, *model.get_weights()]
     return seen
-
-
-class Recorder:
-    """Hooks that write down the step and the values they were given."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int, dict[str, Any]]] = []
-
-    def hook(self, name: str) -> Any:
-        def record(
-            step: int, loss: Any, output: Any, batch: Any, gradients: Any, train_model: Any
-        ) -> None:
-            values = {
-                "loss": loss.numpy(),
-                "output": output.numpy(),
-                "batch": tuple(part.numpy() for part in batch),
-                "gradients": [g.numpy() for g in gradients],
-                "weights": train_model.get_weights(),
-            }
-            self.calls.append((name, step, values))
-
-        return record
-
-    def steps(self, name: str) -> list[int]:
-        return [step for called, step, _ in self.calls if called == name]
-
-
-def recording_hooks(recorder: Recorder) -> Any:
-    return make_hooks(
-        create_opt=sgd,
-        every_steps={
-            3: recorder.hook("third"),
-            7: [recorder.hook("seventh"), recorder.hook("too")],
-        },
-        at_step={4: recorder.hook("fourth"), 14: recorder.hook("fourteenth")},
-    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_steps_and_values_equal_those_of_a_plain_loop(train: Train, replicas: int) -> None:
-    recorder = Recorder()
-    train(recording_hooks(recorder), steps=20, virtual_devices=replicas)
-    assert recorder.steps("third") == [3, 6, 9, 12, 15, 18]
-    assert recorder.steps("seventh") == recorder.steps("too") == [7, 14]
-    assert (recorder.steps("fourth"), recorder.steps("fourteenth")) == ([4], [14])
-    assert [name for name, step, _ in recorder.calls if step == 14] == [
-        "seventh",
-        "too",
-        "fourteenth",
-    ]
+    calls: list[tuple[str, int]] = []
     expected = plain_loop(20)
-    for _, step, values in recorder.calls:
-        for (path, value), (_, reference) in zip(flat(values), flat(expected[step]), strict=True):
-            np.testing.assert_allclose(value, reference, rtol=2e-5, atol=1e-6, err_msg=path)
 
+    def hook(name: str) -> Any:
+        def record(
+            step: int, loss: Any, output: Any, batch: Any, gradients: Any, train_model: Any,
+            display_gradients: Any,
+        ) -> None:  # fmt: skip
+            calls.append((name, step))
+            for shown, value in zip(display_gradients, [loss, *gradients], strict=True):
+                np.testing.assert_array_equal(shown, value)  # what update_pre got
+            found = [loss, output, *batch, *gradients, *train_model.get_weights()]
+            for value, other in zip(found, expected[step], strict=True):
+                np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-6)
 
-def flat(values: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(k, leaf) for k in sorted(values) for leaf in tf.nest.flatten(values[k])]
+        return record
+
+    hooks = small.hooks(
+        every_steps={6: hook("sixth"), 7: [hook("seventh"), hook("too")]},
+        at_step={4: hook("fourth"), 14: hook("fourteenth")},
+        update_pre=lambda gradients, loss: (gradients, [loss, *gradients]),
+    )
+    train(hooks, steps=20, learning_rate=small.RATE, virtual_devices=replicas)
+    assert calls == [
+        *[("fourth", 4), ("sixth", 6), ("seventh", 7), ("too", 7), ("sixth", 12)],
+        *[("seventh", 14), ("too", 14), ("fourteenth", 14), ("sixth", 18)],
+    ]
 
 
 def test_deferred_hooks_see_every_step_once_and_in_order(train: Train) -> None:
@@ -114,10 +76,7 @@ def test_deferred_hooks_see_every_step_once_and_in_order(train: Train) -> None:
         }
     )
     train(hooks, steps=25, ckpt_every=5)
-    expected: list[Any] = []
-    for step in range(1, 26):
-        expected += [step] + (["ten"] if step % 10 == 0 else [])
-    assert order == expected
+    assert order == [*range(1, 11), "ten", *range(11, 21), "ten", *range(21, 26)]
 
 
 def test_where_a_graph_call_ends_changes_nothing(
@@ -145,3 +104,69 @@ def test_a_step_is_traced_once_for_what_hooks_read_of_it(train: Train) -> None:
         train(own, steps=60, run_name=f"of-{len(found)}")
         found.append(len(traced))
     assert found[1] - found[0] == 2  # for the loss, and for the loss with gradients
+
+
+# ---- Checkpoints and evaluations by the epoch or the clock ---------------------------------------
+
+
+def hooks(**more: Any) -> Any:
+    return make_hooks(**{"create_eval_dataset": sliced(regression_data()), **more})
+
+
+def evaluated(folder: Path) -> list[int]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line["split"] == "eval"]
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.stem[5:]) for path in (folder / "ckpt/engine").glob("*.json"))
+
+
+def test_an_epoch_is_a_pass_over_the_data(train: Train) -> None:
+    """100 examples in batches of 16: six steps, the rest is left out."""
+    more = {"eval_every": "1epoch", "ckpt_every": "2epochs"}
+    state = train(hooks(), steps=26, **more)
+    assert evaluated(state.run_dir) == [6, 12, 18, 24, 26]
+    assert saved(state.run_dir) == [12, 24, 26]
+    again = train(hooks(), epochs=5, steps=None, **more)
+    assert evaluated(again.run_dir)[-1] == 30 and saved(again.run_dir)[-1] == 30
+
+
+class Clock:
+    """A clock that goes on by so many seconds each time that it is read."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def monotonic(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def test_a_run_by_the_clock_is_the_one_without(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints by the clock, also between two stops; and it stops when its time is over."""
+    plain = train(hooks(), steps=40, run_name="plain", ckpt_every=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "MOST_STEPS", 4)
+        patch.setattr(schedule, "time", Clock(25.0))
+        for steps in (17, 40):
+            state = train(hooks(), steps=steps, ckpt_every="1min")
+    found = saved(state.run_dir)
+    assert len(found) > 4 and any(step not in (17, 40) for step in found)
+    assert_weights(state, plain)
+
+    more: dict[str, Any] = {"run_name": "limited", "steps": 40}
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "MOST_STEPS", 2)
+        patch.setattr(schedule, "time", Clock(20.0))
+        state = train(hooks(), max_time="1m30s", **more)
+    assert state.stopped_by == signal.SIGTERM and 0 < state.step < 40
+    assert saved(state.run_dir) == [state.step]
+    said = capsys.readouterr().out
+    assert "max_time is over." in said
+    assert "stopped by SIGTERM, saved; goes on from here with --run-name limited" in said
+    rest = train(hooks(), max_time="1h", **more)
+    assert rest.step == 40 and rest.stopped_by is None
+    assert_weights(rest, plain)

@@ -43,7 +43,6 @@ def resolve(*flags: str, config: str | None = None, **environ: str) -> Config:
 def refuse(*flags: str, config: str | None = None, **environ: str) -> str:
     with pytest.raises(SetupError) as caught:
         resolve(*flags, config=config, **environ)
-    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
@@ -57,31 +56,25 @@ def test_the_table_above_knows_every_setting() -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_the_file_the_environment_and_flags_say_the_same(name: str) -> None:
-    value = VALUES[name]
-    text, value = value if isinstance(value, tuple) else (str(value), value)
+    text, value = VALUES[name] if isinstance(VALUES[name], tuple) else 2 * (VALUES[name],)
     flag = "--" + name.replace("_", "-") + (f"={text}" if value is not True else "")
-    expected = Config(**{name: value})
     for found in (
         resolve(config=f"{name}: {text}\n"),
-        resolve(config="", **{f"CTL_{name.upper()}": text}),
+        resolve(config="", **{f"CTL_{name.upper()}": str(text)}),
         resolve(flag),
     ):
-        assert found == expected and type(getattr(found, name)) is type(value)
+        assert found == Config(**{name: value})
+        assert type(getattr(found, name)) is type(value)
 
 
 def test_flags_go_before_the_environment_and_that_before_the_file() -> None:
-    assert resolve(config="batch_size: 8").batch_size == 8
+    """Also to take a value or a switch back."""
     assert resolve(config="batch_size: 8", CTL_BATCH_SIZE="16").batch_size == 16
     assert resolve("--batch-size=32", CTL_BATCH_SIZE="16").batch_size == 32
     assert resolve(CTL_BATCH_SIZE="").batch_size == 8
-
-
-def test_switches_and_values_are_taken_back() -> None:
-    for name in ("deterministic", "debug"):
-        assert getattr(resolve(f"--no-{name}", config=f"{name}: true"), name) is False
-        off = {f"CTL_{name.upper()}": "0"}
-        assert getattr(resolve(config=f"{name}: true", **off), name) is False
-        assert getattr(resolve(f"--{name}", config="", **off), name) is True
+    assert resolve("--no-debug", config="debug: true").debug is False
+    assert resolve(config="debug: true", CTL_DEBUG="0").debug is False
+    assert resolve("--debug", config="", CTL_DEBUG="0").debug is True
     config = "early_stop: loss:3\nlimit_eval: 4\nema: 0.9\n"
     found = resolve("--early-stop", "null", "--ema=null", config=config, CTL_LIMIT_EVAL="null")
     assert found == Config()
@@ -89,7 +82,6 @@ def test_switches_and_values_are_taken_back() -> None:
 
 def test_epochs_of_a_higher_layer_replace_steps_of_a_lower_one() -> None:
     assert resolve("--epochs", "3", config="steps: 600") == Config(epochs=3)
-    assert resolve("--steps", "3", config="epochs: 600") == Config(steps=3)
     assert resolve(config="steps: 600", CTL_EPOCHS="2") == Config(epochs=2)
     assert resolve("--steps", "5", CTL_EPOCHS="2") == Config(steps=5)
 
@@ -112,18 +104,16 @@ def test_several_files() -> None:
 # ---- hparams -----------------------------------------------------------------------------------
 
 TYPED = "hparams: {n: 3, x: 1.5, sure: true, t: base, l: [1], d: {n: 1}, nothing: null}"
-KEPT: list[tuple[str, str, Any]] = [
-    ("n", "4", 4), ("x", "2", 2.0), ("x", "1e3", 1000.0), ("x", "null", None),
-    ("sure", "no", False), ("t", "7", "7"), ("t", "007", "007"), ("t", "null", None),
-    ("l", "[a]", ["a"]), ("d", "{n: 5}", {"n": 5}), ("d.n", "5", 5), ("nothing", "a", "a"),
-]  # fmt: skip
+KEPT: dict[tuple[str, str], Any] = {
+    ("n", "4"): 4, ("x", "2"): 2.0, ("x", "null"): None, ("sure", "no"): False, ("t", "007"): "007",
+    ("l", "[a]"): ["a"], ("d.n", "5"): 5, ("nothing", "a"): "a",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text", "value"), KEPT)
-def test_hparams_keep_the_type_that_a_file_gives_them(name: str, text: str, value: Any) -> None:
-    variable = "CTL_HPARAMS__" + name.replace(".", "__").upper()
-    words = (f"--hparams.{name}", text), (f"--hparams.{name}={text}",), ()
-    for flags in words:
+@pytest.mark.parametrize(("name", "text"), KEPT)
+def test_hparams_keep_the_type_that_a_file_gives_them(name: str, text: str) -> None:
+    variable, value = "CTL_HPARAMS__" + name.replace(".", "__").upper(), KEPT[name, text]
+    for flags in (f"--hparams.{name}", text), (f"--hparams.{name}={text}",), ():
         environ = {} if flags else {variable: text}
         found: Any = resolve(*flags, config=TYPED, **environ).hparams
         for each in name.split("."):
@@ -132,10 +122,9 @@ def test_hparams_keep_the_type_that_a_file_gives_them(name: str, text: str, valu
 
 
 TEXTS: dict[str, Any] = {
-    "64": 64, "-1": -1, "1e-3": 0.001, "-2.5E+2": -250.0, ".5": 0.5, "true": True, "null": None,
-    "relu": "relu", "'64'": "64", "'1e-3'": "1e-3", "1e-3x": "1e-3x",
-    "[1, 1e2, a]": [1, 100.0, "a"],
-    "{a: {b: 2}}": {"a": {"b": 2}}, "[not yaml": "[not yaml", "ümlaut …": "ümlaut …",
+    "64": 64, "1e-3": 0.001, "-2.5E+2": -250.0, "true": True, "null": None, "relu": "relu",
+    "'1e-3'": "1e-3", "[1, 1e2, a]": [1, 100.0, "a"], "{a: {b: 2}}": {"a": {"b": 2}},
+    "[not yaml": "[not yaml", "ümlaut …": "ümlaut …",
 }  # fmt: skip
 
 
@@ -156,7 +145,6 @@ def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
     said = refuse("--hparams.widht", "4", config=config)
     assert said == "hparams.widht: no settings file has it; did you mean 'width'?"
     assert "'momentum'" in refuse("--hparams.optimizer.momentun", "3")
-    assert "a settings file has width, optimizer, rates, deep" in refuse("--hparams.q", "4")
     assert "CTL_HPARAMS.widht: no" in refuse(CTL_HPARAMS="{widht: 4}")
     assert "'width'" in refuse(CTL_HPARAMS__WIDHT="4")
     assert "expected a value such as 3" in refuse("--hparams.width", "wide")
@@ -164,40 +152,26 @@ def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
         load_config("config.yaml", hparams={"widht": 4})
     assert resolve("--hparams.rates.a", "1").hparams["rates"] == {"a": 1}
     assert resolve("--hparams.deep.x", "1").hparams["deep"] == {"x": 1}
-    for none in ("", "hparams: {}\n"):  # where there are none, they are free
-        free = resolve("--hparams.b", "2", config=none, CTL_HPARAMS="{a: 1}").hparams
-        assert free == {"a": 1, "b": 2}
+    free = resolve("--hparams.b", "2", config="", CTL_HPARAMS="{a: 1}").hparams
+    assert free == {"a": 1, "b": 2}, "where there are none"
 
 
 # ---- Mistakes ----------------------------------------------------------------------------------
 
-WRONG: dict[tuple[str, ...], str] = {
-    ("--jit-compile=3",): "--jit-compile",
-    ("--ckpt-every=1epoh",): "ckpt_every: expected a whole number, or such as 10min, got '1epoh'.",
-    ("--early-stop=loss",): "such as loss:3, got 'loss'.",
-    ("--ema=1",): "ema: expected less than 1, got '1'",
-    ("--runs-dir=gs://bucket/x",): "runs_dir: expected a path in the file system, got 'gs:",
-    ("--hparams.width",): "--hparams.width: expected a value",
-    ("--detect-anomaly", "--jit-compile"): "detect_anomaly: needs --no-jit-compile",
-}
 
-
-@pytest.mark.parametrize("flags", WRONG)
-def test_wrong_flags(flags: tuple[str, ...]) -> None:
-    assert WRONG[flags] in refuse(*flags)
+def test_wrong_flags() -> None:
+    assert "such as loss:3, got 'loss'." in refuse("--early-stop=loss")
+    said = "runs_dir: expected a path in the file system, got 'gs:"
+    assert said in refuse("--runs-dir=gs://bucket/x")
+    assert "detect_anomaly: needs --no-jit" in refuse("--detect-anomaly", "--jit-compile")
 
 
 def test_settings_from_python() -> None:
     found = Config(steps=np.int64(3), learning_rate=np.float32(0.5), runs_dir=Path("x"))  # type: ignore[arg-type]
     assert found == Config(steps=3, learning_rate=0.5, runs_dir="x")
     assert type(found.steps) is int and type(found.runs_dir) is str
-    for wrong, said in (
-        ({"foo": 3}, "foo: there is no setting 'foo'"),
-        ({"fork": "a", "init_from": "b"}, "fork and init_from: give one of the two, got a and b."),
-        ({"batch_size": None}, "batch_size: expected a whole number, got None."),
-    ):
-        with pytest.raises(SetupError, match=f"^{re.escape(said)}"):
-            Config(**wrong)
+    with pytest.raises(SetupError, match=r"^fork and init_from: give one of the two, got a and b."):
+        Config(fork="a", init_from="b")
     Path("my.yaml").write_text("steps: 3\nhparams: {layers: {first: 1, second: 2}}\n")
     config = ctl_core.load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
     assert config == Config(epochs=2, hparams={"layers": {"first": 9, "second": 2}})
@@ -208,8 +182,7 @@ def test_settings_from_python() -> None:
 # ---- Runs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["evaluate", "predict", "export"])
-def test_a_trained_run_is_used_with_its_own_settings(command: str) -> None:
+def test_a_trained_run_is_used_with_its_own_settings() -> None:
     own = Config(steps=9, batch_size=3, run_name="old", workers=3, debug=True, hparams={"width": 7})
     for name, age in (("old", 20), ("new", 10)):
         write_config(dataclasses.replace(own, run_name=name), Path("own.yaml"))
@@ -217,25 +190,23 @@ def test_a_trained_run_is_used_with_its_own_settings(command: str) -> None:
     Path("config.yaml").write_text("steps: 1\nbatch_size: 64\nema: 0.9\nhparams: {width: 1}\n")
 
     def use(*words: str, **environ: str) -> Any:
-        return parse(command, *words, **environ)
+        return parse("evaluate", *words, **environ)
 
     # How a run was watched, and by how many processes trained, says nothing about how it is used.
     expected = dataclasses.replace(own, debug=False, workers=1)
-    for words in (["old"], ["--run-name", "old"], ["old", "--run-name", "old"]):
+    for words in (["old"], ["--run-name", "old"]):
         found = use(*words, "--checkpoint", "3")
         assert found.config == expected and found.run == Path("runs/old")
         assert found.options["checkpoint"] == 3
     assert use().config == dataclasses.replace(expected, run_name="new")
     assert use(CTL_RUN_NAME="old").config == expected
     assert use("old", "--batch-size", "5", CTL_BATCH_SIZE="6").config.batch_size == 5
-    assert use("old", "--debug", "--checkpoint=best").config.debug is True
     Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\nhparams: {width: x}\n")
     other = dataclasses.replace(expected, batch_size=11, hparams={"width": "x"})
     assert use("--config", "mine.yaml").config == other
     for words, said in (
         (["--runs-dir", "elsewhere"], "elsewhere: no run there yet"),
         (["--checkpoint", "last"], "checkpoint: expected a whole number, got 'last'."),
-        (["odl"], "run_name: no run 'odl' in runs; did you mean 'old'?"),
         (["--workers", "2"], "there is no setting '--workers'"),
     ):
         with pytest.raises(SetupError, match=f"^{re.escape(said)}"):
@@ -249,32 +220,25 @@ def test_a_run_goes_on_with_its_own_settings() -> None:
     write_config(first, Path("own.yaml"))
     make_run("a", Path("own.yaml").read_text())
     Path("config.yaml").write_text(project.replace("old: 1", "old: 2, new: 2") + "seed: 4\n")
-    found = parse("train", "--run-name=a")
-    assert found.config == dataclasses.replace(first, hparams={"old": 1, "new": 2})
-    assert resolve("--run-name=a", "--hparams.new=3").hparams == {"old": 1, "new": 3}
-    (note,) = found.notes
-    assert (
-        "runs/a goes on with its own settings; in config.yaml differ early_stop, hparams.old, seed"
-        in note
-    )
+    found = parse("train", "--run-name=a", "--hparams.new=3")
+    assert found.config == dataclasses.replace(first, hparams={"old": 1, "new": 3})
+    said = "runs/a goes on with its own settings; in config.yaml differ early_stop, hparams.old, s"
+    assert said in found.notes[0]
     Path("mine.yaml").write_text("seed: 5\nepochs: 2\n")
     found = parse("train", "--run-name=a", "--config=mine.yaml")
     assert not found.notes
     assert (found.config.seed, found.config.epochs, found.config.batch_size) == (5, 2, 8)
 
 
-def test_a_fork_has_the_settings_of_its_run() -> None:
-    make_run("a", "steps: 5\nseed: 3\nworkers: 2\nrun_name: a\nfork: b\n")
-    Path("runs/a/ckpt/engine").mkdir(parents=True)
-    Path("runs/a/ckpt/engine/ckpt-3.json").touch()
+def test_a_fork_and_a_run_of_an_earlier_engine_have_settings_of_their_own() -> None:
+    """A cluster's supervisor makes a folder for logs; an earlier engine had other settings."""
+    run = make_run("a", "steps: 5\nseed: 3\nworkers: 2\nrun_name: a\nfork: b\n")
+    (run / "ckpt/engine").mkdir(parents=True)
+    (run / "ckpt/engine/ckpt-3.json").touch()
     found = resolve("--fork=a", "--run-name=c", config="seed: 4\n")
     assert found == Config(steps=5, seed=3, run_name="c", fork="a")
-
-
-def test_folders_without_settings_and_with_old_ones() -> None:
-    """A cluster's supervisor makes a folder for logs; an earlier engine had other settings."""
-    Path("runs/a").mkdir(parents=True)
-    assert resolve("--run-name=a", config="seed: 3\n") == Config(seed=3, run_name="a")
+    Path("runs/none").mkdir()
+    assert resolve("--run-name=none", config="seed: 3\n") == Config(seed=3, run_name="none")
     (make_run("old", "steps: 9\ncurves: true\n") / "train.log").touch()
     assert resolve("--run-name=old", config="") == Config(steps=9, run_name="old")
 
@@ -286,7 +250,6 @@ def test_the_resolved_settings_come_back_equal(folder: Path) -> None:
     )  # fmt: skip
     for config in (Config(), every, Config(epochs=3)):
         write_config(config, folder / "resolved.yaml")
-        assert load_config(folder / "resolved.yaml") == config
         assert resolve("--config", "resolved.yaml") == config
         assert list(yaml.safe_load((folder / "resolved.yaml").read_text())) == [*SETTINGS]
     assert os.listdir(folder) == ["resolved.yaml"]
@@ -304,9 +267,8 @@ def test_help_shows_the_flags_of_a_command(
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert "CTL_BATCH_SIZE" in shown and len(shown.splitlines()) < 80
+    names = {*COMMANDS[command][1], *COMMANDS[command][2]} - {"hparams"}
     flags = {*re.findall(r"^  --([a-z-]+)", shown, re.MULTILINE)}
-    _, options, settings = COMMANDS[command]
-    names = {*options, *settings} - {"hparams"}
     assert flags == {name.replace("_", "-") for name in names}
 
 

@@ -15,20 +15,12 @@ import tensorflow as tf
 
 from ctl_core.checkpoint import writer
 from ctl_core.cluster import signals
-from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
+from tests.golden import small
+from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.fixtures import Train
 
 SETTINGS = {"ckpt_every": 4, "eval_every": 6}
 Kill = Callable[[], None]
-
-
-def shuffled(per_replica_batch_size: int) -> tf.data.Dataset:
-    dataset = tf.data.Dataset.from_tensor_slices(regression_data())
-    return dataset.shuffle(40, seed=3).batch(per_replica_batch_size)
-
-
-def batched(per_replica_batch_size: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(regression_data()).batch(per_replica_batch_size)
 
 
 def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -40,49 +32,45 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
             left.pop()()
         return True
 
+    examples = tf.data.Dataset.from_tensor_slices(small.data())
     write = writer.write_record
     monkeypatch.setattr(writer, "write_record", lambda *of: once("saving") and write(*of))
     return make_hooks(
-        create_dataset=shuffled,
-        create_model=lambda: once("creation") and small_model(),
+        create_dataset=lambda: examples.shuffle(40, seed=3).batch(16),
+        create_model=lambda: once("creation") and small.create_model(),
         input_pre=lambda batch: once("tracing") and batch[0],
-        create_eval_dataset=batched,
+        create_eval_dataset=small.create_eval_dataset,
         after_eval=lambda step: step and once("evaluation"),
         every_steps={1: lambda step, loss: step == 5 and once("step")},
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("during", "stops_at", "number"),
-    [
-        ("creation", 0, signal.SIGTERM),
-        ("tracing", 0, signal.SIGINT),
-        ("saving", 5, signal.SIGTERM),  # the next time that all are asked
-        ("evaluation", 6, signal.SIGINT),
-    ],
-)
 def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
-    train: Train,
-    monkeypatch: pytest.MonkeyPatch,
-    during: str,
-    stops_at: int,
-    number: signal.Signals,
+    train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill_twice() -> None:  # as a process manager does that signals supervisor and workers
-        signal.raise_signal(number)
-        signal.raise_signal(number)
+    moments: dict[str, tuple[int, signal.Signals]] = {
+        "creation": (0, signal.SIGTERM),
+        "tracing": (0, signal.SIGINT),
+        "saving": (5, signal.SIGTERM),  # the next time that all are asked
+        "evaluation": (6, signal.SIGINT),
+    }
+    whole = train(hooks_with("", lambda: None, monkeypatch), steps=12, run_name="whole", **SETTINGS)
+    for during, (stops_at, number) in moments.items():
 
-    hooks = hooks_with(during, kill_twice, monkeypatch)
-    stopped = train(hooks, steps=12, run_name="parts", **SETTINGS)
-    assert (stopped.step, stopped.stopped_by) == (stops_at, number)
-    parts = train(hooks, steps=12, run_name="parts", **SETTINGS)
-    assert parts.step == 12 and parts.stopped_by is None
-    whole = train(hooks, steps=12, run_name="whole", **SETTINGS)
-    assert_weights(parts, whole, rtol=0)
-    assert (parts.run_dir / "metrics.jsonl").read_text() == (
-        whole.run_dir / "metrics.jsonl"
-    ).read_text()
+        def kill_twice(number: int = number) -> None:
+            """As a process manager does that signals supervisor and workers."""
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+
+        hooks = hooks_with(during, kill_twice, monkeypatch)
+        stopped = train(hooks, steps=12, run_name=during, **SETTINGS)
+        assert (stopped.step, stopped.stopped_by) == (stops_at, number)
+        parts = train(hooks, steps=12, run_name=during, **SETTINGS)
+        assert parts.step == 12 and parts.stopped_by is None
+        assert_weights(parts, whole, rtol=0)
+        metrics, expected = (one.run_dir / "metrics.jsonl" for one in (parts, whole))
+        assert metrics.read_text() == expected.read_text()
 
 
 def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(

@@ -1,12 +1,9 @@
-"""A resumed run has all that the run had, wherever a program keeps it.
-
-Each case is a program as people write it; run in one go and in two parts, it ends with the same
-numbers, bit for bit, in everything that its objects reach.
-"""
+"""A resumed run has all that the run had, wherever a program keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.cases import FEATURES, make_hooks, regression_data, small_model
+import ctl_core
+from ctl_core.commands import use
+from ctl_core.hooks.callbacks_file import Source, load_callbacks
+from tests.golden import small
+from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
 from tests.helpers.fixtures import Train
 from tests.helpers.resume import (
     StatefulRnn,
@@ -25,36 +26,6 @@ from tests.helpers.resume import (
     seeded,
     values,
 )
-
-# ---- Models -----------------------------------------------------------------------------------
-
-
-def shared_model() -> keras.Model:
-    """One layer twice, a model within a model, and two layers of one name."""
-    inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="same"),
-                              keras.layers.BatchNormalization()], name="inner")  # fmt: skip
-    inputs = keras.Input((FEATURES,))
-    shared = keras.layers.Dense(4, activation="tanh", name="shared")
-    outer = keras.layers.Dense(4, name="same")
-    left, right = shared(inputs), shared(inputs[:, ::-1])
-    x = outer(inner(left)) + inner(right)
-    return keras.Model(inputs, keras.layers.Dense(1, name="out")(x))
-
-
-def test_shared_and_nested_layers_resume(train: Train) -> None:
-    assert_resumes(train, lambda: make_hooks(create_model=seeded(shared_model)))
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_what_each_replica_sums_up_resumes(train: Train, replicas: int) -> None:
-    numbers = assert_resumes(
-        train, lambda: make_hooks(create_model=seeded(counting_model)), replicas, batch_size=18
-    )
-    own = [v for path, v in numbers.items() if path.startswith("create_model/")]
-    assert 12 * 18 in {float(v) for v in own if not v.ndim}
-
-
-# ---- Optimizers and averages of hooks ----------------------------------------------------------
 
 
 def adversary_program() -> SimpleNamespace:
@@ -77,76 +48,37 @@ def adversary_program() -> SimpleNamespace:
     return make_hooks(create_model=create_model, grad_pre=grad_pre)
 
 
-def metric_program() -> SimpleNamespace:
-    """A host hook with a moving average of the weights and a metric, in its closure."""
-    average = [tf.Variable(w) for w in small_model().get_weights()]
-    losses = keras.metrics.Mean()
-
-    def follow(loss: Any, train_model: Any) -> None:
-        losses.update_state(loss)
-        for mean, weight in zip(average, train_model.get_weights(), strict=True):
-            mean.assign(0.9 * mean + 0.1 * weight)
-
-    return make_hooks(every_steps={1: follow})
-
-
-@pytest.mark.parametrize("program", [adversary_program, metric_program])
 def test_a_program_resumes_wherever_its_state_is(
-    train: Train, program: Callable[[], SimpleNamespace], capsys: pytest.CaptureFixture[str]
+    train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert_resumes(train, program)
+    assert_resumes(train, adversary_program)
     assert "warning" not in capsys.readouterr().out
 
 
-# ---- What an evaluation leaves alone, and what is refused --------------------------------------
+def test_what_each_replica_sums_up_resumes(train: Train) -> None:
+    """Each goes on with its own moving statistics, not with their mean."""
+    numbers = assert_resumes(
+        train, lambda: make_hooks(create_model=seeded(counting_model)), 3, batch_size=18
+    )
+    own = [v for path, v in numbers.items() if path.startswith("create_model/")]
+    assert 12 * 18 in {float(v) for v in own if not v.ndim}
 
 
-@pytest.mark.parametrize(("create", "replicas"), [(StatefulRnn, 1), (counting_model, 2)])
-def test_an_evaluation_changes_no_bit_of_training(
-    train: Train, create: Callable[[], Any], replicas: int
-) -> None:
-    def program() -> SimpleNamespace:
-        def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-            data = tf.data.Dataset.from_tensor_slices(regression_data())
-            return data.batch(per_replica_batch_size, drop_remainder=True)
-
-        return make_hooks(create_model=seeded(create), create_eval_dataset=create_eval_dataset)
-
-    settings: dict[str, Any] = {"virtual_devices": replicas, "steps": 9}
-    often = values(train(program(), eval_every=2, run_name="often", **settings))
-    never = program()
-    del never.create_eval_dataset
-    rarely = values(train(never, run_name="never", **settings))
+def test_an_evaluation_changes_no_bit_of_training(train: Train) -> None:
+    """Of a model that writes while it is called."""
+    hooks = make_hooks(create_model=seeded(StatefulRnn))
+    rarely = values(train(hooks, run_name="never", steps=9))
+    hooks.create_eval_dataset = small.create_dataset
+    often = values(train(hooks, run_name="often", steps=9, eval_every=2))
     for path, value in rarely.items():
         np.testing.assert_array_equal(value, often[path], err_msg=path)
     assert any(path.endswith("seen/total") for path in rarely)
 
 
-class Module(tf.Module):
-    """A tf.Module that holds Keras layers, Dropout and batch normalisation among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = dense(6), dense(1, 6)
-        self.norm, self.drop = keras.layers.BatchNormalization(), keras.layers.Dropout(0.3, seed=1)
-        self.scale = tf.Variable(tf.ones(6))
-
-    def __call__(self, inputs: Any, training: bool) -> Any:
-        hidden = self.norm(tf.tanh(self.first(inputs)) * self.scale, training=training)
-        return self.last(self.drop(hidden, training=training))
-
-
-def test_a_module_of_layers_is_exported(train: Train) -> None:
-    from ctl_core.commands import use
-
-    state = train(make_hooks(create_model=seeded(Module)), steps=3)
-    path = use.export(make_hooks(create_model=seeded(Module)), state.config)
-    inputs = regression_data()[0]
-    served = tf.saved_model.load(str(path)).signatures["serving_default"]
-    output = next(iter(served(inputs=tf.constant(inputs)).values()))
-    np.testing.assert_allclose(
-        output, state.train_model(inputs, training=False), rtol=1e-5, atol=1e-6
-    )
+def test_a_changed_learning_rate_replaces_the_one_in_the_checkpoint(train: Train) -> None:
+    for steps, rate in ((2, 0.01), (4, 0.5)):
+        state = train(make_hooks(), steps=steps, learning_rate=rate)
+        assert float(state.lr) == pytest.approx(rate)
 
 
 def test_random_operations_that_no_checkpoint_holds_are_pointed_out(
@@ -166,3 +98,114 @@ def test_random_operations_that_no_checkpoint_holds_are_pointed_out(
     output = capsys.readouterr().out
     assert "draws random numbers with RandomStandardNormal" in output
     assert "it runs RandomGamma, which has a state of its own" in output
+
+
+# ---- What preprocessing layers learn from data ---------------------------------------------------
+
+
+WORDS = np.array(["red", "green", "blue", "green", "red", "green", "grey", "red"])
+NUMBERS = np.arange(8, dtype="float32")[:, None]
+TARGET = (NUMBERS > 3).astype("float32")
+
+
+def program(words: Any, numbers: Any) -> SimpleNamespace:
+    """A small recommender: words by their number in a vocabulary of the data that there are."""
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices((({"word": WORDS, "number": NUMBERS}), TARGET))
+        return data.batch(per_replica_batch_size)
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(2)
+        lookup = keras.layers.StringLookup()
+        lookup.adapt(words)
+        normal = keras.layers.Normalization(axis=None)
+        bins = keras.layers.Discretization(num_bins=3)
+        normal.adapt(numbers)
+        bins.adapt(numbers)
+        word, number = keras.Input((), dtype="string"), keras.Input((1,))
+        parts = [
+            keras.layers.Embedding(16, 3)(lookup(word)),
+            keras.layers.Flatten()(keras.layers.Embedding(3, 2)(bins(number))),
+            normal(number),
+        ]
+        output = keras.layers.Dense(1)(keras.layers.Concatenate()(parts))
+        return keras.Model({"word": word, "number": number}, output)
+
+    return make_hooks(
+        create_dataset=create_dataset,
+        create_model=create_model,
+        create_loss=lambda: small.squared_error,
+        create_eval_dataset=create_dataset,
+    )
+
+
+@pytest.mark.slow
+def test_more_data_since_change_no_number_of_a_checkpoint(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = train(program(WORDS, NUMBERS), steps=9, batch_size=8)
+    whole = train(program(WORDS, NUMBERS), steps=14, batch_size=8, run_name="whole")
+    more = np.concatenate([WORDS, np.repeat(["yellow", "azure"], 9)])
+    later = program(more, NUMBERS * 3 + 1)
+    capsys.readouterr()
+    assert use.evaluate(later, state.config) == state.metrics
+    said = capsys.readouterr().out
+    assert "had 5 entries in the checkpoint, 7 entries as create_model made it" in said, said
+    resumed = train(later, steps=14, batch_size=8)
+    assert_weights(resumed, whole, rtol=0)
+    use.evaluate(program(WORDS, NUMBERS), state.config)
+    assert "as create_model made it" not in capsys.readouterr().out.splitlines()[-2]
+
+
+def enclosing_hooks(words: list[str], folder: Path, enclosed: bool = True) -> Any:
+    layer = keras.layers.StringLookup(vocabulary=words)
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        used = layer if enclosed else keras.layers.StringLookup(vocabulary=words)
+
+        def number(x: Any, y: Any) -> Any:
+            return x + tf.cast(used(tf.where(x[0] > 0, "a", "b")), tf.float32), y
+
+        examples = tf.data.Dataset.from_tensor_slices(small.data()).map(number)
+        return examples.batch(per_replica_batch_size)
+
+    return small.hooks(create_dataset=create_dataset)
+
+
+def making_hooks(words: list[str], folder: Path) -> Any:
+    return enclosing_hooks(words, folder, enclosed=False)
+
+
+IMPORTING = """
+import words_of_test
+
+def number(x, y):
+    return x + tf.cast(words_of_test.layers[0](tf.where(x[0] > 0, "a", "b")), tf.float32), y
+
+def create_dataset(per_replica_batch_size):
+    examples = tf.data.Dataset.from_tensor_slices(small.data()).map(number)
+    return examples.batch(per_replica_batch_size)
+"""
+
+
+def importing_hooks(words: list[str], folder: Path) -> Any:
+    """Of a callbacks.py that imports a module with a list of layers."""
+    sys.modules.pop("words_of_test", None)
+    text = f"import keras\nlayers = [keras.layers.StringLookup(vocabulary={words})]\n"
+    (folder / "words_of_test.py").write_text(text)
+    (file := folder / "callbacks.py").write_text(small.CALLBACKS + IMPORTING)
+    return load_callbacks(Source(file, file), folder)
+
+
+@pytest.mark.parametrize("make", [enclosing_hooks, making_hooks, importing_hooks])
+def test_a_vocabulary_that_data_are_read_with_must_be_the_same(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for steps in (2, 4):
+        train(make(["a", "b"], tmp_path), steps=steps)
+    said = r"the data are read, has learnt something else .*\(3 entries then, 4"
+    with pytest.raises(ctl_core.SetupError, match=said):
+        train(make(["b", "a", "c"], tmp_path), steps=6)

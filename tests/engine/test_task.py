@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +28,11 @@ def tf_config(cluster: object, job: str, index: object) -> dict[str, str]:
         ({"worker": HOSTS}, "worker", 1, Task(3, 1, tuple(HOSTS))),
         ({"chief": ["d:4"], "worker": HOSTS}, "worker", "0", Task(4, 1, ("d:4", *HOSTS))),
         ({"master": ["d:4"], "worker": HOSTS}, "master", 0, Task(4, 0, ("d:4", *HOSTS))),
-        ({"worker": HOSTS, "ps": ["e:5"]}, "worker", 2, Task(3, 2, tuple(HOSTS))),
         ({"worker": ["here"]}, "worker", 0, Task(1, 0, ("here",))),  # nobody connects to it
         ({"worker": HOSTS}, "evaluator", 0, Task(kind="evaluator")),
         ({"worker": HOSTS, "ps": ["e:5"]}, "ps", 0, Task(kind="ps")),
     ],
-)  # fmt: skip
+)
 def test_what_a_process_is(cluster: Any, job: str, index: Any, expected: Task) -> None:
     environ = tf_config(cluster, job, index)
     assert read_task(Config(run_name="a"), environ) == expected
@@ -48,17 +43,14 @@ def test_what_a_process_is(cluster: Any, job: str, index: Any, expected: Task) -
     ("cluster", "job", "index"),
     [
         ({"worker": HOSTS}, "worker", 3),
-        ({"worker": HOSTS}, "worker", -1),
         ({"worker": HOSTS}, "chief", 0),
         ({"worker": HOSTS}, "tpu_worker", 0),
         ({"chief": ["b:2"], "worker": HOSTS}, "chief", 0),  # one address twice
-        (["a:1"], "worker", 0),
     ],
 )
 def test_a_cluster_that_cannot_train_is_refused(cluster: Any, job: str, index: int) -> None:
-    with pytest.raises(SetupError, match=r"^TF_CONFIG: expected .*worker.* got ") as told:
+    with pytest.raises(SetupError, match=r"^TF_CONFIG: expected .*worker.* got [^\n]+$"):
         read_task(Config(run_name="a"), tf_config(cluster, job, index))
-    assert "\n" not in str(told.value)
 
 
 def test_settings_that_do_not_fit() -> None:
@@ -112,30 +104,3 @@ def test_a_wait_names_who_does_not_answer_and_ends(
         assert capsys.readouterr().out == f"cluster: waiting; no answer from {who}\n"
         with tasks._listen(task.addresses[2]):
             tasks.wait_for_others(task)
-        with (
-            tasks._listen(task.addresses[0]),
-            pytest.raises(PeerLost, match="cannot listen on"),
-        ):
-            tasks.wait_for_others(task)
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_that_waits_can_be_stopped(tmp_path: Path, number: signal.Signals) -> None:
-    task = waiting_for(1)
-    (tmp_path / "callbacks.py").touch()
-    environ = {**os.environ, **tf_config({"worker": task.addresses}, "worker", 0)}
-    program = (  # a shell starts what it runs in the background without SIGINT
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from ctl_core.cluster import task; task.PATIENCE = 0.1\n"
-        "from ctl_core.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    )
-    words = ["train", "--steps", "1", "--run-name", "a"]
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *words], cwd=tmp_path, env=environ,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert "cluster: waiting" in [process.stdout.readline() for _ in range(2)][1]
-        process.send_signal(number)
-        assert process.wait(timeout=60) == (130 if number == signal.SIGINT else -number)

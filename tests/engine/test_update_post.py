@@ -1,7 +1,8 @@
-"""What is done after each update, and the number of the step in hooks of the graph."""
+"""What is done after each update and in turns, and the number of the step in the graph."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -10,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tests.golden import small
-from tests.helpers.cases import Followed, assert_weights, regression_data, sliced, small_model
+from tests.golden.programs import wgan_gp
+from tests.helpers.cases import Followed, assert_weights, small_model
 from tests.helpers.fixtures import Train
 
 STEPS, BATCH, RATE = 12, 16, 0.1
@@ -26,30 +28,18 @@ def follow(train_model: Any, step: Any) -> None:
         online.assign(tf.clip_by_value(online, -0.4, 0.4))
 
 
-def batches() -> tf.data.Dataset:
-    return small.create_dataset(BATCH).repeat().take(STEPS)
-
-
 def loop() -> Followed:
     """The same as a plain loop."""
-    model, optimizer = Followed(), keras.optimizers.SGD(RATE)
-    for step, (inputs, target) in enumerate(batches(), 1):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    model = Followed()
+    for step, batch in enumerate(small.create_dataset(BATCH).repeat().take(STEPS), 1):
+        small.plain(1, lambda _: RATE, model, tf.data.Dataset.from_tensors(batch))
         follow(model, tf.constant(step))
     return model
 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"virtual_devices": 2},
-        {"virtual_devices": 4},
-        {"accumulate_steps": 2, "virtual_devices": 2},
-        {"jit_compile": True},
-    ],
+    [{"virtual_devices": 4}, {"accumulate_steps": 2, "virtual_devices": 2}, {"jit_compile": True}],
 )
 def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any) -> None:
     own = small.hooks(create_model=Followed, update_post=follow, every_steps={4: lambda loss: None})
@@ -76,44 +66,23 @@ def test_an_update_that_is_skipped_has_nothing_after_it(train: Train) -> None:
     assert float(state.train_model.count) == int(state.optimizer.iterations) < 6
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_number_of_the_step_in_the_graph(train: Train, replicas: int) -> None:
-    """An annealed term and a warm-up, with steps of their own and many in one call."""
-
-    def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
-        kernel = train_model.layers[0].kernel
-        strength = 0.1 / tf.cast(step, tf.float32)
-        return loss, strength * tf.reduce_sum(kernel**2), train_model.trainable_variables
+def test_the_number_of_the_step_in_the_graph(train: Train) -> None:
+    """A warm-up, with steps of their own and many in one call."""
 
     def update_pre(gradients: Any, step: Any) -> Any:
         share = tf.minimum(tf.cast(step, tf.float32) / 6.0, 1.0)
         return [gradient * share for gradient in gradients], gradients
 
     seen: list[int] = []
-    own = small.hooks(
-        grad_pre=grad_pre,
-        update_pre=update_pre,
-        every_steps={3: lambda loss: None, 5: lambda step: seen.append(step)},
-    )
-    state = train(own, steps=STEPS, learning_rate=RATE, virtual_devices=replicas)
+    every = {3: lambda loss: None, 5: lambda step: seen.append(step)}
+    own = small.hooks(update_pre=update_pre, every_steps=every)
+    state = train(own, steps=STEPS, learning_rate=RATE, virtual_devices=2)
     assert seen == [5, 10] and all(type(step) is int for step in seen)
-    model = small_model()
-    for step, (inputs, target) in enumerate(batches(), 1):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((model(inputs) - target) ** 2) / BATCH
-            loss += 0.1 / step * tf.reduce_sum(model.layers[0].kernel ** 2)
-        for variable, gradient in zip(
-            model.trainable_variables,
-            tape.gradient(loss, model.trainable_variables),
-            strict=True,
-        ):
-            variable.assign_sub(RATE * min(step / 6, 1) * gradient)
-    assert_weights(state, model, rtol=2e-5)
+    assert_weights(state, small.plain(STEPS, lambda step: RATE * min(step / 6, 1)), rtol=2e-5)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_training_may_be_named(train: Train, replicas: int) -> None:
-    """Noise in training only; the loss of the evaluation is that of the clean inputs."""
+def test_training_may_be_named(train: Train) -> None:
+    """Other inputs in training only; the loss of the evaluation is that of the clean inputs."""
 
     def input_pre(batch: Any, training: bool) -> Any:
         return batch[0] * 2.0 if training else batch[0]
@@ -122,24 +91,96 @@ def test_training_may_be_named(train: Train, replicas: int) -> None:
         return output, batch[1] + (3.0 if training else 0.0)
 
     def loss(pair: Any, training: bool) -> Any:
-        return tf.reduce_sum((pair[0] - pair[1]) ** 2, 1) * (0.5 if training else 1.0)
+        return small.squared_error(pair) * (0.5 if training else 1.0)
 
     own = small.hooks(
         input_pre=input_pre,
         loss_pre=loss_pre,
         create_loss=lambda: loss,
-        create_eval_dataset=sliced(regression_data()),
+        create_eval_dataset=small.create_eval_dataset,
     )
-    state = train(own, steps=1, learning_rate=RATE, virtual_devices=replicas)
-    model = small_model()
-    inputs, target = (part[:BATCH] for part in regression_data())
-    with tf.GradientTape() as tape:
-        value = 0.5 * tf.reduce_sum((model(inputs * 2.0) - target - 3.0) ** 2) / BATCH
-    for variable, gradient in zip(
-        model.trainable_variables, tape.gradient(value, model.trainable_variables), strict=True
-    ):
-        variable.assign_sub(RATE * gradient)
+    state = train(own, steps=3, learning_rate=RATE, virtual_devices=2)
+    batches = small.create_dataset(BATCH).map(lambda x, y: (2.0 * x, y + 3.0))
+    model = small.plain(3, lambda _: RATE / 2, batches=batches)
     assert_weights(state, model, rtol=2e-5)
-    inputs, target = (part[:96] for part in regression_data())
-    error = float(tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, 1)))
-    assert state.metrics["loss"] == pytest.approx(error, rel=1e-5)
+    assert state.metrics["loss"] == pytest.approx(small.errors(model)["loss"], rel=1e-5)
+
+
+# ---- Objectives in turns: several updates a step on one batch ------------------------------------
+
+TURNS = ["critic", "generator"]
+
+
+def of_objective(loss: Any, train_model: Any, objective: str) -> Any:
+    return loss, 0.0, getattr(train_model, objective).trainable_variables
+
+
+def gan_hooks(**more: Any) -> SimpleNamespace:
+    """The golden program of a GAN, with one turn of the critic and no penalty."""
+    own = {
+        "turns": TURNS,
+        "create_opt": lambda lr: {name: keras.optimizers.SGD(lr, momentum=0.5) for name in TURNS},
+        "input_pre": lambda batch, turn: wgan_gp.input_pre(batch, turn or 0),
+        "grad_pre": of_objective,
+    }
+    return SimpleNamespace(**{**vars(wgan_gp.hooks()), **own, **more})
+
+
+def play(steps: int, clip: float = 9.0) -> tuple[list[list[np.ndarray]], list[list[float]]]:
+    """A plain loop with the critic's weights clipped: all weights, and losses, of each step."""
+    model, optimizers = wgan_gp.create_model(), gan_hooks().create_opt(RATE)
+    weights, seen = [model.get_weights()], []
+    for batch in wgan_gp.create_dataset(8).repeat().take(steps):
+        losses = []
+        for turn, name in enumerate(TURNS):
+            variables = getattr(model, name).trainable_variables
+            with tf.GradientTape() as tape:
+                output = model(wgan_gp.input_pre(batch, turn))
+                loss = tf.reduce_mean(wgan_gp.create_loss()((output, name)))
+            optimizers[name].apply(tape.gradient(loss, variables), variables)
+            for variable in variables if name == "critic" else []:
+                variable.assign(tf.clip_by_value(variable, -clip, clip))
+            losses.append(float(loss))
+        seen.append(losses)
+        weights.append(model.get_weights())
+    return weights, seen
+
+
+def test_update_post_follows_each_turn_and_the_average_the_step(train: Train) -> None:
+    """WGAN clips its critic's weights after each of its updates."""
+    clip, losses = 0.3, []
+
+    def update_post(train_model: Any, objective: str, turn: int) -> None:
+        assert turn == TURNS.index(objective)
+        if objective == "critic":
+            for variable in train_model.critic.trainable_variables:
+                variable.assign(tf.clip_by_value(variable, -clip, clip))
+
+    def look(loss: Any) -> None:
+        losses.append([float(loss[name]) for name in TURNS])
+
+    own = gan_hooks(update_post=update_post, every_steps={1: look})
+    settings = {"batch_size": 8, "learning_rate": RATE, "virtual_devices": 2}
+    state = train(own, steps=7, ema=0.9, **settings)
+    (average, *weights), seen = play(7, clip)
+    assert_weights(state, weights[-1], rtol=2e-5)
+    np.testing.assert_allclose(losses, seen, rtol=1e-4, atol=1e-6)
+    for new in weights:
+        average = [0.9 * old + 0.1 * one for old, one in zip(average, new, strict=True)]
+    with state.average.in_place_of_weights():  # type: ignore[union-attr]
+        assert_weights(state, average, rtol=2e-5)
+
+
+def test_metrics_of_a_turn(train: Train) -> None:
+    """A metric counts in the turns for which there is something."""
+
+    def arguments(loss: Any, objective: str) -> Any:
+        return {objective: loss}
+
+    own = gan_hooks(
+        create_train_metrics=lambda: {name: keras.metrics.Mean() for name in TURNS},
+        train_metric_pre=arguments,
+    )
+    state = train(own, steps=1, batch_size=8, learning_rate=RATE, log_every=1)
+    (line,) = (line for line in state.history if line["split"] == "train")
+    np.testing.assert_allclose([line[name] for name in TURNS], play(1)[1][0], rtol=1e-5)

@@ -38,10 +38,6 @@ def lines(run: str, name: str = "watch.jsonl", split: str = "watch") -> list[dic
     return [line for line in map(json.loads, text.splitlines()) if line.pop("split") == split]
 
 
-def evaluated_in_training(run: str = "a") -> list[dict[str, Any]]:
-    return lines(run, "metrics.jsonl", "eval")
-
-
 def tags(folder: str) -> list[tuple[int, str]]:
     (file,) = Path(folder).glob("events*")
     events = tf.compat.v1.train.summary_iterator(str(file))
@@ -63,7 +59,7 @@ def test_an_ended_run_is_evaluated_from_its_first_checkpoint_on(
     assert [line.split("  ")[0] for line in said[1:-1]] == ["step 2", "step 4", "step 6", "step 8"]
     assert all(line.split("  ")[1].startswith("eval: loss ") for line in said[1:-1])
     assert said[-1] == "runs/a: has ended; evaluated 4 checkpoints."
-    assert close(lines("a"), evaluated_in_training())
+    assert close(lines("a"), lines("a", "metrics.jsonl", "eval"))
     assert tags("runs/a/tb/watch") == [(n, t) for n in (2, 4, 6, 8) for t in ("loss", "error")]
     assert {path: path.read_bytes() for path in before} == before
     new = {str(path) for path in Path("runs").rglob("*") if path.is_file()} - set(map(str, before))
@@ -107,5 +103,5 @@ def test_a_run_of_another_process_that_is_killed_and_started_again(project: Path
     out, _ = watcher.communicate(timeout=600)
     assert watcher.returncode == 0 and "live: has ended; evaluated " in out
     assert [line["step"] for line in lines("live")] == list(range(20, 301, 20))
-    expected = {line["step"]: line for line in evaluated_in_training("live")}
+    expected = {line["step"]: line for line in lines("live", "metrics.jsonl", "eval")}
     assert close(lines("live"), [expected[step] for step in range(20, 301, 20)])

@@ -27,14 +27,6 @@ def set_weights(model: keras.Model, seed: int = 1) -> keras.Model:
     return model
 
 
-def l2_model() -> keras.Model:
-    """The small model with regularisation."""
-    model = small_model()
-    for layer in model.layers:
-        layer.kernel.regularizer = keras.regularizers.L2(0.01)
-    return model
-
-
 def norm_model() -> keras.Model:
     """A model with batch normalisation."""
     return small.model_with(keras.layers.BatchNormalization())
@@ -84,11 +76,6 @@ def make_hooks(**hooks: Any) -> SimpleNamespace:
 def nadam(lr: Any) -> keras.optimizers.Optimizer:
     """The default of create_opt."""
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
-
-
-def clipped(gradients: Any) -> Any:
-    """An update_pre that clips."""
-    return tf.clip_by_global_norm(gradients, 0.05)[0], gradients
 
 
 # ---- Evaluation --------------------------------------------------------------------------------

@@ -45,24 +45,6 @@ def dense(units: int, inputs: int = FEATURES, seed: int = 0) -> keras.layers.Den
     return layer
 
 
-@keras.saving.register_keras_serializable("test_state")
-class Blocks(keras.Model):
-    """Layers in a list, a dict, a tuple and a list of dicts, as ported research code has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = [{"dense": dense(6, 6, i), "norm": keras.layers.BatchNormalization()} for i in
-                       range(2)]  # fmt: skip
-        self.heads = {"mean": dense(1, 6, 3)}
-        self.stem = (dense(6, seed=4), keras.layers.Dropout(0.2, seed=5))
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        x = self.stem[1](tf.tanh(self.stem[0](inputs)), training=training)
-        for block in self.blocks:
-            x = x + block["norm"](tf.tanh(block["dense"](x)), training=training)
-        return self.heads["mean"](x)
-
-
 class Counting(keras.layers.Layer):
     """Counts its calls, with a variable made by hand, and keeps a metric of its own."""
 
@@ -78,7 +60,7 @@ class Counting(keras.layers.Layer):
 
 
 def counting_model() -> keras.Model:
-    return small.model_with(Counting())
+    return small.model_with(Counting(), keras.layers.BatchNormalization())
 
 
 def seeded(create: Callable[[], Any]) -> Callable[[], Any]:
