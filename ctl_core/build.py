@@ -151,16 +151,22 @@ class _Builder:
             with recording.during("ema"):
                 ema = config.ema
                 average = None if ema is None else WeightAverage(ema, weights, strategy)
-            schedule = self._create_schedule(parts, rate)
-            parts = dataclasses.replace(
-                parts,
-                loss_scale=LossScale() if "float16" in precisions else None,
-                assign_rate=schedule.apply if schedule else None,
-                update_average=average.update if average else None,
-            )
+            is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
+            if is_scheduled and parts.lr is not rate:
+                self.console.warn(
+                    "lr_schedule and warmup change nothing: create_opt gives the optimizer a "
+                    "schedule of its own, which goes before."
+                )
+            eval_model = None
             if hooks.create_eval_model is not None:
                 eval_model = self._create("create_eval_model", train_model=parts.train_model)
-                parts = dataclasses.replace(parts, eval_model=eval_model)
+            parts = dataclasses.replace(
+                parts,
+                eval_model=eval_model,
+                loss_scale=LossScale() if "float16" in precisions else None,
+                assign_rate=RateSchedule(config, rate).apply if is_scheduled else None,
+                update_average=average.update if average else None,
+            )
             with recording.during("create_metrics"):
                 evaluation = create_evaluation(parts, config, recording)
             self._trace_evaluation(parts, evaluation)
@@ -325,18 +331,6 @@ class _Builder:
             for turn in parts.in_turns():
                 made, trained = forward_backward(turn, 1, kept, Share(batch))
                 change_gradients(turn, made, made, trained)
-
-    def _create_schedule(self, parts: Parts, rate: LearningRate) -> RateSchedule | None:
-        """Makes what ``lr_schedule`` and ``warmup`` ask for; the optimizer's own goes before."""
-        if self.config.lr_schedule == "constant" and not self.config.warmup:
-            return None
-        if parts.lr is rate:
-            return RateSchedule(self.config, rate)
-        self.console.warn(
-            "lr_schedule and warmup change nothing: create_opt gives the optimizer a schedule of "
-            "its own, which goes before."
-        )
-        return None
 
     def _trace_evaluation(self, parts: Parts, evaluation: Evaluation | None) -> None:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""

@@ -57,15 +57,13 @@ def attribute_errors(state: State, functions: Any, step: int) -> Iterator[None]:
 @contextlib.contextmanager
 def numerics_checked(wanted: bool) -> Iterator[None]:
     """Within, the graphs that this thread traces check what their ops give, if that is wanted."""
-    if not wanted:
-        yield
-        return
-    # TensorFlow cuts long messages off; the stack of an op is read off its graph.
-    tf.debugging.enable_check_numerics(stack_height_limit=1)
+    if wanted:  # TensorFlow cuts long messages off; the stack of an op is read off its graph
+        tf.debugging.enable_check_numerics(stack_height_limit=1)
     try:
         yield
     finally:
-        tf.debugging.disable_check_numerics()
+        if wanted:
+            tf.debugging.disable_check_numerics()
 
 
 def describe_anomaly(error: BaseException, hooks: Hooks, ops: Iterable[Any]) -> str | None:

@@ -53,13 +53,8 @@ def run_model(parts: Parts, batch: Any, training: bool) -> Any:
     """Returns the model's output for a batch, in float32 where precision is lower."""
     hook, model = parts.model_for(training)
     training = training and not parts.quiet
-    inputs = make_model_input(parts, batch, training)
+    inputs = parts.hooks.input_pre.in_graph(batch=batch, training=training, **parts.values())
     return to_float32(call_made(hook, call_model, model, inputs, training))
-
-
-def make_model_input(parts: Parts, batch: Any, training: bool) -> Any:
-    """Returns what the model is called with."""
-    return parts.hooks.input_pre.in_graph(batch=batch, training=training, **parts.values())
 
 
 def compute_loss(parts: Parts, batch: Any, output: Any, training: bool) -> Any:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ctl_core.compat import layers_run
 from ctl_core.input.batches import with_rows
-from ctl_core.model.forward import call_made, call_model, make_model_input
+from ctl_core.model.forward import call_made, call_model
 from ctl_core.model.parts import Parts
 from ctl_core.model.state import State
 from ctl_core.numerics.precision import to_float32
@@ -159,7 +159,7 @@ def _create(state: State) -> LoadedModel:
             model = hook(**values)
 
     def read_batch(batch: Any) -> Any:
-        return make_model_input(parts, batch, training=False)
+        return hooks.input_pre.in_graph(batch=batch, training=False, **parts.values())
 
     def serve(inputs: Any) -> Any:
         assert hooks.serve is not None
