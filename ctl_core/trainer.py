@@ -27,17 +27,19 @@ from ctl_core.graph import StepFunctions
 from ctl_core.hooks.callbacks_file import source_of
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.failures import attribute_errors
-from ctl_core.model.messages import (
+from ctl_core.model.metrics import read_results
+from ctl_core.model.ratio import check_losses
+from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Schedule, in_steps
+from ctl_core.model.state import (
+    Clock,
+    State,
+    check_hook_state,
     count_parameters,
     describe_end,
     describe_start,
     note_losses,
     warn_of_noted,
 )
-from ctl_core.model.metrics import read_results
-from ctl_core.model.ratio import check_losses
-from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Schedule, in_steps
-from ctl_core.model.state import Clock, State, check_hook_state
 from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import random_ops
 from ctl_core.run.console import Console

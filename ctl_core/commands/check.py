@@ -29,9 +29,8 @@ from ctl_core.commands.devices import Values, check_traces, describe_differences
 from ctl_core.commands.use import evaluate, export, predict
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.load import load_hooks
-from ctl_core.model.messages import count_parameters
 from ctl_core.model.ratio import check_losses
-from ctl_core.model.state import State
+from ctl_core.model.state import State, count_parameters
 from ctl_core.run.console import LOG, Console, format_values
 from ctl_core.run.errors import CtlError, RunError, SetupError, StopTraining, brief
 from ctl_core.run.listeners import find_listener
