@@ -50,7 +50,8 @@ def all_gather(value: Any, axis: int = 0) -> Any:
     the sum of all replicas': of a loss that each of N replicas works out of the whole gathered
     batch, return the N-th part from ``grad_pre``, or the loss of the replica's own examples.
     """
-    if (context := _find_others()) is None:
+    context = _find_others()  # no walrus: AutoGraph converts this function, and knows none
+    if context is None:
         return value
     # What comes straight out of a batch stands on no device, to which TensorFlow would bring this.
     return tf.nest.map_structure(lambda part: context.all_gather(tf.identity(part), axis), value)
@@ -62,7 +63,8 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     A mean weighs each replica by the rows that it has of the batch.
     """
     reduce_op = tf.distribute.ReduceOp[op.upper()]
-    if (context := _find_others()) is None:
+    context = _find_others()
+    if context is None:
         return value
     return context.all_reduce(reduce_op, tf.nest.map_structure(tf.identity, value))
 
