@@ -20,7 +20,7 @@ from ctl_core.input.stream import Input
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.learning_rate import LearningRate
 from ctl_core.numerics.not_finite import NEVER, Noted
-from ctl_core.numerics.replicas import WeightAverage
+from ctl_core.numerics.replicas import WeightAverage, describe_nature
 from ctl_core.numerics.variables import trainable_variables
 from ctl_core.run.console import Console, format_evaluation
 from ctl_core.run.errors import RunError, one_line
@@ -211,7 +211,8 @@ def describe_start(state: State, start: int, last: int) -> str:
     where = f"{replicas} replica{'s' * (replicas > 1)} on {', '.join(sorted(kinds))}"
     if state.computed_in:
         where += f", in {' and '.join(state.computed_in)}"
-    return f"{run}: {doing}, to step {last}, {batch}, {where}."
+    nature = describe_nature(state.recording.layers) if replicas > 1 else ""
+    return f"{run}: {doing}, to step {last}, {batch}, {where}.{nature}"
 
 
 def count_parameters(state: State) -> str:

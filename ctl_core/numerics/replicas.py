@@ -35,6 +35,18 @@ def normalizes_alone(layer: keras.Layer) -> bool:
     return isinstance(layer, kind) and layer.trainable and not layer.synchronized
 
 
+def describe_nature(layers: list[keras.Layer]) -> str:
+    """Says why weights depend on the number of replicas; nothing where no layer is known to."""
+    seeded = keras.random.SeedGenerator
+    drawing = [one for one in layers if any(isinstance(v, seeded) for v in vars(one).values())]
+    names = sorted({type(layer).__name__ for layer in drawing})
+    reasons = [f"random numbers ({', '.join(names)})"] if names else []
+    if any(map(normalizes_alone, layers)):
+        reasons.append("batch statistics (BatchNormalization that is not synchronized)")
+    each = f"each has {' and '.join(reasons)} of its own."
+    return f" Weights depend on the number of replicas: {each}" if reasons else ""
+
+
 class ReplicaCopies:
     """What each of this process's replicas has in some variables, kept aside and put back.
 
