@@ -24,6 +24,7 @@ from ctl_core.compat import (
     keep_large_sums_whole,
     layers_run,
     losses_apart,
+    name_anew,
     scratch_graph,
 )
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
@@ -62,9 +63,7 @@ def process_state(config: Config) -> Iterator[None]:
 
     Names of Keras' objects begin anew, and ops stay deterministic from here on.
     """
-    before = keras.config.dtype_policy()
-    keras.utils.clear_session(free_memory=False)
-    keras.config.set_dtype_policy(before)
+    name_anew()
     keep_large_sums_whole()
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()

@@ -164,6 +164,11 @@ def losses_apart() -> Within:
     return _replaced(keras.Layer, "_losses", lambda _: property(of_replica, of_all))
 
 
+def name_anew() -> None:
+    """From here on, Keras names objects as in a new process; ``clear_session`` forgets more."""
+    global_state.set_global_attribute("object_name_uids", None)
+
+
 def global_seed_generator() -> keras.random.SeedGenerator | None:
     """Returns the generator that ``keras.random`` draws from without a seed, if it has drawn."""
     return global_state.get_global_attribute("global_seed_generator")

@@ -58,6 +58,12 @@ def test_global_seed_generator() -> None:
     assert found == [made, None]
 
 
+def test_name_anew() -> None:
+    keras.layers.Dense(1)
+    compat.name_anew()
+    assert [keras.layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
+
+
 def test_flatten_layers() -> None:
     inner = keras.Sequential([keras.layers.Dense(1)])
     model = keras.Sequential([inner, keras.layers.Dense(2)])
