@@ -69,11 +69,6 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     return task
 
 
-def is_in_cluster(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``TF_CONFIG`` tells this process of others."""
-    return _parse(environ).processes > 1
-
-
 def _parse(environ: Mapping[str, str]) -> Task:
     if not (text := environ.get("TF_CONFIG", "").strip()):
         return Task()

@@ -20,7 +20,6 @@ from pydantic import AfterValidator, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from ctl_core.checkpoint.record import read_source
-from ctl_core.cluster.task import is_in_cluster
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, label, nearest, one_line, shown
 from ctl_core.run.files import from_here
@@ -137,7 +136,9 @@ def parse_command(argv: Sequence[str]) -> Command:
         own = read_file(source / "config.yaml")
         trained_with = str(own.values.get("callbacks", DEFAULT))
         # How a run was watched, and by how many processes trained, says nothing about its use.
-        left_out = {"debug"} | (set() if training and not is_in_cluster() else {"workers"})
+        left_out = {"debug"} | (
+            set() if training and "TF_CONFIG" not in os.environ else {"workers"}
+        )
         own = own.without(left_out if run else left_out | _NOT_FORKED)
         files = [own, *project] if named else [*project, own]
         told = set().union(*(flatten(layer.values) for layer in above))
