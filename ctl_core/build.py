@@ -124,7 +124,7 @@ class _Builder:
             start = self.run.start
             first = read_first_batch_size(start.folder) if start else None
             self.data = data = Input(hooks, config, strategy, shape, first)
-            self.cluster.check_data(hooks.create_dataset, data.call_hooks)
+            self.cluster.check_data(hooks.create_dataset, data.make_pass)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.during("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")

@@ -1,14 +1,11 @@
 """Helpers for ``create_dataset``: shuffles by index, seeds for examples, length buckets, splits.
 
-Shuffles and seeds count the examples from the start of the run and work everything out from that
-number, so that a checkpoint need hold nothing but the count. (``Dataset.random`` and reshuffling
-keep a state that TensorFlow loses where a stage behind them has read a pass to its end.) They never
-end: a run with them is measured in steps, not epochs.
+Shuffles and seeds work everything out from the number of examples since the start of the run: a
+checkpoint need hold nothing else. They never end: a run with them is measured in steps.
 
-An example's split or fold depends on the hash of its own key and nothing else: not on the other
-examples, their order, the machine or Python's hash seed. Examples of one key, such as all pictures
-of one patient, stay together. The hash is FarmHash's Fingerprint64, which TensorFlow promises never
-to change.
+An example's split or fold depends on the hash of its own key and nothing else, so that examples of
+one key, such as all pictures of one patient, stay together. The hash is FarmHash's Fingerprint64,
+which TensorFlow promises never to change.
 """
 
 from __future__ import annotations
@@ -23,27 +20,19 @@ _HASHES = 2**62
 
 
 def index_shuffle(examples: int, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Shuffles indices instead of examples: a full shuffle that has next to no state.
+    """Shuffles indices of data in memory: a ``Dataset.shuffle`` has its buffer in each checkpoint.
 
-    For data in memory: ``index_shuffle(n, b, seed).map(lambda i: tf.gather(images, i))``. A
-    ``Dataset.shuffle`` writes its buffer of examples into every checkpoint, this one a number.
-
-    Returns:
-        An endless dataset of int64 vectors of shape [batch_size]: pass after pass, each index
-        once in each, in another order each time. A batch may run over the end of a pass.
-
-    Raises:
-        ValueError: there are fewer examples than one batch.
+    ``index_shuffle(n, b, seed).map(lambda i: tf.gather(images, i))`` is endless. Its int64 vectors
+    of shape [batch_size] have each index once a pass, in another order each time; a batch may run
+    over the end of a pass.
     """
     return index_shuffle_with_seeds(examples, batch_size, seed).map(lambda index, _: index)
 
 
 def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.data.Dataset:
-    """The same, with a seed for each example, for random changes to it.
+    """The same in pairs with seeds for random changes to examples, int64 of [batch_size, 2].
 
-    Returns:
-        An endless dataset of pairs: indices, int64 of shape [batch_size], and seeds, int64 of
-        shape [batch_size, 2], to use with ``tf.random.stateless_*`` through ``tf.map_fn``.
+    They are for ``tf.random.stateless_*`` through ``tf.map_fn``.
     """
     if not 1 <= batch_size <= examples:
         raise ValueError(f"batch_size must lie between 1 and {examples} examples, got {batch_size}")
@@ -64,14 +53,12 @@ def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.da
 
 
 def with_seeds(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
-    """Gives each element a seed of its own, for random changes that a resumed run repeats.
+    """Pairs each element with a seed of its own, for random changes that a resumed run repeats.
 
     Use it after ``shuffle`` and before ``batch``: ``with_seeds(examples, seed).map(augment)``. A
-    ``tf.random.uniform`` inside ``map`` keeps a state that no checkpoint can hold.
-
-    Returns:
-        The dataset, repeated without end, as pairs: the element, and an int64 seed of shape [2]
-        for ``tf.random.stateless_*``, another one in each pass.
+    seed is int64 of shape [2], for ``tf.random.stateless_*``, and another one in each pass of the
+    dataset, which is repeated without end. (``tf.random.uniform`` keeps a state that no checkpoint
+    can hold.)
     """
 
     def pair(count: tf.Tensor, element: Any) -> tuple[Any, tf.Tensor]:
@@ -90,25 +77,17 @@ def bucket_by_length(
 ) -> tf.data.Dataset:
     """Groups examples of about the same length into global batches, and pads each as a whole.
 
-    In a hook that names ``global_batch_size``::
-
-        def create_dataset(global_batch_size):
-            return bucket_by_length(
-                examples, lambda words, label: tf.shape(words)[0], [10, 20, 40], global_batch_size
-            )
-
-    The engine cuts a global batch into the replicas' shares: a step has the same examples with the
-    same padding on any number of replicas. Examples that fill no batch of their bucket at the end
-    of a pass are left out; to lose none, use it on the repeated dataset, in ``make_batches``.
+    ``bucket_by_length(examples, lambda words, label: tf.shape(words)[0], [10, 20, 40],
+    global_batch_size)``: replicas take their shares of a batch, so that padding does not depend on
+    their number. Examples that fill no batch at the end of a pass are left out; to lose none, use
+    it on the repeated dataset, in ``make_batches``.
 
     Args:
-        dataset: single examples, shuffled if they are to be; not sharded by the hook
-        length_of: called with the parts of an example, returns its length, an integer scalar
-        boundaries: where a bucket ends and the next begins, increasing; a length that equals one
-            is in the next
+        dataset: single examples, shuffled if they are to be
+        length_of: called with the parts of an example, returns its length
+        boundaries: lengths at which the next bucket begins, increasing
         global_batch_size: examples in a batch
-        padded_shapes: to what to pad, as of ``Dataset.padded_batch``; default: the longest
-        padding_values: with what, as of ``Dataset.padded_batch``; default: 0 or ""
+        padded_shapes, padding_values: as of ``Dataset.padded_batch``
     """
     return dataset.bucket_by_sequence_length(
         lambda *example: tf.cast(length_of(*example), tf.int32),
@@ -120,56 +99,37 @@ def bucket_by_length(
 
 
 def hash_of(keys: Any) -> tf.Tensor:
-    """Returns the hash of each key: int64, from 0 up to below 2**62, of the shape of ``keys``.
+    """Returns the hash of each key, int64 from 0 up to below 2**62; a number's is that of its text.
 
-    Whole numbers are hashed as they are written down.
-
-    Raises:
-        ValueError: keys are neither strings nor whole numbers.
+    Keys are strings or whole numbers; TensorFlow refuses others.
     """
     keys = tf.convert_to_tensor(keys)
     if keys.dtype.is_integer:
         keys = tf.strings.as_string(keys)
-    if keys.dtype != tf.string:
-        raise ValueError(f"keys: expected strings or whole numbers, got {keys.dtype.name}")
     return tf.strings.to_hash_bucket_fast(keys, _HASHES)
 
 
 def split_of(keys: Any, fractions: Mapping[str, float]) -> tf.Tensor:
     """Returns the name of each example's split, in a graph or outside.
 
-    ``dataset.filter(lambda key, x: split_of(key, {"validation": 0.1}) == "train")``, for data of
-    your own. A part that grows takes from ``train`` only, as long as all fit.
-
-    Args:
-        keys: strings or whole numbers, of any shape
-        fractions: how much of all goes to ``validation`` and to ``test``; the rest is ``train``
-
-    Returns:
-        Strings of the shape of ``keys``.
+    ``dataset.filter(lambda key, x: split_of(key, {"validation": 0.1}) == "train")``: fractions say
+    how much of all goes to ``validation`` and to ``test``; the rest is ``train``, from which a part
+    that grows takes. Keys are strings or whole numbers, of any shape.
 
     Raises:
-        ValueError: keys are of another type, a name is another one, or the fractions do not lie
-            between 0 and 1 together.
+        ValueError: a name is another one.
     """
     validation, test = fractions.get("validation", 0.0), fractions.get("test", 0.0)
     if others := sorted(set(fractions) - {"validation", "test"}):
         raise ValueError(f"fractions: expected validation and test, got {', '.join(others)}")
-    if min(validation, test) < 0 or validation + test >= 1:
-        raise ValueError(f"fractions must be from 0 up and leave some for train, got {fractions}")
     hashes = hash_of(keys)
     names = tf.where(hashes >= int((1 - validation) * _HASHES), "validation", "train")
     return tf.where(hashes < int(test * _HASHES), "test", names)
 
 
 def fold_of(keys: Any, folds: int) -> tf.Tensor:
-    """Returns each example's fold for cross-validation, which has nothing to do with its split.
+    """Returns each example's fold for cross-validation, int64 from 0 up to below ``folds``.
 
-    Args:
-        keys: strings or whole numbers, of any shape
-        folds: how many there are
-
-    Returns:
-        int64, from 0 up to below ``folds``, of the shape of ``keys``.
+    It has nothing to do with the example's split.
     """
     return tf.strings.to_hash_bucket_fast(tf.strings.as_string(hash_of(keys)), folds)

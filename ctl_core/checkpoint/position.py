@@ -92,9 +92,8 @@ class InputPosition:
             f"the position in the training data is reached by reading and dropping {examples} "
             f"examples, since {why or 'another process cannot read the position that it saved'}."
         )
-        data.begin_anew()
+        data.begin_anew(skip=examples)
         self._part = GraphCheckpoint(input=data.iterator)
-        data.skip(examples)
 
     def _find_obstacle(self, record: Record, prefix: Path) -> str | None:
         """Returns why the saved position is not that of this run, if it is not."""

@@ -35,7 +35,7 @@ from ctl_core.input.batches import (
     widths_vary,
 )
 from ctl_core.input.prefetch import read_ahead
-from ctl_core.input.stream import check_dataset, open_reader
+from ctl_core.input.readers import open_reader
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
 from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.model.parts import Parts
@@ -200,7 +200,7 @@ def _create_set(
 ) -> EvaluationSet:
     """Returns the set of one dataset or reader; ``remake`` makes it once more."""
     reader = open_reader(hook, made, remake)
-    dataset = prepare(parts, config, hook, made if reader is None else reader.read_elements())
+    dataset = prepare(parts, config, hook, made if reader is None else reader.read(goes_on=False))
     # A shuffle has another order in each pass, unless it is made anew.
     shuffles = any("Shuffle" in type(stage).__name__ for stage in stages(dataset))
 
@@ -211,13 +211,12 @@ def _create_set(
     return EvaluationSet(hook, make, parts.hooks.create_metrics(), *sums)
 
 
-def prepare(parts: Parts, config: Config, hook: Hook, made: Any) -> tf.data.Dataset:
+def prepare(parts: Parts, config: Config, hook: Hook, dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns one pass of global batches of what the hook made.
 
     Raises:
-        SetupError: it is no dataset, or endless.
+        SetupError: it is endless.
     """
-    dataset = check_dataset(hook, made)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."

@@ -242,6 +242,7 @@ def _are_objectives(value: Any) -> bool:
 
 
 CONTRACT: dict[str, Callable[[Any], bool]] = {
+    "make_batches": lambda value: isinstance(value, tf.data.Dataset),
     "count_examples": _is_count,
     "create_model": _is_function,
     "create_eval_model": _is_function,

@@ -45,10 +45,9 @@ class BatchShape:
         return next(size for size in range(most, 0, -1) if self.batch % size == 0)
 
     def count_rows_of(self, replica: Any, examples: Any) -> tuple[Any, Any]:
-        """Returns how many rows of a global batch a replica has in all of its micro-batches.
+        """Returns how many rows of a global batch a replica has, and whether there are any.
 
-        Returns:
-            The rows, and whether there are any; None, both, where all replicas have as many.
+        Both are None where all replicas have as many.
         """
         if isinstance(examples, int) and examples % self.shares == 0:
             return None, None
@@ -79,7 +78,7 @@ def take_share(batch: Any, examples: Any, index: Any, shares: int, replicas: int
 
     Args:
         batch: a structure of tensors, of which each has a row for each example, or is a scalar
-        examples: how many there are; an int where that is fixed, otherwise an int32 tensor
+        examples: an int where their number is fixed, otherwise an int32 tensor
         index: of the share, an int or an int32 tensor
         shares: how many there are
         replicas: how many of them make a micro-batch

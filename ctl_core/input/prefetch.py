@@ -21,16 +21,10 @@ def read_ahead(
 ) -> tf.data.Dataset:
     """Prepares elements while others are used; without the tuner where that has nothing to do.
 
-    A prefetch tunes itself. What tunes the other stages is a thread, for which the iterator's end
-    waits, with Python standing still: where the cores are busy, in one case of four for as long as
-    the iterator has been there, up to a minute. (Seen in TensorFlow 2.21: the thread is woken
-    before it can see that it is to end, and waits again.)
-
-    Args:
-        dataset: what is read
-        for_long: whether it pays to tune parallel stages; if not, they take a number of calls that
-            is fixed, that of the cores
-        number: of elements; default: as many as the prefetch finds right
+    A prefetch tunes itself. What tunes other stages is a thread, for which the iterator's end waits
+    where the cores are busy, with Python standing still, up to a minute (TensorFlow 2.21: the
+    thread is woken before it can see that it is to end, and waits again). So parallel stages are
+    tuned only if the dataset is read ``for_long``; otherwise they take one call for each core.
     """
     tunes = for_long and is_tuned(dataset)
     if not tunes and dataset.options().autotune.enabled is None:
@@ -44,27 +38,20 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
     """An iterator that reads many batches at once, a unit, which is used up batch by batch.
 
     An executable of many steps takes its batches stacked: drawn one by one, each would cost a small
-    model more than its step. A checkpoint may fall in the middle of a unit: it holds the unit and
-    how much of it is used, beside the position of what reads units.
+    model more than its step. A checkpoint in the middle of a unit holds the unit and how much of it
+    is used, beside the position of what reads units.
     """
 
     def __init__(self, dataset: tf.data.Dataset, number: int) -> None:
-        """Begins to read.
-
-        Args:
-            dataset: of dense batches of one shape, without an end
-            number: of batches in a unit
-        """
+        """Begins to read units of so many batches; these are dense, of one shape, without end."""
         super().__init__()
         self._number = number
-        spec = dataset.element_spec
-        self._spec = lambda: spec  # unseen: tf.Module would track a dict or a list
         stacked = dataset.batch(number, drop_remainder=True)
         self._iterator = iter(read_ahead(stacked, for_long=True, number=_AHEAD))
         with tf.device("CPU:0"):
             self._unit = [
-                tf.Variable(tf.zeros([number, *part.shape], part.dtype), trainable=False)
-                for part in tf.nest.flatten(spec)
+                tf.Variable(tf.zeros(part.shape, part.dtype), trainable=False)
+                for part in tf.nest.flatten(stacked.element_spec)
             ]
             self._drawn = tf.Variable(number, dtype=tf.int32, trainable=False, name="drawn")
 
@@ -74,33 +61,25 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
         return tf.nest.map_structure(lambda stacked: stacked[first], unit)
 
     def take(self, limit: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
-        """Draws batches: as many as the unit has left, or those asked for, if they are fewer.
-
-        Args:
-            limit: how many at most, an int32 scalar
+        """Draws batches: as many as the unit has left, or ``limit``, an int32 scalar, if fewer.
 
         Returns:
             The unit, stacked; the index of the first that is drawn; how many are.
         """
-        tf.cond(self._drawn < self._number, lambda: tf.constant(0), self._read)
-        first = self._drawn.read_value()
+        first = tf.cond(self._drawn < self._number, self._drawn.read_value, self._read)
         number = tf.minimum(limit, self._number - first)
-        self._drawn.assign_add(number)
+        self._drawn.assign(first + number)
         parts = [tf.identity(variable) for variable in self._unit]
-        return tf.nest.pack_sequence_as(self._spec(), parts), first, number
+        return tf.nest.pack_sequence_as(self._iterator.element_spec, parts), first, number
 
     def _read(self) -> tf.Tensor:
         for variable, part in zip(self._unit, tf.nest.flatten(next(self._iterator)), strict=True):
             variable.assign(part)
-        self._drawn.assign(0)
         return tf.constant(0)
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:
-    """Returns how many batches a unit has; 0 where units do not pay.
-
-    They do not where batches are so large that drawing them costs next to nothing.
-    """
+    """Returns how many batches a unit has; 0 where they are so large that none pays."""
     specs = tf.nest.flatten(dataset.element_spec)
     size = sum(spec.dtype.size * math.prod(spec.shape.as_list()) for spec in specs)
     number = min(_MOST, UNIT_BYTES // max(size, 1))

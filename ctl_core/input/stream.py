@@ -1,17 +1,16 @@
 """The training data: what the hooks return, as one endless stream of global batches.
 
-``create_dataset`` may batch as it likes. Its elements are
+``create_dataset`` and ``make_batches`` may batch as they like. Their elements are
 
 - joined and cut into global batches (``Dataset.rebatch``), of which replicas take rows;
 - global batches as they are, where their tensors differ in width, so that they cannot be joined,
   and each has the rows of one;
-- shares as they are, one for each replica and micro-batch: graphs and point sets, which
-  ``count_examples`` counts, what a ``make_batches`` of the user's returns, and padded batches of
-  several widths that have the rows of one.
+- whole shares, one for each replica and micro-batch: graphs and point sets, whose examples
+  ``count_examples`` counts.
 
 A process reads one plain tf.data iterator, which a checkpoint can hold; a replica's share of a
 batch is taken in the graph, see batches.py. Iterators of one dataset share the state of its
-shuffles, so what has to be found out by reading is found out on a dataset that is made for it, from
+shuffles: so what has to be found out by reading is found out on a dataset that is made for it, from
 the same seed.
 """
 
@@ -21,27 +20,25 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import local_replicas
-from ctl_core.compat import drawing_from, global_seed_generator, scratch_graph
-from ctl_core.hooks.hooks import Hook, Hooks, describe
+from ctl_core.compat import drawing_from, global_seed_generator
+from ctl_core.hooks.hooks import Hooks, describe
 from ctl_core.input.batches import (
     BatchShape,
     Share,
     count_rows,
     distribute_shares,
     first_replica,
-    make_placeholders,
     static_rows,
-    take_rows,
     take_share,
     widths_vary,
     with_rows,
 )
 from ctl_core.input.prefetch import StackedBatches, read_ahead
-from ctl_core.input.readers import Reader, is_reader
-from ctl_core.run.errors import brief
+from ctl_core.input.readers import Reader, open_reader
 from ctl_core.run.settings import Config
 
 
@@ -69,39 +66,32 @@ class Input:
         shape: BatchShape,
         per_replica: int | None = None,
     ) -> None:
-        """Looks at what the hooks return; begins to read when ``begin`` is called.
+        """Inspects what the hooks return; ``begin`` begins to read.
 
-        Args:
-            hooks: ``create_dataset``, ``make_batches`` and ``count_examples``
-            config: sizes and the seed, which is set before each time that the hooks are called
-            strategy: whose replicas share the batches
-            shape: of a global batch
-            per_replica: the ``per_replica_batch_size`` of the run's first start; default: of this
+        Where ``per_replica`` is given, it is the ``per_replica_batch_size`` of the run's first
+        start, which hooks get again, on whatever devices.
 
         Raises:
-            SetupError: what they return is no dataset, or not batched as it should be.
+            SetupError: what the hooks return is no dataset, or not batched as it should be.
         """
         self.shape = shape
         self.per_replica_batch_size = per_replica or shape.per_replica
         self.iterator: Any = None
         self.unit = 0
         self._hooks, self._config, self._strategy = hooks, config, strategy
-        self._read: Reader | None = None
-        self._by_rows = hooks.count_examples.is_default
-        self._own_batches = not hooks.make_batches.is_default
-        self._hook = hooks.make_batches if self._own_batches else hooks.create_dataset
-        dataset = self.call_hooks()
-        spec = dataset.element_spec
-        self.endless = self._own_batches or dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        if self._by_rows:
-            self._check_rows(spec)
-        self._joins = self._by_rows and not self._own_batches and not widths_vary(spec)
-        self._unread = dataset if self._joins else None
-        size = shape.batch if self._joins else self._count_first(dataset)
-        self.whole = not self._by_rows or (shape.shares > 1 and size * shape.shares == shape.batch)
-        self._joins = self._joins or (size != shape.batch and not self.whole)
-        self.steps_per_epoch = self._count_steps()
-        self.dataset, self.reader = self.make()
+        self._opened: Reader | None = None
+        self._makes_batches = not hooks.make_batches.is_default
+        self._hook = hooks.make_batches if self._makes_batches else hooks.create_dataset
+        made = self._call_hooks()
+        spec = made.element_spec
+        self.endless = self._makes_batches or made.cardinality() == tf.data.INFINITE_CARDINALITY
+        self.whole = not hooks.count_examples.is_default
+        size = self._inspect(spec)
+        self._joins = not self.whole and not (size and config.keeps_last_batch)
+        # Examples that each element has to have; None: any number.
+        self._size: Any = size if self.whole or self._joins else None
+        self.steps_per_epoch = self._count_steps(made)
+        self._open(made)
         self._rows = shape.batch if self.whole else static_rows(self.dataset.element_spec)
         self._counted: Any = None
         if self._rows is None:
@@ -123,34 +113,26 @@ class Input:
             value for each replica of this process; and how many examples the global batch has,
             a number or an int32 tensor.
         """
-        if self.whole:
-            local, replicas = local_replicas(self._strategy), self.shape.replicas
-            first = first_replica(self._strategy)
-
-            def deal_elements(_: Any) -> Any:
-                elements = [next(self.iterator) for _ in range(replicas)]
-                own = [Share(element) for element in elements[first : first + local]]
-                return distribute_shares(self._strategy, own)
-
-            return deal_elements, self.shape.batch
-
-        return self.deal_out(next(self.iterator))
+        return self.deal_out(None if self.whole else next(self.iterator))
 
     def deal_out(self, batch: Any) -> tuple[Callable[[Any], Any], Any]:
-        """Returns the same as ``draw``, of a global batch that is drawn."""
-        local, replicas = local_replicas(self._strategy), self.shape.replicas
+        """Returns the same, of a global batch that is drawn; None: of shares, drawn as dealt."""
+        shares, replicas = self.shape.shares, self.shape.replicas
         first = first_replica(self._strategy)
+        own = slice(first, first + local_replicas(self._strategy))
         examples = self._rows or count_rows(batch)
         if self._counted is not None:
             self._counted.assign_add(tf.cast(examples, tf.int64))
 
-        def deal_rows(micro_batch: Any) -> Any:
-            numbers = [micro_batch * replicas + first + replica for replica in range(local)]
-            shares = self.shape.shares
-            own = [take_share(batch, examples, i, shares, replicas) for i in numbers]
-            return distribute_shares(self._strategy, own)
+        def deal(micro_batch: Any) -> Any:
+            if self.whole:  # those of other processes are read, too
+                dealt = [Share(next(self.iterator)) for _ in range(replicas)][own]
+            else:
+                numbers = [micro_batch * replicas + replica for replica in range(replicas)][own]
+                dealt = [take_share(batch, examples, i, shares, replicas) for i in numbers]
+            return distribute_shares(self._strategy, dealt)
 
-        return deal_rows, examples
+        return deal, examples
 
     def count_new_examples(self, steps: int) -> int:
         """Returns how many examples so many steps had, since it was last asked."""
@@ -170,201 +152,137 @@ class Input:
         else:
             self.iterator = iter(read_ahead(self.dataset, for_long=True))
 
-    def begin_anew(self) -> None:
-        """Reads the data from their start, by another iterator."""
+    def begin_anew(self, skip: int = 0) -> None:
+        """Reads the data from their start, by another iterator, and drops so many examples."""
         with drawing_from(global_seed_generator()):
-            self.dataset, self.reader = self.make()
+            self._open(self._call_hooks())
         self.begin(self.unit)
-
-    def skip(self, examples: int) -> None:
-        """Reads and drops so many examples: the way to a position that could not be saved."""
-        per_element = self.shape.batch // self.shape.shares if self.whole else None
-
-        def drop(done: tf.Tensor) -> tuple[tf.Tensor]:
+        dropped = 0
+        while dropped < skip:
             element = next(self.iterator)
-            return (done + tf.cast(per_element or count_rows(element), tf.int64),)
-
-        @tf.function(autograph=False)
-        def drop_all(number: tf.Tensor) -> None:
-            tf.while_loop(lambda done: done < number, drop, (tf.constant(0, tf.int64),))
-
-        drop_all(tf.constant(examples, tf.int64))
+            dropped += self._size if self.whole else int(count_rows(element))
         if self.reader is not None:
-            self.reader.note_used(examples)
+            self.reader.note_used(skip)
+
+    def make_pass(self) -> tf.data.Dataset:
+        """Returns a pass, or all that has no end, of what ``dataset`` has, to look at."""
+        return self._batch(self._call_hooks())
+
+    def describe_shortage(self) -> str:
+        """Says, after the name of the hook, that a pass has less than a global batch; reads it."""
+        examples = self._count_examples() or "an empty dataset, no"
+        size = f"one global batch of {self.shape.batch}"
+        return f"returned {examples} examples, fewer than {size}; lower --batch-size."
 
     # ---- What the hooks return -------------------------------------------------------------
 
-    def call_hooks(self) -> tf.data.Dataset:
-        """Returns what the hooks of the data return."""
+    def _call_hooks(self) -> tf.data.Dataset:
+        """Returns what the hooks of the data return; ``_opened`` is what reads it, if need be."""
         sizes = {
             "per_replica_batch_size": self.per_replica_batch_size,
             "global_batch_size": self.shape.batch,
             "input_context": tf.distribute.InputContext(1, 0, self.shape.replicas),
         }
-        hooks = self._hooks
+        hook = self._hooks.create_dataset
         keras.utils.set_random_seed(self._config.seed)
-        made = hooks.create_dataset(**sizes)
-        self._read = open_reader(
-            hooks.create_dataset, made, lambda: hooks.create_dataset(**sizes), self._read
-        )
-        if self._read is not None:
-            made = self._read.read_elements(endless=self._own_batches)
-        dataset = check_dataset(hooks.create_dataset, made)
-        if not self._own_batches:
-            return dataset
-        if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
-            dataset = dataset.repeat()
-        return check_dataset(hooks.make_batches, hooks.make_batches(dataset=dataset, **sizes))
+        dataset = hook(**sizes)
+        self._opened = open_reader(hook, dataset, lambda: hook(**sizes), self._opened)
+        if self._opened is not None:
+            dataset = self._opened.read(goes_on=self._makes_batches)
+        if self._makes_batches:
+            if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
+                dataset = dataset.repeat()
+            dataset = self._hooks.make_batches(dataset=dataset, **sizes)
+        return dataset
 
-    def make(self) -> tuple[tf.data.Dataset, Reader | None]:
-        """Returns the data as they are before anything was read from them.
+    def _count_examples(self, elements: int = -1) -> int:
+        """Returns how many examples the first elements have, or all of a pass."""
+        count, first = self._hooks.count_examples, self._call_hooks().take(elements)
+        return sum(int(count.in_graph(batch=element)) for element in first)
 
-        Returns:
-            The endless dataset whose elements are global batches, or shares; and the reader that
-            knows its position, if one does.
+    def _inspect(self, spec: Any) -> int | None:
+        """Returns how many examples an element has that is used as it is; None: they are joined.
+
+        Raises:
+            SetupError: it is not clear how many examples elements hold, or they are no shares.
         """
-        shape, number = self.shape, self._config.overfit_batches
-        dataset, self._unread = self._unread or self.call_hooks(), None
-        if self._read is not None and not self._own_batches and not number:
-            per_element = shape.batch // shape.shares if self.whole else None
-            return self._read.read_batches(self._make_pass, per_element), self._read
-        dataset = self._make_pass(dataset)
+        batch, shares = self.shape.batch, self.shape.shares
+        if self.whole:
+            if (size := self._count_examples(1)) * shares != batch:
+                raise self._hook.reject(
+                    f"returned elements of {size} examples, expected {batch} / {shares}: where "
+                    "count_examples counts, each is the share of a replica."
+                )
+            return size
+        sizes = {part.shape[0] for part in tf.nest.flatten(spec) if part.shape.rank != 0}
+        if not sizes or len(sizes - {None}) > 1:
+            raise self._hook.reject(
+                f"returned elements {describe(spec)}, expected batches, whose tensors have a row "
+                "for each example: use dataset.batch(per_replica_batch_size), or write "
+                "count_examples."
+            )
+        return batch if widths_vary(spec) and self._count_examples(1) == batch else None
+
+    def _open(self, dataset: tf.data.Dataset) -> None:
+        """Makes the endless stream of what the hooks returned, of which nothing has been read."""
+        number = self._config.overfit_batches
+        self.reader = None if self._makes_batches or number else self._opened
+        if self.reader is not None:
+            keeps = self._config.keeps_last_batch and not self.whole
+            multiple = 1 if keeps else self.shape.batch
+            dataset = self.reader.read(True, self._count_used, multiple)
+        self.dataset = one = self._batch(dataset)
         if not self.endless:
-            dataset = dataset.repeat()
+            self.dataset = one.repeat()
+        if self.reader is not None:
+            # The rest of the pass that a resumed run is in may have no batch, at which repeat ends.
+            self.dataset = one.concatenate(self.dataset)
         if number:
             # Kept as they were read first: neither a shuffle nor noise makes others of them.
-            number *= shape.shares if self.whole else 1
-            dataset = dataset.take(number).cache().repeat()
-        return dataset, None
+            number *= self.shape.shares if self.whole else 1
+            self.dataset = self.dataset.take(number).cache().repeat()
 
-    def _make_pass(self, dataset: tf.data.Dataset, numbered: bool = False) -> tf.data.Dataset:
-        """Returns one pass of global batches, or of shares, of what the hooks returned.
-
-        Args:
-            dataset: what they returned
-            numbered: whether its elements are pairs, the second part of which goes with the first
-        """
-        shape, keeps = self.shape, self._config.keeps_last_batch
-        if self._joins:
-            return dataset.rebatch(shape.batch, drop_remainder=not keeps)
-
-        def pack(*parts: Any) -> Any:
-            return parts if isinstance(dataset.element_spec, tuple) else parts[0]
+    def _batch(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns one pass of global batches, or of shares."""
+        shape, is_tuple = self.shape, isinstance(dataset.element_spec, tuple)
 
         def has_size(*parts: Any) -> tf.Tensor:
-            element = pack(*parts)[0] if numbered else pack(*parts)
-            number = self._hooks.count_examples.in_graph(batch=element)
-            size = shape.batch // shape.shares if self.whole else shape.batch
-            return tf.equal(tf.cast(number, tf.int64), size)
+            count = self._hooks.count_examples.in_graph(batch=parts if is_tuple else parts[0])
+            return tf.equal(tf.cast(count, tf.int64), self._size)
 
-        def fix_rows(*parts: Any) -> Any:
-            return tf.nest.map_structure(lambda one: take_rows(one, 0, shape.batch), pack(*parts))
+        if self._size is not None:
+            dataset = dataset.filter(has_size)
+        if self._joins:
+            return dataset.rebatch(shape.batch, drop_remainder=not self._config.keeps_last_batch)
+        if self.whole and shape.shares > 1 and not self.endless:
+            groups = dataset.window(shape.shares, drop_remainder=True)
+            zip_parts = tf.data.Dataset.zip
+            return groups.flat_map(lambda *parts: zip_parts(parts if is_tuple else parts[0]))
+        return dataset
 
-        if not self.whole:
-            return dataset if keeps else dataset.filter(has_size).map(fix_rows)
-        dataset = dataset.filter(has_size)
-        if shape.shares == 1 or self.endless:
-            return dataset
-        groups = dataset.window(shape.shares, drop_remainder=True)
-        return groups.flat_map(lambda *parts: tf.data.Dataset.zip(pack(*parts)))
+    def _count_used(self, element: Any) -> int:
+        """Returns how many examples of a reader's element steps use."""
+        if self._size is None:
+            return len(next(part for part in tf.nest.flatten(element) if part.ndim))
+        with tf.device("CPU:0"):
+            batch = tf.nest.map_structure(tf.constant, element)
+            examples = int(self._hooks.count_examples.in_graph(batch=batch))
+        return examples if examples == self._size else 0
 
-    def _count_steps(self) -> int | None:
+    def _count_steps(self, dataset: tf.data.Dataset) -> int | None:
         """Returns the steps of a pass, if anybody asks for them; they are read if need be."""
         config, batch = self._config, self.shape.batch
         if config.overfit_batches:
             return config.overfit_batches
         if not config.counts_epochs or self.endless:
             return None
-        dataset = self.call_hooks()
-        elements, rows = int(dataset.cardinality()), static_rows(dataset.element_spec)
-        if self._joins and rows is not None and elements >= 0:
-            steps = (elements * rows + (batch - 1) * config.keeps_last_batch) // batch
+        all_join = self._joins and self._size is None
+        examples = int(dataset.unbatch().cardinality()) if all_join else -1
+        if examples >= 0:
+            steps = (examples + (batch - 1) * config.keeps_last_batch) // batch
         else:
-            batches = self._make_pass(dataset)
-            count = batches.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
+            count = self.make_pass().reduce(np.int64(0), lambda count, *_: count + 1)
             steps = int(count) // (self.shape.shares if self.whole else 1)
-            self._unread = None  # its shuffles have been read from
         if steps == 0:
-            raise self._hook.reject(describe_shortage(self.count_pass(), batch))
+            raise self._hook.reject(self.describe_shortage())
         return steps
-
-    def count_pass(self) -> int:
-        """Returns how many examples a pass has: read once more, after it had too few."""
-        return sum(int(count_rows(element)) for element in self.call_hooks())
-
-    def _check_rows(self, spec: Any) -> None:
-        """Refuses elements of which it is not clear how many examples they hold."""
-        with scratch_graph("rows").as_default():
-            element = make_placeholders(spec)
-            try:
-                rows = self._hooks.count_examples.in_graph(batch=element)
-            except Exception as error:
-                why = error.__cause__ or error
-                raise self._hook.reject(f"returned elements {describe(element)}: {why}.") from error
-        if rows is None:
-            raise self._hook.reject(
-                "returned single examples, expected batches: use "
-                "dataset.batch(per_replica_batch_size)."
-            )
-
-    def _count_first(self, dataset: tf.data.Dataset) -> int:
-        """Returns how many examples the first element has.
-
-        Raises:
-            SetupError: there is none, or the hooks leave no other way to batch than theirs, and it
-                is neither a share nor a global batch.
-        """
-        shape = self.shape
-        element = next(iter(dataset.take(1)), None)
-        if element is None:
-            raise self._hook.reject(describe_shortage(0, shape.batch))
-        size = int(self._hooks.count_examples.in_graph(batch=element))
-        fits = size * shape.shares == shape.batch or (self._by_rows and size == shape.batch)
-        if not fits and (self._own_batches or not self._by_rows):
-            raise self._hook.reject(
-                f"returned elements of {size} examples, expected per_replica_batch_size, or "
-                f"global_batch_size, {shape.batch}, of which {shape.shares} have equal shares."
-            )
-        return size
-
-
-def open_reader(
-    hook: Hook, made: Any, remake: Callable[[], Any], before: Reader | None = None
-) -> Reader | None:
-    """Returns a reader of what a hook made, the same one as before of the same object.
-
-    Returns:
-        None if it is no reader in Python.
-
-    Raises:
-        SetupError: it cannot be read.
-    """
-    if not is_reader(made):
-        return None
-    if before is not None and before.made is made:
-        return before
-    try:
-        return Reader(made, remake)
-    except Exception as error:
-        raise hook.reject(f"reading the data: {brief(error)}") from error
-
-
-def check_dataset(hook: Hook, made: Any) -> tf.data.Dataset:
-    """Returns what a hook made.
-
-    Raises:
-        SetupError: it is no dataset.
-    """
-    if not isinstance(made, tf.data.Dataset):
-        what = "nothing" if made is None else f"a {type(made).__name__}"
-        raise hook.reject(f"returned {what}, expected a tf.data.Dataset, or a reader.")
-    return made
-
-
-def describe_shortage(examples: int, batch: int) -> str:
-    """Says, after the name of the hook, that a pass has less than one global batch."""
-    if not examples:
-        return "returned an empty dataset, or one with fewer examples than its own batches hold."
-    return (
-        f"returned {examples} examples, fewer than one global batch of {batch}; lower --batch-size."
-    )

@@ -17,7 +17,6 @@ import tensorflow as tf
 from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.hooks.defaults import DIFFER
 from ctl_core.hooks.hooks import Hooks
-from ctl_core.input.stream import describe_shortage
 from ctl_core.model.state import State
 from ctl_core.run.errors import ENGINE, RunError, SetupError, file_name, frames_of, is_own_file
 
@@ -39,8 +38,7 @@ def attribute_errors(state: State, functions: Any, step: int) -> Iterator[None]:
         if not hooks.make_batches.is_default:
             raise hooks.make_batches.reject("returned a dataset that ends; repeat it.") from error
         if step == 0:
-            said = describe_shortage(state.data.count_pass(), state.data.shape.batch)
-            raise hooks.create_dataset.reject(said) from error
+            raise hooks.create_dataset.reject(state.data.describe_shortage()) from error
         said = f"{hooks.create_dataset}: the training data ended after step {step}."
         raise RunError(said) from error
     except tf.errors.OpError as error:

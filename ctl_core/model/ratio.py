@@ -79,7 +79,7 @@ def _try_batches(state: State) -> dict[str, list[float]]:
         with Alone(parts.strategy, first_replica(parts.strategy)), drawing_from(generator):
             return measure_gradients(parts, batch, half)
 
-    batches = [batch for batch in state.data.make()[0].take(BATCHES) if count_rows(batch) > 1]
+    batches = [batch for batch in state.data.make_pass().take(BATCHES) if count_rows(batch) > 1]
     tried = [(batch, min(int(count_rows(batch)), MOST_ROWS) // 2) for batch in batches]
     found: dict[str, list[float]] = {}
     with parts.strategy.scope():

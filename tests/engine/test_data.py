@@ -20,7 +20,7 @@ from ctl_core.data import (
     split_of,
     with_seeds,
 )
-from ctl_core.input.readers import read_literal, write_literal
+from ctl_core.input.readers import decode, encode
 
 EXAMPLES = 60
 
@@ -105,7 +105,7 @@ def test_the_state_of_a_reader_may_hold_a_tensor_of_pytorch(
     """A stand-in for its module: the state of a sampler's generator is such a tensor."""
     Tensor = type("Tensor", (list,), {"__module__": "torch"})
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=Tensor))
-    found = read_literal(write_literal({"generator": Tensor(range(5))}))["generator"]
+    found = decode(encode({"generator": Tensor(range(5))}))["generator"]
     assert isinstance(found, Tensor) and found == [*range(5)]
 
 
@@ -117,8 +117,6 @@ KEYS = [f"photos/{number}.jpg" for number in range(20_000)]
 def test_the_hash_never_changes() -> None:
     """These were worked out once; others would put the examples of every data set elsewhere."""
     assert fold_of([7, 12], 5).numpy().tolist() == fold_of(["7", "12"], 5).numpy().tolist()
-    with pytest.raises(ValueError, match="keys: expected strings or whole numbers, got float32"):
-        hash_of([0.5])
     assert hash_of(["a", "cat/1.jpg", "ü"]).numpy().tolist() == [
         3694432073954588131,
         4408260386524130073,

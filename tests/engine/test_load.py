@@ -223,6 +223,7 @@ def tagger(seen: list[Any]) -> SimpleNamespace:
     return SimpleNamespace(
         create_dataset=lambda: sentences(),
         create_eval_dataset=lambda: sentences(),
+        count_examples=lambda batch: tf.shape(batch[0])[0],
         create_model=create_model,
         create_loss=create_loss,
         create_opt=sgd,
