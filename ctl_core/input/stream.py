@@ -69,13 +69,15 @@ class Input:
         """Inspects what the hooks return; ``begin`` begins to read.
 
         Where ``per_replica`` is given, it is the ``per_replica_batch_size`` of the run's first
-        start, which hooks get again, on whatever devices.
+        start, which hooks get again on any devices; but shares have to be those of these.
 
         Raises:
             SetupError: what the hooks return is no dataset, or not batched as it should be.
         """
         self.shape = shape
-        self.per_replica_batch_size = per_replica or shape.per_replica
+        self.whole = not hooks.count_examples.is_default
+        first = None if self.whole else per_replica
+        self.per_replica_batch_size = first or shape.per_replica
         self.iterator: Any = None
         self.unit = 0
         self._hooks, self._config, self._strategy = hooks, config, strategy
@@ -85,7 +87,6 @@ class Input:
         made = self._call_hooks()
         spec = made.element_spec
         self.endless = self._makes_batches or made.cardinality() == tf.data.INFINITE_CARDINALITY
-        self.whole = not hooks.count_examples.is_default
         size = self._inspect(spec)
         self._joins = not self.whole and not (size and config.keeps_last_batch)
         # Examples that each element has to have; None: any number.

@@ -197,12 +197,12 @@ def test_functions_around_the_model_are_evaluated_predicted_and_exported_without
 LENGTHS = [3, 3, 5, 5, 4, 4, 4, 4, 2, 2, 6, 6]
 
 
-def sentences() -> tf.data.Dataset:
-    """Sequences of tokens with a label for each, in pairs that are as wide as the longer one."""
+def sentences(per_replica_batch_size: int = 2) -> tf.data.Dataset:
+    """Sequences of tokens with a label for each, in batches that are as wide as the longest one."""
     tokens = tf.ragged.range(1, tf.constant(LENGTHS) + 1)
     made = tf.data.Dataset.from_tensor_slices((tokens, tokens % 2))
     dense = made.map(lambda x, y: (tf.convert_to_tensor(x), tf.convert_to_tensor(y)))
-    return dense.padded_batch(2, ([None], [None]), drop_remainder=True)
+    return dense.padded_batch(per_replica_batch_size, ([None], [None]), drop_remainder=True)
 
 
 def tagger(seen: list[Any]) -> SimpleNamespace:
@@ -221,7 +221,7 @@ def tagger(seen: list[Any]) -> SimpleNamespace:
         seen.append((step, output, batch))
 
     return SimpleNamespace(
-        create_dataset=lambda: sentences(),
+        create_dataset=sentences,
         create_eval_dataset=lambda: sentences(),
         count_examples=lambda batch: tf.shape(batch[0])[0],
         create_model=create_model,
