@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ctl_core.run.listeners import Listener
     from ctl_core.run.settings import Config
     from ctl_core.run.sources import load_config
-    from ctl_core.serving.inference import LoadedModel
-    from ctl_core.serving.load import load
+    from ctl_core.serving import LoadedModel, load
     from ctl_core.trainer import train
 
 __version__ = "1.0.0"
@@ -40,8 +39,7 @@ _HOME = {
     "run.listeners": "Listener",
     "run.settings": "Config",
     "run.sources": "load_config",
-    "serving.inference": "LoadedModel",
-    "serving.load": "load",
+    "serving": "LoadedModel load",
     "trainer": "train",
 }
 __all__ = ["__version__", "data", *" ".join(_HOME.values()).split()]

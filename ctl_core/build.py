@@ -334,7 +334,7 @@ class _Builder:
     def _trace_evaluation(self, parts: Parts, evaluation: Evaluation | None) -> None:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""
         for one in evaluation.sets.values() if evaluation else [None]:
-            spec = self.data.share_spec if one is None else one.make().element_spec
+            spec = self.data.share_spec if one is None else one.spec
             with layers_run(training=False), self._scratch("create_metrics", spec) as (_, batch):
                 if parts.eval_model is not None:
                     with self.recording.during("create_eval_model"):

@@ -17,11 +17,12 @@ import numpy as np
 from ctl_core.build import create_state, process_state
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run, open_session
+from ctl_core.checkpoint.record import best_step
 from ctl_core.checkpoint.start import load_initial_weights
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import task_of
 from ctl_core.cluster.sync import LoopStatus, peers
-from ctl_core.evaluation.selection import best_step, read_criteria
+from ctl_core.evaluation.evaluate import read_criteria
 from ctl_core.evaluation.summaries import Pace, Profile
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.callbacks_file import source_of
@@ -114,7 +115,7 @@ class Trainer:
         self._signals, self._signal = signals, 0  # that ends training, on every process
         self._steps_per_call = ChunkLength(1 if state.config.detect_anomaly else MOST_STEPS)
         marks = state.config.profile_steps if state.cluster.task.chief else None
-        self._profile = Profile(marks or (), run.path / "tb" / "train", console)
+        self._profile = Profile(marks or (), run.path / "tb" / "train")
         self._schedule = Schedule(state, self._profile.marks)
         names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, names)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ctl_core import __version__
-from ctl_core.evaluation.selection import best_step
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import from_here, written_whole
 from ctl_core.run.settings import Config
@@ -218,6 +217,12 @@ def remove_orphans(folder: Path) -> None:
         if str(step) not in kept:
             for path in reversed(_files_of(folder, step)):
                 path.unlink(missing_ok=True)
+
+
+def best_step(best: dict[str, list[float]]) -> int:
+    """Returns the step of the checkpoint that ``keep_best`` keeps, or -1; see ``Criterion``."""
+    steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
+    return max(steps, default=-1)
 
 
 def keep_best(folder: Path, record: Record, source: Path | None = None) -> None:

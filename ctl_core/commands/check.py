@@ -2,41 +2,47 @@
 
 A mistake in a hook that is due at step 10000 thus shows before the first step of the run. The run
 itself, if it is there, is neither read nor locked.
+
+To find a mistake, nothing has to be known of it: a variable that is assigned, an output, a loss, an
+update or a value of the evaluation is not what it is on one device. The first of these is named.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import io
-import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.build import create_state, process_state
 from ctl_core.checkpoint.folder import Run, open_session
+from ctl_core.cluster.collectives import Alone
 from ctl_core.cluster.signals import Signals
-from ctl_core.cluster.strategy import prepare, task_of
-from ctl_core.cluster.sync import peers
+from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import Task
-from ctl_core.commands.devices import Values, check_traces, describe_differences, observe
 from ctl_core.commands.use import evaluate, export, predict
+from ctl_core.compat import scratch_graph, with_called
+from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.load import load_hooks
-from ctl_core.model.ratio import check_losses
-from ctl_core.model.state import State, count_parameters
-from ctl_core.run.console import LOG, Console, format_values
-from ctl_core.run.errors import CtlError, RunError, SetupError, StopTraining, brief
+from ctl_core.input.batches import Share, make_placeholders
+from ctl_core.model.forward import forward_backward
+from ctl_core.model.metrics import read_results
+from ctl_core.model.ratio import check_losses, draws_numbers
+from ctl_core.model.state import State
+from ctl_core.numerics.replicas import ReplicaCopies, normalizes_alone
+from ctl_core.numerics.variables import is_summed, variable_name
+from ctl_core.run.console import Console
+from ctl_core.run.errors import CtlError, SetupError, StopTraining, brief, frames_of
 from ctl_core.run.listeners import find_listener
 from ctl_core.run.settings import Config
-from ctl_core.serving.inference import output_names
-from ctl_core.serving.load import load
+from ctl_core.serving import load
 from ctl_core.trainer import Trainer
 
 STEPS = 2
@@ -44,12 +50,12 @@ DEVICES = 3
 
 
 def check(callbacks: Any, config: Config) -> State:
-    """Tries everything that a run would do once, and compares devices; prints what was tried.
+    """Tries everything that a run would do once, and compares devices; says what a run says.
 
     As the settings have it: two steps of training; every host hook, whenever it is due, with its
     own step; an evaluation, and the hooks after it; a checkpoint; the hooks at the end. Then each
-    command with that checkpoint. Then steps and an evaluation on one CPU device and on three, see
-    devices.py. Hooks that write files or call services do so.
+    command with that checkpoint. Then steps and an evaluation on one CPU device and on three. Hooks
+    that write files or call services do so.
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes
@@ -62,189 +68,272 @@ def check(callbacks: Any, config: Config) -> State:
         SetupError: devices differ; and as ``train`` does.
         RunError: as ``train`` does; also where it would do so later.
     """
-    begun = time.monotonic()
+    begun, console, name = time.monotonic(), Console(), config.run_name or "run"
     if config.listener is not None:  # which hears nothing of a check
         find_listener(config.listener)
-    task, name = task_of(config), config.run_name or "run"
-    config = dataclasses.replace(config, fork=None, init_from=None)  # with fresh weights
-    console = _Console(shown=task.chief)
+    prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
-    with temporary as folder, Signals(console.say) as signals:
+    with temporary as folder:
+        console.say(f"check of {name}: all of it in a temporary folder, which is removed.")
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
-        hooks, warnings = load_hooks(callbacks, config)
+        config = dataclasses.replace(config, fork=None, init_from=None)  # with fresh weights
+        hooks, warnings = load_hooks(callbacks, config)  # which see the settings as they are
         for warning in warnings:
             console.warn(warning)
-        console.line(f"check of {name}: all of it in a temporary folder, which is removed.")
-        devices = max(DEVICES, config.virtual_devices)
-        prepare(dataclasses.replace(config, virtual_devices=devices))
-        state = _try_training(hooks, config, console, signals)
-        if number := state.stopped_by:
-            console.line(f"check: stopped by {signal.Signals(number).name}; so far, all is well.")
-            return state
-        _try_commands(hooks, state, config, console)
-        if differences := list(_compare(hooks, state, config, console)):
-            for said in differences[1:]:
-                console.warn(said)
-            more = f" And {len(differences) - 1} more, above." * (len(differences) > 1)
-            raise SetupError(f"check: {differences[0]}{more}")
-        console.line(f"check: all well, {time.monotonic() - begun:.1f} s")
+        config = dataclasses.replace(
+            config, steps=STEPS, epochs=None, ckpt_every=1, eval_every=0, profile=None,
+            max_time=None, on_nan="stop",
+        )  # fmt: skip
+        state = _train(hooks, config, console)
+        _use(hooks, state, config, console)
+        _compare(hooks, config, console)
+        console.say(f"check: all well, {time.monotonic() - begun:.1f} s")
     return state
 
 
-def _shorten(config: Config) -> Config:
-    return dataclasses.replace(
-        config, steps=STEPS, epochs=None, ckpt_every=1, eval_every=0, profile=None, max_time=None
+def _train(hooks: Hooks, config: Config, console: Console) -> State:
+    """Trains two steps; all host hooks are due after the last, each with the number of its own."""
+
+    def rehearse(hook: Hook, at: int | None = None) -> Hook:
+        @functools.wraps(hook.function)
+        def run(**values: Any) -> None:
+            if at is not None and "step" in values:
+                values["step"] = at
+            ended = ""
+            try:
+                hook.function(**values)
+            except StopTraining as asked:  # the others are to run, too
+                ended = f"; it ends training there. {asked}".rstrip()
+            console.say(f"{hook} ran{f', as after step {at}' * (at is not None)}{ended}")
+
+        return dataclasses.replace(hook, function=run)
+
+    several = [*hooks.every_steps.items(), *hooks.at_step.items()]
+    due = [rehearse(hook, step) for step, some in several for hook in some]
+    rehearsed = dataclasses.replace(
+        hooks,
+        every_steps={STEPS: tuple(due)} if due else {},
+        at_step={},
+        after_eval=tuple(map(rehearse, hooks.after_eval)),
+        at_end=tuple(map(rehearse, hooks.at_end)),
     )
-
-
-def _try_training(hooks: Hooks, config: Config, console: _Console, signals: Signals) -> State:
-    """Trains two steps, with all host hooks."""
-    run = Run(config, task_of(config))
-    with open_session(run, console), process_state(config), peers(run.task):
-        rehearsed = _rehearse(hooks, console)
-        state = create_state(rehearsed, _shorten(config), run, console)
-        console.done(hooks.create_model, count_parameters(state))
+    run = Run(config, Task())
+    with open_session(run, console), process_state(config):
+        state = create_state(rehearsed, config, run, console)
         check_losses(state, console)
         check_traces(state)
-        trainer = Trainer(state, run, console, signals)
+        trainer = Trainer(state, run, console, Signals())
         trainer.restore()
         trainer.train()
-        state.stopped_by = state.stopped_by or signals.received
-        if state.diverged and not state.stopped_by:
-            raise RunError(
-                f"the loss of step {state.step} is not finite; learning_rate may be high."
-            )
     return state
 
 
-def _try_commands(hooks: Hooks, state: State, config: Config, console: _Console) -> None:
-    """Evaluates, predicts, exports and loads, as the commands do, which write to the log.
+def _use(hooks: Hooks, state: State, config: Config, console: Console) -> None:
+    """Evaluates, predicts, exports and loads, as the commands do.
 
     Raises:
-        SetupError, RunError: the model cannot be served, and a hook says that it is to be.
+        Exception: the model cannot be served, and a hook says that it is to be.
     """
-    sets, log = state.evaluation.sets if state.evaluation else (), _Console()
+    sets = state.evaluation.sets if state.evaluation else ()
     if sets:
-        console.done("evaluate", format_values(evaluate(hooks, config, console=log)))
+        evaluate(hooks, config)
     try:
         for name in sets:
-            predict(hooks, config, dataset=name, console=log)
-        export(hooks, config, console=log)
-        with contextlib.redirect_stdout(io.StringIO()):
-            loaded = load(Path(config.runs_dir, str(config.run_name)), callbacks=hooks)
-        names = ", ".join(output_names(loaded.output_spec))
-        console.done("predict, export, load", f"the model gives {names}")
-    except (SetupError, RunError) as error:
+            predict(hooks, config, dataset=name)
+        export(hooks, config)
+        load(Path(config.runs_dir, str(config.run_name)), callbacks=hooks)
+    except Exception as error:
         if hooks.serve is not None or hooks.create_inference_model is not None:
             raise
         said = "this model cannot be exported, which its training does not need"
-        console.line(f"  {said}: {error}")
+        console.say(f"{said}: {brief(error)}")
 
 
-def _compare(hooks: Hooks, state: State, config: Config, console: _Console) -> Iterator[str]:
-    """Yields what differs between one device and three; of micro-batches, it only warns.
+def check_traces(state: State) -> None:
+    """Traces the forward pass twice: a graph is to be the same, so that it draws what it draws.
 
-    Of an evaluation, one device has no rows.
+    Raises:
+        SetupError: it is not.
     """
-    share = DEVICES * config.accumulate_steps
-    short = dataclasses.replace(
-        _shorten(config),
-        batch_size=max(1, config.batch_size // share) * share,
-        eval_batch_size=DEVICES - 1,
-        limit_eval=DEVICES,
-    )
-    tried = dataclasses.replace(hooks, create_eval_dataset=_cut(hooks.create_eval_dataset))
 
-    def run(devices: int, micro_batches: int = 1) -> list[Values]:
+    def describe(op: Any) -> tuple[str, Any]:
+        return op.type, op.get_attr("value") if op.type == "Const" else None
+
+    one, other = (with_called(_trace(state)[0].get_operations()) for _ in range(2))
+    for first, second in zip(one, other, strict=False):
+        if describe(first) != describe(second):
+            where = state.hooks.find_owner(frames_of(first)) or state.hooks.create_model
+            raise SetupError(
+                f"{where}: has other numbers each time that it is traced, which is once in a run: "
+                "all steps would have the same. Random numbers are those of tf.random or "
+                "keras.random, or of the data; Python's and NumPy's are fixed here."
+            )
+
+
+def _trace(state: State) -> tuple[Any, dict[str, list[Any]]]:
+    """Traces forward and backward pass; returns the graph, and what is trained by objective."""
+    trained: dict[str, list[Any]] = {}
+    with (
+        state.strategy.scope(),
+        scratch_graph("check").as_default() as graph,
+        Alone(state.strategy, 0),
+    ):
+        share = Share(make_placeholders(state.data.share_spec))
+        for turn in state.parts.in_turns():
+            trained |= forward_backward(turn, 1, frozenset(), share)[1]
+    return graph, trained
+
+
+# ---- One device beside three ---------------------------------------------------------------------
+
+FETCHES = frozenset({"loss", "update_gradients", "output"})
+TOLERANCE = 1e-3
+_EXCHANGE = "let replicas exchange what it is made of, by ctl_core.all_reduce or all_gather"
+_NO_SUM = f"it is no sum over the examples one by one, or is summed twice; {_EXCHANGE}"
+_METRIC = (
+    "replicas add up its variables; where its state is no sum, give replica 0 the rows of all, by "
+    "ctl_core.all_gather, and the others none"
+)
+# Of what differs, by kind: the hooks that may have made it, of which a default is blameless where
+# another follows, and what to do.
+_BLAMED: dict[str, tuple[tuple[str, ...], str]] = {
+    "output": (("create_model",), _EXCHANGE),
+    "loss": (("grad_pre", "create_loss"), _NO_SUM),
+    "update": (("update_pre", "grad_pre", "create_loss"), _EXCHANGE),
+    "variable": (("create_model",), _EXCHANGE),
+    "train metric": (("train_metric_pre",), _METRIC),
+    "loss of an evaluation": (("eval_pre", "create_loss"), _NO_SUM),
+    "metric": (("metric_pre",), _METRIC),
+}
+
+# What replicas have, by what it is, "output" say, and its name.
+Values = dict[tuple[str, str], list[np.ndarray]]
+
+
+def _compare(hooks: Hooks, config: Config, console: Console) -> None:
+    """Compares what is computed on one device and on three, of which one has no rows to evaluate.
+
+    Raises:
+        SetupError: something differs.
+    """
+    sets: dict[str, Any] = {}
+
+    def compute(devices: int) -> tuple[State, list[Values]]:
+        own = dataclasses.replace(
+            config, batch_size=max(1, config.batch_size // DEVICES) * DEVICES, accumulate_steps=1,
+            eval_batch_size=DEVICES - 1, limit_eval=DEVICES, virtual_devices=devices,
+        )  # fmt: skip
         names = [f"CPU:{index}" for index in range(devices)]
         on_one = tf.distribute.ReductionToOneDevice()
         strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=on_one)
         if devices == 1:
             strategy = tf.distribute.OneDeviceStrategy(names[0])
-        own = dataclasses.replace(short, accumulate_steps=micro_batches)
         run = Run(own, Task(), reading=True)
         with open_session(run, console), process_state(own):
-            return observe(create_state(tried, own, run, console, strategy))
+            state = create_state(hooks, own, run, console, strategy)
+            for name, one in state.evaluation.sets.items() if state.evaluation else ():
+                first = sets.setdefault(name, one)  # batches of it are the same on more devices
+                one.make, one.spec = first.make, first.spec
+            return state, observe(state)
 
     try:
-        one, three = run(1), run(DEVICES)
-        in_parts = run(1, config.accumulate_steps) if config.accumulate_steps > 1 else one
+        (state, one), (_, three) = compute(1), compute(DEVICES)
     except (CtlError, tf.errors.OpError) as error:  # batches of a fixed size, say
-        console.line(f"  devices cannot be compared: {brief(error)}")
+        console.say(f"devices cannot be compared: {brief(error)}")
         return
-    console.done("devices", f"a step and an evaluation on one and on {DEVICES} were compared")
-    for said in describe_differences(state, one, in_parts, "in micro-batches"):
-        console.warn(said)
-    yield from describe_differences(state, one, three, "three")
+    console.say(f"a step and an evaluation on one and on {DEVICES} devices were compared")
+    if difference := find_difference(state, one, three):
+        raise SetupError(f"check: {difference}")
 
 
-def _cut(hook: Hook | None) -> Hook | None:
-    """Returns the hook of the evaluation data with two elements of two rows left.
+def observe(state: State) -> list[Values]:
+    """Takes steps and evaluates; variables and data are as before.
 
-    Of elements that are a share each, a batch has more on more devices: all see the same.
+    Returns:
+        The values of a step without noise, of two steps with it, and of the evaluation. Of steps
+        that draw random numbers, or normalize each replica's batch, only integers count.
     """
-    if hook is None:
+    found: list[Values] = []
+    copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
+    for quiet, steps in ((True, 1), (False, 2)):
+        run = dataclasses.replace(state, parts=dataclasses.replace(state.parts, quiet=quiet))
+        functions = StepFunctions(run, tf.summary.create_noop_writer())
+        with copies.put_back_after():
+            for _ in range(steps):
+                fetched = functions.take_steps(1, FETCHES)
+            exact = not draws_numbers(functions.operations()) and (
+                quiet or not any(map(normalizes_alone, state.recording.layers))
+            )
+            found.append(dict(_read_variables(run, exact)))
+            found[-1] |= dict(_read_step(run, fetched)) if exact else {}
+        state.data.begin_anew()
+    if state.evaluation is not None:
+        found.append({})
+        for name, value in state.evaluation.evaluate().items():
+            kind = "loss of an evaluation" if name.rpartition("/")[2] == "loss" else "metric"
+            found[-1][kind, name] = [np.array(value)]
+    return found
+
+
+def _read_variables(state: State, exact: bool) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yields what replicas have in integers; if exact, in all that the forward pass assigns."""
+    assigned = {id(one.variable) for one in state.parts.written if exact}
+    for name, variable in state.recording.variables.items():
+        if variable.dtype.is_integer or id(variable) in assigned:
+            local = state.strategy.experimental_local_results(variable)
+            several = [variable.read_value()] if is_summed(variable) else local
+            yield ("variable", name), [part.numpy() for part in several]
+
+
+def _read_step(state: State, fetched: dict[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yields what a step returned, and the train metrics."""
+    for index, part in enumerate(tf.nest.flatten(fetched["output"])):
+        if isinstance(part, tf.Tensor) and part.dtype != tf.string:
+            yield ("output", str(index)), [part.numpy()]
+    loss, updates, trained = fetched["loss"], fetched["update_gradients"], _trace(state)[1]
+    for name, value in (loss if isinstance(loss, dict) else {"": loss}).items():
+        yield ("loss", name), [value.numpy()]
+    for objective, several in (updates if isinstance(updates, dict) else {"": updates}).items():
+        for variable, value in zip(trained[objective], several, strict=True):
+            if value is not None:
+                yield ("update", variable_name(variable)), [tf.convert_to_tensor(value).numpy()]
+    metrics = read_results(state.parts.train_metrics)
+    for name, value in metrics.items():
+        yield ("train metric", name), [np.array(value)]
+
+
+def find_difference(state: State, one: list[Values], three: list[Values]) -> str | None:
+    """Says what is the first that is not the same on three devices as on one, and what to do."""
+    tolerance = TOLERANCE * (30 if state.computed_in else 1)
+    for values, theirs in zip(one, three, strict=True):
+        updates = [numbers[0] for (kind, _), numbers in values.items() if kind == "update"]
+        steepest = max((float(np.abs(update).max(initial=0)) for update in updates), default=0.0)
+        for (kind, name), (number, *_) in values.items():
+            least = steepest if kind == "update" else 1.0
+            others = theirs.get((kind, name), [])
+            pairs = [find_pair(number, other, tolerance, least) for other in others]
+            if found := next(filter(None, pairs), None):
+                hooks, cure = _BLAMED[kind]
+                several = [getattr(state.hooks, hook) for hook in hooks]
+                hook = next((hook for hook in several if not hook.is_default), several[-1])
+                both = f"[one device {found[0]}, three {found[1]}]"
+                return f"{hook}: the {kind} {name} differs: {cure} {both}"
+    return None
+
+
+def find_pair(one: Any, other: Any, tolerance: float, least: float) -> tuple[Any, Any] | None:
+    """Returns the first numbers that differ, or the shapes; None where it is rounding.
+
+    Rounding is up to ``tolerance`` of the largest number in ``one``, or of ``least``.
+    """
+    if one.shape != other.shape:
+        return one.shape, other.shape
+    rounding = 0.0
+    if not np.issubdtype(one.dtype, np.integer):
+        one, other = one.astype(float), other.astype(float)
+        rounding = tolerance * max(float(np.nan_to_num(np.abs(one)).max(initial=0)), least)
+    equal = np.isclose(one, other, rtol=0, atol=rounding, equal_nan=True)
+    if equal.all():
         return None
-    create = hook.function
-
-    @functools.wraps(create)
-    def create_less(**values: Any) -> Any:
-        if "per_replica_batch_size" in values:
-            values["per_replica_batch_size"] = DEVICES - 1
-        made = create(**values)
-        sets = made if isinstance(made, Mapping) else {"": made}
-        cut = {n: s.take(2) if isinstance(s, tf.data.Dataset) else s for n, s in sets.items()}
-        return cut if isinstance(made, Mapping) else cut[""]
-
-    return dataclasses.replace(hook, function=create_less)
-
-
-class _Console(Console):
-    """Shows what was checked, and warnings; the rest, which is of two steps, goes to the log."""
-
-    def say(self, text: str) -> None:
-        """Writes a line to the log."""
-        LOG.info(text)
-
-    def start(self, step: int, total: int, clock: object = None) -> None:
-        """Begins no progress line."""
-
-    def line(self, text: str) -> None:
-        """Prints a line."""
-        super().say(text)
-
-    def done(self, what: object, found: str) -> None:
-        """Prints that something was checked."""
-        self.line(f"  {what}: {found}")
-
-
-def _note(hook: Hook, console: _Console, at: int | None = None) -> Hook:
-    """Returns a host hook that says that it ran; one that ends training lets the others run."""
-    function = hook.function
-
-    @functools.wraps(function)
-    def noted(**values: Any) -> None:
-        if at is not None and "step" in values:
-            values["step"] = at
-        found = f"{getattr(function, '__name__', hook.name)} ran"
-        found += "" if at is None else f", as after step {at}"
-        try:
-            function(**values)
-        except StopTraining as asked:
-            found += f"; it ends training there. {asked}".rstrip()
-        console.done(hook, found)
-
-    return dataclasses.replace(hook, function=noted)
-
-
-def _rehearse(hooks: Hooks, console: _Console) -> Hooks:
-    """Returns the hooks with all host hooks due after the last step, each with its own number."""
-    several = [*hooks.every_steps.items(), *hooks.at_step.items()]
-    due = [_note(hook, console, step) for step, some in several for hook in some]
-    return dataclasses.replace(
-        hooks,
-        every_steps={STEPS: tuple(due)} if due else {},
-        at_step={},
-        after_eval=tuple(_note(hook, console) for hook in hooks.after_eval),
-        at_end=tuple(_note(hook, console) for hook in hooks.at_end),
-    )
+    first = tuple(np.argwhere(~equal)[0])
+    return f"{one[first]:.6g}", f"{other[first]:.6g}"

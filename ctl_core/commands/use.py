@@ -1,23 +1,39 @@
-"""``evaluate``, ``predict`` and ``export``: using the checkpoint of a run, which they only read."""
+"""``evaluate``, ``predict`` and ``export``: using checkpoints of a run, which is only read."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.commands.watch import watch as watch_run
+from ctl_core.checkpoint.checkpoints import Checkpoints
+from ctl_core.checkpoint.folder import Run
+from ctl_core.checkpoint.record import Source, saved_steps
 from ctl_core.model.state import State
-from ctl_core.run.console import Console
+from ctl_core.run.console import Console, format_values
 from ctl_core.run.errors import SetupError
-from ctl_core.run.files import from_here, written_whole
+from ctl_core.run.files import from_here, is_locked, written_whole
+from ctl_core.run.listeners import MetricsFile, read_metrics
 from ctl_core.run.settings import Config
-from ctl_core.serving.export import next_version, save_model
-from ctl_core.serving.inference import create_inference
-from ctl_core.serving.load import CheckpointName, open_run, restore_run
-from ctl_core.serving.predict import predict_outputs
+from ctl_core.serving import (
+    CheckpointName,
+    create_inference,
+    input_names,
+    name_outputs,
+    open_run,
+    pack_inputs,
+    restore_run,
+    save_model,
+)
+
+POLL = 1.0  # seconds between two looks at a run that is watched
+# After so many seconds in which nobody trains a run, it has ended: one that was killed is started
+# again meanwhile.
+GRACE = 30.0
 
 
 def evaluate(
@@ -25,29 +41,64 @@ def evaluate(
     config: Config,
     checkpoint: CheckpointName = None,
     watch: bool = False,
-    console: Console | None = None,
 ) -> dict[str, float]:
     """Evaluates a checkpoint and prints the values; with ``watch``, each that a run makes.
 
     Raises:
         SetupError: there is no evaluation data, or no checkpoint.
     """
+    if watch and checkpoint is not None:
+        raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
     if watch:
-        if checkpoint is not None:
-            raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
-        with open_run(callbacks, config, console) as (state, run, console):
-            _check_data(state)
-            return watch_run(state, run, console)
-    with restore_run(callbacks, config, checkpoint, console) as (state, console):
-        _check_data(state)
-        values: dict[str, float] = state.evaluation.evaluate()
+        with open_run(callbacks, config) as (state, run, console):
+            return _watch(state, run, console)
+    with restore_run(callbacks, config, checkpoint) as (state, console):
+        values = _evaluate(state)
         console.values(state.step, "eval", values)
     return values
 
 
-def _check_data(state: State) -> None:
+def _evaluate(state: State) -> dict[str, float]:
     if state.evaluation is None:
         raise SetupError("create_eval_dataset: there is none, so there is nothing to evaluate.")
+    return state.evaluation.evaluate()  # type: ignore[no-any-return]
+
+
+def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
+    """Evaluates each checkpoint as it comes, in the order of their steps, until nobody trains.
+
+    Those that an earlier watch has evaluated are left out, and one that is deleted before its turn.
+    The run is only read, but for two places that training never touches: watch.jsonl, with lines
+    like those of metrics.jsonl, and tb/watch. Returns the values of the last checkpoint.
+    """
+    file, values, number = run.path / "watch.jsonl", dict[str, float](), 0
+    console.say(f"{run.shown}: watching; the values go to {from_here(file)}.")
+    seen = {line["step"] for line in read_metrics(file)}
+    checkpoints, metrics = Checkpoints(state, console), MetricsFile(file.name)
+    metrics.start(run.path, {}, max(seen, default=0))
+    held_at = time.monotonic()
+    while True:
+        if is_locked(run.path / "train.log"):
+            held_at = time.monotonic()
+        over = time.monotonic() - held_at > GRACE  # before looking: what is there then is all
+        if new := set(saved_steps(run.ckpt)) - seen:
+            seen.add(step := min(new))
+            try:
+                checkpoints.restore(Source("checkpoint", run.path, step), with_input=False)
+                values = _evaluate(state)
+            except SetupError:
+                if step in saved_steps(run.ckpt):
+                    raise
+                continue  # deleted while it was read
+            number += 1
+            console.say(f"step {step}  eval: {format_values(values)}")
+            for listener in (metrics, run.summaries):
+                listener.values(step, "watch", values)
+        elif over:
+            console.say(f"{run.shown}: has ended; checkpoints evaluated: {number}.")
+            return values
+        else:
+            time.sleep(POLL)
 
 
 def predict(
@@ -57,7 +108,6 @@ def predict(
     input: str | None = None,
     dataset: str | None = None,
     output: str | None = None,
-    console: Console | None = None,
 ) -> Path:
     """Writes the model's outputs for a file, or for a set of evaluation data, as a .npz file.
 
@@ -68,18 +118,20 @@ def predict(
         raise SetupError("input and dataset: give one of the two.")
     if output and (Path(output).suffix != ".npz" or output == input):
         raise SetupError(f"output: expected the name of another .npz file, got {output}.")
-    source = Path(input) if input else None
-    with restore_run(callbacks, config, checkpoint, console) as (state, console):
-        name = None
-        if source is None and state.evaluation is not None:
-            names = list(state.evaluation.sets)
-            name = names[0] if dataset is None and len(names) == 1 else dataset
-            if name not in names:
-                there = ", ".join(names) if any(names) else "none"
-                raise SetupError(f"dataset: expected one of {there}, got {name!r}.")
-        of = source.stem if source else name
-        path = Path(output or state.run_dir / f"predictions{f'-{of}' * bool(of)}.npz")
-        arrays = predict_outputs(state, source, name)
+    with restore_run(callbacks, config, checkpoint) as (state, console):
+        model = create_inference(state)
+        if input:
+            name, size = Path(input).stem, config.eval_batch_size or config.batch_size
+            outputs = map(model, _read_batches(Path(input), model.input_spec, size))
+        else:
+            sets = state.evaluation.sets if state.evaluation is not None else {}
+            name = dataset or ""
+            if name not in sets:
+                there = ", ".join(sets) or "none, without create_eval_dataset"
+                raise SetupError(f"dataset: expected one of {there}, got {dataset!r}.")
+            outputs = map(model.run_batch, sets[name].make())
+        arrays = _join(outputs)
+        path = Path(output or state.run_dir / f"predictions{f'-{name}' * bool(name)}.npz")
         with written_whole(path) as beside, beside.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
@@ -87,28 +139,76 @@ def predict(
     return path
 
 
+def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
+    """Yields batches of what a client would send: a .npy file, or .npz with ``input_names``.
+
+    Raises:
+        SetupError: the file does not hold what the model takes.
+    """
+    names, content = input_names(spec), np.load(path)
+    arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
+    if len(names) == len(arrays) == 1:
+        arrays = dict(zip(names, arrays.values(), strict=True))
+    numbers = {len(array) for array in arrays.values() if array.ndim}
+    if arrays.keys() != names.keys() or len(numbers) != 1:
+        held = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise SetupError(
+            f"input: {from_here(path)} holds {held}; expected arrays of as many examples each, "
+            f"called {', '.join(names)}."
+        )
+    for start in range(0, numbers.pop(), size):
+        rows = slice(start, start + size)
+        batch = {name: array[rows] if array.ndim else array for name, array in arrays.items()}
+        yield pack_inputs(spec, batch)
+
+
+def _join(outputs: Iterable[Any]) -> dict[str, np.ndarray]:
+    """Joins the outputs of batches by name; those of other sizes are padded, as ragged ones are."""
+    found: dict[str, list[np.ndarray]] = {}
+    for output in outputs:
+        for name, value in name_outputs(output).items():
+            array = np.atleast_1d(value.numpy())
+            is_text = array.dtype == object
+            found.setdefault(name, []).append(array.astype(bytes) if is_text else array)
+    arrays = {}
+    for name, parts in found.items():
+        sizes = np.array([part.shape[1:] for part in parts])
+        widest = sizes.max(axis=0)
+        if f"{name}.lengths" not in found and (sizes != widest).any():
+            arrays[f"{name}.lengths"] = np.repeat(sizes[:, 0], [len(part) for part in parts])
+        nothing = np.zeros((), parts[0].dtype)
+        arrays[name] = np.concatenate(
+            [
+                np.pad(
+                    part, [(0, 0), *((0, more) for more in widest - size)], constant_values=nothing
+                )
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+        )
+    return arrays
+
+
 def export(
     callbacks: Any,
     config: Config,
     checkpoint: CheckpointName = None,
     output: str | None = None,
-    console: Console | None = None,
 ) -> Path:
-    """Writes the model of a checkpoint as a SavedModel: the next version in a folder.
+    """Writes the model of a checkpoint as a SavedModel; returns where, runs/NAME/export/1 say.
 
-    Returns:
-        Where it is, runs/NAME/export/1 say.
+    It is the next version in the folder, as TensorFlow Serving counts them.
 
     Raises:
         SetupError: there is no checkpoint.
         OSError: the place cannot be written.
     """
-    with restore_run(callbacks, config, checkpoint, console) as (state, console):
+    with restore_run(callbacks, config, checkpoint) as (state, console):
         base = Path(output or state.run_dir / "export")
-        path = next_version(base)
+        base.mkdir(exist_ok=True)
+        versions = [int(path.name) for path in base.iterdir() if path.name.isdecimal()]
+        path = base / str(1 + max(versions, default=0))
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
         inference = create_inference(state)
-        base.mkdir(exist_ok=True)
         with written_whole(path) as beside:
             save_model(inference, beside)
         console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")

@@ -1,15 +1,16 @@
 """Evaluation: each example exactly once, by the shares that training takes of its batches.
 
 Of the last batch some replicas may have no rows: they compute on a stand-in, which counts nowhere.
-What an evaluation writes, but for its own metrics, is put back: training does not notice it.
+What an evaluation writes is put back: training does not notice it. What its values decide, the best
+checkpoint and an early end, is part of the run's progress: a resumed run decides as a whole one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -25,7 +26,7 @@ from ctl_core.compat import (
     with_called,
 )
 from ctl_core.hooks.hooks import Hook
-from ctl_core.hooks.recording import Recording
+from ctl_core.hooks.recording import Recording, read_flags
 from ctl_core.input.batches import (
     Share,
     count_rows,
@@ -43,9 +44,8 @@ from ctl_core.model.schedule import ChunkLength
 from ctl_core.numerics.randomness import seeds_kept
 from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.numerics.variables import plain_variable
+from ctl_core.run.errors import SetupError, nearest
 from ctl_core.run.settings import Config
-
-Sync = Callable[[LoopStatus], LoopStatus]
 
 
 @dataclasses.dataclass
@@ -53,26 +53,26 @@ class EvaluationSet:
     """One set of evaluation data, its metrics and the graph function that updates them.
 
     Attributes:
-        hook: that makes the data, with the name of the set if it has one
         make: returns the dataset, always the same one
+        spec: of its elements
         metrics: the user's metrics by name
         total, examples: sums in float64, of the loss and of what it is the mean over
-        run_steps: the graph function, once traced
+        run_steps: the graph function (iterator, steps) -> whether there may be more, once traced
         exchanges: whether processes exchange something in it
-        copies: of what the evaluation writes and training goes on with, once traced
+        copies: of what the evaluation writes, once traced
     """
 
-    hook: Hook
     make: Callable[[], tf.data.Dataset]
+    spec: Any
     metrics: dict[str, keras.Metric]
     total: keras.Metric
     examples: keras.Metric
     run_steps: Any = None
     exchanges: bool = False
-    copies: ReplicaCopies | None = None
+    copies: Any = None
 
     @property
-    def passing(self) -> list[keras.Metric]:
+    def sums(self) -> list[keras.Metric]:
         """All that each evaluation begins anew."""
         return [*self.metrics.values(), self.total, self.examples]
 
@@ -87,37 +87,41 @@ class Evaluation:
     def __init__(self, parts: Parts, recording: Recording, sets: dict[str, EvaluationSet]) -> None:
         self.sets = sets
         self._parts, self._recording = parts, recording
+        self._frozen: list[bool] | None = None
 
     @property
     def names(self) -> list[str]:
         """The names of the values: ``loss``, or ``NAME/loss`` where the sets have names."""
         return [
-            name_value(name, value)
+            f"{name}/{value}" if name else value
             for name, one in self.sets.items()
             for value in ("loss", *one.metrics)
         ]
 
     def passing_variables(self) -> list[tf.Variable]:
         """Returns the variables that each evaluation begins anew: no checkpoint need hold them."""
-        metrics = [metric for one in self.sets.values() for metric in one.passing]
-        # Metrics with a reset_state of their own may keep something.
-        reset = [m for m in metrics if type(m).reset_state.__module__.startswith("keras.")]
-        return [plain_variable(variable) for metric in reset for variable in metric.variables]
+        metrics = [metric for one in self.sets.values() for metric in one.sums]
+        return [plain_variable(variable) for metric in metrics for variable in metric.variables]
 
     def trace(self) -> None:
-        """Traces the graphs without running them: their hooks are checked before training."""
+        """Traces the graphs without running them, unless that is done for what is frozen now.
+
+        What is frozen is not regularized.
+        """
+        if self._frozen == (frozen := read_flags(self._recording)):
+            return
+        self._frozen = frozen
         for one in self.sets.values():
             one.run_steps = define_run_steps(self._parts, one)
-            iterator, number = iter(one.make()), tf.TensorSpec([], tf.int64)
-            graph = one.run_steps.get_concrete_function(iterator, number).graph
-            mine = {id(plain_variable(v)) for metric in one.passing for v in metric.variables}
+            graph = one.run_steps.get_concrete_function().graph
             written = self._recording.find_written(graph, self._parts.strategy)
-            touched = [v for v in written if id(v) not in mine]
-            one.copies = ReplicaCopies(self._parts.strategy, touched)
+            one.copies = ReplicaCopies(self._parts.strategy, written)
             ops = with_called(graph.get_operations())
             one.exchanges = any(op.type.startswith("Collective") for op in ops)
 
-    def evaluate(self, sync: Sync = lambda status: status) -> dict[str, float] | None:
+    def evaluate(
+        self, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
+    ) -> dict[str, float] | None:
         """Goes once over the evaluation data, set by set.
 
         Args:
@@ -128,48 +132,36 @@ class Evaluation:
             The mean loss per example, or by what batches weigh, and the metrics, see ``names``;
             None if ended early.
         """
-        found: dict[str, float] = {}
-        for name, one in self.sets.items():
-            if one.copies is None:
-                self.trace()
-            assert one.copies is not None
+        self.trace()
+        values: list[float] = []
+        for one in self.sets.values():
             with one.copies.put_back_after():
-                if not self._add_batches(one, sync):
+                if not _add_batches(one, sync):
                     return None
                 total, examples = float(one.total.result()), float(one.examples.result())
-                loss = total / examples if examples else math.nan
-                values = read_results(one.metrics)
-            for value, number in {"loss": loss, **values}.items():
-                found[name_value(name, value)] = number
-        return found
-
-    def _add_batches(self, one: EvaluationSet, sync: Sync) -> bool:
-        """Adds all batches to the metrics and sums of a set; returns whether to the end."""
-        for metric in one.passing:
-            metric.reset_state()
-        iterator = iter(one.make())
-        # Between processes, a collective takes no other shape in one call than in its first step.
-        chunk = ChunkLength(most=1 if one.exchanges else 100_000)
-        while True:
-            with chunk.timed(chunk.limit) as steps:
-                more = bool(one.run_steps(iterator, tf.constant(steps, tf.int64)))
-            status = sync(LoopStatus(steps_per_call=chunk.limit, more=more))
-            chunk.limit = status.steps_per_call
-            if status.signal or not status.more:
-                return not status.more
+                results = read_results(one.metrics)
+                values += [total / examples if examples else math.nan, *results.values()]
+        return dict(zip(self.names, values, strict=True))
 
 
-def name_value(name: str, value: str) -> str:
-    """Returns what a value of the evaluation set ``name`` is called."""
-    return f"{name}/{value}" if name else value
+def _add_batches(one: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]) -> bool:
+    """Adds all batches to the metrics and sums of a set; returns whether to the end."""
+    for metric in one.sums:
+        metric.reset_state()
+    iterator = iter(one.make())
+    # Between processes, a collective takes no other shape in one call than in its first step.
+    chunk = ChunkLength(most=1 if one.exchanges else 100_000)
+    while True:
+        with chunk.timed(chunk.limit) as steps:
+            more = bool(one.run_steps(iterator, tf.constant(steps, tf.int64)))
+        status = sync(LoopStatus(steps_per_call=chunk.limit, more=more))
+        chunk.limit = status.steps_per_call
+        if status.signal or not status.more:
+            return not status.more
 
 
 def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Evaluation | None:
-    """Creates what ``create_eval_dataset`` and ``create_metrics`` ask for; None without data.
-
-    Raises:
-        SetupError: the hooks return something else than they should.
-    """
+    """Creates what ``create_eval_dataset`` and ``create_metrics`` ask for; None without data."""
     hooks, hook = parts.hooks, parts.hooks.create_eval_dataset
     if hook is None:
         if hooks.after_eval:
@@ -181,42 +173,31 @@ def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Eva
     if config.eval_batch_size is not None:
         per_replica = max(1, config.eval_batch_size // parts.shape.replicas)
 
-    def call(name: str = "") -> Any:
+    def call() -> dict[str, Any]:
         with seeds_kept():
             keras.utils.set_random_seed(config.seed)
             made = hook(per_replica_batch_size=per_replica)
-        return made[name] if name else made
+        return made if isinstance(made, dict) else {"": made}
 
-    made = call()
-    sets = {}
-    for name, one in (made if isinstance(made, dict) else {"": made}).items():
-        named = dataclasses.replace(hook, name=f"{hook.name}['{name}']") if name else hook
-        sets[name] = _create_set(parts, config, named, one, functools.partial(call, name))
+    def create(name: str, made: Any) -> EvaluationSet:
+        own = dataclasses.replace(hook, name=f"{hook.name}['{name}']") if name else hook
+        reader = open_reader(own, made, lambda: call()[name])
+        dataset = prepare(parts, config, own, reader.read(goes_on=False) if reader else made)
+        # A shuffle has another order in each pass, unless it is made anew.
+        shuffles = any("Shuffle" in type(stage).__name__ for stage in stages(dataset))
+
+        def make() -> tf.data.Dataset:
+            return prepare(parts, config, own, call()[name]) if shuffles else dataset
+
+        sums = [keras.metrics.Sum(kind, dtype="float64") for kind in ("loss", "examples")]
+        return EvaluationSet(make, dataset.element_spec, hooks.create_metrics(), *sums)
+
+    sets = {name: create(name, made) for name, made in call().items()}
     return Evaluation(parts, recording, sets)
 
 
-def _create_set(
-    parts: Parts, config: Config, hook: Hook, made: Any, remake: Callable[[], Any]
-) -> EvaluationSet:
-    """Returns the set of one dataset or reader; ``remake`` makes it once more."""
-    reader = open_reader(hook, made, remake)
-    dataset = prepare(parts, config, hook, made if reader is None else reader.read(goes_on=False))
-    # A shuffle has another order in each pass, unless it is made anew.
-    shuffles = any("Shuffle" in type(stage).__name__ for stage in stages(dataset))
-
-    def make() -> tf.data.Dataset:
-        return prepare(parts, config, hook, remake()) if shuffles else dataset
-
-    sums = [keras.metrics.Sum(name, dtype="float64") for name in ("loss", "examples")]
-    return EvaluationSet(hook, make, parts.hooks.create_metrics(), *sums)
-
-
 def prepare(parts: Parts, config: Config, hook: Hook, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns one pass of global batches of what the hook made.
-
-    Raises:
-        SetupError: it is endless.
-    """
+    """Returns one pass of global batches of what the hook made; refuses what has no end."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
@@ -230,7 +211,7 @@ def prepare(parts: Parts, config: Config, hook: Hook, dataset: tf.data.Dataset) 
 
 
 def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
-    """Defines the graph function (iterator, steps) -> whether there may be more."""
+    """Defines the graph function that evaluates so many elements, or those that are left."""
     strategy, replicas = parts.strategy, parts.shape.replicas
     by_rows = parts.hooks.count_examples.is_default
     generator = global_seed_generator()
@@ -250,28 +231,27 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
             return take_share(batch, count_rows(batch), replica, replicas, replicas)
         return Share(batch, tf.constant(int(replica == 0)), tf.constant(replica == 0))
 
-    def take_step(optional: Any) -> tf.Tensor:
-        batch = optional.get_value()
+    def take_step(batch: Any) -> tf.Tensor:
         first = first_replica(strategy)
         shares = [share_of(batch, first + i) for i in range(local_replicas(strategy))]
         strategy.run(on_replica, args=tuple(distribute_shares(strategy, shares)))
         return tf.constant(True)
 
-    @tf.function(autograph=False, reduce_retracing=True)
+    spec = [tf.data.IteratorSpec(one.spec), tf.TensorSpec([], tf.int64)]
+
+    @tf.function(autograph=False, input_signature=spec)
     def run_steps(iterator: Any, steps: tf.Tensor) -> tf.Tensor:
         def body(done: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            optional = iterator.get_next_as_optional()
+            drawn = iterator.get_next_as_optional()
             more = tf.cond(
-                optional.has_value(), lambda: take_step(optional), lambda: tf.constant(False)
+                drawn.has_value(),
+                lambda: take_step(drawn.get_value()),
+                lambda: tf.constant(False),
             )
             return done + 1, more
 
-        _, more = tf.while_loop(
-            lambda done, more: (done < steps) & more,
-            body,
-            (tf.constant(0, tf.int64), tf.constant(True)),
-        )
-        return more
+        start = tf.constant(0, tf.int64), tf.constant(True)
+        return tf.while_loop(lambda done, more: (done < steps) & more, body, start)[1]
 
     return run_steps
 
@@ -294,3 +274,75 @@ def add_batch(parts: Parts, one: EvaluationSet, batch: Any, present: tf.Tensor |
         named = {"output": output, "batch": batch, "train_model": parts.train_model}
         arguments = hooks.metric_pre.in_graph(**named)
         update_metrics(one.metrics, hooks.metric_pre, arguments, present)
+
+
+# ---- What the values decide ----------------------------------------------------------------------
+
+# Words in the names of metrics of which it is plain which way is better.
+_LOWER = {"loss", "error", "mse", "mae", "rmse", "mape", "perplexity", "divergence", "distance"}
+_HIGHER = {"acc", "accuracy", "auc", "precision", "recall", "f1", "iou", "dice", "r2", "score"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Criterion:
+    """What is better.
+
+    Attributes:
+        key: what the progress of a run has it under; another criterion begins anew
+        metric: a name of an evaluation's values
+        highest: whether more is better
+        patience: after how many evaluations without a better value training ends; 0: never
+    """
+
+    key: str
+    metric: str
+    highest: bool
+    patience: int
+
+    def judge(
+        self, step: int, values: Mapping[str, float], best: dict[str, list[float]]
+    ) -> str | None:
+        """Compares a value with the best so far, than which NaN is no better; returns why to end.
+
+        ``best``, which is changed, has by criterion the best value, its step, and how many
+        evaluations there were since.
+        """
+        sign = 1 if self.highest else -1
+        value = values[self.metric]
+        before, at, since = best.get(self.key, [-sign * math.inf, -1, 0])
+        if sign * value > sign * before:
+            before, at, since = value, step, -1
+        best[self.key] = [before, at, since + 1]
+        if not self.patience or since + 1 < self.patience:
+            return None
+        return (
+            f"early_stop: {self.metric} was not better than {before:.4g} (step {at:g}) in "
+            f"{self.patience} evaluations."
+        )
+
+
+def read_criteria(config: Config, names: Sequence[str]) -> list[Criterion]:
+    """Reads ``keep_best`` and ``early_stop``; ``names`` are those of an evaluation's values.
+
+    Raises:
+        SetupError: one names no metric, or it is not clear which way is better.
+    """
+    criteria = []
+    for setting, text in {"keep_best": config.keep_best, "early_stop": config.early_stop}.items():
+        if not text:
+            continue
+        metric, *rest = text.split(":")
+        if metric not in names:
+            there = ", ".join(names) or "none, without create_eval_dataset"
+            near = nearest(metric, names)
+            raise SetupError(f"{setting}: no metric is called {metric!r}{near} (there: {there})")
+        patience = int(rest.pop()) if setting == "early_stop" else 0
+        words = set(re.split(r"[/_]", metric))
+        mode = rest[0] if rest else "min" if words & _LOWER else "max" if words & _HIGHER else None
+        if mode is None:
+            raise SetupError(
+                f"{setting}: say whether {metric} is better when it is higher or lower: "
+                f"{metric}:max or {metric}:min."
+            )
+        criteria.append(Criterion(f"{setting}={metric}:{mode}", metric, mode == "max", patience))
+    return criteria

@@ -12,18 +12,12 @@ import tensorflow as tf
 from tensorboard.plugins.hparams import api as hp
 
 from ctl_core.compat import GraphWriter
-from ctl_core.run.console import Console
-from ctl_core.run.files import from_here
 from ctl_core.run.listeners import Listener, find_changes
-from ctl_core.run.settings import flatten
 
 if TYPE_CHECKING:
     from ctl_core.model.state import State
 
-# Between two measurements, at least so many seconds.
-PAUSE = 0.1
-# Columns of every run on the HParams page, so that it can compare all of them.
-_ALWAYS = ("batch_size", "learning_rate", "lr_schedule", "warmup", "steps", "epochs", "seed")
+PAUSE = 0.1  # seconds between two measurements of the pace, at least
 
 
 class Summaries(Listener):
@@ -32,39 +26,28 @@ class Summaries(Listener):
     def __init__(self, folder: Path, writes: bool = True) -> None:
         """Takes the folder ``tb`` of a run, and whether this process writes there."""
         self._folder, self._writes = folder, writes
-        self._config: dict[str, Any] = {}
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Keeps the settings for the end."""
-        self._config = config
+        """Writes the settings that are not the defaults for the HParams page, which finds values.
+
+        They take the place of those of an earlier start.
+        """
+        values = {
+            name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for name, value in find_changes(config).items()
+        }
+        for path in self._folder.glob("*.hparams"):
+            path.unlink()
+        writer = tf.summary.create_file_writer(str(self._folder), filename_suffix=".hparams")
+        with contextlib.closing(writer), writer.as_default(step=0):
+            hp.hparams(values, trial_id=folder.name)
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Writes a scalar summary per value."""
         with self.writer(split).as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
-
-    def end(self, step: int, how: str) -> None:
-        """Writes what the HParams page shows, unless training has failed.
-
-        These are the settings that are not the defaults, and some of every run: the page shows a
-        column for each name that some run has. It finds the metrics in ``train`` and ``eval`` below
-        the folder.
-        """
-        if how == "failed":
-            return
-        names = {*_ALWAYS, *find_changes(self._config)}
-        values = {
-            name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for name, value in flatten(self._config).items()
-            if name in names and value is not None
-        }
-        for path in self._folder.glob("*.hparams"):  # of an earlier start
-            path.unlink()
-        writer = tf.summary.create_file_writer(str(self._folder), filename_suffix=".hparams")
-        with contextlib.closing(writer), writer.as_default(step=0):
-            hp.hparams(values, trial_id=self._folder.parent.name)
 
     def writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer of ``train`` or ``eval``, created on first use."""
@@ -103,24 +86,22 @@ class Pace(Listener):
     def __init__(self, state: State, summaries: Summaries) -> None:
         self._state, self._summaries = state, summaries
         self._written_at = -PAUSE
-        self._busy, self._step, self._examples = 0.0, state.step, state.progress.examples
+        self._before = (0.0, state.step, state.progress.examples)
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Writes, if that is due."""
         state, now = self._state, time.monotonic()
-        if state.step == self._step or now - self._written_at < PAUSE:
+        reached = (state.clock.training(), state.step, state.progress.examples)
+        taken, steps, examples = (b - a for a, b in zip(self._before, reached, strict=True))
+        if not steps or now - self._written_at < PAUSE:
             return
-        paces = {
-            f"learning_rate/{name}".rstrip("/"): float(getattr(one, "learning_rate", state.lr))
-            for name, one in state.parts.optimizers.items()
-        }
-        busy, examples = state.clock.training(), state.progress.examples
-        if (taken := busy - self._busy) > 0:
-            paces["steps_per_second"] = (state.step - self._step) / taken
-            paces["examples_per_second"] = (examples - self._examples) / taken
-        self._written_at, self._busy = now, busy
-        self._step, self._examples = state.step, examples
-        paces = {f"progress/{name}": value for name, value in paces.items()}
+        self._written_at, self._before = now, reached
+        made = state.parts.optimizers.items()
+        rates = {name: getattr(one, "learning_rate", state.lr) for name, one in made}
+        paces = {f"progress/learning_rate/{n}".rstrip("/"): float(r) for n, r in rates.items()}
+        if taken > 0:
+            paces["progress/steps_per_second"] = steps / taken
+            paces["progress/examples_per_second"] = examples / taken
         self._summaries.values(state.step, "train", paces)
 
 
@@ -131,14 +112,13 @@ class Profile:
         marks: it begins after the first step, and ends after the second; empty: no profile
     """
 
-    def __init__(self, marks: tuple[int, ...], folder: Path, console: Console) -> None:
+    def __init__(self, marks: tuple[int, ...], folder: Path) -> None:
         self.marks = marks
-        self._folder, self._console = folder, console
-        self._running = False
+        self._folder, self._running = folder, False
 
     def at(self, step: int) -> None:
         """Begins or ends after a step, if it is time."""
-        due = len(self.marks) == 2 and self.marks[0] <= step < self.marks[1]
+        due = bool(self.marks) and step in range(*self.marks)
         if due and not self._running:
             tf.profiler.experimental.start(str(self._folder))
             self._running = True
@@ -146,9 +126,7 @@ class Profile:
             self.end()
 
     def end(self) -> None:
-        """Ends the profile, if it is running, and says where it is."""
+        """Ends the profile, if it is running."""
         if self._running:
             self._running = False
             tf.profiler.experimental.stop()
-            (start, stop), place = self.marks, from_here(self._folder)
-            self._console.say(f"the profile of the steps after {start} up to {stop} is in {place}")

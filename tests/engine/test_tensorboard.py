@@ -123,7 +123,7 @@ def test_a_profile_changes_no_bit_and_ends_with_a_failing_hook(train: Train) -> 
 
 
 def test_the_hparams_page_has_the_last_settings_of_a_run(train: Train) -> None:
-    """What all runs have, and what is not the default."""
+    """Those that are not the defaults."""
     settings = {"run_name": "a", "hparams": {"width": 8, "of": {"kinds": ["a"]}}}
     train(make_hooks(), steps=2, **settings)
     run = train(make_hooks(), steps=4, ema=0.9, **settings).run_dir
@@ -136,8 +136,8 @@ def test_the_hparams_page_has_the_last_settings_of_a_run(train: Train) -> None:
         for value in event.summary.value
     )
     values = start.hparams
-    common = {"batch_size", "learning_rate", "lr_schedule", "warmup", "steps", "seed"}
     assert start.group_name == "a"
-    assert {*values} == {*common, "ema", "hparams.width", "hparams.of.kinds"}
+    assert {"steps", "ema", "hparams.width", "hparams.of.kinds"} <= {*values}
+    assert not {"seed", "run_name"} & {*values}
     assert values["steps"].number_value == 4 and values["hparams.width"].number_value == 8
     assert values["hparams.of.kinds"].string_value == '["a"]'

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.__main__ import main
-from ctl_core.commands import watch as watching
+from ctl_core.commands import use
 from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
 
@@ -27,8 +27,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "callbacks.py").write_text(EVALUATED)
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(watching, "POLL", 0.05)
-    monkeypatch.setattr(watching, "GRACE", 0.5)
+    monkeypatch.setattr(use, "POLL", 0.05)
+    monkeypatch.setattr(use, "GRACE", 0.5)
     assert main(["train", "--run-name", "a"]) == 0
     return tmp_path
 
@@ -58,14 +58,14 @@ def test_an_ended_run_is_evaluated_from_its_first_checkpoint_on(
     assert said[0] == "runs/a: watching; the values go to runs/a/watch.jsonl."
     assert [line.split("  ")[0] for line in said[1:-1]] == ["step 2", "step 4", "step 6", "step 8"]
     assert all(line.split("  ")[1].startswith("eval: loss ") for line in said[1:-1])
-    assert said[-1] == "runs/a: has ended; evaluated 4 checkpoints."
+    assert said[-1] == "runs/a: has ended; checkpoints evaluated: 4."
     assert close(lines("a"), lines("a", "metrics.jsonl", "eval"))
     assert tags("runs/a/tb/watch") == [(n, t) for n in (2, 4, 6, 8) for t in ("loss", "error")]
     assert {path: path.read_bytes() for path in before} == before
     new = {str(path) for path in Path("runs").rglob("*") if path.is_file()} - set(map(str, before))
     assert {name.split("/events")[0] for name in new} == {"runs/a/watch.jsonl", "runs/a/tb/watch"}
     assert main(["evaluate", "--watch"]) == 0  # once more, there is nothing new
-    assert capsys.readouterr().out.endswith("has ended; evaluated 0 checkpoints.\n")
+    assert capsys.readouterr().out.endswith("has ended; checkpoints evaluated: 0.\n")
 
 
 SLOW_STEPS = """
@@ -101,7 +101,7 @@ def test_a_run_of_another_process_that_is_killed_and_started_again(project: Path
     trainer = start("train", *flags)
     assert trainer.wait(600) == 0
     out, _ = watcher.communicate(timeout=600)
-    assert watcher.returncode == 0 and "live: has ended; evaluated " in out
+    assert watcher.returncode == 0 and "live: has ended; checkpoints evaluated: " in out
     assert [line["step"] for line in lines("live")] == list(range(20, 301, 20))
     expected = {line["step"]: line for line in lines("live", "metrics.jsonl", "eval")}
     assert close(lines("live"), [expected[step] for step in range(20, 301, 20)])

@@ -1,0 +1,356 @@
+"""The model of a checkpoint as a function, from what a client sends to what the model returns.
+
+``load``, ``predict`` and ``export`` run what is made here. What a client sends is what the hook
+``serve`` takes; where no input_signature says what that is, and without the hook, it is the part of
+a batch that the output depends on: a label is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.build import create_state, process_state
+from ctl_core.checkpoint.checkpoints import Checkpoints
+from ctl_core.checkpoint.folder import Run, open_session
+from ctl_core.checkpoint.record import Source
+from ctl_core.cluster.task import Task
+from ctl_core.compat import layers_run, scratch_graph
+from ctl_core.hooks.callbacks_file import find_callbacks, load_callbacks
+from ctl_core.hooks.recording import find_tables
+from ctl_core.input.batches import count_rows, make_placeholders, with_rows
+from ctl_core.model.forward import call_made, call_model
+from ctl_core.model.state import State
+from ctl_core.numerics.precision import to_float32
+from ctl_core.numerics.randomness import seeds_kept
+from ctl_core.run.console import Console
+from ctl_core.run.errors import SetupError, brief
+from ctl_core.run.settings import Config
+from ctl_core.run.sources import load_config
+
+CheckpointName = int | Literal["best"] | None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadedModel:
+    """The model of a checkpoint, with what comes before it; several threads may call it at once.
+
+    Attributes:
+        model: what ``create_inference_model`` returned, or the model that is evaluated
+        input_spec: what it is called with, in its structure; the first dimension, None, is the
+            number of examples
+        output_spec: what it returns, in float32 where the model computes in less
+        step: of the checkpoint
+        metrics: what the evaluation before the checkpoint found, by name, or {}
+        settings: of the run
+        function: the graph function from what a client sends to the output
+        run_batch: the graph function from a batch of ``create_eval_dataset`` to the output
+        state: what the functions capture lives in it
+    """
+
+    model: Any
+    input_spec: Any
+    output_spec: Any
+    step: int
+    metrics: dict[str, float]
+    settings: Config
+    function: Any
+    run_batch: Any
+    state: State
+
+    def __call__(self, inputs: Any) -> Any:
+        """Returns the model's output, for any number of examples, as ``output_spec`` has it.
+
+        Args:
+            inputs: arrays, lists or tensors: what a client sends, before ``serve``, or without that
+                hook before ``input_pre``
+
+        Raises:
+            SetupError: the inputs are not as ``input_spec`` has them.
+        """
+        spec = self.input_spec
+        try:
+            return self.function(
+                keras.tree.map_structure_up_to(spec, _convert_to_tensor, spec, inputs)
+            )
+        except (TypeError, ValueError) as error:
+            parts = input_names(spec).items()
+            expected = ", ".join(f"{name} {part.dtype.name} {part.shape}" for name, part in parts)
+            raise SetupError(f"input: expected {expected}: {brief(error)}") from error
+
+
+def _convert_to_tensor(spec: Any, value: Any) -> Any:
+    """Returns an array, or what is one in lists, as a tensor; raises if it cannot be one."""
+    if tf.is_tensor(value):
+        return value
+    tensor = tf.convert_to_tensor(value, spec.dtype)
+    if spec.dtype.is_integer and not np.array_equal(tensor, value):  # TensorFlow cuts them off
+        raise ValueError(f"numbers that {spec.dtype.name} cannot hold")
+    return tensor
+
+
+def input_names(spec: Any) -> dict[str, Any]:
+    """Returns the parts of a model's input by their names in files and in signatures.
+
+    A part of a dict has its key, one within that ``key/inner``, the first of a tuple ``input_0``;
+    what is no structure is ``inputs``.
+    """
+    return _name_parts(spec, "inputs", "input_")
+
+
+def _name_parts(structure: Any, alone: str, numbered: str) -> dict[str, Any]:
+    found = {}
+    for path, part in keras.tree.flatten_with_path(structure):
+        prefix = numbered if path and isinstance(path[0], int) else ""
+        found[prefix + "/".join(map(str, path)) or alone] = part
+    return found
+
+
+def pack_inputs(spec: Any, values: Mapping[str, Any]) -> Any:
+    """Returns values by the names of ``input_names`` in the structure of a specification."""
+    return keras.tree.pack_sequence_as(spec, [values[name] for name in input_names(spec)])
+
+
+def name_outputs(output: Any) -> dict[str, tf.Tensor]:
+    """Returns the dense parts of an output by name: ``output``, or ``output_0``, as of an input.
+
+    Ragged ones are padded; ``NAME.lengths`` says how much of each example is its own, along axis 1.
+    """
+    found = {}
+    for name, part in _name_parts(output, "output", "output_").items():
+        if isinstance(part, tf.RaggedTensor):
+            found[f"{name}.lengths"] = part.row_lengths()
+            part = part.to_tensor()
+        elif isinstance(part, tf.SparseTensor):
+            part = tf.sparse.to_dense(part)
+        found[name] = part
+    return found
+
+
+# ---- The function --------------------------------------------------------------------------------
+
+
+def create_inference(state: State) -> LoadedModel:
+    """Calls ``create_inference_model``, and traces the model with what comes before it.
+
+    To be called when the checkpoint is restored: a model that the hook makes of another one's
+    weights gets those that were trained.
+
+    Raises:
+        SetupError, HookFailed: a hook cannot work, or the model makes weights when it is called.
+    """
+    hooks, recording = state.hooks, state.recording
+    step = tf.constant(state.step, tf.int64)  # an export has no variable for it
+    parts = dataclasses.replace(state.parts, step=step)
+    hook, model = parts.model_for(training=False)
+    if hooks.create_inference_model is not None:
+        hook = hooks.create_inference_model
+        with state.strategy.scope(), recording.during("create_inference_model"):
+            model = hook(model=model, train_model=parts.train_model)
+    signature = getattr(hooks.serve and hooks.serve.function, "input_signature", None)
+
+    def serve(inputs: Any) -> Any:
+        assert hooks.serve is not None
+        return hooks.serve.in_graph(inputs=inputs)
+
+    def read_batch(batch: Any) -> Any:
+        if hooks.serve is None or signature:
+            return hooks.input_pre.in_graph(batch=batch, training=False, **parts.values())
+        return serve(batch[0] if isinstance(batch, tuple) else batch)
+
+    def run(make_input: Callable[[Any], Any], given: Any) -> Any:
+        with layers_run(training=False):
+            made = make_input(given)
+            return to_float32(call_made(hook, call_model, model, made, False))
+
+    run_batch, before = functools.partial(run, read_batch), set(recording.variables)
+    answer: Callable[[Any], Any] = functools.partial(run, serve)
+    with recording.during("create_inference_model"):
+        if signature:
+            part = signature[0]
+        else:
+            sets = list(state.evaluation.sets.values()) if state.evaluation is not None else []
+            element = sets[0].spec if sets else state.data.share_spec
+            part, answer = cut_to_used_part(run_batch, tf.nest.map_structure(with_rows, element))
+        spec = tf.nest.map_structure(with_rows, part)
+        function = tf.function(answer, autograph=False, input_signature=[spec])
+        traced = function.get_concrete_function()
+    if late := [name for name in recording.variables if name not in before]:
+        raise hook.reject(
+            f"{late[0]} is made when the model is first called, so that no checkpoint holds it; "
+            "build it in the hook."
+        )
+    return LoadedModel(
+        model=model,
+        input_spec=spec,
+        output_spec=tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs),
+        step=state.step,
+        metrics=dict(state.metrics),
+        settings=state.config,
+        function=traced,
+        run_batch=tf.function(run_batch, autograph=False, reduce_retracing=True),
+        state=state,
+    )
+
+
+def cut_to_used_part(
+    function: Callable[[Any], Any], element: Any
+) -> tuple[Any, Callable[[Any], Any]]:
+    """Finds the part of a batch, of a specification, that the output of a function depends on.
+
+    Of a dict these are some keys, of a tuple some parts, or the only one by itself.
+
+    Returns:
+        The specification of the part; and a function of it that gives the same output.
+    """
+    with scratch_graph("serving").as_default():
+        batch = make_placeholders(element)
+        outputs = tf.nest.flatten(function(batch), expand_composites=True)
+    needed: set[str] = set()
+    waiting = [output.op for output in outputs]
+    while waiting:
+        op = waiting.pop()
+        if op.name not in needed:
+            needed.add(op.name)
+            waiting += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+
+    def is_needed(part: Any) -> bool:
+        return any(t.op.name in needed for t in tf.nest.flatten(part, expand_composites=True))
+
+    used = [is_needed(part) for part in tf.nest.flatten(batch)]
+    leaves = tf.nest.flatten(element)
+    kept = [leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)]
+
+    def call(part: Any) -> Any:
+        rows, sent = count_rows(part), iter(tf.nest.flatten(part))
+
+        def stand_in(spec: Any) -> Any:
+            sizes = [rows, *(size or 1 for size in spec.shape[1:])] if spec.shape.rank else []
+            return tf.compat.v1.placeholder_with_default(tf.zeros(sizes, spec.dtype), spec.shape)
+
+        filled = [
+            next(sent) if is_used else tf.nest.map_structure(stand_in, leaf, expand_composites=True)
+            for leaf, is_used in zip(leaves, used, strict=True)
+        ]
+        return function(tf.nest.pack_sequence_as(element, filled))
+
+    return _without_nones(tf.nest.pack_sequence_as(element, kept)), call
+
+
+def _without_nones(structure: Any) -> Any:
+    if isinstance(structure, Mapping):
+        parts = {key: _without_nones(part) for key, part in structure.items()}
+        return {key: part for key, part in parts.items() if part is not None} or None
+    if isinstance(structure, tuple | list):
+        several = [part for part in map(_without_nones, structure) if part is not None]
+        return several[0] if len(several) == 1 else tuple(several) or None
+    return structure
+
+
+# ---- From a run ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_run(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Console]]:
+    """Builds the state of a run that is only read, on one device."""
+    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
+    # Nobody need count the training data.
+    config = dataclasses.replace(config, steps=None, epochs=None, ckpt_every=0, eval_every=0)
+    run, console = Run(config, Task(), reading=True), Console()
+    with open_session(run, console), process_state(config):
+        yield create_state(callbacks, config, run, console), run, console
+
+
+@contextmanager
+def restore_run(
+    callbacks: Any, config: Config, checkpoint: CheckpointName
+) -> Iterator[tuple[State, Console]]:
+    """Builds the state of a run and restores a checkpoint; the weights are averaged with ``ema``.
+
+    Raises:
+        SetupError: there is no such checkpoint, or it does not fit.
+    """
+    with open_run(callbacks, config) as (state, run, console):
+        source = Source("checkpoint", run.path, checkpoint)
+        Checkpoints(state, console).restore(source, with_input=False)
+        console.say(f"{run.shown}: checkpoint of step {state.step}.")
+        yield state, console
+
+
+def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = None) -> LoadedModel:
+    """Loads the model of a run, on the GPU if there is one.
+
+    The hooks are those of the project: the run's own settings say which file. A line says where
+    that has changed since, or is gone, so that the run's copy is taken. What ``create_dataset``
+    reads has to be there, since the model is built as it was for training.
+
+    Args:
+        run: the folder of the run, such as ``runs/a``
+        checkpoint: the step of the checkpoint, or ``best`` for the one of ``keep_best``; default:
+            the newest
+        callbacks: a module, a dict or any object with the hooks, instead of the project's file
+
+    Raises:
+        SetupError: there is no such run or checkpoint, or the model cannot be served.
+    """
+    folder = Path(os.path.abspath(run))
+    config = load_config(folder / "config.yaml")
+    with seeds_kept():
+        if callbacks is None:
+            name, project = config.callbacks, _find_project(folder, config.runs_dir)
+            source = find_callbacks(name, folder, name, training=False, project=project)
+            if source.note:
+                Console().say(source.note)
+            callbacks = load_callbacks(source, project)
+        own = dataclasses.replace(config, run_name=folder.name, runs_dir=str(folder.parent))
+        with restore_run(callbacks, own, checkpoint) as (state, _):
+            return create_inference(state)
+
+
+def _find_project(run: Path, runs_dir: str) -> Path:
+    """Returns the folder of the project that a run is in: what ``runs_dir`` is relative to."""
+    parts = Path(runs_dir).parts
+    inside = run.parent.parts[-len(parts) :] == parts and not Path(runs_dir).is_absolute()
+    return Path(*run.parent.parts[: -len(parts)]) if inside else Path.cwd()
+
+
+# ---- To a SavedModel -----------------------------------------------------------------------------
+
+
+def save_model(model: LoadedModel, folder: Path) -> None:
+    """Writes a SavedModel that serves without this engine or the hooks.
+
+    The function ``serve`` takes what a client sends in its structure; the signature
+    ``serving_default`` takes it by the names of ``input_names`` and returns the output by those
+    that ``predict`` writes.
+
+    Raises:
+        AssertionError: the model uses something that cannot be saved.
+        OSError, tf.errors.OpError: it cannot be written.
+    """
+    names = input_names(model.input_spec)
+    spec = {name: with_rows(part, name=name) for name, part in names.items()}
+
+    @tf.function(autograph=False, input_signature=[spec])
+    def by_name(inputs: dict[str, Any]) -> dict[str, Any]:
+        return name_outputs(model.function(pack_inputs(model.input_spec, inputs)))
+
+    @tf.function(autograph=False, input_signature=[model.input_spec])
+    def serve(inputs: Any) -> Any:
+        return model.function(inputs)
+
+    module = tf.Module()
+    module.variables_of_run = list(model.function.graph.variables)
+    module.tables_of_run = find_tables(model.function.graph)
+    module.serve = serve
+    # Keras' TFSMLayer looks for the second name.
+    tf.saved_model.save(module, str(folder), {"serving_default": by_name, "serve": by_name})
