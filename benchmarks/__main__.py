@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     begun = time.monotonic()
     chosen = arguments.only or [*NAMES, OWN_PROCESS, CLUSTER]
-    rounds = arguments.rounds or (2 if arguments.quick else 5)
+    rounds = arguments.rounds
     timings: list[Timing] = []
     memory = None
     failed = False
@@ -52,8 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         file.touch()
         for devices, sections in SECTIONS:
             wanted = [section for section in sections if section.split("/")[0] in chosen]
-            quick = "quick" if arguments.quick else "whole"
-            if wanted and not _measure(devices, rounds, file, quick, *wanted):
+            if wanted and not _measure(devices, rounds, file, *wanted):
                 text = f"error: on {devices} devices, {', '.join(wanted)} ended early, see above."
                 print(text, file=sys.stderr)
                 failed = True
@@ -76,21 +75,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="short segments, 2 rounds")
     parser.add_argument(
         "--only",
         action="append",
         choices=[*NAMES, OWN_PROCESS, CLUSTER],
         help="one workload or measurement (may be given several times)",
     )
-    parser.add_argument("--rounds", type=int, help="how often each peer is timed (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each peer is timed")
     parser.add_argument(
         "--into", type=Path, metavar="FILE.md", help="put the report at the end of a document"
     )
-    arguments = parser.parse_args(argv)
-    if arguments.rounds is not None and arguments.rounds < 1:
-        parser.error(f"--rounds: expected a number from 1 up, got {arguments.rounds}")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def _measure(*words: Any) -> bool:

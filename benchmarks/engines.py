@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,25 +92,21 @@ def compare(this: Path, other: Path, row: int, rounds: int) -> list[float]:
         pairs = zip(engines[0].weights, engines[1].weights, strict=True)
         if not all(abs(one - two) <= 1e-4 * abs(two) for one, two in pairs):
             raise SystemExit(f"error: {ROWS[row][0]}: the engines train other weights.")
-        return list(_ratios(engines, rounds))
+        ratios = []
+        for number in range(WARM + rounds):
+            order = engines if number % 2 else engines[::-1]
+            seconds = {engine: engine.advance() for engine in order}
+            ratios.append(seconds[engines[0]] / seconds[engines[1]])
+        return ratios[WARM:]
     finally:
         for engine in engines:
             engine.end()
-
-
-def _ratios(engines: list[Engine], rounds: int) -> Iterator[float]:
-    for number in range(WARM + rounds):
-        order = engines if number % 2 else engines[::-1]
-        seconds = {engine: engine.advance() for engine in order}
-        if number >= WARM:
-            yield seconds[engines[0]] / seconds[engines[1]]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compares and prints; returns 1 if a row fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
     parser.add_argument("folder", type=Path, help="holds the other engine's ctl_core")
-    parser.add_argument("--engine", type=Path, default=ROOT, help="holds this engine's ctl_core")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", help="rows whose name begins so")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
@@ -123,8 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'':36}median  quartiles")
     for row, (name, *_) in enumerate(ROWS):
         if name.startswith(arguments.only or ""):
-            folders = arguments.engine.resolve(), arguments.folder.resolve()
-            ratios = compare(*folders, row, arguments.rounds)
+            ratios = compare(ROOT, arguments.folder.resolve(), row, arguments.rounds)
             low, median, high = statistics.quantiles(ratios, n=4)
             failed |= low > MOST
             text = f"{name:36}{median:6.2f}  {low:.2f} to {high:.2f}{'  slower' * (low > MOST)}"

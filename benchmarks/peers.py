@@ -6,6 +6,7 @@ reads the loss every ``every`` steps on the host, and stops where its ``Pace`` s
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
 from collections.abc import Callable
@@ -27,17 +28,12 @@ STEPS_PER_CALL = 50
 def callbacks(work: Workload, **hooks: Any) -> SimpleNamespace:
     """The workload as hooks of the engine; what is named replaces them."""
 
-    def update_pre(gradients: Any) -> Any:
-        if work.clip is None:
-            return gradients, gradients
-        return tf.clip_by_global_norm(gradients, work.clip)[0], gradients
-
     base = {
         "create_dataset": lambda per_replica_batch_size: work.dataset(per_replica_batch_size),
         "create_model": work.create_model,
         "create_loss": lambda: lambda loss_input: losses(loss_input[1], loss_input[0]),
         "create_opt": lambda lr: work.create_opt(lr),
-        "update_pre": update_pre,
+        "update_pre": lambda gradients: (clipped(work, gradients), gradients),
         "every_steps": {},
     }
     return SimpleNamespace(**{**base, **hooks})
@@ -223,16 +219,9 @@ def _in_segments(run: Callable[[Any, Any], None], pace: Pace) -> None:
         pace.stop()
 
 
-def engine_compiled(
-    work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace
-) -> None:
-    """The same with stretches of steps in one XLA executable."""
-    engine(work, strategy, every, pace, jit_compile=True)
-
-
 PEERS: dict[str, Peer] = {
     "engine": engine,
-    COMPILED: engine_compiled,
+    COMPILED: functools.partial(engine, jit_compile=True),
     FIT: fit,
     MANY: fit_many,
     TEXTBOOK: textbook,

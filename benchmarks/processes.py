@@ -7,6 +7,7 @@ one for each segment.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -47,12 +48,6 @@ def measure(rounds: int) -> list[Timing]:
     return timings
 
 
-def _workload() -> Any:
-    from benchmarks.workloads import mlp
-
-    return mlp().on(PROCESSES)
-
-
 def _segments(run: Callable[[int], Any], rounds: int) -> list[float]:
     """Times calls that take a segment of steps each."""
     seconds = []
@@ -67,9 +62,10 @@ def _segments(run: Callable[[int], Any], rounds: int) -> list[float]:
 def _engine(rounds: int) -> list[float]:
     import ctl_core
     from benchmarks.peers import callbacks, settings
+    from benchmarks.workloads import mlp
 
     stamps: list[float] = []
-    work = _workload()
+    work = mlp().on(PROCESSES)
     hooks = callbacks(work, every_steps={SEGMENT: lambda loss: stamps.append(time.perf_counter())})
     steps = SEGMENT * (1 + WARM + rounds)
     with tempfile.TemporaryDirectory() as folder:
@@ -83,9 +79,9 @@ def _parts(strategy: Any) -> tuple[Any, Any]:
     """Returns the guide's step on all replicas, and the iterator that it draws from."""
     import tensorflow as tf
 
-    from benchmarks.workloads import LEARNING_RATE, losses
+    from benchmarks.workloads import LEARNING_RATE, losses, mlp
 
-    work = _workload()
+    work = mlp().on(PROCESSES)
     with strategy.scope():
         model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
         optimizer.build(model.trainable_variables)
@@ -108,24 +104,11 @@ def _parts(strategy: Any) -> tuple[Any, Any]:
     return step, iter(data)
 
 
-def _textbook(rounds: int) -> list[float]:
+def _guides(in_graph: bool, rounds: int) -> list[float]:
     import tensorflow as tf
 
     step, iterator = _parts(tf.distribute.MultiWorkerMirroredStrategy())
     one = tf.function(lambda: step(iterator))
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            loss = one()
-        float(loss)
-
-    return _segments(run, rounds)
-
-
-def _in_graph(rounds: int) -> list[float]:
-    import tensorflow as tf
-
-    step, iterator = _parts(tf.distribute.MultiWorkerMirroredStrategy())
 
     @tf.function
     def several(steps: Any) -> Any:
@@ -134,25 +117,27 @@ def _in_graph(rounds: int) -> list[float]:
             loss = step(iterator)
         return loss
 
-    return _segments(lambda steps: float(several(tf.constant(steps))), rounds)
+    def run(steps: int) -> None:
+        if in_graph:
+            float(several(tf.constant(steps)))
+        else:
+            float([one() for _ in range(steps)][-1])
+
+    return _segments(run, rounds)
 
 
 LOOPS: dict[str, Callable[[int], list[float]]] = {
     "engine": _engine,
-    TEXTBOOK: _textbook,
-    IN_GRAPH: _in_graph,
+    TEXTBOOK: functools.partial(_guides, False),
+    IN_GRAPH: functools.partial(_guides, True),
 }
 
 
-def main(name: str, rounds: int, file: Path) -> None:
-    """What one process runs."""
-    os.environ["BENCHMARK_RUNS"] = str(file.parent / "runs")
-    seconds = LOOPS[name](rounds)
-    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
-        file.write_text(json.dumps(seconds), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    chosen, number, target = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    os.environ["BENCHMARK_RUNS"] = str(target.parent / "runs")
+    measured = LOOPS[chosen](number)
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+        target.write_text(json.dumps(measured), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)

@@ -36,9 +36,7 @@ class Timing:
 
     Attributes:
         section: a workload, or what else was timed
-        devices: replicas
         every: the loss was read on the host so often, in steps; 0: never
-        peer: who
         seconds: of a step, a batch or a start; one for each round
     """
 
@@ -68,11 +66,9 @@ class Goal(NamedTuple):
     """A ratio of times that the engine has to reach.
 
     Attributes:
-        key: section, devices, and how often the loss is read
         above: who takes the longer time, or whose times are added up
         below: the same of the other side
-        needed: how large the ratio has to be
-        at_most: whether it is to be smaller
+        needed: how large the ratio has to be, or at most
     """
 
     key: Key
@@ -105,11 +101,7 @@ GOALS = [
     Goal(("embedding", 1, 50), (MANY,), (COMPILED,), 1.5),
     Goal(("embedding", 1, 50), (MANY,), ENGINE, 1.0),
     *(Goal(("cnn", devices, 50), (BEST,), ENGINE, 0.98) for devices in (1, 2, 4)),
-    *(
-        Goal((name, devices, 50), (TEXTBOOK,), ENGINE, 1.5)
-        for name in ("mlp", "cnn")
-        for devices in (2, 4)
-    ),
+    *(Goal((name, n, 50), (TEXTBOOK,), ENGINE, 1.5) for name in ("mlp", "cnn") for n in (2, 4)),
     Goal(CLUSTER, (TEXTBOOK,), ENGINE, 2.5),
     Goal(CLUSTER, (IN_GRAPH,), ENGINE, 1.4),
     Goal(("images", 1, 50), ENGINE, (INPUT,), 1.05, at_most=True),
@@ -130,7 +122,6 @@ class Reached(NamedTuple):
 
     @property
     def measured(self) -> float:
-        """The median."""
         return statistics.median(self.ratios)
 
     @property
@@ -237,21 +228,17 @@ def _cells(results: Results, timing: Timing) -> list[str]:
     ratios = results.ratios(timing.key, [timing.peer], ENGINE)
     ratio = statistics.median(ratios or [float("nan")])
     ahead = timing.peer not in (*OURS, *PARTS) and round(ratio, 2) < 1
-    written = _seconds if timing.section == "first step" else _microseconds
+    whole = timing.section == "first step"
+
+    def written(value: float) -> str:
+        return f"{value:.2f} s" if whole else f"{value * 1e6:.0f} µs"
+
     return [
         timing.peer,
         written(statistics.median(timing.seconds)),
         _range(timing.seconds, written),
         f"{'quicker: ' * ahead}{ratio:.2f}",
     ]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s"
-
-
-def _microseconds(value: float) -> str:
-    return f"{value * 1e6:.0f} µs"
 
 
 def _range(values: list[float], form: Callable[[float], str]) -> str:

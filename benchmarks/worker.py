@@ -1,6 +1,6 @@
 """One process of the benchmark: its devices are fixed when TensorFlow starts.
 
-``python -m benchmarks.worker DEVICES ROUNDS FILE QUICK SECTION...`` writes what it measures as
+``python -m benchmarks.worker DEVICES ROUNDS FILE SECTION...`` writes what it measures as
 JSON, a line for each result. A section is a workload with how often the loss is read, such as
 ``mlp/50``, or one of ``evaluation``, ``checkpoints`` and ``memory``.
 """
@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
-from benchmarks.pace import CHECKED, Pace, timed
+from benchmarks.pace import Pace, timed
 from benchmarks.peers import PEERS, callbacks, compiled, engine, settings
 from benchmarks.report import (
     COMPILED,
@@ -46,7 +46,6 @@ from benchmarks.report import (
 from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
 
-MEMORY_STEPS = 20_000
 EVALUATED = 300  # batches: 10,000 examples or so
 
 
@@ -56,10 +55,7 @@ def steps(
     """Times the peers on a workload, after a check that they train the same.
 
     Args:
-        work: the workload
-        devices: how many replicas
         every: the loss is read on the host so often, in steps
-        rounds: how often each peer is timed
         names: the peers; default: all for which this makes sense
     """
     work = work.on(devices)
@@ -189,39 +185,29 @@ def checkpoints(rounds: int) -> Iterator[Timing]:
     yield from _rounds("checkpoints of cnn", 1, 50, paces, rounds, warm=2)
 
 
-def memory(steps_between: int) -> Memory:
+def memory(warm: int = 2000, steps_between: int = 20_000) -> Memory:
     """Measures this process's memory while the engine trains the MLP and saves every 100 steps."""
-    work, used = WORKLOADS["mlp"](), []
-    warm = max(1000, steps_between // 10)
+    work, used, last = WORKLOADS["mlp"](), list[float](), warm + steps_between
 
     def note() -> None:
         gc.collect()
         used.append(memory_used())
 
-    hooks = callbacks(
-        work,
-        every_steps={50: lambda loss: float(loss)},
-        at_step={warm: note, warm + steps_between: note},
-    )
+    reads = {50: lambda loss: float(loss)}
+    hooks = callbacks(work, every_steps=reads, at_step={warm: note, last: note})
     with tempfile.TemporaryDirectory() as folder:
-        last = warm + steps_between
         ctl_core.train(hooks, settings(work, folder, steps=last, ckpt_every=100))
     return Memory(steps_between, steps_between // 100, *used)
 
 
-def shortened(work: Workload) -> Workload:
-    """The same with the shortest segments."""
-    return dataclasses.replace(work, segment=CHECKED, compiled_segment=0)
-
-
-def main(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]) -> None:
+def main(devices: int, rounds: int, file: Path, sections: list[str]) -> None:
     """Measures section after section and writes each result to the file at once."""
     if devices > 1:  # as the engine would, for all peers
         prepare(ctl_core.Config(steps=1, virtual_devices=devices))
     others: dict[str, Callable[[], Any]] = {
         "evaluation": lambda: evaluation(rounds),
         "checkpoints": lambda: checkpoints(rounds),
-        "memory": lambda: [memory(MEMORY_STEPS // 10 if quick else MEMORY_STEPS)],
+        "memory": lambda: [memory()],
     }
     with file.open("a", encoding="utf-8") as out:
         for section in sections:
@@ -229,16 +215,12 @@ def main(devices: int, rounds: int, file: Path, quick: bool, sections: list[str]
                 results = others[section]()
             else:
                 name, every = section.split("/")
-                work = WORKLOADS[name]()
-                work = shortened(work) if quick else work
-                results = steps(work, devices, int(every), rounds)
+                results = steps(WORKLOADS[name](), devices, int(every), rounds)
             for result in results:
                 print(json.dumps(dataclasses.asdict(result)), file=out, flush=True)
 
 
 if __name__ == "__main__":
-    main(
-        int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "quick", sys.argv[5:]
-    )
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
     # A distributed iterator may take minutes to be destroyed; there is nothing left to wait for.
     os._exit(0)

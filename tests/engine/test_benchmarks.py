@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import engines, worker
+from benchmarks.pace import CHECKED
 from benchmarks.workloads import mlp
 
 NAMES = ("engine", "Keras fit", "textbook loop", "floor")
@@ -24,7 +26,7 @@ def test_peers_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         check_equal(weights, reference, what, tolerance)
 
     monkeypatch.setattr(worker, "check_equal", check)
-    work = worker.shortened(mlp())
+    work = dataclasses.replace(mlp(), segment=CHECKED)
     timings = list(worker.steps(work, devices=1, every=50, rounds=1, names=NAMES))
     assert compared == [f"mlp: {name}" for name in NAMES]
     assert [timing.peer for timing in timings] == list(NAMES)
