@@ -1,17 +1,120 @@
-"""The example digits: on one and two devices, killed and resumed, used without our code."""
+"""The examples that train on the digits: their lives, and what they draw and measure."""
 
 from __future__ import annotations
 
+import json
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
+import tensorflow as tf
 
+import ctl_core
 from tests.helpers.example import Example, assert_lives
 from tests.helpers.project import Cli
 
-SMALL = ("--hparams.width", "4", "--batch-size", "16", "--limit-eval", "2")
+RANDOM = np.random.default_rng(0)
+IMAGES = RANDOM.uniform(size=(5, 8, 8, 1)).astype("float32")
+# What clients send, and settings.
+EXAMPLES: dict[str, tuple[Any, str]] = {
+    "digits": (IMAGES, "--hparams.width 4 --batch-size 16 --limit-eval 2"),
+    "contrastive": (IMAGES, "--hparams.width 4 --batch-size 8 --eval-batch-size 64"),
+    "gan": (
+        {"noise": RANDOM.normal(size=(5, 32)).astype("float32")},
+        "--hparams.width 2 --batch-size 8 --eval-batch-size 64 --log-every 3",
+    ),
+    "diffusion": (
+        {"noise": RANDOM.normal(size=(5, 8, 8, 1)).astype("float32")},
+        "--hparams.width 4 --hparams.drawing_steps 3 --hparams.ema 0.5 --batch-size 8 "
+        "--eval-batch-size 64",
+    ),
+}
+# The pictures of a resumed run are the same bytes.
+PICTURES = {"contrastive": "neighbours", "gan": "samples", "diffusion": "samples"}
 
 
-def test_lives(cli: Cli, tmp_path: Path) -> None:
-    images = np.random.default_rng(0).uniform(size=(5, 8, 8, 1)).astype("float32")
-    assert_lives(Example("digits", cli, tmp_path, *SMALL), images)
+@pytest.mark.parametrize(
+    "name", ["digits", *(pytest.param(name, marks=pytest.mark.slow) for name in PICTURES)]
+)
+def test_lives(cli: Cli, tmp_path: Path, name: str) -> None:
+    inputs, settings = EXAMPLES[name]
+    example = Example(name, cli, tmp_path, *settings.split())
+    hooks, often = tmp_path / "callbacks.py", "every_steps = {3:"
+    source = hooks.read_text().replace("every_steps = {100:", often)
+    hooks.write_text(source.replace("every_steps = {500:", often))
+    assert_lives(example, inputs)
+    if name in PICTURES:
+        sheet = f"{PICTURES[name]}/000006.png"
+        whole, parts = (tmp_path / "runs" / run / sheet for run in ("whole", "parts"))
+        assert whole.read_bytes() == parts.read_bytes()
+    if name == "gan":
+        assert_frechet(tmp_path / "runs" / "whole")
+    if name == "diffusion":
+        assert_draws_by_the_average(tmp_path / "runs" / "whole", inputs["noise"])
+
+
+def assert_frechet(run: Path) -> None:
+    """The metric is what NumPy makes of the held-out digits and the images that are predicted."""
+    with np.load(run.parents[1] / "data" / "digits.npz") as file:
+        real = file["images"][file["test"]] / 16.0
+    with np.load(run / "predictions.npz") as file:
+        made = file["output"]
+    assert made.shape == (359, 8, 8, 1) and 0.0 <= made.min() < made.max() <= 1.0
+    one, other = (images.reshape(359, 64).astype("float64") for images in (real, made))
+    a, b = np.cov(one.T, bias=True), np.cov(other.T, bias=True)
+    shared = np.sqrt(np.linalg.eigvals(a @ b).astype(complex)).real.sum()
+    expected = ((one.mean(0) - other.mean(0)) ** 2).sum() + np.trace(a + b) - 2.0 * shared
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    (found,) = (line["frechet"] for line in lines if line["step"] == 6 and "frechet" in line)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+def assert_draws_by_the_average(run: Path, noise: np.ndarray) -> None:
+    """A drawing is DDIM's, in NumPy, of the network that follows the trained one."""
+    served = ctl_core.load(run)
+    found = np.asarray(served({"noise": noise}))
+    network = served.model.__self__.network
+    image = noise.astype("float64")
+    for time in (1.0, 2.0 / 3.0, 1.0 / 3.0):
+        much, of_image, less, of_clean = *rates(time), *rates(time - 1.0 / 3.0)
+        waves = 2.0 * np.pi * much * np.exp(np.linspace(0.0, 4.0, 8))
+        rate = np.tile(np.concatenate([np.sin(waves), np.cos(waves)]), (5, 1, 1, 1))
+        noises = network([tf.constant(image, tf.float32), tf.constant(rate, tf.float32)]).numpy()
+        clean = np.clip((image - much * noises) / of_image, -1.0, 1.0)
+        image = of_clean * clean + less * noises
+    np.testing.assert_allclose(found, clean, atol=1e-4)
+    # The first kernel, as the optimizer has it trained, and as it is followed.
+    reader = tf.train.load_checkpoint(str(run / "ckpt" / "ckpt-6"))
+    trained = reader.get_tensor("optimizer/_trainable_variables/0/.ATTRIBUTES/VARIABLE_VALUE")
+    (followed,) = (w.numpy() for w in network.weights if w.shape == (3, 3, 1, 4))
+    assert trained.shape == followed.shape
+    assert 1e-6 < np.abs(trained - followed).max() < 0.1
+
+
+def rates(time: float) -> tuple[float, float]:
+    """How much noise and how much image there is, as the paper's cosine schedule has it."""
+    start, end = np.arccos(0.95), np.arccos(0.02)
+    return np.sin(start + time * (end - start)), np.cos(start + time * (end - start))
+
+
+def test_the_loss_is_that_of_all_pairs_of_views(cli: Cli, tmp_path: Path) -> None:
+    Example("contrastive", cli, tmp_path)
+    hooks = SimpleNamespace(**runpy.run_path(str(tmp_path / "callbacks.py")))
+    hparams = {"width": 4, "labels": 100, "temperature": 0.2, "contrast": 1.0}
+    data = hooks.create_dataset(256, SimpleNamespace(seed=0), hparams)
+    views, labels = next(iter(data))
+    assert views.shape == (256, 2, 8, 8, 1) and 0.0 <= np.min(views) < np.max(views) <= 1.4
+    assert np.abs(views[:, 0] - views[:, 1]).mean() > 0.05
+    assert 0 < np.sum(labels >= 0) < 60  # of a hundred in 1438
+    batch = views[:8], labels[:8]
+    output = hooks.create_model(hparams)(batch[0])
+    found = hooks.create_loss()(hooks.loss_pre(output, batch, True, hparams))
+    flat = np.reshape(output["embedding"], [16, 4])
+    expected = np.zeros(16)
+    for one in range(16):
+        nears = {two: float(flat[one] @ flat[two]) / 0.2 for two in range(16) if two != one}
+        expected[one] = np.log(sum(np.exp(near) for near in nears.values())) - nears[one ^ 1]
+    np.testing.assert_allclose(found, expected.reshape(8, 2).mean(1), rtol=1e-4)

@@ -13,11 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.example import (
-    EXAMPLES,
-    Example,
-    assert_lives,
-)
+from tests.helpers.example import EXAMPLES, Example, assert_lives
 from tests.helpers.project import Cli
 
 SMALL = ("--batch-size", "16", "--hparams.width", "4")
@@ -101,17 +97,6 @@ def test_splits_and_pictures(example: Example) -> None:
     shown = pictures(Path("runs/a"))
     assert shown["batch", 1].shape == (80, 320, 1)  # two rows of eight tiles of 10 × 10, enlarged
     assert {step for tag, step in shown if tag.startswith("confusion")} == {15, 30}
-    example.command("predict", "--run-name", "a", "--dataset", "validation")
-    with np.load("runs/a/predictions-validation.npz") as file:
-        taken = file["output"].argmax(axis=1)
-    labels = [each["label"] for each in found["validation"]]
-    counts = np.zeros([10, 10])
-    np.add.at(counts, (labels, taken), 1)
-    assert 10 < np.trace(counts) < len(labels)
-    matrix = np.sqrt(counts / counts.sum(axis=1, keepdims=True)) * 255
-    np.testing.assert_allclose(
-        shown["confusion, labels downwards", 30][8::16, 8::16, 0], matrix, atol=1
-    )
     assert any(tag.startswith("mistaken") for tag, _ in shown)
 
 

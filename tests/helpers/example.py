@@ -1,17 +1,12 @@
 """An example of the template in a folder of its own: trained, killed, resumed, used.
 
-A test says the small data and settings, and gets the rest of an example's life from here. All of
-it happens in this process, but for one other: that uses the export without our code, and is killed
-in the middle of a training.
+A test says the small data and settings, and gets the rest of an example's life from here.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden.compare import read_checkpoint
-from tests.golden.engine import Outcome, environment
+from tests.golden.engine import Outcome
 from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli
 from tests.helpers.rendering import ROOT, TEMPLATE
@@ -28,35 +23,22 @@ from tests.helpers.rendering import ROOT, TEMPLATE
 EXAMPLES = ROOT / "templates" / "examples"
 NATIVE = re.compile(r"[IW]\d{4} ")  # of TensorFlow's own log, which a project's console leaves out
 
-# Ends the process at step 5, once the checkpoint of step 3 counts.
+# Leaves at step 5 what SIGKILL would leave, once the checkpoint of step 3 counts.
 KILL = """
 
-def _end_here():
-    import os, pathlib, signal, time
+def _leave_as_killed():
+    import pathlib
+    import time
 
-    while not pathlib.Path("runs/parts/ckpt/engine/ckpt-3.json").exists():
+    from tests.golden.engine import leave_as_killed
+
+    run = pathlib.Path("runs/whole")
+    while not (run / "ckpt/engine/ckpt-3.json").exists():
         time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGKILL)
+    leave_as_killed(run, run.with_name("parts"))
 
 
-at_step = {**globals().get("at_step", {}), 5: _end_here}
-"""
-# What a process without our code makes of an export; after that, a training that is killed.
-ELSEWHERE = """
-import sys
-import numpy as np
-import tensorflow as tf
-
-with np.load("inputs.npz") as file:
-    inputs = {name: tf.constant(file[name]) for name in file.files}
-found = tf.saved_model.load("runs/whole/export/1").signatures["serving_default"](**inputs)
-assert not {"ctl_core", "callbacks"} & sys.modules.keys()
-found = {name: value.numpy() for name, value in found.items()}
-texts = {name: value.astype("S") for name, value in found.items() if value.dtype == object}
-np.savez("found.npz", **{**found, **texts})
-sys.path[:0] = sys.argv[1:2]
-from ctl_core.__main__ import main
-main(sys.argv[2:])
+at_step = {**globals().get("at_step", {}), 5: _leave_as_killed}
 """
 
 
@@ -116,7 +98,7 @@ class Example:
 def assert_lives(
     example: Example, inputs: Any, dataset: str | None = None, atol: float = 1e-5
 ) -> None:
-    """Trains, evaluates, predicts, exports, loads elsewhere, is killed, and goes on bit for bit.
+    """Trains, evaluates, predicts, exports, loads, is killed, and goes on bit for bit.
 
     Args:
         example: with a batch size that two devices can share
@@ -125,8 +107,11 @@ def assert_lives(
         atol: how far numbers on two devices may be from those on one after three steps; more would
             let rounding grow where Adam and kinks (ReLU, max pooling) make much of it
     """
-    flags = ("--deterministic",)
+    flags, hooks = ("--deterministic",), example.folder / "callbacks.py"
+    source = hooks.read_text()
+    hooks.write_text(source + KILL)
     assert "done: step 6" in example.train("whole", *flags).out
+    hooks.write_text(source)
     example.train("two-devices", "--virtual-devices", "2", *flags)
     one, two = example.numbers("whole", 3), example.numbers("two-devices", 3)
     assert one.keys() == two.keys() and len(one) > 3
@@ -140,16 +125,13 @@ def assert_lives(
     with np.load(example.folder / "runs/whole" / file) as predictions:
         assert predictions.files and all(len(predictions[each]) for each in predictions.files)
     named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
-    np.savez(example.folder / "inputs.npz", **named)
-    _use_elsewhere(example, example.arguments("parts", *flags))
+    exported = tf.saved_model.load(str(example.folder / "runs/whole/export/1"))
+    served = exported.signatures["serving_default"](**tf.nest.map_structure(tf.constant, named))
     returned = ctl_core.load(example.folder / "runs/whole")(inputs)
     expected = returned if isinstance(returned, dict) else {"output": returned}
-    with np.load(example.folder / "found.npz") as found:
-        assert set(found.files) == set(expected)
-        for name, value in expected.items():
-            if tf.as_dtype(value.dtype) == tf.string:
-                value = np.asarray(value).astype("S")
-            np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert served.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(served[name], value, err_msg=name)
 
     assert "resuming at step 3" in example.train("parts", *flags).out
     whole, parts = example.numbers("whole"), example.numbers("parts")
@@ -157,15 +139,3 @@ def assert_lives(
     for name, value in whole.items():
         np.testing.assert_array_equal(value, parts[name], err_msg=name)
     assert any((one[name] != value).any() for name, value in whole.items() if "_var" in name)
-
-
-def _use_elsewhere(example: Example, training: list[str]) -> None:
-    """Uses the export in a process of its own, which then trains until it is killed."""
-    hooks = example.folder / "callbacks.py"
-    source = hooks.read_text()
-    hooks.write_text(source + KILL)
-    command = [sys.executable, "-I", "-c", ELSEWHERE, str(ROOT), *training]
-    how: dict[str, Any] = {"cwd": example.folder, "env": environment(), "capture_output": True}
-    done = subprocess.run(command, text=True, check=False, **how)
-    hooks.write_text(source)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
