@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +34,9 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """An environment without the user's settings for git and cookiecutter."""
+    """An environment without the user's settings for git and cookiecutter; commits are Ada's."""
     home = tmp_path_factory.mktemp("home")
+    (home / ".gitconfig").write_text("[user]\n\tname = Ada\n\temail = ada@example.com\n")
     config = home / "cookiecutter.yaml"
     config.write_text(f"cookiecutters_dir: {home}/templates\nreplay_dir: {home}/replay\n")
     names = [name for name in os.environ if name.startswith(("GIT_", "CTL_"))]
@@ -79,10 +80,7 @@ def run(environment: dict[str, str]) -> Run:
     """Runs a command in the clean environment; ``check=False`` to look at a failure."""
 
     def function(
-        *command: str | Path,
-        cwd: Path,
-        check: bool = True,
-        **variables: str,
+        *command: str | Path, cwd: Path, check: bool = True, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [str(part) for part in command],
@@ -146,8 +144,7 @@ def template_repository(tmp_path_factory: pytest.TempPathFactory, run: Run) -> P
 def commit(run: Run, repository: Path, message: str) -> None:
     """Commits everything in the working tree."""
     run("git", "add", "--all", cwd=repository)
-    identity: Sequence[str] = ("-c", "user.name=Tester", "-c", "user.email=tester@example.com")
-    run("git", *identity, "commit", "--quiet", "--message", message, cwd=repository)
+    run("git", "commit", "--quiet", "--message", message, cwd=repository)
 
 
 def files(folder: Path) -> dict[str, bytes]:

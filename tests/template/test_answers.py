@@ -11,36 +11,28 @@ from markdown_it import MarkdownIt
 
 from tests.helpers.rendering import ROOT, Render, Run
 
-NO_NAME = "is no lower-case Python name"
-IN_USE = "is the name of a module or package in use"
-BRACES = "which cookiecutter takes for template code"
 # cookiecutter renders answers that come from outside; this one arrives as two braces.
 TWO_BRACES = "{{ '{' * 2 }}"
-# The answer, its value, why it cannot be, and what to answer instead.
+# The answer, its value, and why it cannot be.
 REFUSED = [
-    ("project_slug", "3d", NO_NAME, "'project_3d'"),
-    ("project_slug", "", NO_NAME, "'project'"),
-    ("project_slug", "x" * 300, NO_NAME, "'xxx"),
-    ("project_slug", "import", "is a Python keyword", "'my_import'"),
-    ("project_slug", "json", IN_USE, "'my_json'"),
-    ("project_slug", "ctl_core", IN_USE, "'my_ctl_core'"),
-    ("project_name", "", "is empty", "a name"),
-    ("project_name", "two\nlines", "contains the character U+000A", "one line"),
-    ("description", f"a {TWO_BRACES} b", BRACES, "without it"),
-    ("author", "no\udcffutf8", "contains the character U+DCFF", "one line"),
+    ("project_slug", "3d", "is no lower-case Python name"),
+    ("project_slug", "x" * 300, "is no lower-case Python name"),
+    ("project_slug", "import", "is a Python keyword"),
+    ("project_slug", "json", "is the name of a module or package in use"),
+    ("project_name", "", "is empty"),
+    ("project_name", "two\nlines", "contains the character U+000A"),
+    ("description", f"a {TWO_BRACES} b", "which cookiecutter takes for template code"),
+    ("author", "no\udcffutf8", "contains the character U+DCFF"),
 ]
 
 
-@pytest.mark.parametrize(("answer", "value", "why", "instead"), REFUSED)
-def test_refused(
-    answer: str, value: str, why: str, instead: str, render: Render, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("answer", "value", "why"), REFUSED)
+def test_refused(answer: str, value: str, why: str, render: Render, tmp_path: Path) -> None:
     with pytest.raises(FailedHookException) as caught:
         render(tmp_path, **{"project_slug": "fine", answer: value})
     line = str(caught.value)
-    assert line.startswith(f"{answer}: ") and line.isprintable()
+    assert line.startswith(f"{answer}: ") and line.isprintable() and why in line
     assert repr(value.replace(TWO_BRACES, "{{"))[:60] in line
-    assert why in line and instead in line
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,6 @@
 """The project's sweep.py: trials at a time, pruned, stopped, killed and gone on with.
 
-All but one test have a stand-in train, a package ``ctl_core`` beside the file; it starts at once.
+A stand-in trains, a package ``ctl_core`` beside the file, which starts at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -20,11 +19,11 @@ from typing import Any
 
 import optuna
 import pytest
-import yaml
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from tests.helpers.rendering import ROOT, Render
+from ctl_core.commands.cli import parse_command
+from tests.helpers.rendering import ROOT
 
 FILE = ROOT / "templates" / "sweeps" / "optuna.py"
 # Saves at each step, and above a rate of 1 waits to be told to end; ends as the engine does. STEPS,
@@ -119,8 +118,10 @@ def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
     found = assert_complete(folder, 4)
     for trial in found:
         ((flags, *_),) = starts(folder, trial.number)
-        assert float(flags["learning-rate"]) == trial.params["learning_rate"]
-        assert int(flags["batch-size"]) == trial.params["batch_size"]
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        config = parse_command(["train", "--steps=1", *words]).config  # as the engine reads it
+        assert config.learning_rate == trial.params["learning_rate"]
+        assert config.batch_size == trial.params["batch_size"]
         assert trial.value == pytest.approx(trial.params["learning_rate"] + 1 / 4)
         assert list(trial.intermediate_values) == [1, 2, 3, 4]
     times = [(trial.datetime_start, trial.datetime_complete) for trial in found]
@@ -175,7 +176,12 @@ def test_told_to_stop_it_stops_its_trials_and_goes_on(folder: Path, number: int)
     time.sleep(0.3)
     assert steps(folder) == before, "none trains on"
     sweep(folder, "--trials", "3", "--parallel", "2", STEPS="60", PACE="0")
-    found = assert_complete(folder, 3)
+    assert_whole(folder, 3)
+
+
+def assert_whole(folder: Path, number: int) -> None:
+    """Checks that each trial has all steps once, and has kept its values."""
+    found = assert_complete(folder, number)
     names = [f"sweep-{trial.number:03d}" for trial in found]
     assert sorted(path.name for path in (folder / "runs").iterdir() if path.is_dir()) == names
     for trial, name in zip(found, names, strict=True):
@@ -206,20 +212,15 @@ def kill(process: subprocess.Popen[str], what: str) -> None:
 
 
 @pytest.mark.slow
-def test_trainings_killed_ten_times(render: Render, tmp_path: Path) -> None:
-    """With the engine: checkpoints and evaluations are those of a run that nobody killed."""
-    project = render(tmp_path, sweep="optuna")
-    config = project / "config.yaml"
-    text = re.sub(r"(?m)^(ckpt_every|eval_every): .*", r"\1: 250", config.read_text())
-    text = re.sub(r"(?m)^steps: .*", "steps: 1000", text)
-    config.write_text(text.replace("width: 32", "width: 4"))
+def test_killed_ten_times(folder: Path) -> None:
+    """The sweep, its trials, or all of them: each step is trained and told once."""
 
     def begun() -> subprocess.Popen[str]:
-        return begin(project, "--trials", "5", "--parallel", "2")
+        return begin(folder, "--trials", "5", "--parallel", "2", STEPS="60", PACE="0.1")
 
     chance, process = random.Random(2), begun()
     for kind in ["all", "trials", "sweep", "all", "trials"] * 2:
-        time.sleep(chance.uniform(0.1, 4.0))
+        time.sleep(chance.uniform(0.1, 2.0))
         assert process.poll() is None, "ended before it was killed ten times"
         kill(process, kind)
         if kind != "trials":
@@ -227,22 +228,4 @@ def test_trainings_killed_ten_times(render: Render, tmp_path: Path) -> None:
             process = begun()
     out = process.communicate(timeout=500)[0]
     assert process.returncode == 0, out
-    found = assert_complete(project, 5)
-    for trial in found:
-        folder = project / "runs" / f"sweep-{trial.number:03d}"
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses = {row["step"]: row["loss"] for row in rows if row["split"] == "eval"}
-        assert losses == trial.intermediate_values and list(losses) == [250, 500, 750, 1000]
-        settings = yaml.safe_load((folder / "config.yaml").read_text())
-        assert settings["learning_rate"] == trial.params["learning_rate"]
-        assert settings["batch_size"] == trial.params["batch_size"]
-        assert trial.value == min(losses.values())
-    words = ["--run-name=whole", f"--learning-rate={found[0].params['learning_rate']}"]
-    words += [f"--batch-size={found[0].params['batch_size']}"]
-    share = os.environ | {"TF_NUM_INTRAOP_THREADS": str(-(-(os.cpu_count() or 1) // 2))}
-    command = [sys.executable, "-m", "ctl_core", "train", *words]
-    subprocess.run(command, cwd=project, env=share, check=True)
-    lines = [
-        (project / "runs" / name / "metrics.jsonl").read_text() for name in ("whole", "sweep-000")
-    ]
-    assert lines[0] == lines[1]
+    assert_whole(folder, 5)
