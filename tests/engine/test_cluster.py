@@ -6,22 +6,17 @@ more than a case. Weights of programs on two processes are in tests/golden.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ctl_core.cluster.supervisor import free_ports
+from tests.golden import engine
 from tests.helpers import cluster_program
 
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).parents[2]
 CASES = """
     random_numbers exchange drift decisions not_finite settings_differ data_differs folders_differ
     layers_frozen_unalike hook_state
@@ -32,17 +27,7 @@ CASES = """
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what two processes wrote that ran all cases."""
     folder = tmp_path_factory.mktemp("two")
-    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    command = [sys.executable, "-m", "tests.helpers.cluster_program", str(folder), *CASES.split()]
-    started = []
-    for index in range(2):
-        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-        environ = {**os.environ, "TF_CONFIG": json.dumps(task)}
-        with (folder / f"process-{index}.log").open("wb") as log:
-            started.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log))
-    codes = [process.wait(timeout=1500) for process in started]
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("process-*.log")))
-    assert codes == [0, 0], logs
+    engine.run_cluster(folder, "tests.helpers.cluster_program", str(folder), *CASES.split())
     return folder
 
 

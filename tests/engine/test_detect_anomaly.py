@@ -9,49 +9,44 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.golden.engine import read_table, where
 from tests.helpers.cases import assert_weights, make_hooks, norm_model, regression_data, sliced
 from tests.helpers.fixtures import Train
-from tests.helpers.project import PIECES, Cli, failed, mistakes, source_of, where
+from tests.helpers.project import PIECES, Cli, failed, source_of
 
 # Of 40 examples in batches of 8, one of the second batch is 0.
 DATA = PIECES["imports"].replace("y = x.sum", "x[:] += 0.1\nx[13] = 0.0\ny = x.sum")
-PROGRAMS = mistakes(
+PROGRAMS = read_table(
     """
-== a layer
+== a layer -> step 2: NaN from RealDiv ( | norm
 class Norm(keras.layers.Layer):
     def call(self, inputs):
         return inputs / tf.reduce_sum(inputs, 1, keepdims=True)  # here
 def create_model():
     return keras.Sequential([keras.Input((2,)), Norm(name="norm"), keras.layers.Dense(1)])
--> step 2: NaN from RealDiv ( | norm
-== the gradient of grad_pre
+== grad_pre -> step 1: infinity from SqrtGrad ( | ), in the gradient of | , grad_pre (
 def grad_pre(loss, train_model):
     norm = tf.norm(train_model.trainable_variables[1])  # here
     return loss, norm, train_model.trainable_variables
--> step 1: infinity from SqrtGrad ( | ), in the gradient of | , grad_pre (
-== input_pre
+== input_pre -> step 2: NaN from RealDiv ( | ), input_pre (
 def input_pre(batch):
     inputs = batch[0]
     if tf.reduce_any(inputs > 0.0):
         inputs = 2.0 * inputs
     return inputs / tf.reduce_max(inputs, 1, keepdims=True)  # here
 every_steps = {1: lambda loss: None}
--> step 2: NaN from RealDiv ( | ), input_pre (
-== update_pre
+== update_pre -> step 1: | from RealDiv ( | ), update_pre (
 def update_pre(gradients):
     return [g / (g - g) for g in gradients], gradients  # here
--> step 1: | from RealDiv ( | ), update_pre (
-== missing values
+== missing values -> step 2: NaN from IteratorGetNext ( | ), create_dataset (
 x[13, 1] = np.nan
 data = tf.data.Dataset.from_tensor_slices((x, y))
 def create_dataset(per_replica_batch_size):  # here
     return data.batch(per_replica_batch_size, drop_remainder=True)
--> step 2: NaN from IteratorGetNext ( | ), create_dataset (
-== a weight that a host hook has spoilt
+== a weight that a host hook has spoilt -> step 4: NaN from ReadVariableOp ( | dense
 def spoil(train_model):
     train_model.layers[0].kernel.assign([[np.nan], [0.0]])
 every_steps = {3: spoil}
--> step 4: NaN from ReadVariableOp ( | dense
 """
 )
 
@@ -62,7 +57,7 @@ def test_step_op_hook_and_line(cli: Cli, name: str) -> None:
     source = source_of(imports=DATA, program=code)
     for devices in ("1", "2") if name == "a layer" else "2":
         flags = ("--run-name", devices, "--virtual-devices", devices)
-        failed(cli(source, "--detect-anomaly", *flags), *words, where(source))
+        failed(cli(source, "--detect-anomaly", *flags), *words, *where(source))
     tf.math.log(tf.constant(-1.0))  # what is no part of that training is not checked
 
 

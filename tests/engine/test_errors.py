@@ -10,59 +10,49 @@ from __future__ import annotations
 import pytest
 
 import ctl_core
+from tests.golden.engine import read_table, where
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli, mistakes, refused, source_of, where
+from tests.helpers.project import Cli, refused, source_of
 
-HOOKS = mistakes(
+HOOKS = read_table(
     """
-== a vector as extra_loss
+== a vector as extra_loss -> grad_pre | extra_loss, a number
 def grad_pre(loss):  # here
     return loss, [1.0, 2.0], []
--> grad_pre | extra_loss, a number
-== a gradient too few from update_pre
+== a gradient too few from update_pre -> update_pre | returned 1 update_gradients | for 2 gradients
 def update_pre(gradients):  # here
     return gradients[:1], gradients
--> update_pre | returned 1 update_gradients | for 2 gradients
-== gradients of another shape from update_pre
+== gradients of another shape from update_pre -> update_pre | [1] | of its shape
 def update_pre(gradients):  # here
     return [gradients[0][0]] * 2, gradients
--> update_pre | [1] | of its shape
-== make_batches that ends
+== make_batches that ends -> make_batches | ends; repeat it
 def make_batches(dataset):  # here
     return dataset.take(4)
--> make_batches | ends; repeat it
-== a Keras loss as it is
+== a Keras loss as it is -> create_loss | a MeanSquaredError | lambda pair: loss(pair[1], pair[0])
 def create_loss():  # here
     return keras.losses.MeanSquaredError(reduction="none")
--> create_loss | a MeanSquaredError | lambda pair: loss(pair[1], pair[0])
-== a loss over two dimensions
+== a loss over two dimensions -> create_loss | float32[8, 1] | one per example (shape [8])
 def create_loss():  # here
     return lambda p: (p[0] - p[1]) ** 2
--> create_loss | float32[8, 1] | one per example (shape [8]) | sum (shape [])
-== objectives of other names
+== objectives of other names -> create_opt | 'a' | grad_pre | the names must be the same
 def create_opt():  # here
     return {"a": keras.optimizers.SGD()}
--> create_opt | 'a' | grad_pre | the names must be the same
-== a variable in no group
+== a variable in no group -> create_opt | dense/bias is in no group, expected one
 def create_opt(lr, train_model):  # here
     return [(keras.optimizers.SGD(lr), train_model.trainable_variables[:1])]
--> create_opt | dense/bias is in no group, expected one
-== a variable in two groups
+== a variable in two groups -> create_opt | dense/bias is in 2 groups, expected one
 def create_opt(lr, train_model):  # here
     variables = train_model.trainable_variables
     return [(keras.optimizers.SGD(lr), group) for group in (variables, variables[1:])]
--> create_opt | dense/bias is in 2 groups, expected one
-== a single checkpoint to keep, which a kill while saving the next would cost
+== a single checkpoint, which a kill while saving the next would cost -> create_ckpt | keeps 2 or more
 def create_ckpt(ckpt_path, train_model):  # here
     ckpt = tf.train.Checkpoint(train_model=train_model)
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=1)
--> create_ckpt | keeps 2 or more
-== a manager of another folder
+== a manager of another folder -> create_ckpt | a manager that does not use
 def create_ckpt(train_model):  # here
     ckpt = tf.train.Checkpoint(train_model=train_model)
     return ckpt, tf.train.CheckpointManager(ckpt, "elsewhere", max_to_keep=3)
--> create_ckpt | a manager that does not use
 """
 )
 
@@ -72,7 +62,7 @@ def test_hooks(cli: Cli, case: str) -> None:
     code, words = HOOKS[case]
     source = source_of(own=code)
     outcome = cli(source)
-    refused(outcome, where(source), *words)
+    refused(outcome, *where(source), *words)
     assert "\x1b" not in outcome.err
 
 

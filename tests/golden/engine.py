@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import linecache
 import os
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -129,3 +131,44 @@ def environment(**more: str) -> dict[str, str]:
         if not name.startswith("CTL_") and name != "TF_CONFIG"
     }
     return {**kept, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "3", **more}
+
+
+def start_cluster(
+    command: Sequence[str], folder: Path, processes: int = 2, **how: Any
+) -> list[subprocess.Popen[Any]]:
+    """Starts the processes of a cluster on loopback, with how ``subprocess.Popen`` is to do it."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(processes)]
+    workers = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    started = []
+    for index in range(processes):
+        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        environ = environment(TF_CONFIG=json.dumps(task))
+        started.append(subprocess.Popen(command, cwd=folder, env=environ, **how))
+    return started
+
+
+def run_cluster(folder: Path, *words: str, processes: int = 2) -> None:
+    """Runs ``python -m WORDS`` as a cluster to its end; the folder gets its log."""
+    with (folder / "cluster.log").open("ab") as log:
+        command = [sys.executable, "-m", *words]
+        started = start_cluster(command, ROOT, processes, stdout=log, stderr=log)
+        codes = [process.wait(timeout=1500) for process in started]
+    assert codes == [0] * processes, (folder / "cluster.log").read_text()[-6000:]
+
+
+def read_table(text: str) -> dict[str, tuple[str, list[str]]]:
+    """Reads a table of cases: ``== its name -> words | of the message``, and code."""
+    cases = {}
+    for case in text.strip().removeprefix("== ").split("\n== "):
+        title, _, code = case.partition("\n")
+        name, _, words = title.partition(" -> ")
+        cases[name] = code, words.split(" | ")
+    return cases
+
+
+def where(source: str) -> list[str]:
+    """Returns how a message has to name the line that is marked with ``# here``, if one is."""
+    lines = source.splitlines()
+    return [f"callbacks.py:{n}" for n, line in enumerate(lines, 1) if line.endswith("# here")]

@@ -11,7 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-EXAMPLES, FEATURES, BATCH, RATE = 100, 5, 16, 0.05
+from tests.golden.reference import RATE, Reference
+
+EXAMPLES, FEATURES, BATCH = 100, 5, 16
 
 
 def data(examples: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
@@ -35,12 +37,8 @@ def slices(arrays: Any, drop_remainder: bool = False) -> Callable[[int], tf.data
 create_dataset = slices(data(), drop_remainder=True)
 
 
-def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-    """The last 37 examples, which no batch divides."""
-    inputs, target = data()
-    return tf.data.Dataset.from_tensor_slices((inputs[-37:], target[-37:])).batch(
-        per_replica_batch_size
-    )
+# The last 37 examples, which no batch divides.
+create_eval_dataset = slices(tuple(part[-37:] for part in data()))
 
 
 def create_model() -> keras.Model:
@@ -65,6 +63,11 @@ def model_with(*layers: keras.layers.Layer) -> keras.Model:
 
 def squared_error(pair: Any) -> tf.Tensor:
     return tf.reduce_sum((pair[0] - pair[1]) ** 2, axis=1)
+
+
+def crossentropy(pair: Any) -> tf.Tensor:
+    """Of logits, and of classes by their numbers."""
+    return keras.losses.sparse_categorical_crossentropy(pair[1], pair[0], from_logits=True)
 
 
 def create_loss() -> Callable[[Any], tf.Tensor]:
@@ -94,18 +97,11 @@ def settings(steps: int, **more: Any) -> dict[str, Any]:
     return {"steps": steps, "batch_size": BATCH, "learning_rate": RATE, **more}
 
 
-def mean_error(model: Any, batch: Any) -> tf.Tensor:
-    """The mean squared error, and what the model's layers add."""
-    error = squared_error((model(batch[0], training=True), batch[1]))
-    return tf.reduce_mean(error) + sum(model.losses)
-
-
 def plain(
     steps: int,
     rate_at: Callable[[int], float] | None = None,
     model: Any = None,
     batches: Iterable[Any] | None = None,
-    mean_loss: Callable[[Any, Any], tf.Tensor] = mean_error,
     optimizer: Any = None,
 ) -> Any:
     """Trains without the engine on one device; returns the model.
@@ -114,21 +110,18 @@ def plain(
         rate_at: the learning rate of a step, from 1 up; without it the optimizer's own
         model: a Keras model; without one that of ``create_model``
         batches: without them those of ``create_dataset``; a dataset is of one pass
-        mean_loss: of the model and a batch
         optimizer: plain SGD if it is not said
     """
-    model, optimizer = model or create_model(), optimizer or create_opt(RATE)
+    own = hooks(create_model=lambda: model or create_model())
+    own.create_opt = lambda lr: optimizer or create_opt(lr)
     batches = create_dataset(BATCH) if batches is None else batches
     repeated = batches.repeat() if isinstance(batches, tf.data.Dataset) else batches
+    trained = Reference(own)
     for step, batch in zip(range(1, steps + 1), repeated, strict=False):
         if rate_at:
-            optimizer.learning_rate = rate_at(step)
-        with tf.GradientTape() as tape:
-            loss = mean_loss(model, batch)
-        variables = model.trainable_variables
-        gradients = map(tf.convert_to_tensor, tape.gradient(loss, variables))
-        optimizer.apply(list(gradients), variables)
-    return model
+            trained.parts.optimizer.learning_rate = rate_at(step)
+        trained.train([batch])
+    return trained.parts.train_model
 
 
 def errors(model: Any) -> dict[str, float]:

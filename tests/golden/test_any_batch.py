@@ -13,8 +13,9 @@ import tensorflow as tf
 import ctl_core
 from tests.golden import compare, engine, small
 from tests.golden.programs import simclr
+from tests.golden.reference import RATE, Reference
 
-RATE, SEED, FEATURES = small.RATE, 3, small.FEATURES
+SEED, FEATURES = 3, small.FEATURES
 LAST = pytest.mark.parametrize("last_batch", ["drop", "keep"])
 
 
@@ -36,24 +37,10 @@ def batches_of(dataset: tf.data.Dataset, size: int, last_batch: str = "keep") ->
     return iter(dataset.batch(size, drop_remainder=last_batch == "drop").repeat())
 
 
-def squared_error(model: keras.Model, batch: Any) -> Any:
-    return small.squared_error((model(batch[0], training=True), batch[1]))
-
-
-def train_plainly(
-    steps: int,
-    batches: Iterable[Any],
-    create_model: Callable[[], keras.Model] = small.create_model,
-    loss: Callable[[keras.Model, Any], Any] = squared_error,
-    **how: Any,
-) -> keras.Model:
-    """Trains on one device by plain SGD; ``loss`` is one number for each example."""
-
-    def mean_loss(model: keras.Model, batch: Any) -> Any:
-        return tf.reduce_mean(loss(model, batch))
-
-    plain: keras.Model = small.plain(steps, None, create_model(), batches, mean_loss, **how)
-    return plain
+def train_plainly(hooks: Any, steps: int, batches: Iterable[Any], **how: Any) -> keras.Model:
+    """Trains by the same hooks on one device."""
+    taken = (batch for _, batch in zip(range(steps), batches, strict=False))
+    return Reference(hooks).train(taken, **how).parts.train_model
 
 
 def train_on(train: engine.Train, hooks: Any, devices: int, batch: int, **more: Any) -> Any:
@@ -70,13 +57,12 @@ def assert_trained(state: Any, plain: keras.Model) -> None:
 
 @LAST
 @pytest.mark.parametrize(
-    ("devices", "accumulate", "batch", "examples"),
-    [(1, 1, 64, 200), (3, 1, 64, 200), (5, 1, 64, 200), (3, 2, 43, 200), (3, 2, 43, 131)],
+    ("devices", "accumulate", "batch", "examples", "scale"),
+    [(1, 1, 64, 200, 1), (3, 1, 64, 200, 1), (5, 1, 64, 200, 100), (3, 2, 43, 131, 100)],
 )
-@pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_batches_that_do_not_divide(
-    train: engine.Train, devices: int, accumulate: int, batch: int, examples: int, last_batch: str,
-    scale: float,
+    train: engine.Train, devices: int, accumulate: int, batch: int, examples: int, scale: float,
+    last_batch: str,
 ) -> None:  # fmt: skip
     """Of 131 examples 2 are left over, for 6 shares; the default update clips above 10."""
     hooks = small.hooks(create_dataset=lambda: shuffled(examples).batch(7))
@@ -86,9 +72,7 @@ def test_batches_that_do_not_divide(
     more = {"accumulate_steps": accumulate, "last_batch": last_batch}
     state = train_on(train, hooks, devices, batch, steps=8, **more)
     batches = batches_of(shuffled(examples), batch, last_batch)
-    loss = lambda model, batch: scale * squared_error(model, batch)  # noqa: E731
-    optimizer = keras.optimizers.SGD(RATE, global_clipnorm=10.0 if scale > 1 else None)
-    assert_trained(state, train_plainly(8, batches, loss=loss, optimizer=optimizer))
+    assert_trained(state, train_plainly(hooks, 8, batches))
 
 
 def test_a_dataset_that_drops_its_remainders_loses_no_batch(train: engine.Train) -> None:
@@ -98,7 +82,7 @@ def test_a_dataset_that_drops_its_remainders_loses_no_batch(train: engine.Train)
     hooks = small.hooks(create_dataset=create_dataset)
     state = train_on(train, hooks, 3, 64, steps=None, epochs=3)
     assert state.step == 6
-    assert_trained(state, train_plainly(6, batches_of(shuffled(128), 64)))
+    assert_trained(state, train_plainly(hooks, 6, batches_of(shuffled(128), 64)))
 
 
 @LAST
@@ -155,14 +139,13 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 }
 
 
-@LAST
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(("devices", "last_batch"), [(1, "keep"), (3, "keep"), (3, "drop")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_elements(train: engine.Train, kind: str, devices: int, last_batch: str) -> None:
     """Leftovers of several widths cannot be joined: they are left out, or each is a step."""
     create, prepare = KINDS[kind]
     dataset = create(12) if kind == "buckets" else create().rebatch(12)
-    batches = [(prepare(batch), batch[1]) for batch in dataset]
+    batches = list(dataset)
     if last_batch == "drop":
         assert len(batches[-1][1]) < 12
         batches = [batch for batch in batches if len(batch[1]) == 12]
@@ -170,7 +153,7 @@ def test_elements(train: engine.Train, kind: str, devices: int, last_batch: str)
     more: dict[str, Any] = {"steps": None, "epochs": 2, "last_batch": last_batch}
     state = train_on(train, hooks, devices, 12, **more)
     assert state.step == 2 * len(batches)
-    assert_trained(state, train_plainly(state.step, batches * 2))
+    assert_trained(state, train_plainly(hooks, state.step, batches * 2))
 
 
 def as_graphs(words: tf.RaggedTensor, target: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -180,24 +163,18 @@ def as_graphs(words: tf.RaggedTensor, target: tf.Tensor) -> dict[str, tf.Tensor]
 def test_graphs_on_two_devices(train: engine.Train) -> None:
     """Each element is a replica's; of six the last is too small, and one is left over."""
 
-    def pool(batch: Any) -> Any:
-        return tf.math.segment_sum(batch["nodes"], batch["graph"])
-
     dataset = of_lengths().take(21).ragged_batch(4).map(as_graphs)
     hooks = small.hooks(
         create_dataset=lambda: dataset,
         count_examples=lambda batch: tf.shape(batch["target"])[0],
-        input_pre=pool,
+        input_pre=lambda batch: tf.math.segment_sum(batch["nodes"], batch["graph"]),
         loss_pre=lambda output, batch: (output, batch["target"]),
     )
     state = train_on(train, hooks, 2, 8, steps=None, epochs=2)
-    parts = [(pool(batch), batch["target"]) for batch in dataset]
-    batches = [
-        tuple(tf.concat(pair, 0) for pair in zip(*parts[first : first + 2], strict=True))
-        for first in (0, 2)
-    ]
+    elements = list(dataset)
+    batches = [[elements[0], elements[1]], [elements[2], elements[3]]]
     assert state.step == 4
-    assert_trained(state, train_plainly(4, batches * 2))
+    assert_trained(state, train_plainly(hooks, 4, batches * 2, split=list))
 
 
 # ---- Fewer rows than devices -------------------------------------------------------------------
@@ -214,10 +191,6 @@ def centre(output: Any, batch: Any) -> Any:
 def scale_by_mean(gradients: Any, output: Any) -> Any:
     scale = 1 + ctl_core.all_reduce(tf.reduce_mean(output), "mean")
     return [scale * gradient for gradient in gradients], gradients
-
-
-def scaled_error(model: keras.Model, batch: Any) -> Any:
-    return squared_error(model, batch) * tf.stop_gradient(1 + tf.reduce_mean(model(batch[0])))
 
 
 class Centre(keras.layers.Layer):
@@ -239,24 +212,11 @@ def with_norm() -> keras.Model:
     return small.model_with(norm, Centre())
 
 
-# Hooks, and what the plain loop has instead.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "simclr": (
-        {"create_loss": simclr.create_loss, "loss_pre": make_views},
-        {"loss": lambda model, batch: simclr.contrastive(make_views(model(batch[0])))},
-    ),
-    "mean": (
-        {"loss_pre": centre},
-        {"loss": lambda model, batch: small.squared_error(centre(model(batch[0]), batch))},
-    ),
-    "mean in update_pre": ({"update_pre": scale_by_mean}, {"loss": scaled_error}),
-    "layers": (
-        {"create_model": with_norm},
-        {
-            "create_model": with_norm,
-            "loss": lambda model, batch: squared_error(model, batch) + tf.add_n(model.losses),
-        },
-    ),
+CASES: dict[str, dict[str, Any]] = {
+    "simclr": {"create_loss": simclr.create_loss, "loss_pre": make_views},
+    "mean": {"loss_pre": centre},
+    "mean in update_pre": {"update_pre": scale_by_mean},
+    "layers": {"create_model": with_norm},
 }
 
 
@@ -271,21 +231,18 @@ def test_last_batches_of_few_rows(
     Of two micro-batches each is a batch by itself, of which nobody may have rows; but update_pre
     has the output of both.
     """
-    own, plainly = CASES[case]
-    loss = plainly.get("loss", squared_error)
 
-    def by_micro_batch(model: keras.Model, batch: Any) -> Any:
+    def split_batch(batch: Any) -> list[Any]:
         rows, replicas = len(batch[0]), 4 // accumulate
         first = sum(rows // 4 + (share < rows % 4) for share in range(replicas))
         halves = [[part[:first] for part in batch], [part[first:] for part in batch]]
-        return tf.concat([loss(model, half) for half in halves if len(half[0])], 0)
+        return [half for half in halves if len(half[0])]
 
-    hooks = small.hooks(create_dataset=lambda: split(examples).batch(5), **own)
+    hooks = small.hooks(create_dataset=lambda: split(examples).batch(5), **CASES[case])
     more: dict[str, Any] = {"accumulate_steps": accumulate, "last_batch": "keep"}
     state = train_on(train, hooks, 4 // accumulate, 16, steps=7, **more)
-    if accumulate > 1 and case != "mean in update_pre":
-        plainly = plainly | {"loss": by_micro_batch}
-    assert_trained(state, train_plainly(7, batches_of(split(examples), 16), **plainly))
+    how = {"split": split_batch} if accumulate > 1 else {}
+    assert_trained(state, train_plainly(hooks, 7, batches_of(split(examples), 16), **how))
 
 
 def test_moving_statistics_move_as_far_by_each_example(train: engine.Train) -> None:

@@ -113,43 +113,30 @@ def test_a_variable_that_replicas_would_share(train: engine.Train) -> None:
     assert "create_model" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_table_that_is_written(train: engine.Train) -> None:
+@pytest.mark.parametrize("returned", [0, 1])
+def test_a_table_that_is_written(train: engine.Train, returned: int) -> None:
+    """Also beside another one that create_ckpt returns."""
     tables: list[Any] = []
     one = tf.constant([1], tf.int64)
 
     def create_model() -> Any:
-        tables.append(tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0))
-        return small.create_model()
-
-    def update_pre(gradients: Any) -> Any:
-        with tf.control_dependencies([tables[-1].insert(one, tables[-1].lookup(one) + 1.0)]):
-            return [tf.identity(gradient) for gradient in gradients], gradients
-
-    with pytest.raises(ctl_core.SetupError, match="lookup table") as refused:
-        train(small.hooks(create_model=create_model, update_pre=update_pre), **SETTINGS)
-    assert "create_ckpt" in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_one_of_two_tables_that_are_written(train: engine.Train) -> None:
-    tables: list[Any] = []
-    one = tf.constant([1], tf.int64)
-
-    def create_model() -> Any:
-        for _ in range(2):
-            tables.append(tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0))
+        table = tf.lookup.experimental.MutableHashTable
+        tables[:] = [table(tf.int64, tf.float32, 0.0) for _ in range(1 + returned)]
         return small.create_model()
 
     def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
-        ckpt = tf.train.Checkpoint(train_model=train_model, table=tables[-1])
+        kept = {"table": tables[1]} if returned else {}
+        ckpt = tf.train.Checkpoint(train_model=train_model, **kept)
         return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
 
     def update_pre(gradients: Any) -> Any:
-        with tf.control_dependencies([table.insert(one, [1.0]) for table in tables[-2:]]):
+        with tf.control_dependencies([table.insert(one, [1.0]) for table in tables]):
             return [tf.identity(gradient) for gradient in gradients], gradients
 
     hooks = small.hooks(create_model=create_model, create_ckpt=create_ckpt, update_pre=update_pre)
-    with pytest.raises(ctl_core.SetupError, match="lookup table"):
+    with pytest.raises(ctl_core.SetupError, match="lookup table") as refused:
         train(hooks, **SETTINGS)
+    assert "create_ckpt" in str(refused.value) and "\n" not in str(refused.value)
 
 
 # ---- What is left of a run ---------------------------------------------------------------------

@@ -12,19 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.golden import small
-from tests.golden.engine import Command, Outcome
+from tests.golden.engine import Command, Outcome, read_table, where
 
 FLAGS = ("--steps=8", "--batch-size=16", "--run-name=a", "--ckpt-every=4")
-
-
-def read_table(text: str) -> dict[str, tuple[str, list[str]]]:
-    """Reads a table of cases: ``== its name -> words | of the message``, and code."""
-    cases = {}
-    for case in text.strip().removeprefix("== ").split("\n== "):
-        title, _, code = case.partition("\n")
-        name, _, words = title.partition(" -> ")
-        cases[name] = code, words.split(" | ")
-    return cases
 
 
 HOOKS = read_table(
@@ -144,12 +134,6 @@ def create_dataset():
     return tf.data.Dataset.from_tensor_slices(small.data()).map(wrong).batch(16)
 """
 )
-
-
-def where(source: str) -> list[str]:
-    """Returns how a message has to name the line that is marked with ``# here``, if one is."""
-    lines = source.splitlines()
-    return [f"callbacks.py:{n}" for n, line in enumerate(lines, 1) if line.endswith("# here")]
 
 
 def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.golden import ROOT, compare, engine, small
+from tests.golden import compare, engine, small
 from tests.golden.catalogue import LAST_SAVED, SETTINGS, load_program
 
 pytestmark = pytest.mark.cluster
 
-NAMES = (
-    "transformer",
-    "wgan_gp",
-    "multi_task",
-    "mixed_precision",
-    "codebook",
-    "simclr",
-    "batch_norm",
-)
-
-
-def find_free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def train_on_two(runs: Path, run_name: str) -> None:
-    """Trains all programs on a cluster of two processes."""
-    workers = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
-    command = [sys.executable, "-m", "tests.golden.cluster", str(runs), run_name, *NAMES]
-    started = []
-    for index in range(2):
-        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-        environ = engine.environment(TF_CONFIG=json.dumps(task))
-        with (runs / f"{run_name}-{index}.log").open("wb") as log:
-            started.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log))
-    codes = [process.wait(timeout=900) for process in started]
-    logs = "\n".join(path.read_text()[-3000:] for path in runs.glob(f"{run_name}-*.log"))
-    assert codes == [0, 0], logs
+NAMES = ("transformer", "wgan_gp", "multi_task", "mixed_precision", "codebook", "simclr",
+         "batch_norm")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +21,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the runs, whole, and killed and resumed."""
     folder = tmp_path_factory.mktemp("two")
     for run_name in ("whole", "killed"):
-        train_on_two(folder, run_name)
+        engine.run_cluster(folder, "tests.golden.cluster", str(folder), run_name, *NAMES)
     return folder
 
 
@@ -77,13 +43,10 @@ def test_weights_on_two_processes(trained: Path, name: str) -> None:
 def test_killed_and_resumed_on_two_processes(trained: Path, name: str) -> None:
     assert f"resuming at step {LAST_SAVED}" in (trained / f"killed-{name}/train.log").read_text()
     for task in range(2):
-        whole, resumed = (
-            read_values(trained / f"{run_name}-{name}-{task}.npz")
-            for run_name in ("whole", "killed")
-        )
+        runs = (trained / f"{run_name}-{name}-{task}.npz" for run_name in ("whole", "killed"))
+        whole, resumed = map(read_values, runs)
         assert whole.keys() == resumed.keys()
-        for key, value in whole.items():
-            np.testing.assert_array_equal(resumed[key], value, err_msg=key)
+        compare.assert_same(resumed.values(), whole.values())
     compare.assert_same_checkpoint(
         trained / f"killed-{name}", trained / f"whole-{name}", SETTINGS["steps"]
     )

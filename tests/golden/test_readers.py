@@ -156,11 +156,7 @@ def train_plainly(make: Callable[[], Any], steps: int, batch: int, keep: bool = 
             for first in range(0, len(x) if keep else len(x) - batch + 1, batch):
                 yield x[first : first + batch], y[first : first + batch]
 
-    dataset = tf.data.Dataset.from_generator(
-        read_batches,
-        output_signature=(tf.TensorSpec([None, small.FEATURES]), tf.TensorSpec([None, 1])),
-    )
-    return small.plain(steps, batches=dataset).get_weights()
+    return small.plain(steps, batches=read_batches()).get_weights()
 
 
 def hooks_of(make: Callable[[], Any], **own: Any) -> Any:
@@ -185,10 +181,10 @@ def test_weights_of_a_plain_loop_stopped_and_on_other_devices(
     make = KINDS[kind]
     whole = run(train, make, 20, run_name="whole")
     compare.assert_close(whole.train_model.weights, train_plainly(make, 20, 16))
-    for steps in (4, 6, 13, 20):
+    for steps in (4, 6, 20):
         parts = run(train, make, steps)
     assert_same(parts, whole)
-    for steps, devices in ((6, 3), (7, 2), (20, 1)):
+    for steps, devices in ((7, 3), (20, 2)):
         parts = run(train, make, steps, run_name="others", virtual_devices=devices)
     assert_same(parts, whole, exact=False)
     assert "dropping" not in capsys.readouterr().out

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -200,16 +198,8 @@ def test_a_checkpoint_that_is_damaged(train: engine.Train, capsys: Any) -> None:
 @pytest.mark.cluster
 def test_a_process_whose_peer_dies_ends_with_75(project: Path) -> None:
     (project / "callbacks.py").write_text(small.CALLBACKS + SLOW)
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    hosts = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
     words = engine.command_line("train", *FLAGS, "--steps=4000")
-    processes = []
-    for index in range(2):
-        place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
-        how: Any = {"cwd": project, "env": engine.environment(TF_CONFIG=json.dumps(place))}
-        processes.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **how))
+    processes = engine.start_cluster(words, project, stderr=subprocess.PIPE, text=True)
     wait_for_steps(project, *processes)
     processes[1].kill()
     _, err = processes[0].communicate(timeout=120)

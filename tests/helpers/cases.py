@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.golden import small
+from tests.golden import compare, small
 
 EXAMPLES, FEATURES = small.EXAMPLES, small.FEATURES
 regression_data, small_model, squared_error = small.data, small.create_model, small.squared_error
@@ -46,20 +46,13 @@ def assert_weights(state: Any, expected: Any, rtol: float = 1e-6) -> None:
         rtol: how far they may differ; with 0 they are the same bit for bit
     """
     if not isinstance(expected, list):
-        expected = getattr(expected, "train_model", expected).get_weights()
-    for weight, other in zip(state.train_model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(weight, other, rtol=rtol, atol=1e-6 if rtol else 0.0)
+        expected = getattr(expected, "train_model", expected).weights
+    compare.assert_close(state.train_model.weights, expected, rtol, 1e-6 if rtol else 0.0)
 
 
 def sliced(data: Any) -> Callable[[int], tf.data.Dataset]:
-    """Returns a create_dataset that reads arrays in their order."""
-
-    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices(data).batch(
-            per_replica_batch_size, drop_remainder=True
-        )
-
-    return create_dataset
+    """Returns a create_dataset that reads arrays in their order, in whole batches."""
+    return small.slices(data, drop_remainder=True)
 
 
 def make_hooks(**hooks: Any) -> SimpleNamespace:
@@ -83,13 +76,8 @@ def nadam(lr: Any) -> keras.optimizers.Optimizer:
 
 def eval_hooks(size: int, **hooks: Any) -> SimpleNamespace:
     """Evaluates the first ``size`` examples, with a mean and a count as metrics."""
-    data = tuple(part[:size] for part in regression_data())
-
-    def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices(data).batch(per_replica_batch_size)
-
     return make_hooks(
-        create_eval_dataset=create_eval_dataset,
+        create_eval_dataset=small.slices(small.data(size)),
         create_metrics=lambda: {
             "error": keras.metrics.MeanAbsoluteError(),
             "seen": keras.metrics.Sum(),

@@ -1,4 +1,4 @@
-"""Training in a project's folder, and what the checkpoints of its runs hold."""
+"""Training in a project's folder, finding its processes, and what its checkpoints hold."""
 
 from __future__ import annotations
 
@@ -48,3 +48,22 @@ def assert_rounded_alike(run: Path, other: Path, step: int) -> None:
     found = read_checkpoint(run, step)
     for name, value in read_checkpoint(other, step).items():
         np.testing.assert_allclose(found[name], value, 1e-5, 2e-6, err_msg=name)
+
+
+def find_training(*marks: str) -> int:
+    """Returns the number of a process that trains.
+
+    Args:
+        marks: words of its command line, and ``NAME=value`` of its environment
+    """
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words, environ = (
+                (folder / name).read_bytes().decode(errors="replace").split("\0")
+                for name in ("cmdline", "environ")
+            )
+        except OSError:  # it has ended meanwhile
+            continue
+        if "ctl_core" in words and {*marks} <= {*words, *environ}:
+            return int(folder.name)
+    raise AssertionError(f"no training of {marks}")

@@ -55,22 +55,6 @@ def line_of(source: str, fragment: str) -> int:
     return number
 
 
-def mistakes(text: str) -> dict[str, tuple[str, list[str]]]:
-    """Reads a table of cases: ``== its name``, code, and ``-> words | of the message``."""
-    cases: dict[str, tuple[str, list[str]]] = {}
-    for case in text.strip().removeprefix("== ").split("\n== "):
-        name, *lines = case.splitlines()
-        words = [word for line in lines if line.startswith("-> ") for word in line[3:].split(" | ")]
-        assert name not in cases and words
-        cases[name] = "\n".join(line for line in lines if not line.startswith("-> ")), words
-    return cases
-
-
-def where(source: str) -> str:
-    """Returns how a message has to name the line that is marked with ``# here``, if one is."""
-    return f"callbacks.py:{line_of(source, '# here')}" if "# here" in source else ""
-
-
 Cli = Callable[..., engine.Outcome]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.processes import find_training
 
 from ctl_core.checkpoint.record import saved_steps
 from tests.golden.compare import assert_same_checkpoint
@@ -22,7 +23,6 @@ from tests.helpers.ckpt_files import (
     trained_to,
     write_hooks,
 )
-from tests.helpers.processes import find_training
 from tests.helpers.rendering import ROOT, environment, render
 
 cluster_utils = pytest.importorskip("ray.cluster_utils")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.processes import find_training
 
 from tests.golden.compare import assert_same_checkpoint, read_checkpoint
 from tests.helpers.ckpt_files import (
@@ -20,7 +21,6 @@ from tests.helpers.ckpt_files import (
     trained_to,
     write_hooks,
 )
-from tests.helpers.processes import find_training
 from tests.helpers.rendering import environment, render
 from tests.on_slurm.slurm import Slurm, missing
 

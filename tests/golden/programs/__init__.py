@@ -1,4 +1,6 @@
-"""Programs that others wrote, each as hooks and as a plain loop; each module has ``PROGRAM``.
+"""Programs that others wrote, as hooks; each module has ``PROGRAM``, and ``basics`` several.
 
 No test and no device is in them; ``tests/golden/test_programs.py`` trains all.
 """
+
+BASICS = ("batch_norm", "embedding", "l2", "multi_task", "ragged", "two_by_two")

@@ -112,8 +112,5 @@ def find_weights(state: Any) -> list[Any]:
 
 
 PROGRAM = Program(
-    model_hooks,
-    weights=find_weights,
-    settings={"learning_rate": LEARNING_RATE},
-    frozen="teacher",
+    model_hooks, weights=find_weights, settings={"learning_rate": LEARNING_RATE}, frozen="teacher"
 )

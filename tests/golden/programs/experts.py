@@ -57,17 +57,12 @@ def create_model() -> keras.Model:
     return model
 
 
-def crossentropy(loss_input: Any) -> Any:
-    output, label = loss_input
-    return keras.losses.sparse_categorical_crossentropy(label, output, from_logits=True)
-
-
 hooks = functools.partial(
     small.hooks,
     create_dataset=create_dataset,
     create_eval_dataset=create_dataset,
     create_model=create_model,
-    create_loss=lambda: crossentropy,
+    create_loss=lambda: small.crossentropy,
 )
 
 

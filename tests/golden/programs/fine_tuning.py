@@ -19,7 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests.golden import small
-from tests.golden.catalogue import RATE, STEPS, Program, Trained, whole_batches
+from tests.golden.catalogue import Program, Trained, whole_batches
+from tests.golden.reference import RATE, Reference
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(40, 4, 4, 1)).astype("float32")
@@ -95,17 +96,15 @@ def hooks(
     )
 
 
-def mean_loss(model: keras.Model, batch: Any) -> tf.Tensor:
-    return tf.reduce_mean(crossentropy((model(batch[0], training=True), batch[1])))
-
-
 def train_plainly(
     create_opt: Callable[[Any], keras.Optimizer] = sgd, rate: float = RATE
 ) -> Trained:
-    model, batches = Classifier(), [*whole_batches(create_dataset)]
-    small.plain(UNFREEZE, None, model, batches, mean_loss, create_opt(rate))
+    """Has a new optimizer after the base is unfrozen."""
+    trained, batches = Reference(hooks(create_opt), rate), [*whole_batches(create_dataset)]
+    model = trained.train(batches[:UNFREEZE]).parts.train_model
     model.base.trainable = True
-    small.plain(STEPS, None, model, batches[UNFREEZE:], mean_loss, create_opt(rate * LOWERED))
+    trained.parts.optimizer = create_opt(rate * LOWERED)
+    trained.train(batches[UNFREEZE:])
     return model.weights, {}
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests.golden import small
-from tests.golden.catalogue import RATE, STEPS, Program, Trained, whole_batches
+from tests.golden.catalogue import STEPS, Program, Trained, whole_batches
+from tests.golden.reference import RATE
 
 RANDOM = np.random.default_rng(0)
 POINTS = RANDOM.normal(size=(44, 5)).astype("float32")

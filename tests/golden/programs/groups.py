@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests.golden import small
-from tests.golden.catalogue import RATE, Program, Trained, whole_batches
+from tests.golden.catalogue import Program, Trained, whole_batches
+from tests.golden.reference import RATE
 
 RANDOM = np.random.default_rng(0)
 INPUTS = RANDOM.normal(size=(44, 5)).astype("float32")

@@ -59,11 +59,6 @@ def create_adapted() -> keras.Model:
     return adapted(keras.models.load_model(write_base()))
 
 
-def crossentropy(loss_input: Any) -> Any:
-    output, label = loss_input
-    return keras.losses.sparse_categorical_crossentropy(label, output, from_logits=True)
-
-
 def create_opt(lr: Any) -> keras.Optimizer:
     return keras.optimizers.SGD(lr, momentum=0.9)
 
@@ -72,7 +67,7 @@ hooks = functools.partial(
     small.hooks,
     create_dataset=create_dataset,
     create_model=create_adapted,
-    create_loss=lambda: crossentropy,
+    create_loss=lambda: small.crossentropy,
     create_opt=create_opt,
 )
 

@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests.golden import small
-from tests.golden.catalogue import BATCH, RATE, STEPS, Program, Trained
+from tests.golden.catalogue import BATCH, STEPS, Program, Trained
+from tests.golden.reference import RATE
 
 OVERFLOW = 7
 RANDOM = np.random.default_rng(0)

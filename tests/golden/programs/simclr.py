@@ -89,8 +89,4 @@ hooks = functools.partial(
 
 
 # A micro-batch has fewer negatives.
-PROGRAM = Program(
-    hooks,
-    settings={"eval_every": 5},
-    accumulates=False,
-)
+PROGRAM = Program(hooks, settings={"eval_every": 5}, accumulates=False)

@@ -135,6 +135,5 @@ def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
 
 
 PROGRAM = Program(
-    lambda: hooks(adds_loss=True),
-    weights=lambda state: state.train_model.trainable_variables,
+    lambda: hooks(adds_loss=True), weights=lambda state: state.train_model.trainable_variables
 )

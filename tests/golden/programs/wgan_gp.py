@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests.golden import small
-from tests.golden.catalogue import RATE, Program, whole_batches
+from tests.golden.catalogue import Program, whole_batches
+from tests.golden.reference import RATE
 
 FEATURES, LATENT, PENALTY = 5, 3, 10.0
 RANDOM = np.random.default_rng(0)

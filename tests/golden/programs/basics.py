@@ -1,0 +1,194 @@
+"""Short programs, each a function: what hooks are given and give, losses, weights, gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.golden import small
+from tests.golden.catalogue import Program
+
+
+def clip_at(limit: float, gradients: Any) -> Any:
+    return tf.clip_by_global_norm(gradients, limit)[0], gradients
+
+
+def batch_norm() -> Program:
+    """Batch normalisation over the batch of all replicas, and its moving statistics."""
+    inputs, target = small.data(44)
+    read = small.slices((2.0 * inputs + 1.0, target))
+    norm = functools.partial(keras.layers.BatchNormalization, momentum=0.9, synchronized=True)
+    hooks: dict[str, Any] = {
+        "create_dataset": read,
+        "create_eval_dataset": read,
+        "create_model": lambda: small.model_with(norm()),
+    }
+    # Statistics of micro-batches are others.
+    return Program(lambda: small.hooks(**hooks), accumulates=False)
+
+
+def l2() -> Program:
+    """Weights that are regularised, by the engine's default optimizer, with clipped gradients."""
+
+    def create_model() -> keras.Model:
+        model = small.create_model()
+        for layer in model.layers:
+            layer.kernel.regularizer = keras.regularizers.L2(0.01)
+        return model
+
+    hooks = {
+        "create_dataset": small.slices(small.data(44)),
+        "create_eval_dataset": small.slices(small.data(44)),
+        "create_model": create_model,
+        "create_opt": lambda lr: keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001),
+        "update_pre": lambda gradients: clip_at(0.05, gradients),
+    }
+    return Program(lambda: small.hooks(**hooks))
+
+
+def embedding() -> Program:
+    """An embedding: its gradient is sparse, and is clipped by the norm of all gradients."""
+    words = np.random.default_rng(3).integers(0, 7, (44, 3)).astype("int32")
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Embedding(7, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+
+    hooks = {
+        "create_dataset": small.slices((words, words.sum(1, keepdims=True).astype("float32"))),
+        "create_model": create_model,
+        "update_pre": lambda gradients: clip_at(2.0, gradients),
+    }
+    return Program(lambda: small.hooks(**hooks))
+
+
+def two_by_two() -> Program:
+    """Two inputs and two outputs, in dicts, for which the loss of each example is a sum of two.
+
+    The loss does not depend on one of the layers, which stays as it is.
+    """
+    random = np.random.default_rng(0)
+    inputs = {name: random.normal(size=(44, 5)).astype("float32") for name in ("left", "right")}
+    total = inputs["left"].sum(axis=1, keepdims=True) + 0.5
+    target = {"sum": total, "product": np.concatenate([total, inputs["right"][:, :1]], axis=1)}
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        left, right = keras.Input((5,), name="left"), keras.Input((5,), name="right")
+        both = keras.layers.Concatenate()([left, right])
+        hidden = keras.layers.Dense(6, activation="tanh")(both)
+        sizes = {"sum": 1, "product": 2, "unused": 1}
+        outputs = {name: keras.layers.Dense(n, name=name)(hidden) for name, n in sizes.items()}
+        return keras.Model({"left": left, "right": right}, outputs)
+
+    def squared_errors(pair: Any) -> Any:
+        errors = {name: small.squared_error((pair[0][name], pair[1][name])) for name in target}
+        return errors["sum"] + 0.5 * errors["product"]
+
+    hooks = {
+        "create_dataset": small.slices((inputs, target)),
+        "create_model": create_model,
+        "create_loss": lambda: squared_errors,
+    }
+    return Program(lambda: small.hooks(**hooks), frozen="unused")
+
+
+class UncertaintyLoss(tf.Module):
+    """The sum of exp(-s) L + s over the tasks, for each example; s is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        starts = {"depth": 0.0, "kind": 0.5}
+        self.log_variance = {name: tf.Variable(start, name=name) for name, start in starts.items()}
+        self.tasks = {
+            "depth": keras.losses.MeanSquaredError(reduction="none"),
+            "kind": keras.losses.SparseCategoricalCrossentropy(True, reduction="none"),
+        }
+
+    def __call__(self, loss_input: Any) -> Any:
+        output, target = loss_input
+        total = 0.0
+        for name, loss in self.tasks.items():
+            s = self.log_variance[name]
+            total += tf.exp(-s) * loss(target[name], output[name]) + s
+        return total
+
+
+def multi_task() -> Program:
+    """Two tasks whose weights are learnt, after Kendall, Gal and Cipolla 2018.
+
+    Each task's loss is weighted by the inverse of a variance, whose logarithm is trained along with
+    the model: variables of the loss, which ``grad_pre`` names among what is trained.
+    """
+    points, depth = small.data(44)
+    kind = np.random.default_rng(0).integers(0, 3, size=44)
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(2)
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+        outputs = {"depth": keras.layers.Dense(1)(hidden), "kind": keras.layers.Dense(3)(hidden)}
+        return keras.Model(inputs, outputs)
+
+    def find_weights(model: Any, loss: Any) -> list[Any]:
+        return [*model.trainable_variables, *loss.trainable_variables]
+
+    def grad_pre(loss: Any, train_model: Any, train_loss: Any) -> Any:
+        return loss, 0.0, find_weights(train_model, train_loss)
+
+    hooks = {
+        "create_dataset": small.slices((points, {"depth": depth, "kind": kind})),
+        "create_model": create_model,
+        "create_loss": UncertaintyLoss,
+        "grad_pre": grad_pre,
+    }
+    return Program(
+        lambda: small.hooks(**hooks),
+        weights=lambda state: find_weights(state.train_model, state.train_loss),
+    )
+
+
+class Sums(tf.Module):
+    """Two guesses for each row, from its values one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = tf.Variable([0.3, -0.2]), tf.Variable([0.1, 0.2])
+
+    def __call__(self, rows: Any) -> Any:
+        hidden = tf.tanh(rows.values[:, None] * self.scale + self.shift)
+        sums = tf.math.segment_sum(hidden, rows.value_rowids())
+        return {"sum": sums[:, 0], "length": sums[:, 1], "rows": rows}
+
+
+def ragged() -> Program:
+    """Ragged rows in a dict; the model gives a dict, of which two parts are in the loss."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 5, size=44)
+    values = random.normal(size=lengths.sum()).astype("float32")
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        rows = tf.RaggedTensor.from_row_lengths(values, lengths)
+        data = {"rows": rows, "sum": tf.reduce_sum(rows, axis=1), "length": lengths}
+        return small.slices(data)(per_replica_batch_size)
+
+    def squared_error(pair: Any) -> Any:
+        output, batch = pair
+        length = tf.cast(batch["length"], tf.float32)
+        return (output["sum"] - batch["sum"]) ** 2 + 0.1 * (output["length"] - length) ** 2
+
+    hooks = {
+        "create_dataset": create_dataset,
+        "create_model": Sums,
+        "create_loss": lambda: squared_error,
+        "input_pre": lambda batch: batch["rows"],
+        "loss_pre": lambda output, batch: (output, batch),
+    }
+    # Rows are of no shape that XLA knows.
+    weights = lambda state: state.train_model.variables  # noqa: E731
+    return Program(lambda: small.hooks(**hooks), weights=weights, compiles=False)

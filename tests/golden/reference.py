@@ -1,0 +1,114 @@
+"""What hooks stand for: a loop of one device that calls them step by step, and an evaluation.
+
+Each hook gets what it names. Nothing here is the engine's, and nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+RATE = 0.05
+
+
+def clip(gradients: Any) -> Any:
+    """What is not finite counts as zero; the norm of all is at most 10."""
+    finite = [tf.where(tf.math.is_finite(one), one, 0.0) for one in gradients]
+    return tf.clip_by_global_norm(finite, 10.0)[0], gradients
+
+
+DEFAULTS: dict[str, Callable[..., Any]] = {
+    "input_pre": lambda batch: batch[0],
+    "loss_pre": lambda output, batch: (output, batch[1]),
+    "update_pre": clip,
+    "update_post": lambda: None,
+    "create_metrics": lambda: {},
+    "metric_pre": lambda: {},
+}
+
+
+class Reference:
+    """Trains by hooks.
+
+    Attributes:
+        parts: ``train_model``, ``train_loss`` and ``optimizer``
+    """
+
+    def __init__(self, hooks: Any, rate: float = RATE) -> None:
+        self.hooks = hooks
+        self.parts = SimpleNamespace(
+            train_model=hooks.create_model(),
+            train_loss=hooks.create_loss(),
+            optimizer=hooks.create_opt(rate),
+        )
+
+    def ask(self, name: str, **given: Any) -> Any:
+        """Calls a hook, or its default."""
+        hook = getattr(self.hooks, name, None) or DEFAULTS[name]
+        given |= vars(self.parts)
+        return hook(**{each: given[each] for each in inspect.signature(hook).parameters})
+
+    def look(self, batch: Any, training: bool) -> tuple[Any, Any, Any, Any]:
+        """Returns the output, a loss for each example, what layers add, and the batch's weight."""
+        model, inputs = self.parts.train_model, self.ask("input_pre", batch=batch)
+        own = {"training": training} if isinstance(model, keras.Model) else {}
+        output = model(inputs, **own)
+        losses = self.parts.train_loss(self.ask("loss_pre", output=output, batch=batch))
+        weight = len(losses)
+        for name in ("batch_weight", "count_examples"):
+            weight = self.ask(name, batch=batch) if hasattr(self.hooks, name) else weight
+        extra = sum(getattr(model, "losses", ()))
+        return output, losses, extra, tf.cast(weight, tf.float32)
+
+    def train(
+        self,
+        batches: Iterable[Any],
+        find_variables: Callable[[Any], Iterable[Any]] = lambda parts: parts.train_model.weights,
+        split: Callable[[Any], list[Any]] = lambda batch: [batch],
+    ) -> Reference:
+        """Takes a step for each batch.
+
+        Args:
+            find_variables: of the parts; those that can be are trained
+            split: a batch into micro-batches, each of which has its own losses
+        """
+        for batch in batches:
+            total, weights, outputs = tf.constant(0.0), tf.constant(0.0), list[Any]()
+            with tf.GradientTape() as tape:
+                for part in split(batch):
+                    output, losses, extra, weight = self.look(part, training=True)
+                    variables = [one for one in find_variables(self.parts) if one.trainable]
+                    if hasattr(self.hooks, "grad_pre"):
+                        given = {"loss": losses, "output": output, "batch": part}
+                        losses, extra, variables = self.ask("grad_pre", **given)
+                    total += tf.reduce_sum(losses) + weight * extra
+                    weights += weight
+                    outputs.append(output)
+                loss = total / weights
+            found = zip(tape.gradient(loss, variables), variables, strict=True)
+            used = [(gradient, variable) for gradient, variable in found if gradient is not None]
+            gradients = [tf.convert_to_tensor(gradient) for gradient, _ in used]
+            output = outputs[0] if len(outputs) == 1 else tf.concat(outputs, 0)
+            update, _ = self.ask("update_pre", gradients=gradients, output=output)
+            self.parts.optimizer.apply(update, [variable for _, variable in used])
+            self.ask("update_post")
+        return self
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """Returns the loss and the metrics of batches."""
+        metrics, total, weights = self.ask("create_metrics"), 0.0, 0.0
+        for batch in batches:
+            output, losses, extra, weight = self.look(batch, training=False)
+            total += float(tf.reduce_sum(losses) + weight * extra)
+            weights += float(weight)
+            given = self.ask("metric_pre", output=output, batch=batch)
+            for name, metric in metrics.items():
+                values = given[name] if isinstance(given, dict) else given
+                metric.update_state(*(values if isinstance(values, tuple) else (values,)))
+        values = {name: float(metric.result()) for name, metric in metrics.items()}
+        return {"loss": total / weights, **values}
