@@ -19,6 +19,7 @@ from tests.golden.compare import assert_same_checkpoint
 from tests.helpers.ckpt_files import (
     FAILING,
     assert_rounded_alike,
+    find_training,
     train_here,
     trained_to,
     write_hooks,
@@ -129,12 +130,6 @@ def test_a_hook_that_fails_ends_the_job_and_is_not_tried_again(project: Path, jo
     assert said.count("training, to step 60") == 1
 
 
-def test_a_wrong_setting_is_one_line_before_anything_starts(job: Job) -> None:
-    process = job("--run-name", "wrong", "--step", "60")
-    said = ended(process, code=2)
-    assert [line for line in said.splitlines() if line.startswith("error: ")] and "--steps" in said
-
-
 def test_ray_tune_searches(project: Path, cluster: Any) -> None:
     """By the file that docs/clusters.md shows, with fewer steps and cores."""
     found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.S)
@@ -142,13 +137,7 @@ def test_ray_tune_searches(project: Path, cluster: Any) -> None:
     search = search.replace('"300"', '"20"').replace("num_workers=1", "cpus_per_worker=0.5")
     (project / "search.py").write_text(search)
     variables = {**os.environ, "RAY_ADDRESS": cluster.address}
-    done = subprocess.run(
-        [sys.executable, "search.py"],
-        cwd=project,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
+    said = subprocess.check_output(
+        [sys.executable, "search.py"], cwd=project, env=variables, text=True, timeout=500
     )
-    assert "{'learning_rate': 0.01}" in done.stdout, done.stdout + done.stderr
+    assert "{'learning_rate': 0.01}" in said, said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.golden.compare import assert_same_checkpoint, read_checkpoint
 from tests.helpers.ckpt_files import (
     FAILING,
     assert_rounded_alike,
+    find_training,
     train_here,
     trained_to,
     write_hooks,
@@ -104,24 +104,6 @@ def test_preempted_and_killed_changes_no_bit(
     assert len(resumed) == 3
     assert resumed[0] % 100 == 0  # the last one of a run that was killed
     assert log_of(run).count("stopped by SIGTERM, saved") == 2
-
-
-def test_the_time_limit_is_no_end(project: Path, slurm: Slurm) -> None:
-    """Of one process on one node, which the limit of two minutes ends once."""
-    limit = ("-N1", "--cpus-per-task=1", "--time=2", "--signal=TERM@60")
-    job = slurm.submit(project, *limit, "launch/slurm.sh", *STEPS, "--steps", "12000")
-    end = time.monotonic() + 600
-    while slurm.job(job)["Restarts"] == "0" and time.monotonic() < end:
-        time.sleep(0.5)
-    told = slurm.wait(job, "RUNNING")
-    assert told["Restarts"] == "1"
-    run = project / "runs" / f"slurm-{job}"  # without a name
-    while "resuming" not in log_of(run) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert "stopped by SIGTERM, saved" in log_of(run)
-    slurm.call("scancel", job)
-    assert slurm.wait(job, "CANCELLED")["Restarts"] == "1"
-    assert printed(project, job).count("back in the queue") == 1
 
 
 def test_a_hook_that_fails_ends_the_job(project: Path, slurm: Slurm) -> None:
