@@ -45,7 +45,7 @@ def create_opt(lr, train_model):  # here
 def create_opt(lr, train_model):  # here
     variables = train_model.trainable_variables
     return [(keras.optimizers.SGD(lr), group) for group in (variables, variables[1:])]
-== a single checkpoint, which a kill while saving the next would cost -> create_ckpt | keeps 2 or more
+== a single checkpoint, which a kill at the next would cost -> create_ckpt | keeps 2 or more
 def create_ckpt(ckpt_path, train_model):  # here
     ckpt = tf.train.Checkpoint(train_model=train_model)
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=1)
