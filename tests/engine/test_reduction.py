@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden import small
-from tests.golden.programs import embedding
+from tests.golden.programs import basics
 from tests.helpers.cases import make_hooks, regression_data
 from tests.helpers.fixtures import Train
 
@@ -129,13 +129,13 @@ OPTIONS: list[tuple[dict[str, Any], int]] = [
     ({"use_ema": True, "ema_momentum": 0.8}, 2),
     ({"gradient_accumulation_steps": 3}, 1),
 ]
-create_dataset = small.slices((embedding.WORDS, embedding.TARGET), drop_remainder=True)
+create_dataset = small.slices(basics.WORDS, drop_remainder=True)
 
 
 def with_options(**options: Any) -> SimpleNamespace:
     return small.hooks(
         create_dataset=create_dataset,
-        create_model=embedding.create_model,
+        create_model=basics.embed_words,
         create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.5, **options),
     )
 
@@ -143,7 +143,7 @@ def with_options(**options: Any) -> SimpleNamespace:
 def by_keras(**options: Any) -> list[np.ndarray]:
     """The weights of a plain loop, whose gradients are dense, and what the optimizer keeps."""
     optimizer = with_options(**options).create_opt(RATE)
-    how = {"model": embedding.create_model(), "batches": create_dataset(BATCH)}
+    how = {"model": basics.embed_words(), "batches": create_dataset(BATCH)}
     model = small.plain(STEPS, optimizer=optimizer, **how)
     others = (v.numpy() for v in optimizer.variables if not v.path.endswith("learning_rate"))
     return [*model.get_weights(), *others]

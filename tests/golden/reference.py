@@ -18,7 +18,7 @@ RATE = 0.05
 
 def clip(gradients: Any) -> Any:
     """What is not finite counts as zero; the norm of all is at most 10."""
-    finite = [tf.where(tf.math.is_finite(one), one, 0.0) for one in gradients]
+    finite = [tf.where(tf.math.is_finite(one), one, tf.zeros_like(one)) for one in gradients]
     return tf.clip_by_global_norm(finite, 10.0)[0], gradients
 
 
@@ -63,7 +63,7 @@ class Reference:
         for name in ("batch_weight", "count_examples"):
             weight = self.ask(name, batch=batch) if hasattr(self.hooks, name) else weight
         extra = sum(getattr(model, "losses", ()))
-        return output, losses, extra, tf.cast(weight, tf.float32)
+        return output, losses, extra, tf.cast(weight, losses.dtype)
 
     def train(
         self,
@@ -78,7 +78,7 @@ class Reference:
             split: a batch into micro-batches, each of which has its own losses
         """
         for batch in batches:
-            total, weights, outputs = tf.constant(0.0), tf.constant(0.0), list[Any]()
+            total, weights, outputs = 0.0, 0.0, list[Any]()
             with tf.GradientTape() as tape:
                 for part in split(batch):
                     output, losses, extra, weight = self.look(part, training=True)

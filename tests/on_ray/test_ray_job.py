@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.processes import find_training
 
 from ctl_core.checkpoint.record import saved_steps
 from tests.golden.compare import assert_same_checkpoint

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.processes import find_training
 
 from tests.golden.compare import assert_same_checkpoint, read_checkpoint
 from tests.helpers.ckpt_files import (

@@ -50,18 +50,21 @@ def l2() -> Program:
     return Program(lambda: small.hooks(**hooks))
 
 
+NUMBERS = np.random.default_rng(3).integers(0, 7, (44, 3)).astype("int32")
+WORDS = NUMBERS, NUMBERS.sum(1, keepdims=True).astype("float32")
+
+
+def embed_words() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(7, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+
+
 def embedding() -> Program:
     """An embedding: its gradient is sparse, and is clipped by the norm of all gradients."""
-    words = np.random.default_rng(3).integers(0, 7, (44, 3)).astype("int32")
-
-    def create_model() -> keras.Model:
-        keras.utils.set_random_seed(1)
-        layers = [keras.layers.Embedding(7, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
-        return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
-
     hooks = {
-        "create_dataset": small.slices((words, words.sum(1, keepdims=True).astype("float32"))),
-        "create_model": create_model,
+        "create_dataset": small.slices(WORDS),
+        "create_model": embed_words,
         "update_pre": lambda gradients: clip_at(2.0, gradients),
     }
     return Program(lambda: small.hooks(**hooks))
