@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import lean
 
 LONGEST = """
-    test_programs test_program_ways test_kills test_cluster test_documents
+    test_programs test_kills test_cluster test_documents
     test_check test_detect_anomaly test_any_batch test_readers test_every_step test_state
     test_evaluation test_after_eval test_notebook test_signals test_stderr test_render
     test_train_sh test_sweep_file test_processes

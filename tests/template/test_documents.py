@@ -94,9 +94,8 @@ def test_what_a_projects_readme_names(projects: list[Project]) -> None:
 
 
 class Command(NamedTuple):
-    """A line of a block: where that stands, the command, and the comment behind it."""
+    """A line of a block: the command, and the comment behind it."""
 
-    where: str
     text: str
     comment: str
 
@@ -118,12 +117,11 @@ def read_commands(page: Path, marked: bool = False) -> list[list[Command]]:
         assert token.type != "code_block", f"{page}: indented; make it ```sh, or ```text"
         if token.type == "fence":
             assert token.map and token.info in ("sh", "python", "text", "yaml"), (page, token)
-            where = f"{page.name}:{token.map[0] + 1}"
             mark = MARK.fullmatch(before.content.strip()) if before else None
-            assert token.info == "sh" or not mark, where
+            assert token.info == "sh" or not mark, (page, token)
             if token.info == "sh" and bool(mark) == marked:
                 halves = [(*line.split("#", 1), "")[:2] for line in token.content.splitlines()]
-                found.append([Command(where, text.strip(), said) for text, said in halves])
+                found.append([Command(text.strip(), said) for text, said in halves])
     return found
 
 
@@ -165,7 +163,7 @@ def test_commands_in_sentences_and_of_marked_blocks_are_understood(
             is_command = re.match(r"(\./train\.sh|python -m ctl_core)( |$)", text)
             if not is_command or "SETTING" in text:
                 continue
-            words = [word for word in Command("", text, "").words() if word != "--background"]
+            words = [word for word in Command(text, "").words() if word != "--background"]
             if words[0] == "hooks" or "--help" in words:
                 assert main([words[0], "--help"]) == 0, line
             else:

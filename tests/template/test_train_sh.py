@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,39 +24,31 @@ from tests.helpers.rendering import Run
 
 # Everything that train.sh calls, so that PATH can lack uv and hold a stand-in for python3.
 TOOLS = "bash sh cat cksum date dirname flock mkdir nohup readlink rmdir sed sleep"
-# Calls are one JSON list a line, with the folder first. $0 tells which of the stand-ins it was.
+# Calls are one JSON list a line, with the folder first.
 STAND_IN = """#!{python}
 import json, os, pathlib, shutil, sys, time
 here = pathlib.Path({here!r})
 arguments = sys.argv[1:]
-def log():
-    with open(here / "calls", "a") as file:
-        file.write(json.dumps([os.getcwd(), *arguments]) + "\\n")
-def answer(name, default):
+def answer(name):
     file = here / name
-    return file.read_text() if file.exists() else default
-if arguments[:1] == ["-c"]:
-    sys.exit(int(answer("too_old", "0")))
-elif arguments == ["-V"]:
-    print("Python 3.8.1")
-elif arguments[:2] == ["-m", "venv"] or arguments[:1] == ["venv"]:
-    log()
+    return float(file.read_text()) if file.exists() else 0
+if arguments[0] == "-c":
+    sys.exit(int(answer("too_old")))
+if arguments == ["-V"]:
+    sys.exit(print("Python 3.8.1"))
+with open(here / "calls", "a") as file:
+    file.write(json.dumps([os.getcwd(), *arguments]) + "\\n")
+if "venv" in arguments:
     python = pathlib.Path(arguments[-1], "bin", "python")
     python.parent.mkdir(parents=True, exist_ok=True)
-    python.unlink(missing_ok=True)
-    shutil.copy({stand_in!r}, python)
-elif arguments[:2] in (["-m", "pip"], ["pip", "install"]):
-    log()
-    time.sleep(float(answer("slow", "0")))
-    code = int(answer("install_fails", "0"))
-    if code:
-        print("pip: no network", file=sys.stderr)
-    sys.exit(code)
+    shutil.copy(here / "stand-in", python)
+elif "pip" in arguments:
+    time.sleep(answer("slow"))
+    sys.exit("pip: no network" if answer("install_fails") else 0)
 else:
-    log()
     print("pid", os.getpid(), flush=True)
-    time.sleep(float(answer("train", "0")))
-    sys.exit(int(answer("code", "0")))
+    time.sleep(answer("train"))
+    sys.exit(int(answer("code")))
 """
 
 
@@ -74,16 +67,12 @@ class Place:
             if found := shutil.which(name):
                 (self.tools / name).symlink_to(found)
         self.stand_in = folder / "stand-in"
-        self.stand_in.write_text(
-            STAND_IN.format(python=sys.executable, here=str(folder), stand_in=str(self.stand_in))
-        )
+        self.stand_in.write_text(STAND_IN.format(python=sys.executable, here=str(folder)))
         self.stand_in.chmod(0o755)
         (self.tools / "python3").symlink_to(self.stand_in)
         names = ("VENV", "VIRTUAL_ENV", "PWD", "CDPATH")
-        self.environment = {
-            **{name: value for name, value in environment.items() if name not in names},
-            "PATH": str(self.tools),
-        }
+        kept = {name: value for name, value in environment.items() if name not in names}
+        self.environment = kept | {"PATH": str(self.tools)}
 
     def set(self, name: str, value: str) -> None:
         """Tells the stand-ins how to behave."""
@@ -98,20 +87,16 @@ class Place:
         return python.parent.parent
 
     def start(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [str(self.project / "train.sh"), *arguments],
-            cwd=self.folder,
-            env={**self.environment, **more},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [str(self.project / "train.sh"), *arguments]
+        pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        pipes |= {"stdin": subprocess.DEVNULL, "text": True}
+        environ = self.environment | more
+        return subprocess.Popen(command, cwd=self.folder, env=environ, **pipes)
 
     def train(self, *arguments: str, **more: str) -> tuple[int, list[str]]:
         """Runs train.sh; returns its exit code and its lines on stderr."""
         process = self.start(*arguments, **more)
-        _, errors = process.communicate(timeout=600)
+        errors = process.communicate(timeout=600)[1]
         return process.returncode, errors.splitlines()
 
     def calls(self) -> list[list[str]]:

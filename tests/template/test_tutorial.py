@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.rendering import ROOT, Render
+from tests.helpers.rendering import ROOT, Render, Run
 
 TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
 # Environment and project are there already.
@@ -24,9 +22,7 @@ def read_metrics(project: Path, run: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_the_tutorial_leads_to_a_served_model(
-    render: Render, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_tutorial_leads_to_a_served_model(render: Render, run: Run, tmp_path: Path) -> None:
     project = render(tmp_path, example="blank", project_name="Shapes")
     drawn, hooks, more, used = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
     (project / "draw.py").write_text(drawn)
@@ -38,19 +34,7 @@ def test_the_tutorial_leads_to_a_served_model(
     assert len(commands) == 10
     (project / "more.py").write_text(f"from callbacks import *\n\n\n{more}")
     commands.append("./train.sh --callbacks more.py --run-name more --steps 4 --eval-every 0")
-    done = subprocess.run(
-        ["bash", "-eux", "-c", "\n".join(commands)],
-        cwd=project,
-        env={
-            **environment,
-            "VENV": sys.prefix,
-            "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("bash", "-eux", "-c", "\n".join(commands), cwd=project, VENV=sys.prefix)
     one, two = read_metrics(project, "a"), read_metrics(project, "b")
     assert [line["step"] for line in one] == [100, 200, 300]
     assert one[-1]["accuracy"] > 0.95
