@@ -22,9 +22,7 @@ class Over(Exception):
 class Pace:
     """One loop that trains in a thread of its own, and stands still between two segments.
 
-    Attributes:
-        segment: steps timed at a time
-        weights: function that returns the model's weights, set by the loop; or None
+    The loop sets ``weights``, a function that returns the model's.
     """
 
     def __init__(self, loop: Callable[[Pace], Any], segment: int) -> None:
@@ -105,16 +103,12 @@ def settle(longest: float = 3.0) -> None:
 
 
 def timed(paces: dict[str, Pace], rounds: int) -> dict[str, list[float]]:
-    """Times segments in turn; who begins changes from round to round.
-
-    Returns:
-        Seconds of a step by name, one for each round.
-    """
+    """Times segments in turn; returns the seconds of a step, one for each round."""
     seconds: dict[str, list[float]] = {name: [] for name in paces}
     names = list(paces)
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+    for _ in range(rounds):
+        names = [*names[1:], names[0]]  # who begins changes from round to round
+        for name in names:
             settle()
             seconds[name].append(paces[name].advance() / paces[name].segment)
     return seconds

@@ -52,11 +52,10 @@ EVALUATED = 300  # batches: 10,000 examples or so
 def steps(
     work: Workload, devices: int, every: int, rounds: int, names: tuple[str, ...] | None = None
 ) -> Iterator[Timing]:
-    """Times the peers on a workload, after a check that they train the same.
+    """Times the peers on a workload, after a check that they train the same; by default all.
 
     Args:
         every: the loss is read on the host so often, in steps
-        names: the peers; default: all for which this makes sense
     """
     work = work.on(devices)
     strategy = _strategy(devices)
@@ -120,11 +119,7 @@ def _rounds(
 def check_equal(
     weights: list[Any], reference: list[Any], what: str, tolerance: float = 1e-5
 ) -> None:
-    """Compares the weights of two peers.
-
-    Raises:
-        AssertionError: a weight differs by more than ``Workload.tolerance`` says.
-    """
+    """Compares the weights of two peers; the tolerance is ``Workload``'s."""
     largest = max(float(np.abs(other).max()) for other in reference)
     for weight, other in zip(weights, reference, strict=True):
         np.testing.assert_allclose(weight, other, tolerance, tolerance * largest, err_msg=what)

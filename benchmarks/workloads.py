@@ -22,14 +22,12 @@ class Workload:
     """A training to be timed.
 
     Attributes:
-        name: as in the report
-        batch_size: global batch size
+        batch_size: global
         segment: steps that are timed at a time; a multiple of 50
         compiled_segment: the same of peers that compile many steps into one, which would be at
             their end before processor and pipeline are at their pace
-        dataset: (batch size) -> one pass over the data
+        dataset: of a batch size: one pass over the data
         create_model: a model with logits as its output, and always the same weights
-        create_opt: (learning rate) -> optimizer
         clip: the global norm that gradients are clipped at; None: they are not. Keras clips the
             gradients of each replica, not their sum, so that with several, nobody clips.
         tolerance: by how much of themselves, or of the model's largest, weights of two peers may
