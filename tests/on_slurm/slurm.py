@@ -15,8 +15,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+from ctl_core.cluster.supervisor import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
+OURS = ("SLURM_", "SBATCH_", "CTL_", "TF_", "VENV", "VIRTUAL_ENV", "PYTHONPATH")
 NODES = ("node9", "node10")  # as text, the second one comes first
 CONF = """
 ClusterName=test
@@ -70,7 +74,7 @@ class Slurm:
         self._processes: list[subprocess.Popen[bytes]] = []
         host = socket.gethostname()
         (folder / "state").mkdir()
-        conf = CONF.format(folder=folder, host=host, ports=_free_ports(3))
+        conf = CONF.format(folder=folder, host=host, ports=free_ports(3))
         (folder / "slurm.conf").write_text(conf)
         hosts = "127.0.0.1 localhost {} {} {}\n".format(host, *NODES)
         (folder / "hosts").write_text(hosts)
@@ -78,7 +82,7 @@ class Slurm:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         self.environ = {
-            **{name: value for name, value in os.environ.items() if not _is_ours(name)},
+            **{name: value for name, value in os.environ.items() if not name.startswith(OURS)},
             "PATH": _PATH,
             "VENV": sys.prefix,
             "SLURM_CONF": str(folder / "slurm.conf"),
@@ -92,11 +96,8 @@ class Slurm:
         self._run("slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
         for node in NODES:
             self._run("slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf"))
-        end = time.monotonic() + 60
-        while self.call("sinfo", "-h", "-N", "-p", "work", "-o", "%t", check=False).split() != [
-            "idle",
-            "idle",
-        ]:
+        end, ask = time.monotonic() + 60, ("sinfo", "-h", "-N", "-p", "work", "-o", "%t")
+        while self.call(*ask, check=False).split() != 2 * ["idle"]:
             if time.monotonic() > end:
                 raise AssertionError(self._logs())
             time.sleep(0.2)
@@ -120,15 +121,8 @@ class Slurm:
 
     def call(self, *command: str, cwd: Path | None = None, check: bool = True) -> str:
         """Runs one of Slurm's commands; returns what it says."""
-        done = subprocess.run(
-            command,
-            cwd=cwd,
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        how: dict[str, Any] = {"cwd": cwd, "env": self.environ, "timeout": 60}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
         if check and done.returncode:
             raise AssertionError(f"{command}: {done.stdout}{done.stderr}\n{self._logs()}")
         return done.stdout
@@ -165,20 +159,6 @@ class Slurm:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 os.killpg(with_children, signal.SIGKILL)
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith(
-        ("SLURM_", "SBATCH_", "CTL_", "TF_", "VENV", "VIRTUAL_ENV", "PYTHONPATH")
-    )
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 if __name__ == "__main__" and (lacks := missing()):
