@@ -113,11 +113,13 @@ def test_the_file_is_short_and_stands_alone() -> None:
 
 
 def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
-    """Each once, with its own values, which the journal has; more of them go on in numbers."""
-    out = sweep(folder, "--trials", "4", "--parallel", "2", PACE="0.3")
+    """Each once, with values, a GPU and a share of the cores of its own; the journal has them."""
+    out = sweep(folder, "--trials", "4", "--parallel", "2", PACE="0.3", CUDA_VISIBLE_DEVICES="5,7")
     found = assert_complete(folder, 4)
     for trial in found:
-        ((flags, *_),) = starts(folder, trial.number)
+        ((flags, _, share),) = starts(folder, trial.number)
+        assert share["CUDA_VISIBLE_DEVICES"] in ("5", "7")
+        assert share["TF_NUM_INTRAOP_THREADS"] == str(-(-(os.cpu_count() or 1) // 2))
         words = [f"--{name}={value}" for name, value in flags.items()]
         config = parse_command(["train", "--steps=1", *words]).config  # as the engine reads it
         assert config.learning_rate == trial.params["learning_rate"]
@@ -130,14 +132,6 @@ def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
     assert out.splitlines()[-1] == f"best: sweep-{best.number:03d}, loss {best.value}"
     sweep(folder, "--trials", "6")
     assert len(trials(folder)) == 6 and len(starts(folder, 0)) == 1
-
-
-def test_each_has_a_gpu_or_its_share_of_the_cores(folder: Path) -> None:
-    sweep(folder, "--trials", "3", "--parallel", "3", CUDA_VISIBLE_DEVICES="5,7")
-    shares = [starts(folder, number)[0][2] for number in range(3)]
-    assert sorted(share["CUDA_VISIBLE_DEVICES"] for share in shares) == ["5", "5", "7"]
-    cores = -(-(os.cpu_count() or 1) // 3)
-    assert {share["TF_NUM_INTRAOP_THREADS"] for share in shares} == {str(cores)}
 
 
 def test_a_trial_worse_than_most_is_told_to_end(folder: Path) -> None:
