@@ -33,10 +33,10 @@ def create_teacher(seed: int = 1) -> keras.Model:
     teacher = keras.Sequential(
         [
             keras.Input((FEATURES,)),
-            keras.layers.Dense(12, activation="tanh"),
-            keras.layers.BatchNormalization(),
+            keras.layers.Dense(12, activation="tanh", name="teacher_hidden"),
+            keras.layers.BatchNormalization(name="teacher_norm"),
             keras.layers.Dropout(0.5, seed=seed),
-            keras.layers.Dense(CLASSES),
+            keras.layers.Dense(CLASSES, name="teacher_out"),
         ]
     )
     random = np.random.default_rng(seed)
