@@ -136,4 +136,4 @@ def hooks(create_opt: Callable[[Any], keras.Optimizer] = small.create_opt) -> Si
     )
 
 
-PROGRAM = Program(hooks, settings={"learning_rate": 0.5}, frozen="normalization")
+PROGRAM = Program(hooks, settings={"learning_rate": 0.5}, frozen="^normalization")
