@@ -64,7 +64,7 @@ def test_what_comes_straight_out_of_a_batch_is_exchanged(two: Path, tmp_path: Pa
         ("drift", ("after step 3, sequential", "out/bias", "on all replicas (replica 1 differs")),
         ("stopped", ("the loss of step 3 is not finite",)),
         ("settings", ("the settings are not the same on every process",)),
-        ("data", ("create_dataset (cases.py:", "different data")),
+        ("data", ("create_dataset (small.py:", "different data")),
         ("apart", ("runs_dir: ", "has other checkpoints on another process")),
         ("frozen", ("after step 2, the frozen layers differ",)),
     ],
