@@ -102,13 +102,10 @@ def applying(made: SimpleNamespace) -> SimpleNamespace:
     return make_hooks(create_model=create_model, grad_pre=grad_pre)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(
-    train: Train, replicas: int
-) -> None:
+def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: Train) -> None:
     """In ``grad_pre`` nothing is summed yet: Keras' own sum is what a critic needs there."""
     made = SimpleNamespace()
-    train(applying(made), steps=1, virtual_devices=replicas)
+    train(applying(made), steps=1, virtual_devices=2)
     expected = 1.0 - 0.1 * regression_data()[1][:BATCH].mean()
     np.testing.assert_allclose(made.scale.numpy(), [expected], rtol=1e-5)
 
@@ -123,7 +120,6 @@ def test_an_optimizer_that_a_hook_applies_to_each_micro_batch_is_refused(train: 
 # ---- What Keras' optimizers do; with rows of an embedding that come more than once ---------------
 
 OPTIONS: list[tuple[dict[str, Any], int]] = [
-    ({}, 2),
     ({"global_clipnorm": 0.05}, 2),
     ({"weight_decay": 0.1}, 2),
     ({"use_ema": True, "ema_momentum": 0.8}, 2),
@@ -154,7 +150,7 @@ def test_an_option_of_a_keras_optimizer_does_what_it_does_in_a_plain_loop(
     train: Train, options: dict[str, Any], replicas: int
 ) -> None:
     expected = by_keras(**options)
-    assert not options or np.abs(expected[0] - by_keras()[0]).max() > 1e-3 or "use_ema" in options
+    assert np.abs(expected[0] - by_keras()[0]).max() > 1e-3 or "use_ema" in options
     settings = {"steps": STEPS, "learning_rate": RATE, "virtual_devices": replicas}
     state = train(with_options(**options), **settings)
     found = [*state.train_model.get_weights(), *(v.numpy() for v in state.optimizer.variables)]

@@ -38,8 +38,7 @@ def loop() -> Followed:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"virtual_devices": 4}, {"accumulate_steps": 2, "virtual_devices": 2}, {"jit_compile": True}],
+    "settings", [{"accumulate_steps": 2, "virtual_devices": 2}, {"jit_compile": True}]
 )
 def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any) -> None:
     own = small.hooks(create_model=Followed, update_post=follow, every_steps={4: lambda loss: None})
