@@ -41,7 +41,8 @@ def test_a_run_is_used_in_its_own_precision(cli: Cli) -> None:
     with np.load("runs/a/predictions.npz") as predictions:
         output = predictions["output"]
     assert output.dtype == np.float32 and output.shape == (37, 1)
-    served = tf.saved_model.load("runs/a/export/1").serve(tf.constant(small.data()[0][-37:]))
+    loaded = tf.saved_model.load("runs/a/export/1")
+    served = loaded.serve(tf.constant(small.data()[0][-37:]))
     assert served.dtype == tf.float32
     np.testing.assert_array_equal(served, output)
 

@@ -151,7 +151,7 @@ def test_more_data_since_change_no_number_of_a_checkpoint(
     capsys.readouterr()
     assert use.evaluate(later, state.config) == state.metrics
     said = capsys.readouterr().out
-    assert "had 5 entries in the checkpoint, 7 entries as create_model made it" in said, said
+    assert "had 5 entries in the checkpoint, 7 as create_model made it" in said, said
     resumed = train(later, steps=14, batch_size=8)
     assert_weights(resumed, whole, rtol=0)
     use.evaluate(program(WORDS, NUMBERS), state.config)
