@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ctl_core import data
     from ctl_core.cluster.collectives import all_gather, all_reduce, num_replicas, replica_id
     from ctl_core.commands.check import check
+    from ctl_core.commands.train import train
     from ctl_core.hooks.defaults import deferred, leading_dimension, nan_to_zero, unpack, weighted
     from ctl_core.model.state import State
     from ctl_core.numerics.variables import regularization, trainable_variables
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ctl_core.run.settings import Config
     from ctl_core.run.sources import load_config
     from ctl_core.serving import LoadedModel, load
-    from ctl_core.trainer import train
 
 __version__ = "1.0.0"
 
@@ -31,6 +31,7 @@ __version__ = "1.0.0"
 _HOME = {
     "cluster.collectives": "all_gather all_reduce num_replicas replica_id",
     "commands.check": "check",
+    "commands.train": "train",
     "hooks.defaults": "deferred leading_dimension nan_to_zero unpack weighted",
     "model.state": "State",
     "numerics.variables": "regularization trainable_variables",
@@ -40,7 +41,6 @@ _HOME = {
     "run.settings": "Config",
     "run.sources": "load_config",
     "serving": "LoadedModel load",
-    "trainer": "train",
 }
 __all__ = ["__version__", "data", *" ".join(_HOME.values()).split()]
 

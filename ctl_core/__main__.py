@@ -141,7 +141,7 @@ def _run(command: Command, argv: list[str], supervised: bool) -> int:
 
         state = check(callbacks, config)
     else:
-        from ctl_core.trainer import train
+        from ctl_core.commands.train import train
 
         state = train(callbacks, config, command.options["continue"], command.options["note"])
     return int(state.diverged) if state.stopped_by is None else 128 + state.stopped_by

@@ -10,26 +10,20 @@ import dataclasses
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctl_core.build import create_state, process_state
 from ctl_core.checkpoint.checkpoints import Checkpoints
-from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.checkpoint.record import best_step
-from ctl_core.checkpoint.start import load_initial_weights
 from ctl_core.cluster.signals import Signals
-from ctl_core.cluster.strategy import task_of
-from ctl_core.cluster.sync import LoopStatus, peers
+from ctl_core.cluster.sync import LoopStatus
 from ctl_core.evaluation.evaluate import read_criteria
 from ctl_core.evaluation.summaries import Pace, Profile
 from ctl_core.graph import StepFunctions
-from ctl_core.hooks.callbacks_file import source_of
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.failures import attribute_errors
 from ctl_core.model.metrics import read_results
-from ctl_core.model.ratio import check_losses
 from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Schedule, in_steps
 from ctl_core.model.state import (
     Clock,
@@ -45,53 +39,9 @@ from ctl_core.numerics.not_finite import Noted
 from ctl_core.numerics.randomness import random_ops
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, RunError, SetupError, StopTraining
-from ctl_core.run.listeners import Listener, find_listener
-from ctl_core.run.settings import Config
 
-
-def train(
-    callbacks: Any,
-    config: Config,
-    go_on: bool = False,
-    note: str | None = None,
-    listeners: Sequence[Listener] = (),
-) -> State:
-    """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
-
-    Args:
-        callbacks: a module, or any object, with the hooks as attributes
-        config: the settings
-        go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
-            otherwise takes more steps than it was to take then
-        note: what is expected of the run, for its entry in training_log.md
-        listeners: hear what the run says, as does the one that the settings name
-
-    Returns:
-        The trained state. ``stopped_by`` is set if a signal ended training early, ``ended`` if a
-        hook did, ``diverged`` if the loss of the last step is not finite.
-
-    Raises:
-        SetupError: a setting or a hook cannot work; nothing was trained.
-        RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
-        PeerLost: another process of the cluster is gone.
-    """
-    task, source = task_of(config), source_of(callbacks)
-    named = [find_listener(config.listener)] if config.listener is not None else []
-    run = Run(config, task, note, listeners=[*listeners, *named])
-    console = Console(shown=run.is_shown)
-    config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
-    with (
-        open_session(run, console),
-        process_state(config),
-        peers(task),
-        Signals(console.say) as signals,
-    ):
-        state = create_state(callbacks, config, run, console)
-        check_losses(state, console)
-        trainer = Trainer(state, run, console, signals)
-        trainer.restore(go_on)
-        trainer.train(source)
-    return state
+if TYPE_CHECKING:
+    from ctl_core.checkpoint.folder import Run
 
 
 class Trainer:
@@ -120,16 +70,17 @@ class Trainer:
         names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, names)
 
-    def restore(self, go_on: bool = False) -> None:
-        """Restores the newest checkpoint, if there is one, and works out how far to train.
+    def restore(self, go_on: bool = False) -> bool:
+        """Restores the newest checkpoint, and works out how far to train.
+
+        Returns:
+            Whether there is one.
 
         Raises:
             SetupError: what is there does not fit, or the number of steps is not known.
         """
         state, config = self.state, self.state.config
         record = self.checkpoints.restore(self._run.start)
-        if record is None:
-            load_initial_weights(state, self._console)
         progress = state.progress
         self.start, last = state.step, config.steps
         if config.epochs is not None:
@@ -149,6 +100,7 @@ class Trainer:
             state.learning_rate.schedule.last = last
         self._schedule.last = last
         self.functions.refresh()
+        return record is not None
 
     def train(self, source: bytes | None = None) -> None:
         """Trains from ``start`` on, and says how it went.

@@ -1,0 +1,67 @@
+"""Trains a run, or goes on with it: ``ctl_core.train``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ctl_core.build import create_state, process_state
+from ctl_core.checkpoint.folder import Run, open_session
+from ctl_core.checkpoint.start import load_initial_weights
+from ctl_core.cluster.signals import Signals
+from ctl_core.cluster.strategy import task_of
+from ctl_core.cluster.sync import peers
+from ctl_core.hooks.callbacks_file import source_of
+from ctl_core.model.ratio import check_losses
+from ctl_core.model.state import State
+from ctl_core.run.console import Console
+from ctl_core.run.listeners import Listener, find_listener
+from ctl_core.run.settings import Config
+from ctl_core.trainer import Trainer
+
+
+def train(
+    callbacks: Any,
+    config: Config,
+    go_on: bool = False,
+    note: str | None = None,
+    listeners: Sequence[Listener] = (),
+) -> State:
+    """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
+
+    Args:
+        callbacks: a module, or any object, with the hooks as attributes
+        config: the settings
+        go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
+            otherwise takes more steps than it was to take then
+        note: what is expected of the run, for its entry in training_log.md
+        listeners: hear what the run says, as does the one that the settings name
+
+    Returns:
+        The trained state. ``stopped_by`` is set if a signal ended training early, ``ended`` if a
+        hook did, ``diverged`` if the loss of the last step is not finite.
+
+    Raises:
+        SetupError: a setting or a hook cannot work; nothing was trained.
+        RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
+        PeerLost: another process of the cluster is gone.
+    """
+    task, source = task_of(config), source_of(callbacks)
+    named = [find_listener(config.listener)] if config.listener is not None else []
+    run = Run(config, task, note, listeners=[*listeners, *named])
+    console = Console(shown=run.is_shown)
+    config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
+    with (
+        open_session(run, console),
+        process_state(config),
+        peers(task),
+        Signals(console.say) as signals,
+    ):
+        state = create_state(callbacks, config, run, console)
+        check_losses(state, console)
+        trainer = Trainer(state, run, console, signals)
+        if not trainer.restore(go_on):
+            load_initial_weights(state, console)
+        trainer.train(source)
+    return state
