@@ -152,6 +152,7 @@ class _Builder:
                 average = None if ema is None else WeightAverage(ema, weights, strategy)
             is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
             if is_scheduled and parts.lr is not rate:
+                is_scheduled = False
                 self.console.warn(
                     "lr_schedule and warmup change nothing: create_opt gives the optimizer a "
                     "schedule of its own, which goes before."
