@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from tests.helpers.fixtures import train
 from tests.helpers.project import cli
-from tests.helpers.settings import folder
 
-__all__ = ["cli", "folder", "train"]
+__all__ = ["cli", "train"]

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,13 +15,10 @@ import yaml
 
 import ctl_core
 from ctl_core.__main__ import main
-from ctl_core.commands.cli import COMMANDS
+from ctl_core.commands.cli import COMMANDS, Command, parse_command
 from ctl_core.run.errors import SetupError
 from ctl_core.run.settings import SETTINGS, Config
 from ctl_core.run.sources import load_config, write_config
-from tests.helpers.settings import make_run, parse
-
-pytestmark = pytest.mark.usefixtures("folder")
 
 # For each setting a value that is not the default, as written, and in Python where that differs.
 VALUES: dict[str, Any] = {
@@ -34,6 +32,32 @@ VALUES: dict[str, Any] = {
     "max_restarts": 0, "deterministic": True, "profile": ("50:61", "50:61"),
     "runs_dir": "else where", "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project folder, and no settings in the environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("CTL_")]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+def parse(*words: str, config: str | None = None, **environ: str) -> Command:
+    """Returns a command line as it is read with this config.yaml and environment."""
+    if config is not None:
+        Path("config.yaml").write_text(config)
+    with mock.patch.dict(os.environ, environ):
+        return parse_command(words)
+
+
+def make_run(name: str, text: str = "seed: 0\n", age: int = 0) -> Path:
+    """Writes the config.yaml of a run, so many seconds old."""
+    run = Path("runs") / name
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(text)
+    os.utime(run / "config.yaml", (10**9 - age, 10**9 - age))
+    return run
 
 
 def resolve(*flags: str, config: str | None = None, **environ: str) -> Config:
