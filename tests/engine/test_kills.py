@@ -160,7 +160,8 @@ class Project:
         """Returns what shows how far a run is: its files of checkpoints, or how much it said."""
         folder = self.folder / "runs" / run
         if kind == "file":
-            return {path.name for path in folder.glob("ckpt/**/*")}
+            walk = os.walk(folder / "ckpt")  # pathlib fails where a folder is removed meanwhile
+            return {name for _, folders, files in walk for name in (*folders, *files)}
         return {path.stat().st_size for path in folder.glob("metrics.jsonl")}
 
 
