@@ -151,6 +151,7 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
         assert part in said
 
 
+@pytest.mark.slow
 def test_it_is_an_option_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:

@@ -75,6 +75,7 @@ def test_the_gan_that_is_shown_trains(train: Train, tmp_path: Path) -> None:
     assert line["penalty"] > 0
 
 
+@pytest.mark.slow
 def test_the_agent_that_is_shown_learns(train: Train, tmp_path: Path) -> None:
     """Also in two parts, and on two replicas."""
     (block,) = (block for block in BLOCKS if "Agent" in block)
