@@ -48,7 +48,6 @@ from ctl_core.model.state import State
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, RateSchedule, rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
-from ctl_core.numerics.precision import policy
 from ctl_core.numerics.replicas import WeightAverage, moving_statistics
 from ctl_core.numerics.variables import is_summed, plain_variable, trainable_variables, walk
 from ctl_core.run.console import Console
@@ -61,14 +60,21 @@ from ctl_core.step import change_gradients
 def process_state(config: Config) -> Iterator[None]:
     """Within, Keras and TensorFlow are as the run needs them, which trains as in a new process.
 
-    Names of Keras' objects begin anew, and ops stay deterministic from here on.
+    Names of Keras' objects begin anew, and ops stay deterministic from here on. Keras' one dtype
+    policy is put back at the end, also where a hook has set another.
     """
     name_anew()
+    before = keras.config.dtype_policy()
+    if config.precision != "float32":
+        keras.config.set_dtype_policy(f"mixed_{config.precision}")
     keep_large_sums_whole()
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
-    with policy(config.precision), losses_apart():
-        yield
+    try:
+        with losses_apart():
+            yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def create_state(

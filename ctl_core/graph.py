@@ -167,10 +167,15 @@ class StepFunctions:
             taken = [note, *tf.nest.flatten(values, expand_composites=True)]
             with tf.control_dependencies([part for one in taken for part in local(one)]):
                 parts.step_variable.assign_add(1)
-            pieces = {  # one replica's micro-batches after another's
-                name: list(itertools.chain(*self._by_replica(values.pop(name))))
+            pieces = {
+                name: [
+                    tf.nest.map_structure(lambda value, i=i: local(value)[i], piece)
+                    for i in range(len(self.devices))  # one replica's after another's
+                    for piece in values[name]
+                ]
                 for name in fetches & {*PIECES}
             }
+            values = {name: value for name, value in values.items() if name not in pieces}
             firsts = tf.nest.map_structure(lambda value: local(value)[0], values)
             # What is the same on all replicas is returned of all, though one is used: TensorFlow
             # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
@@ -205,14 +210,6 @@ class StepFunctions:
         local = self._parts.strategy.experimental_local_results
         note = tf.add_n([part for one in result.notes for part in local(one)])
         return note, result.fetch(fetches)
-
-    def _by_replica(self, values: Any) -> list[Any]:
-        """Returns the structure that each of this process's replicas has."""
-        local = self._state.strategy.experimental_local_results
-        return [
-            tf.nest.map_structure(lambda value, i=i: local(value)[i], values)
-            for i in range(len(self.devices))
-        ]
 
 
 def _create_notes(steps: Any) -> tf.TensorArray:

@@ -30,8 +30,8 @@ from ctl_core.hooks.recording import find_tables
 from ctl_core.input.batches import count_rows, make_placeholders, with_rows
 from ctl_core.model.forward import call_made, call_model
 from ctl_core.model.state import State
-from ctl_core.numerics.precision import to_float32
 from ctl_core.numerics.randomness import seeds_kept
+from ctl_core.numerics.variables import to_float32
 from ctl_core.run.console import Console
 from ctl_core.run.errors import SetupError, brief
 from ctl_core.run.settings import Config

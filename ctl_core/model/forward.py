@@ -21,9 +21,8 @@ from ctl_core.hooks.hooks import Hook, describe
 from ctl_core.input.batches import keep_rows_if
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Parts
-from ctl_core.numerics.precision import to_float32
 from ctl_core.numerics.reduction import PIECES, multiply
-from ctl_core.numerics.variables import variable_name
+from ctl_core.numerics.variables import to_float32, variable_name
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, frames_of
 

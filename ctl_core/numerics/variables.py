@@ -1,4 +1,7 @@
-"""Variables of models, whatever a model is made of: Keras layers, modules, functions."""
+"""Variables of models, whatever a model is made of: Keras layers, modules, functions.
+
+They are float32 in every precision, as are losses, gradients and updates.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-
-from ctl_core.numerics.precision import to_float32
 
 
 def plain_variable(variable: Any) -> Any:
@@ -60,6 +61,16 @@ def regularization(model: Any) -> Any:
     if not isinstance(model, keras.Layer):
         losses += getattr(model, "losses", [])
     return sum(map(to_float32, losses))
+
+
+def to_float32(structure: Any) -> Any:
+    """Casts the float16 and bfloat16 tensors of a structure, ragged ones too, to float32."""
+
+    def cast(part: Any) -> Any:
+        is_lower = tf.is_tensor(part) and part.dtype in (tf.float16, tf.bfloat16)
+        return tf.cast(part, tf.float32) if is_lower else part
+
+    return tf.nest.map_structure(cast, structure)
 
 
 def walk(model: Any) -> Iterator[Any]:
