@@ -1,11 +1,9 @@
 """The inner loop: graph functions that take steps, traced once for each state of frozen layers.
 
-One takes many steps in a call; others take one and return the values that due hooks name. What a
-step does is step.py's part.
+One takes many steps in a call; others take one and return the values that due hooks name.
 
 With ``jit_compile``, and one replica, a step is one XLA executable, and so are many whose batches
-were read at once (prefetch.py): the sum over several replicas would have to leave it. The position
-in the data is that of the last step whatever is in one executable.
+were read at once (prefetch.py): the sum over several replicas would have to leave it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[st
 def seeds_kept() -> Iterator[None]:
     """Afterwards, what Python, NumPy, TensorFlow and Keras draw is as if nothing were done within.
 
-    That may set other seeds, and has to, if it draws from TensorFlow or Keras.
+    What draws from TensorFlow or Keras within has to set a seed.
     """
     before = random.getstate(), np.random.get_state()
     try:

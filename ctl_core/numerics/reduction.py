@@ -32,11 +32,8 @@ def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
 
 
 def _fix_shape(value: Any) -> Any:
-    """Returns a sparse gradient as a dense one, if the number of its rows may change.
-
-    Between processes, sparse gradients are gathered, and the collective of a graph takes no other
-    shape than that of its first step.
-    """
+    """Returns a sparse gradient as a dense one, if the number of its rows may change."""
+    # Processes gather sparse ones, and a graph's collective takes the shape of its first step only.
     varies = isinstance(value, tf.IndexedSlices) and value.values.shape[0] is None
     return tf.convert_to_tensor(value) if varies else value
 

@@ -78,14 +78,22 @@ def freeze(train_model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_where_it_is_cut_changes_no_bit(train: Train) -> None:
-    """With Dropout, batch normalisation and Nadam; a layer is frozen and unfrozen on the way."""
+@pytest.mark.parametrize("unit_bytes", [prefetch.UNIT_BYTES, 1])
+def test_where_it_is_cut_changes_no_bit(
+    train: Train, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
+) -> None:
+    """With Dropout, batch normalisation and Nadam; a layer is frozen and unfrozen on the way.
+
+    Also where batches are too large to be read many at once: then each step is by itself.
+    """
     own = {"create_model": dropout_model, "create_opt": nadam, "at_step": {6: freeze, 13: freeze}}
     settings = {"batch_size": BATCH, "jit_compile": True, "deterministic": True}
     whole = train(make_hooks(**own), steps=20, run_name="whole", **settings)
     every = {3: lambda loss, output: None, 7: lambda gradients: None}
+    monkeypatch.setattr(prefetch, "UNIT_BYTES", unit_bytes)
     for stop in (4, 11, 20):
         cut = train(make_hooks(**own, every_steps=every), steps=stop, run_name="cut", **settings)
+    assert bool(cut.data.unit) == (unit_bytes > 1)
     variables = zip(cut.recording.variables.items(), whole.recording.variables.items(), strict=True)
     for (name, found), (_, expected) in variables:
         np.testing.assert_array_equal(found.numpy(), expected.numpy(), err_msg=name)
