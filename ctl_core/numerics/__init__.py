@@ -1,1 +1,1 @@
-"""Learning rate, precision, sums, averages, what replicas have of their own, copies of values."""
+"""Learning rate, loss scale, sums, averages, what replicas have of their own, copies of values."""
