@@ -295,8 +295,7 @@ def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = No
 
     Args:
         run: the folder of the run, such as ``runs/a``
-        checkpoint: the step of the checkpoint, or ``best`` for the one of ``keep_best``; default:
-            the newest
+        checkpoint: its step, or ``best`` for the one of ``keep_best``; default: the newest
         callbacks: a module, a dict or any object with the hooks, instead of the project's file
 
     Raises:

@@ -57,10 +57,6 @@ def check(callbacks: Any, config: Config) -> State:
     command with that checkpoint. Then steps and an evaluation on one CPU device and on three. Hooks
     that write files or call services do so.
 
-    Args:
-        callbacks: a module, or any object, with the hooks as attributes
-        config: the settings of the run
-
     Returns:
         The state, as ``train`` returns it; of the run's folder nothing is left.
 
@@ -129,11 +125,7 @@ def _train(hooks: Hooks, config: Config, console: Console) -> State:
 
 
 def _use(hooks: Hooks, state: State, config: Config, console: Console) -> None:
-    """Evaluates, predicts, exports and loads, as the commands do.
-
-    Raises:
-        Exception: the model cannot be served, and a hook says that it is to be.
-    """
+    """Evaluates, predicts, exports and loads, as the commands do; some models only train."""
     sets = state.evaluation.sets if state.evaluation else ()
     if sets:
         evaluate(hooks, config)
@@ -150,11 +142,7 @@ def _use(hooks: Hooks, state: State, config: Config, console: Console) -> None:
 
 
 def check_traces(state: State) -> None:
-    """Traces the forward pass twice: a graph is to be the same, so that it draws what it draws.
-
-    Raises:
-        SetupError: it is not.
-    """
+    """Traces the forward pass twice, and refuses what is not the same graph then."""
 
     def describe(op: Any) -> tuple[str, Any]:
         return op.type, op.get_attr("value") if op.type == "Const" else None
@@ -211,11 +199,7 @@ Values = dict[tuple[str, str], list[np.ndarray]]
 
 
 def _compare(hooks: Hooks, config: Config, console: Console) -> None:
-    """Compares what is computed on one device and on three, of which one has no rows to evaluate.
-
-    Raises:
-        SetupError: something differs.
-    """
+    """Refuses what differs on one device and on three, of which one has no rows to evaluate."""
     sets: dict[str, Any] = {}
 
     def compute(devices: int) -> tuple[State, list[Values]]:
@@ -247,11 +231,10 @@ def _compare(hooks: Hooks, config: Config, console: Console) -> None:
 
 
 def observe(state: State) -> list[Values]:
-    """Takes steps and evaluates; variables and data are as before.
+    """Returns the values of a step without noise, of two steps with it, and of the evaluation.
 
-    Returns:
-        The values of a step without noise, of two steps with it, and of the evaluation. Of steps
-        that draw random numbers, or normalize each replica's batch, only integers count.
+    Of steps that draw random numbers, or normalize each replica's batch, only integers count.
+    Variables and data are as before.
     """
     found: list[Values] = []
     copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
