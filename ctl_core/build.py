@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import keras
@@ -49,7 +49,13 @@ from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, RateSchedule, rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
 from ctl_core.numerics.replicas import WeightAverage, moving_statistics
-from ctl_core.numerics.variables import is_summed, plain_variable, trainable_variables, walk
+from ctl_core.numerics.variables import (
+    is_summed,
+    plain_variable,
+    trainable_variables,
+    variable_name,
+    walk,
+)
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, brief
 from ctl_core.run.settings import Config
@@ -258,11 +264,8 @@ class _Builder:
             own = one.variables if name else [*one.variables, *weights]
             variables.setdefault(name, {}).update({id(v): v for v in own})
         for name, several in variables.items():
-            if not several or any(tf.as_dtype(v.dtype) == tf.float16 for v in several.values()):
-                raise hooks.grad_pre.reject(
-                    f"returned{f' for {name!r}' * bool(name)} no trainable_vars, or some in "
-                    "float16, in which most updates are lost; use mixed_float16."
-                )
+            if why := find_untrainable(several.values()):
+                raise hooks.grad_pre.reject(f"returned{f' for {name!r}' * bool(name)} {why}.")
         with recording.during("create_train_metrics"):
             names = dict.fromkeys(part for _, one in traced for part in one.parts)
             loss_parts = {name: keras.metrics.Mean(name) for name in names}
@@ -349,6 +352,23 @@ class _Builder:
                         run_model(parts, batch, training=False)
                 if one is not None:
                     add_batch(parts, one, batch, None)
+
+
+def find_untrainable(variables: Collection[Any]) -> str | None:
+    """Says which of the variables of an objective cannot be trained, and why."""
+    if not variables:
+        return (
+            "no trainable_vars: nothing to train; Keras knows the variables that add_weight and "
+            "layers of __init__ or build make, and no tf.Variable"
+        )
+    for variable in variables:
+        if tf.as_dtype(variable.dtype) == tf.float16:
+            why = "is in float16, in which most updates are lost; use mixed_float16"
+            return f"{variable_name(variable)}, which {why}"
+        if getattr(variable, "overwrite_with_gradient", False):  # by quantize("float8")
+            why = "is overwritten with its gradient, which replicas cannot sum"
+            return f"{variable_name(variable)}, which {why}"
+    return None
 
 
 def as_trackable(value: Any) -> Any:

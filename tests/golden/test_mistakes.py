@@ -72,6 +72,19 @@ def create_model():  # here
 == create_model returns nothing -> create_model | nothing
 def create_model():  # here
     keras.Sequential()
+== a Keras model's weights are tf.Variables -> grad_pre | nothing to train | add_weight
+class Net(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.weight = tf.Variable(tf.ones([5, 1]))
+    def call(self, x):
+        return tf.matmul(x, self.weight)
+create_model = Net
+== variables are overwritten with their gradients -> grad_pre | inputs_scale | overwritten
+def create_model():
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    model.layers[0].quantize("float8")
+    return model
 == create_loss returns a name -> create_loss | a str
 def create_loss():  # here
     return "mse"
