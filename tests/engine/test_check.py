@@ -57,6 +57,20 @@ class Worst(keras.metrics.Mean):
         self.count.assign(1.0)
 
 
+class Warm(keras.layers.Layer):
+    """Counts the examples that it has seen."""
+
+    def build(self, shape: Any) -> None:
+        self.seen = self.add_weight(
+            dtype="int64", initializer="zeros", trainable=False, name="seen"
+        )
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.seen.assign_add(tf.shape(inputs, tf.int64)[0])
+        return inputs * tf.minimum(1.0, tf.cast(self.seen, tf.float32) / 320.0)
+
+
 def draw(batch: Any, training: bool) -> Any:
     noise = np.random.normal(size=5).astype("float32")
     return batch[0] + noise if training else batch[0]
@@ -66,6 +80,9 @@ def draw(batch: Any, training: bool) -> Any:
 WRONG: dict[str, dict[str, Any]] = {
     r"check: metric_pre .*: the metric worst differs: .* give .*all_gather": {
         "create_metrics": lambda: {"worst": Worst()}
+    },
+    r"check: create_model .*: the variable .*/seen differs": {
+        "create_model": lambda: keras.Sequential([keras.Input((5,)), Warm(), keras.layers.Dense(1)])
     },
     r"check: create_loss \(test_check.py:\d+\): the loss .*differs: it is no sum": {
         "create_loss": lambda: lambda pair: tf.reduce_sum((pair[0] - pair[1][:, 0]) ** 2)
@@ -79,7 +96,10 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "message",
-    [pytest.param(text, marks=pytest.mark.slow) if "update" in text else text for text in WRONG],
+    [
+        pytest.param(text, marks=pytest.mark.slow) if "update" in text or "seen" in text else text
+        for text in WRONG
+    ],
 )
 def test_what_differs_on_three_devices_is_named(check: Check, message: str) -> None:
     with pytest.raises(ctl_core.SetupError, match=f"^{message}"):
