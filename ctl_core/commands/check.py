@@ -37,7 +37,7 @@ from ctl_core.model.metrics import read_results
 from ctl_core.model.ratio import check_losses, draws_numbers
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import ReplicaCopies, normalizes_alone
-from ctl_core.numerics.variables import is_summed, variable_name
+from ctl_core.numerics.variables import is_summed, plain_variable, variable_name
 from ctl_core.run.console import Console
 from ctl_core.run.errors import CtlError, SetupError, StopTraining, brief, frames_of
 from ctl_core.run.listeners import find_listener
@@ -199,13 +199,18 @@ Values = dict[tuple[str, str], list[np.ndarray]]
 
 
 def _compare(hooks: Hooks, config: Config, console: Console) -> None:
-    """Refuses what differs on one device and on three, of which one has no rows to evaluate."""
-    sets: dict[str, Any] = {}
+    """Refuses what differs on one device and on three, of which one has no rows to evaluate.
 
-    def compute(devices: int) -> tuple[State, list[Values]]:
+    Of what differs in micro-batches it only warns.
+    """
+    sets: dict[str, Any] = {}
+    shares = DEVICES * config.accumulate_steps
+
+    def compute(devices: int, micro_batches: int = 1) -> tuple[State, list[Values]]:
         own = dataclasses.replace(
-            config, batch_size=max(1, config.batch_size // DEVICES) * DEVICES, accumulate_steps=1,
-            eval_batch_size=DEVICES - 1, limit_eval=DEVICES, virtual_devices=devices,
+            config, batch_size=max(1, config.batch_size // shares) * shares,
+            accumulate_steps=micro_batches, eval_batch_size=DEVICES - 1, limit_eval=DEVICES,
+            virtual_devices=devices,
         )  # fmt: skip
         names = [f"CPU:{index}" for index in range(devices)]
         on_one = tf.distribute.ReductionToOneDevice()
@@ -222,11 +227,14 @@ def _compare(hooks: Hooks, config: Config, console: Console) -> None:
 
     try:
         (state, one), (_, three) = compute(1), compute(DEVICES)
+        parts = compute(1, config.accumulate_steps)[1] if config.accumulate_steps > 1 else one
     except (CtlError, tf.errors.OpError) as error:  # batches of a fixed size, say
         console.say(f"devices cannot be compared: {brief(error)}")
         return
     console.say(f"a step and an evaluation on one and on {DEVICES} devices were compared")
-    if difference := find_difference(state, one, three):
+    for difference in find_differences(state, one, parts, "in micro-batches"):
+        console.warn(difference)
+    for difference in find_differences(state, one, three, "three"):
         raise SetupError(f"check: {difference}")
 
 
@@ -285,23 +293,36 @@ def _read_step(state: State, fetched: dict[str, Any]) -> Iterator[tuple[tuple[st
         yield ("train metric", name), [np.array(value)]
 
 
-def find_difference(state: State, one: list[Values], three: list[Values]) -> str | None:
-    """Says what is the first that is not the same on three devices as on one, and what to do."""
+def find_differences(
+    state: State, one: list[Values], others: list[Values], where: str
+) -> Iterator[str]:
+    """Yields what is not the same elsewhere as on one device, and what to do."""
     tolerance = TOLERANCE * (30 if state.computed_in else 1)
-    for values, theirs in zip(one, three, strict=True):
+    for values, theirs in zip(one, others, strict=True):
         updates = [numbers[0] for (kind, _), numbers in values.items() if kind == "update"]
         steepest = max((float(np.abs(update).max(initial=0)) for update in updates), default=0.0)
         for (kind, name), (number, *_) in values.items():
             least = steepest if kind == "update" else 1.0
-            others = theirs.get((kind, name), [])
-            pairs = [find_pair(number, other, tolerance, least) for other in others]
+            numbers = theirs.get((kind, name), [])
+            pairs = [find_pair(number, other, tolerance, least) for other in numbers]
             if found := next(filter(None, pairs), None):
                 hooks, cure = _BLAMED[kind]
                 several = [getattr(state.hooks, hook) for hook in hooks]
                 hook = next((hook for hook in several if not hook.is_default), several[-1])
-                both = f"[one device {found[0]}, three {found[1]}]"
-                return f"{hook}: the {kind} {name} differs: {cure} {both}"
-    return None
+                both = f"[one device {found[0]}, {where} {found[1]}]"
+                yield f"{hook}: the {kind} {name}{find_layer(state, name)} differs: {cure} {both}"
+
+
+def find_layer(state: State, name: str) -> str:
+    """Says of which layer a variable of that name is, the innermost; or nothing."""
+    variable = state.recording.variables.get(name)
+    holders = [
+        layer
+        for layer in state.recording.layers
+        if any(plain_variable(one) is variable for one in layer.variables)
+    ]
+    layer = min(holders, key=lambda one: len(one.variables), default=None)
+    return f" of the layer '{layer.name}' ({type(layer).__name__})" if layer else ""
 
 
 def find_pair(one: Any, other: Any, tolerance: float, least: float) -> tuple[Any, Any] | None:

@@ -27,9 +27,23 @@ class Summaries(Listener):
         """Takes the folder ``tb`` of a run, and whether this process writes there."""
         self._folder, self._writes = folder, writes
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
+        self._settings: dict[str, Any] = {}
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Writes the settings that are not the defaults for the HParams page, which finds values.
+        """Keeps the settings until there are values."""
+        self._settings = config
+
+    def values(self, step: int, split: str, values: dict[str, float]) -> None:
+        """Writes a scalar summary per value."""
+        if self._settings:
+            self._write_settings(self._settings)
+            self._settings = {}
+        with self.writer(split).as_default(step=step):
+            for name, value in values.items():
+                tf.summary.scalar(name, value)
+
+    def _write_settings(self, config: dict[str, Any]) -> None:
+        """Writes those that are not the defaults for the HParams page, which finds values.
 
         They take the place of those of an earlier start.
         """
@@ -41,13 +55,7 @@ class Summaries(Listener):
             path.unlink()
         writer = tf.summary.create_file_writer(str(self._folder), filename_suffix=".hparams")
         with contextlib.closing(writer), writer.as_default(step=0):
-            hp.hparams(values, trial_id=folder.name)
-
-    def values(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Writes a scalar summary per value."""
-        with self.writer(split).as_default(step=step):
-            for name, value in values.items():
-                tf.summary.scalar(name, value)
+            hp.hparams(values, trial_id=self._folder.parent.name)
 
     def writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer of ``train`` or ``eval``, created on first use."""
