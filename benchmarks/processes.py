@@ -26,11 +26,11 @@ PROCESSES, SEGMENT, WARM = 2, 100, 2
 
 def measure(rounds: int) -> list[Timing]:
     """Starts a cluster for each loop, one after the other."""
-    from ctl_core.cluster.supervisor import free_ports
+    from ctl_core.cluster.supervisor import find_free_ports
 
     timings = []
     for name in LOOPS:
-        hosts = [f"127.0.0.1:{port}" for port in free_ports(PROCESSES)]
+        hosts = [f"127.0.0.1:{port}" for port in find_free_ports(PROCESSES)]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "seconds.json"
             command = [sys.executable, "-m", "benchmarks.processes", name, str(rounds), str(file)]

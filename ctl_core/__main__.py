@@ -18,7 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
-from ctl_core.run.errors import CtlError, PeerLost, brief
+from ctl_core.run.errors import CtlError, PeerLost, condense
 
 try:
     from ctl_core.checkpoint.record import find_start
@@ -28,7 +28,7 @@ try:
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
     from ctl_core.hooks.callbacks_file import check_compiles, find_callbacks, load_callbacks
     from ctl_core.hooks.table import TEXT
-    from ctl_core.run.files import free_name
+    from ctl_core.run.files import choose_run_name
     from ctl_core.run.settings import Config
 except ModuleNotFoundError as error:
     install = f"{sys.executable} -m pip install --editable ."
@@ -81,7 +81,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return INTERRUPTED, "interrupted"
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(last.filename).name}:{last.lineno}"
-    return 1, f"{brief(error)} ({where}; --debug shows the traceback)"
+    return 1, f"{condense(error)} ({where}; --debug shows the traceback)"
 
 
 def _run(command: Command, argv: list[str], supervised: bool) -> int:
@@ -95,7 +95,7 @@ def _run(command: Command, argv: list[str], supervised: bool) -> int:
         task = read_task(config)
     notes = list(command.notes)
     if task.processes > 1:
-        notes.append(f"cluster: {task.shown(task.index)}, of {task.processes}")
+        notes.append(f"cluster: {task.describe(task.index)}, of {task.processes}")
     if task.kind == "ps":
         print("ps: gradients are summed between the workers; no parameter server is needed.")
         return 0
@@ -115,7 +115,7 @@ def _run(command: Command, argv: list[str], supervised: bool) -> int:
         alone = "auto" if config.strategy == "multi_worker" else config.strategy
         config = dataclasses.replace(config, workers=1, strategy=alone)
     if config.workers > 1 and not supervised:
-        name = config.run_name or free_name(Path(config.runs_dir))
+        name = config.run_name or choose_run_name(Path(config.runs_dir))
         return supervisor.start_cluster(argv, dataclasses.replace(config, run_name=name))
     here = Path.cwd()
     _import_libraries(config.debug)

@@ -20,18 +20,18 @@ from ctl_core.cluster.collectives import Alone
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
 from ctl_core.compat import (
-    captured_variables,
+    find_captured_variables,
     keep_large_sums_whole,
-    layers_run,
-    losses_apart,
+    make_scratch_graph,
     name_anew,
-    scratch_graph,
+    run_layers,
+    separate_losses,
 )
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
 from ctl_core.graph import is_executable
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
-from ctl_core.hooks.recording import Recording, unfrozen
+from ctl_core.hooks.recording import Recording, unfreeze
 from ctl_core.input.batches import BatchShape, Share, make_placeholders
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
@@ -46,24 +46,24 @@ from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Parts, Written
 from ctl_core.model.state import State
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
-from ctl_core.numerics.learning_rate import LearningRate, RateSchedule, rate_for_hooks
+from ctl_core.numerics.learning_rate import LearningRate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
-from ctl_core.numerics.replicas import WeightAverage, moving_statistics
+from ctl_core.numerics.replicas import WeightAverage, find_moving_statistics
 from ctl_core.numerics.variables import (
     is_summed,
-    plain_variable,
+    name_variable,
     trainable_variables,
-    variable_name,
+    unwrap,
     walk,
 )
 from ctl_core.run.console import Console
-from ctl_core.run.errors import HookFailed, SetupError, brief
+from ctl_core.run.errors import HookFailed, SetupError, condense
 from ctl_core.run.settings import Config
 from ctl_core.step import change_gradients
 
 
 @contextlib.contextmanager
-def process_state(config: Config) -> Iterator[None]:
+def prepare_process(config: Config) -> Iterator[None]:
     """Within, Keras and TensorFlow are as the run needs them, which trains as in a new process.
 
     Names of Keras' objects begin anew, and ops stay deterministic from here on. Keras' one dtype
@@ -77,7 +77,7 @@ def process_state(config: Config) -> Iterator[None]:
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     try:
-        with losses_apart():
+        with separate_losses():
             yield
     finally:
         keras.config.set_dtype_policy(before)
@@ -110,7 +110,7 @@ def create_state(
     except tf.errors.OpError as error:  # nothing but data has been read
         if is_peer_lost(cluster.task, error):
             raise
-        raise SetupError(f"{hooks.create_dataset}: reading the data: {brief(error)}") from error
+        raise SetupError(f"{hooks.create_dataset}: reading the data: {condense(error)}") from error
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
 
@@ -132,16 +132,16 @@ class _Builder:
         hooks, config, recording, strategy = self.hooks, self.config, self.recording, self.strategy
         replicas = strategy.num_replicas_in_sync
         shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
-        with recording.during("create_dataset"):
+        with recording.record_as("create_dataset"):
             start = self.run.start
             first = read_first_batch_size(start.folder) if start else None
             self.data = data = Input(hooks, config, strategy, shape, first)
             self.cluster.check_data(hooks.create_dataset, data.make_pass)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
-        with recording.during("engine"), tf.device("CPU:0"):
+        with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         tf.summary.experimental.set_step(step)  # for hooks that ask; steps taken set theirs
-        with strategy.scope(), recording.during("engine"):
+        with strategy.scope(), recording.record_as("engine"):
             rate = LearningRate(config.learning_rate)
             parts = Parts(
                 hooks=hooks,
@@ -159,7 +159,7 @@ class _Builder:
             self._trace_update(parts)
             computed_in = {config.precision, *(layer.compute_dtype for layer in recording.layers)}
             precisions = sorted(computed_in & {"bfloat16", "float16"})
-            with recording.during("ema"):
+            with recording.record_as("ema"):
                 ema = config.ema
                 average = None if ema is None else WeightAverage(ema, weights, strategy)
             is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
@@ -180,7 +180,7 @@ class _Builder:
                 assign_rate=RateSchedule(config, rate).apply if is_scheduled else None,
                 update_average=average.update if average else None,
             )
-            with recording.during("create_metrics"):
+            with recording.record_as("create_metrics"):
                 evaluation = create_evaluation(parts, config, recording)
             self._trace_evaluation(parts, evaluation)
             try:
@@ -192,9 +192,9 @@ class _Builder:
                 ckpt_path=str(self.run.ckpt),
                 step=step,
                 lr=rate,
-                optimizer=as_trackable(parts.optimizer),
-                train_model=as_trackable(parts.train_model),
-                train_loss=as_trackable(parts.train_loss),
+                optimizer=make_trackable(parts.optimizer),
+                train_model=make_trackable(parts.train_model),
+                train_loss=make_trackable(parts.train_loss),
             )
         _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
         recording.fix()
@@ -216,7 +216,7 @@ class _Builder:
 
     def _create(self, name: str, **values: Any) -> Any:
         """Calls a hook, and records what it creates."""
-        with self.recording.during(name):
+        with self.recording.record_as(name):
             made = getattr(self.hooks, name)(**values)
             self.recording.add_model(name, made)
         return made
@@ -230,11 +230,15 @@ class _Builder:
         """
         recording, strategy = self.recording, self.strategy
         spec = self.data.share_spec if spec is None else spec
-        with recording.during(hook), Alone(strategy, 0), scratch_graph("build").as_default() as g:
+        with (
+            recording.record_as(hook),
+            Alone(strategy, 0),
+            make_scratch_graph("build").as_default() as g,
+        ):
             yield g, make_placeholders(spec)
         local = strategy.experimental_local_results
         known = {id(part) for v in recording.variables.values() for part in local(v)}
-        for variable in captured_variables(g, strategy):
+        for variable in find_captured_variables(g, strategy):
             if id(variable) not in known:
                 recording.add(variable, "elsewhere")
 
@@ -252,11 +256,11 @@ class _Builder:
         """
         hooks, recording, model = self.hooks, self.recording, parts.train_model
         traced: list[tuple[str, Objective]] = []
-        with unfrozen(recording), self._scratch("create_model") as (graph, batch):
-            for turn in parts.in_turns():
+        with unfreeze(recording), self._scratch("create_model") as (graph, batch):
+            for turn in parts.list_turns():
                 objectives, made = compute_objectives(turn, batch, 1)
                 traced += objectives.items()
-                with recording.during("create_train_metrics"):
+                with recording.record_as("create_train_metrics"):
                     update_train_metrics(turn, {}, made, None)
             weights = trainable_variables(model)
         variables: dict[str, dict[int, Any]] = {}
@@ -266,7 +270,7 @@ class _Builder:
         for name, several in variables.items():
             if why := find_untrainable(several.values()):
                 raise hooks.grad_pre.reject(f"returned{f' for {name!r}' * bool(name)} {why}.")
-        with recording.during("create_train_metrics"):
+        with recording.record_as("create_train_metrics"):
             names = dict.fromkeys(part for _, one in traced for part in one.parts)
             loss_parts = {name: keras.metrics.Mean(name) for name in names}
         parts = dataclasses.replace(
@@ -281,12 +285,12 @@ class _Builder:
         """Returns what the forward pass writes, random generators and metrics left out."""
         recording = self.recording
         metrics = [v for metric in parts.train_metrics.values() for v in metric.variables]
-        aside = {id(plain_variable(v)) for v in (*recording.generators, *metrics)}
+        aside = {id(unwrap(v)) for v in (*recording.generators, *metrics)}
         furthest = {
             id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
             for layer in recording.layers
             if not getattr(layer, "synchronized", True)
-            for statistic in moving_statistics([layer])
+            for statistic in find_moving_statistics([layer])
         }
         return tuple(
             Written(
@@ -314,7 +318,7 @@ class _Builder:
                 f"accumulate_steps: {self.config.accumulate_steps} micro-batches cannot go with "
                 "turns, in which several updates are made on one batch; leave one of the two out."
             )
-        with self.recording.during("create_opt"):
+        with self.recording.record_as("create_opt"):
             made = hook(lr=rate, train_model=parts.train_model)
             optimizer = OptimizerGroups(made) if is_pairs(made) else made
             optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
@@ -328,7 +332,7 @@ class _Builder:
                 build = getattr(one, "build", None)
                 if callable(build) and not getattr(one, "built", False):
                     call_made(hook, build, variables[name])
-        lr = rate_for_hooks(rate, optimizers)
+        lr = make_rate_for_hooks(rate, optimizers)
         return dataclasses.replace(parts, optimizer=optimizer, optimizers=optimizers, lr=lr)
 
     def _trace_update(self, parts: Parts) -> None:
@@ -338,7 +342,7 @@ class _Builder:
             return
         kept = frozenset({"output", "batch"} & {*hook.arguments})
         with self._scratch("update_pre") as (_, batch):
-            for turn in parts.in_turns():
+            for turn in parts.list_turns():
                 made, trained = forward_backward(turn, 1, kept, Share(batch))
                 change_gradients(turn, made, made, trained)
 
@@ -346,9 +350,9 @@ class _Builder:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""
         for one in evaluation.sets.values() if evaluation else [None]:
             spec = self.data.share_spec if one is None else one.spec
-            with layers_run(training=False), self._scratch("create_metrics", spec) as (_, batch):
+            with run_layers(training=False), self._scratch("create_metrics", spec) as (_, batch):
                 if parts.eval_model is not None:
-                    with self.recording.during("create_eval_model"):
+                    with self.recording.record_as("create_eval_model"):
                         run_model(parts, batch, training=False)
                 if one is not None:
                     add_batch(parts, one, batch, None)
@@ -364,14 +368,14 @@ def find_untrainable(variables: Collection[Any]) -> str | None:
     for variable in variables:
         if tf.as_dtype(variable.dtype) == tf.float16:
             why = "is in float16, in which most updates are lost; use mixed_float16"
-            return f"{variable_name(variable)}, which {why}"
+            return f"{name_variable(variable)}, which {why}"
         if getattr(variable, "overwrite_with_gradient", False):  # by quantize("float8")
             why = "is overwritten with its gradient, which replicas cannot sum"
-            return f"{variable_name(variable)}, which {why}"
+            return f"{name_variable(variable)}, which {why}"
     return None
 
 
-def as_trackable(value: Any) -> Any:
+def make_trackable(value: Any) -> Any:
     """Returns what a ``tf.train.Checkpoint`` can hold: of a function, its layers and variables."""
     try:
         tf.train.Checkpoint(value=value)

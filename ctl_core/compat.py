@@ -82,7 +82,7 @@ def flatten_layers(model: Any) -> list[keras.Layer]:
     return list(model._flatten_layers()) if isinstance(model, keras.Layer) else []
 
 
-def rate_of(optimizer: Any) -> Any:
+def read_rate(optimizer: Any) -> Any:
     """Returns the schedule or variable that a Keras optimizer was given; of any other, None."""
     return optimizer._learning_rate if isinstance(optimizer, keras.Optimizer) else None
 
@@ -103,12 +103,12 @@ def _gradients_reduced_by(reduce: Callable[[Any], Any]) -> Iterator[None]:
         yield
 
 
-def gradients_are_summed() -> Within:
+def skip_reduction() -> Within:
     """Where gradients are summed over the replicas already: Keras does not sum again."""
     return _gradients_reduced_by(lambda grads_and_vars: grads_and_vars)
 
 
-def optimizers_refused(why: str) -> Within:
+def refuse_optimizers(why: str) -> Within:
     """Where no Keras optimizer may be applied; one that is raises a SetupError with these words."""
 
     def refuse(_: Any) -> Any:
@@ -118,7 +118,7 @@ def optimizers_refused(why: str) -> Within:
 
 
 @contextlib.contextmanager
-def layers_run(training: bool) -> Iterator[None]:
+def run_layers(training: bool) -> Iterator[None]:
     """Within, a Keras layer called from outside of any other gets ``training``, unless it is told.
 
     A tf.function that calls one is traced for each ``training``.
@@ -145,7 +145,7 @@ def layers_run(training: bool) -> Iterator[None]:
         yield
 
 
-def losses_apart() -> Within:
+def separate_losses() -> Within:
     """Within, each replica has the losses of its own ``add_loss``, where there are several.
 
     They take turns at being traced, as at a synchronized batch normalisation: the next one would
@@ -169,42 +169,42 @@ def name_anew() -> None:
     global_state.set_global_attribute("object_name_uids", None)
 
 
-def global_seed_generator() -> keras.random.SeedGenerator | None:
+def get_seed_generator() -> keras.random.SeedGenerator | None:
     """Returns the generator that ``keras.random`` draws from without a seed, if it has drawn."""
     return global_state.get_global_attribute("global_seed_generator")
 
 
-def drawing_from(generator: keras.random.SeedGenerator | None) -> Within:
+def draw_from(generator: keras.random.SeedGenerator | None) -> Within:
     """Within this thread, ``keras.random`` draws without a seed from a generator."""
     return _set(global_state.GLOBAL_STATE_TRACKER, global_seed_generator=generator)
 
 
-def seed_of_ops_kept() -> Within:
+def keep_op_seed() -> Within:
     """Around ``tf.random.set_seed``: afterwards eager random ops go on as they would have."""
     of_process = context.context()
     return _set(of_process, _seed=of_process._seed, _rng=getattr(of_process, "_rng", None))
 
 
-def scratch_graph(name: str) -> Any:
+def make_scratch_graph(name: str) -> Any:
     """Returns a graph in which Keras builds variables as in a tf.function: outside of it."""
     return tf.__internal__.FuncGraph(name)
 
 
-def captured_variables(graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+def find_captured_variables(graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
     """Returns the variables that a scratch graph uses and that are outside of it, in order."""
     local = strategy.experimental_local_results
     watched = {id(part.handle): part for v in graph._watched_variables for part in local(v)}
     return [watched[id(outer)] for outer, _ in graph.captures if id(outer) in watched]
 
 
-def written_resources(graph: Any) -> list[Any]:
+def find_written_resources(graph: Any) -> list[Any]:
     """Returns the handles, of what a function's graph captures, that it does not only read."""
     find = auto_control_deps_utils.get_read_write_resource_inputs
     written = {tensor.name for op in graph.get_operations() for tensor in find(op)[1]}
     return [outer for outer, inner in graph.captures if inner.name in written]
 
 
-def graphs_called(op: Any) -> list[Any]:
+def find_called_graphs(op: Any) -> list[Any]:
     """Returns the graphs of the functions that an op calls."""
     attributes = op.node_def.attr.values()
     named = [f for a in attributes for f in (*([a.func] * a.HasField("func")), *a.list.func)]
@@ -213,14 +213,14 @@ def graphs_called(op: Any) -> list[Any]:
     return [function.graph for function in functions if hasattr(function, "graph")]
 
 
-def with_called(operations: Iterable[Any]) -> Iterator[Any]:
+def add_called_ops(operations: Iterable[Any]) -> Iterator[Any]:
     """Yields ops, each before those of the functions that it calls; a function's once."""
     seen: dict[int, Any] = {}  # holds the graphs, so that no other one gets the same id
 
     def walk(operations: Iterable[Any]) -> Iterator[Any]:
         for op in operations:
             yield op
-            for graph in graphs_called(op):
+            for graph in find_called_graphs(op):
                 if id(graph) not in seen:
                     seen[id(graph)] = graph
                     yield from walk(graph.get_operations())
@@ -228,7 +228,7 @@ def with_called(operations: Iterable[Any]) -> Iterator[Any]:
     return walk(operations)
 
 
-def translated_stack(error: BaseException) -> list[tuple[str, int]]:
+def read_translated_stack(error: BaseException) -> list[tuple[str, int]]:
     """Returns the lines of the source that an exception went through in converted functions."""
     stack = getattr(getattr(error, "ag_error_metadata", None), "translated_stack", ())
     return [(frame.filename, frame.lineno) for frame in reversed(stack)]
@@ -266,7 +266,7 @@ class GraphWriter(tf.summary.SummaryWriter):
 
 
 @contextlib.contextmanager
-def summaries_of_first_replica(step: Any, replica: int | None = None) -> Iterator[None]:
+def mute_other_summaries(step: Any, replica: int | None = None) -> Iterator[None]:
     """On a replica, at a step: only the first of all writes summaries.
 
     TensorFlow's own rule knows the number before the graph runs: then the graphs of the others are
@@ -282,12 +282,12 @@ def summaries_of_first_replica(step: Any, replica: int | None = None) -> Iterato
         yield
 
 
-def max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
+def read_max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
     """Returns how many checkpoints a manager keeps; None for all."""
     return getattr(manager, "_max_to_keep", None)
 
 
-def holding(manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint) -> Within:
+def hold_objects(manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint) -> Within:
     """Lets a manager save another checkpoint than its own."""
     return _set(manager, _checkpoint=checkpoint)
 
@@ -332,25 +332,25 @@ def make_node(part: Any) -> Any:
     return part if saves else tf.__internal__.tracking.AutoTrackable()
 
 
-def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+def find_inputs(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """Returns the datasets that a dataset reads."""
     return list(dataset._inputs())
 
 
-def stages(dataset: Any) -> Iterator[Any]:
+def list_stages(dataset: Any) -> Iterator[Any]:
     """Yields a dataset and those that it reads, however far back."""
     yield dataset
-    for part in inputs_of(dataset):
-        yield from stages(part)
+    for part in find_inputs(dataset):
+        yield from list_stages(part)
 
 
 def is_tuned(dataset: tf.data.Dataset) -> bool:
     """Returns whether a pipeline leaves to tf.data's tuner how many calls a stage makes at once."""
-    numbers = [getattr(stage, "_num_parallel_calls", None) for stage in stages(dataset)]
+    numbers = [getattr(stage, "_num_parallel_calls", None) for stage in list_stages(dataset)]
     return any(n is not None and tf.get_static_value(n) == tf.data.AUTOTUNE for n in numbers)
 
 
-def cpu_devices_of_worker(count: int) -> Within:
+def list_cpu_devices(count: int) -> Within:
     """Lets MultiWorkerMirroredStrategy have ``count`` replicas on a CPU, instead of one."""
 
     def local_devices(_: Any, resolver: Any, worker: str) -> tuple[tuple[str, ...], str]:

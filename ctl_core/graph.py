@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.compat import GraphWriter, with_called
+from ctl_core.compat import GraphWriter, add_called_ops
 from ctl_core.hooks.recording import read_flags
 from ctl_core.input.stream import Input
-from ctl_core.model.failures import numerics_checked
+from ctl_core.model.failures import check_numerics
 from ctl_core.model.parts import Parts
 from ctl_core.model.state import State
 from ctl_core.numerics.reduction import PIECES, join_for_host
@@ -79,10 +79,10 @@ class StepFunctions:
         """The state of frozen layers as a number."""
         return hash(self._frozen)
 
-    def operations(self) -> Iterator[Any]:
+    def list_operations(self) -> Iterator[Any]:
         """Yields the ops of all that was traced, each before those of the functions it calls."""
         graphs = [function.graph for function in self._graphs.values()]
-        return with_called(itertools.chain(*(graph.get_operations() for graph in graphs)))
+        return add_called_ops(itertools.chain(*(graph.get_operations() for graph in graphs)))
 
     def take_steps(self, steps: int, fetches: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Takes so many steps; returns the values of the last one that are asked for.
@@ -110,7 +110,7 @@ class StepFunctions:
         is_loop = fetches <= self._of_loop
         key = (self._frozen, self._of_loop if is_loop else fetches)
         if key not in self._graphs:
-            with numerics_checked(self._state.config.detect_anomaly):
+            with check_numerics(self._state.config.detect_anomaly):
                 function = self._define_loop() if is_loop else self._define_step(fetches)
                 self._graphs[key] = function.get_concrete_function()
         return self._graphs[key]

@@ -19,21 +19,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import create_state, process_state
+from ctl_core.build import create_state, prepare_process
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.checkpoint.record import Source
 from ctl_core.cluster.task import Task
-from ctl_core.compat import layers_run, scratch_graph
+from ctl_core.compat import make_scratch_graph, run_layers
 from ctl_core.hooks.callbacks_file import find_callbacks, load_callbacks
 from ctl_core.hooks.recording import find_tables
-from ctl_core.input.batches import count_rows, make_placeholders, with_rows
+from ctl_core.input.batches import count_rows, make_placeholders, set_rows
 from ctl_core.model.forward import call_made, call_model
 from ctl_core.model.state import State
-from ctl_core.numerics.randomness import seeds_kept
-from ctl_core.numerics.variables import to_float32
+from ctl_core.numerics.randomness import keep_seeds
+from ctl_core.numerics.variables import cast_to_float32
 from ctl_core.run.console import Console
-from ctl_core.run.errors import SetupError, brief
+from ctl_core.run.errors import SetupError, condense
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import load_config
 
@@ -83,9 +83,9 @@ class LoadedModel:
                 keras.tree.map_structure_up_to(spec, _convert_to_tensor, spec, inputs)
             )
         except (TypeError, ValueError) as error:
-            parts = input_names(spec).items()
+            parts = list_input_names(spec).items()
             expected = ", ".join(f"{name} {part.dtype.name} {part.shape}" for name, part in parts)
-            raise SetupError(f"input: expected {expected}: {brief(error)}") from error
+            raise SetupError(f"input: expected {expected}: {condense(error)}") from error
 
 
 def _convert_to_tensor(spec: Any, value: Any) -> Any:
@@ -98,7 +98,7 @@ def _convert_to_tensor(spec: Any, value: Any) -> Any:
     return tensor
 
 
-def input_names(spec: Any) -> dict[str, Any]:
+def list_input_names(spec: Any) -> dict[str, Any]:
     """Returns the parts of a model's input by their names in files and in signatures.
 
     A part of a dict has its key, one within that ``key/inner``, the first of a tuple ``input_0``;
@@ -116,8 +116,8 @@ def _name_parts(structure: Any, alone: str, numbered: str) -> dict[str, Any]:
 
 
 def pack_inputs(spec: Any, values: Mapping[str, Any]) -> Any:
-    """Returns values by the names of ``input_names`` in the structure of a specification."""
-    return keras.tree.pack_sequence_as(spec, [values[name] for name in input_names(spec)])
+    """Returns values by the names of ``list_input_names`` in the structure of a specification."""
+    return keras.tree.pack_sequence_as(spec, [values[name] for name in list_input_names(spec)])
 
 
 def name_outputs(output: Any) -> dict[str, tf.Tensor]:
@@ -151,37 +151,37 @@ def create_inference(state: State) -> LoadedModel:
     hooks, recording = state.hooks, state.recording
     step = tf.constant(state.step, tf.int64)  # an export has no variable for it
     parts = dataclasses.replace(state.parts, step=step)
-    hook, model = parts.model_for(training=False)
+    hook, model = parts.choose_model(training=False)
     if hooks.create_inference_model is not None:
         hook = hooks.create_inference_model
-        with state.strategy.scope(), recording.during("create_inference_model"):
+        with state.strategy.scope(), recording.record_as("create_inference_model"):
             model = hook(model=model, train_model=parts.train_model)
     signature = getattr(hooks.serve and hooks.serve.function, "input_signature", None)
 
     def serve(inputs: Any) -> Any:
         assert hooks.serve is not None
-        return hooks.serve.in_graph(inputs=inputs)
+        return hooks.serve.trace(inputs=inputs)
 
     def read_batch(batch: Any) -> Any:
         if hooks.serve is None or signature:
-            return hooks.input_pre.in_graph(batch=batch, training=False, **parts.values())
+            return hooks.input_pre.trace(batch=batch, training=False, **parts.values())
         return serve(batch[0] if isinstance(batch, tuple) else batch)
 
     def run(make_input: Callable[[Any], Any], given: Any) -> Any:
-        with layers_run(training=False):
+        with run_layers(training=False):
             made = make_input(given)
-            return to_float32(call_made(hook, call_model, model, made, False))
+            return cast_to_float32(call_made(hook, call_model, model, made, False))
 
     run_batch, before = functools.partial(run, read_batch), set(recording.variables)
     answer: Callable[[Any], Any] = functools.partial(run, serve)
-    with recording.during("create_inference_model"):
+    with recording.record_as("create_inference_model"):
         if signature:
             part = signature[0]
         else:
             sets = list(state.evaluation.sets.values()) if state.evaluation is not None else []
             element = sets[0].spec if sets else state.data.share_spec
-            part, answer = cut_to_used_part(run_batch, tf.nest.map_structure(with_rows, element))
-        spec = tf.nest.map_structure(with_rows, part)
+            part, answer = cut_to_used_part(run_batch, tf.nest.map_structure(set_rows, element))
+        spec = tf.nest.map_structure(set_rows, part)
         function = tf.function(answer, autograph=False, input_signature=[spec])
         traced = function.get_concrete_function()
     if late := [name for name in recording.variables if name not in before]:
@@ -212,7 +212,7 @@ def cut_to_used_part(
     Returns:
         The specification of the part; and a function of it that gives the same output.
     """
-    with scratch_graph("serving").as_default():
+    with make_scratch_graph("serving").as_default():
         batch = make_placeholders(element)
         outputs = tf.nest.flatten(function(batch), expand_composites=True)
     needed: set[str] = set()
@@ -266,7 +266,7 @@ def open_run(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Conso
     # Nobody need count the training data.
     config = dataclasses.replace(config, steps=None, epochs=None, ckpt_every=0, eval_every=0)
     run, console = Run(config, Task(), reading=True), Console()
-    with open_session(run, console), process_state(config):
+    with open_session(run, console), prepare_process(config):
         yield create_state(callbacks, config, run, console), run, console
 
 
@@ -303,7 +303,7 @@ def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = No
     """
     folder = Path(os.path.abspath(run))
     config = load_config(folder / "config.yaml")
-    with seeds_kept():
+    with keep_seeds():
         if callbacks is None:
             name, project = config.callbacks, _find_project(folder, config.runs_dir)
             source = find_callbacks(name, folder, name, training=False, project=project)
@@ -329,15 +329,15 @@ def save_model(model: LoadedModel, folder: Path) -> None:
     """Writes a SavedModel that serves without this engine or the hooks.
 
     The function ``serve`` takes what a client sends in its structure; the signature
-    ``serving_default`` takes it by the names of ``input_names`` and returns the output by those
-    that ``predict`` writes.
+    ``serving_default`` takes it by name, and returns the output by the names that ``predict``
+    writes.
 
     Raises:
         AssertionError: the model uses something that cannot be saved.
         OSError, tf.errors.OpError: it cannot be written.
     """
-    names = input_names(model.input_spec)
-    spec = {name: with_rows(part, name=name) for name, part in names.items()}
+    names = list_input_names(model.input_spec)
+    spec = {name: set_rows(part, name=name) for name, part in names.items()}
 
     @tf.function(autograph=False, input_signature=[spec])
     def by_name(inputs: dict[str, Any]) -> dict[str, Any]:

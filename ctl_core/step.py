@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import counting_rows, replica_id
+from ctl_core.cluster.collectives import replica_id, weigh_by_rows
 from ctl_core.compat import (
     GraphWriter,
-    drawing_from,
-    global_seed_generator,
-    gradients_are_summed,
-    optimizers_refused,
-    summaries_of_first_replica,
+    draw_from,
+    get_seed_generator,
+    mute_other_summaries,
+    refuse_optimizers,
+    skip_reduction,
 )
 from ctl_core.model.forward import (
     call_made,
@@ -30,7 +30,7 @@ from ctl_core.model.forward import (
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.not_finite import are_finite, note_update
 from ctl_core.numerics.reduction import PIECES, accumulate, join, multiply, sum_over_replicas
-from ctl_core.numerics.variables import plain_variable
+from ctl_core.numerics.variables import unwrap
 
 _ONCE_IN_MICRO_BATCH = (
     "grad_pre: applies an optimizer by itself, which with accumulate_steps would be once for each "
@@ -88,7 +88,7 @@ def make_gradients(
     hook = parts.hooks.update_pre
     summed = sum_contributions(parts, contributed, asks_for_loss or "loss" in hook.arguments)
     counts = parts.shape.count_rows_of(replica_id(), examples)
-    with counting_rows(*counts):
+    with weigh_by_rows(*counts):
         updates, displays = change_gradients(parts, contributed, summed, trained)
     # The default turns NaN into 0; with a loss scale, such an update is skipped.
     counts_nans = hook.is_default and parts.loss_scale is None
@@ -136,8 +136,8 @@ def change_gradients(
         values = {**pieces, **parts.values(), "objective": name or None}
         values |= {"gradients": gradients, "all_gradients": summed["gradients"]}
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
-        with gradients_are_summed():
-            update, displays[name] = hook.in_graph(**values)
+        with skip_reduction():
+            update, displays[name] = hook.trace(**values)
         shapes = [tf.TensorShape(getattr(gradient, "shape", None)) for gradient in update]
         own = [tf.TensorShape(variable.shape) for variable in trained[name]]
         if len(shapes) != len(own) or not all(map(tf.TensorShape.is_compatible_with, shapes, own)):
@@ -156,7 +156,7 @@ def apply_gradients(
     for name, gradients in updates.items():
         if pairs := list(zip(gradients, trained[name], strict=True)):
             apply = parts.optimizers[name].apply_gradients
-            with gradients_are_summed():
+            with skip_reduction():
                 call_made(parts.hooks.create_opt, apply, pairs)
 
 
@@ -193,7 +193,7 @@ def train_step(
     if parts.hooks.turns:
         batch = deal(0)
         deal = lambda _: batch  # noqa: E731
-    results = [make_update(turn, deal, examples, fetches) for turn in parts.in_turns(step)]
+    results = [make_update(turn, deal, examples, fetches) for turn in parts.list_turns(step)]
     by_objective: dict[str, Any] = {
         field: {name: value for one in results for name, value in getattr(one, field).items()}
         for field in ("loss", "gradients", "update_gradients", "display_gradients")
@@ -209,18 +209,18 @@ def make_update(
     steps, strategy, scale = parts.shape.accumulate_steps, parts.strategy, parts.loss_scale
     kept = frozenset({*PIECES} & {*fetches, *parts.hooks.update_pre.arguments})
     trained: dict[str, list[Any]] = {}
-    generator = global_seed_generator()  # which replicas are traced without, each in a thread
+    generator = get_seed_generator()  # which replicas are traced without, each in a thread
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
         def on_replica(*args: Any) -> Any:
-            with drawing_from(generator), summaries_of_first_replica(parts.step):
+            with draw_from(generator), mute_other_summaries(parts.step):
                 return function(*args)
 
         with tf.name_scope(""):  # a summary's name begins with it; a loop's would be part of that
             return strategy.run(on_replica, args)
 
     def contribute(share: Any) -> Any:
-        once = optimizers_refused(_ONCE_IN_MICRO_BATCH) if steps > 1 else contextlib.nullcontext()
+        once = refuse_optimizers(_ONCE_IN_MICRO_BATCH) if steps > 1 else contextlib.nullcontext()
         with once:
             found, variables = forward_backward(parts, examples, kept, share)
         trained.update(variables)
@@ -265,7 +265,7 @@ def finish_update(parts: Parts, trained: dict[str, list[Any]]) -> None:
     No value passes between replicas: all compute the same from the same variables.
     """
     hook = parts.hooks.update_post
-    average = parts.update_average if parts.ends_step else None
+    average = parts.update_average if parts.is_end_of_step else None
     some = [variable for several in trained.values() for variable in several]
     if (hook is None and average is None) or not some:
         return
@@ -273,10 +273,10 @@ def finish_update(parts: Parts, trained: dict[str, list[Any]]) -> None:
 
     def on_device(_: Any) -> None:
         # A summary's name begins with the scope.
-        with tf.name_scope(""), summaries_of_first_replica(parts.step, next(devices)):
+        with tf.name_scope(""), mute_other_summaries(parts.step, next(devices)):
             if hook is not None:
-                hook.in_graph(optimizer=parts.optimizer, **parts.values())
+                hook.trace(optimizer=parts.optimizer, **parts.values())
         if average is not None:
             average()
 
-    parts.strategy.extended.update(plain_variable(some[0]), on_device, group=False)
+    parts.strategy.extended.update(unwrap(some[0]), on_device, group=False)

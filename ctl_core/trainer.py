@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ctl_core.checkpoint.checkpoints import Checkpoints
-from ctl_core.checkpoint.record import best_step
+from ctl_core.checkpoint.record import find_best_step
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.evaluation.evaluate import read_criteria
@@ -24,7 +24,7 @@ from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.failures import attribute_errors
 from ctl_core.model.metrics import read_results
-from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Schedule, in_steps
+from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Schedule, convert_to_steps
 from ctl_core.model.state import (
     Clock,
     State,
@@ -36,7 +36,7 @@ from ctl_core.model.state import (
     warn_of_noted,
 )
 from ctl_core.numerics.not_finite import Noted
-from ctl_core.numerics.randomness import random_ops
+from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, RunError, SetupError, StopTraining
 
@@ -59,7 +59,7 @@ class Trainer:
         self.state = state
         self.start = 0
         self.checkpoints = Checkpoints(state, console)
-        self.functions = StepFunctions(state, run.summaries.graph_writer("train"))
+        self.functions = StepFunctions(state, run.summaries.make_graph_writer("train"))
         self._run = run
         self._console = console
         self._signals, self._signal = signals, 0  # that ends training, on every process
@@ -84,7 +84,7 @@ class Trainer:
         progress = state.progress
         self.start, last = state.step, config.steps
         if config.epochs is not None:
-            last = in_steps(state, "epochs", f"{config.epochs}epochs")
+            last = convert_to_steps(state, "epochs", f"{config.epochs}epochs")
             self._console.say(f"an epoch has {state.data.steps_per_epoch} steps.")
         assert last is not None
         if progress.ended is not None:
@@ -122,16 +122,16 @@ class Trainer:
         elif self.start == 0:
             console.say(f"the model has {count_parameters(state)}.")
         state.clock = Clock()
-        console.start(self.start, schedule.last, state.clock.training)
+        console.start(self.start, schedule.last, state.clock.measure_training)
         try:
             self._loop()
         except Exception:
-            self.at_end("failed")
+            self.run_at_end("failed")
             raise
         else:
             ending = "stopped" if state.stopped_by else "ended" if state.ended else "done"
             if going_on:
-                self.at_end(ending)
+                self.run_at_end(ending)
         finally:
             self.checkpoints.close()
             self._profile.end()
@@ -147,7 +147,7 @@ class Trainer:
         while True:
             self._sync_status(step, ended)
             if step == stop:
-                self._profile.at(step)
+                self._profile.follow(step)
                 if step > self.start:
                     self._log(step)
                 self._evaluate(step)
@@ -155,22 +155,22 @@ class Trainer:
                 self._save(step)
             if step >= schedule.last or self._signal:
                 break
-            before, stop = step, schedule.next_stop(step)
+            before, stop = step, schedule.find_next_stop(step)
             step = min(stop, before + self._steps_per_call.limit)
             fetches = schedule.find_fetches(stop) if step == stop else frozenset()
             with (
                 attribute_errors(state, self.functions, before),
-                self._steps_per_call.timed(step - before) as steps,
+                self._steps_per_call.measure(step - before) as steps,
             ):
                 values = self.functions.take_steps(steps, fetches)
             self._run.steps_taken = step - self.start
             state.progress.examples += state.data.count_new_examples(steps)
-            for passed, hook in schedule.deferred(range(before + 1, step + (step != stop))):
+            for passed, hook in schedule.find_deferred(range(before + 1, step + (step != stop))):
                 chief = state.cluster.task.chief
                 hook(step=passed, dev=self.functions.devices, chief=chief)
             if step == stop:
-                ended = self._run_hooks(step, schedule.due(step), values)
-        with state.clock.paused():
+                ended = self._run_hooks(step, schedule.find_due(step), values)
+        with state.clock.pause():
             self.checkpoints.save()
             self.checkpoints.wait()
         self.checkpoints.statistics.average()
@@ -192,7 +192,7 @@ class Trainer:
             **values,
             "step": step,
         }
-        with self._run.summaries.writer("train").as_default(step=step):
+        with self._run.summaries.open_writer("train").as_default(step=step):
             try:
                 for hook in due:
                     with state.recording.watch(str(hook)):
@@ -250,15 +250,15 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         """Evaluates, if that is due and not done; what its values decide is decided here."""
         state, progress, average = self.state, self.state.progress, self.state.average
-        due = self._schedule.evaluation_due(step) and progress.evaluated != step
+        due = self._schedule.is_evaluation_due(step) and progress.evaluated != step
         if not due or state.evaluation is None:
             return
         # Hooks after it see the weights that the metrics are of.
-        with average.in_place_of_weights() if average else nullcontext():
+        with average.replace_weights() if average else nullcontext():
             with (
                 attribute_errors(state, self.functions, step),
-                state.clock.paused(),
-                self.checkpoints.statistics.averaged(),
+                state.clock.pause(),
+                self.checkpoints.statistics.hold_averages(),
             ):
                 values = state.evaluation.evaluate(self._sync)
             if values is None:
@@ -268,7 +268,7 @@ class Trainer:
             why = None
             for criterion in self._criteria:
                 why = criterion.judge(step, values, progress.best) or why
-            self.checkpoints.save_requested |= best_step(progress.best) == step
+            self.checkpoints.save_requested |= find_best_step(progress.best) == step
             if why and step < self._schedule.last:
                 self._console.say(f"step {step}: training ends. {why}")
             ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
@@ -279,8 +279,8 @@ class Trainer:
 
         A run that ends within one keeps what it has, for when it goes on.
         """
-        metrics = self.state.parts.logged()
-        is_due, is_whole = self._schedule.log_due(step)
+        metrics = self.state.parts.list_logged()
+        is_due, is_whole = self._schedule.find_log_due(step)
         if is_due:
             self._console.values(step, "train", read_results(metrics))
         for metric in metrics.values() if is_whole else ():
@@ -289,10 +289,10 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
         self.checkpoints.tell_saved()
-        if self._schedule.save_due(step) or self.checkpoints.save_requested:
-            with self.state.clock.paused():
+        if self._schedule.is_save_due(step) or self.checkpoints.save_requested:
+            with self.state.clock.pause():
                 self.checkpoints.save()
-            self._schedule.saved()
+            self._schedule.note_saved()
 
     def _check_step(self) -> None:
         """Traces the graphs that training begins with, so that their hooks are checked before.
@@ -307,7 +307,7 @@ class Trainer:
                 state.evaluation.trace()
         except HookFailed as error:
             raise SetupError(str(error)) from error.__cause__
-        if found := random_ops(graph):
+        if found := find_random_ops(graph):
             self._console.warn(
                 f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
                 "checkpoint can hold: a resumed run will draw others. Use a "
@@ -315,7 +315,7 @@ class Trainer:
             )
         self.checkpoints.check_written(graph)
 
-    def at_end(self, reason: str) -> None:
+    def run_at_end(self, reason: str) -> None:
         """Runs the hooks ``at_end``; where training has failed, what they raise is a warning."""
         values = {"reason": reason, "metrics": dict(self.state.metrics)}
         try:

@@ -36,16 +36,16 @@ from ctl_core.checkpoint.record import (
     read_record,
 )
 from ctl_core.checkpoint.vocabularies import Vocabularies
-from ctl_core.checkpoint.writer import Divergence, Writer, all_write
-from ctl_core.compat import max_to_keep, with_called, written_resources
+from ctl_core.checkpoint.writer import Divergence, Writer, write_together
+from ctl_core.compat import add_called_ops, find_written_resources, read_max_to_keep
 from ctl_core.hooks.recording import find_tables, list_freezable, read_flags, set_flags
 from ctl_core.model.state import Progress, State
 from ctl_core.numerics.randomness import fold_in_replica_id
 from ctl_core.numerics.replicas import MovingStatistics, ReplicaCopies
-from ctl_core.numerics.variables import is_summed, plain_variable
+from ctl_core.numerics.variables import is_summed, unwrap
 from ctl_core.run.console import Console
-from ctl_core.run.errors import RunError, SetupError, brief
-from ctl_core.run.files import from_here
+from ctl_core.run.errors import RunError, SetupError, condense
+from ctl_core.run.files import relative_path
 
 _WRITING_TABLES = {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2"}
 # The hooks whose variables a resumed run cannot do without; others may change between two starts.
@@ -82,7 +82,10 @@ class Checkpoints:
             read=functools.partial(self._go_back, ckpt.read),
         )
         self.manager = Facade(
-            manager, save=self._request, restore=self._restore, max_to_keep=max_to_keep(manager)
+            manager,
+            save=self._request,
+            restore=self._restore,
+            max_to_keep=read_max_to_keep(manager),
         )
         self.saved_step, self.save_requested = -1, False
         self._state, self._console, self._cluster = state, console, state.cluster
@@ -90,10 +93,10 @@ class Checkpoints:
         if Path(manager.directory) != self._folder:
             raise state.hooks.create_ckpt.reject("returned a manager that does not use ckpt_path.")
         variables = recording.variables
-        held = map(plain_variable, tf.train.TrackableView(ckpt).descendants())
+        held = map(unwrap, tf.train.TrackableView(ckpt).descendants())
         self._held = [part for part in held if isinstance(part, tf.Variable)]
         # What an evaluation sums up begins anew each time.
-        passing = state.evaluation.passing_variables() if state.evaluation is not None else []
+        passing = state.evaluation.list_passing_variables() if state.evaluation is not None else []
         left_out = {id(variable) for variable in (*self._held, *passing)}
         self._created = {n: v for n, v in variables.items() if id(v) not in left_out}
         self._engine_part = tf.train.Checkpoint(created=self._created)
@@ -116,9 +119,9 @@ class Checkpoints:
         of_units = getattr(self._state.data.iterator, "variables", ())
         own = [v for v in (*recorded.values(), *self._held, *of_units) if id(v) not in shared]
         handles = {id(part.handle) for variable in own for part in local(variable)}
-        written = set(map(id, written_resources(graph))) - handles
+        written = set(map(id, find_written_resources(graph))) - handles
         unsaved = [v.name.split(":")[0] for v in graph.variables if id(v.handle) in written]
-        if any(op.type in _WRITING_TABLES for op in with_called(graph.get_operations())):
+        if any(op.type in _WRITING_TABLES for op in add_called_ops(graph.get_operations())):
             named = set(map(id, tf.train.TrackableView(self._state.ckpt).descendants()))
             tables = [table for table in find_tables(graph) if hasattr(table, "insert")]
             unsaved += ["a lookup table" for table in tables if id(table) not in named]
@@ -172,10 +175,10 @@ class Checkpoints:
                 "create_model, or keep numbers in state."
             )
         scale = self._state.parts.loss_scale
-        if scale is not None and (complaint := scale.complaint()):
+        if scale is not None and (complaint := scale.describe_trouble()):
             self._console.warn(complaint)
         self.wait()
-        with self.statistics.averaged():
+        with self.statistics.hold_averages():
             self._divergence.check(step)
             self._save(step)
         self.saved_step = step
@@ -193,7 +196,7 @@ class Checkpoints:
             progress=dataclasses.asdict(state.progress),  # copies: hooks go on meanwhile
             learnt=self._vocabularies.learnt,
         )
-        with all_write(state, step):
+        with write_together(state, step):
             engine.mkdir(parents=True, exist_ok=True)
             # While its parts are replaced, it must not count.
             (engine / f"ckpt-{step}.json").unlink(missing_ok=True)
@@ -201,7 +204,7 @@ class Checkpoints:
                 self._position.save(record, engine / f"input-{step}")
             if own := self.statistics.own:
                 own.write(str(self._own_part(self._folder, step)))
-        with all_write(state, step):
+        with write_together(state, step):
             self._writer.write(record)
 
     def _own_part(self, folder: Path, step: int) -> Path:
@@ -210,7 +213,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until what is written is on the disk; raises a RunError if it cannot be."""
-        with all_write(self._state, self.saved_step):
+        with write_together(self._state, self.saved_step):
             self._writer.wait()
 
     def close(self) -> None:
@@ -242,16 +245,16 @@ class Checkpoints:
         steps = source.find_steps() if source else []
         if not self._cluster.has_same(repr(steps).encode()):
             raise SetupError(
-                f"runs_dir: {from_here(self._folder)} has other checkpoints on another process of "
-                "the cluster; all of them need one folder, on a file system that they share."
+                f"runs_dir: {relative_path(self._folder)} has other checkpoints on another process "
+                "of the cluster; all of them need one folder, on a file system that they share."
             )
         tried = (self._restore_one(folder, step, with_input) for step in steps)
         record = next(filter(None, tried), None)
         has_lost = any(folder.glob("*.index")) and not (folder / "engine").is_dir()
         if record is None and (steps or has_lost):
             raise SetupError(
-                f"{from_here(folder)}: there are checkpoints, but none of them is whole; to start "
-                "over, choose another run_name or remove the folder."
+                f"{relative_path(folder)}: there are checkpoints, but none of them is whole; to "
+                "start over, choose another run_name or remove the folder."
             )
         if with_input:
             generators, task = self._state.recording.generators, self._cluster.task
@@ -259,7 +262,9 @@ class Checkpoints:
         if with_input and record is not None:
             self._restore_own(folder, record)
             if folder != self._folder:
-                self._console.say(f"fork: goes on from {from_here(folder)}, step {record.step}.")
+                self._console.say(
+                    f"fork: goes on from {relative_path(folder)}, step {record.step}."
+                )
             if task.chief:  # a process was killed before it could
                 keep_best(self._folder, record, folder)
         return record
@@ -270,8 +275,8 @@ class Checkpoints:
         try:
             record = self._read(folder, step)
         except UNREADABLE as error:
-            why = brief(error, 160).removeprefix("Damaged: ")
-        if not self._cluster.all(record is not None) or record is None:
+            why = condense(error, 160).removeprefix("Damaged: ")
+        if not self._cluster.agree(record is not None) or record is None:
             self._console.warn(
                 f"the checkpoint of step {step} is damaged ({why}); using the one before."
             )
@@ -303,8 +308,8 @@ class Checkpoints:
             self._engine_part.read(str(folder / "engine" / f"ckpt-{step}")).expect_partial()
         except (ValueError, AssertionError) as error:
             raise SetupError(
-                f"the checkpoint {from_here(user_part)} does not fit the model any more: "
-                f"{brief(error)} Undo the change, or choose another run_name."
+                f"the checkpoint {relative_path(user_part)} does not fit the model any more: "
+                f"{condense(error)} Undo the change, or choose another run_name."
             ) from error
         if self._state.step != step:
             raise Damaged(f"its files are of step {self._state.step}")

@@ -25,7 +25,7 @@ from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.run.console import LOG, Console, activate
 from ctl_core.run.errors import CtlError, SetupError
-from ctl_core.run.files import free_name, from_here, is_stdout, lock_file
+from ctl_core.run.files import choose_run_name, is_stdout, lock_file, relative_path
 from ctl_core.run.listeners import Listener, Listeners, MetricsFile, TrainingLog
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import write_config
@@ -64,7 +64,7 @@ class Run:
         Raises:
             SetupError: it cannot begin as the settings say, or another process is training it.
         """
-        name = config.run_name or free_name(Path(config.runs_dir))
+        name = config.run_name or choose_run_name(Path(config.runs_dir))
         self.path = Path(config.runs_dir).absolute() / name  # also after a hook's os.chdir
         self.ckpt, self.config_file = self.path / "ckpt", self.path / "config.yaml"
         self.task = task
@@ -97,7 +97,7 @@ class Run:
     @property
     def shown(self) -> str:
         """The folder as messages show it: runs/NAME where it lies below the current folder."""
-        return from_here(self.path)
+        return relative_path(self.path)
 
     def open(self, config: Config, step: int, source: bytes | None, devices: Sequence[str]) -> None:
         """Writes config.yaml, and what the run was made with; the listeners begin to hear.

@@ -10,11 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.checkpoint.record import Record
-from ctl_core.compat import GraphCheckpoint, inputs_of, stages
+from ctl_core.compat import GraphCheckpoint, find_inputs, list_stages
 from ctl_core.model.state import State
-from ctl_core.numerics.randomness import random_ops
+from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
-from ctl_core.run.errors import brief
+from ctl_core.run.errors import condense
 
 # What reading a file that is cut short, altered or gone raises.
 UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
@@ -65,9 +65,9 @@ class InputPosition:
                 record.reader, record.input_saved = data.reader.write_position(), True
             elif why is None:
                 self._part.write(str(prefix))
-                record.input_saved = holds_draws(prefix, data.dataset)
+                record.input_saved = has_draws(prefix, data.dataset)
         except (ValueError, tf.errors.FailedPreconditionError) as error:
-            why = brief(error, 120)
+            why = condense(error, 120)
         if why is not None:
             self._console.warn(
                 f"the position in the training data cannot be saved exactly ({why}); a resumed "
@@ -86,7 +86,7 @@ class InputPosition:
                 self._part.read(str(prefix))
         except UNREADABLE:
             why = "the saved position does not fit the data any more, or its file is damaged"
-        if self._state.cluster.all(why is None):
+        if self._state.cluster.agree(why is None):
             return
         self._console.warn(
             f"the position in the training data is reached by reading and dropping {examples} "
@@ -114,18 +114,20 @@ def find_outside_state(dataset: tf.data.Dataset) -> str | None:
     TensorFlow refuses to save such a stage, but only while it is at work; and waits for ever where
     it restores a mixture (``sample_from_datasets``) of which a dataset has ended.
     """
-    for stage in stages(dataset):
+    for stage in list_stages(dataset):
         if getattr(stage, "_stop_on_empty_dataset", True) is False:
-            ends = [part.cardinality() != tf.data.INFINITE_CARDINALITY for part in inputs_of(stage)]
+            ends = [
+                part.cardinality() != tf.data.INFINITE_CARDINALITY for part in find_inputs(stage)
+            ]
             if any(ends[1:]):  # after what chooses among them
                 return "it mixes datasets that end; repeat each, or give stop_on_empty_dataset=True"
         for function in stage._functions():
-            if found := random_ops(function.function.graph, _STATEFUL):
+            if found := find_random_ops(function.function.graph, _STATEFUL):
                 return f"it runs {', '.join(found)}, which has a state of its own"
     return None
 
 
-def holds_draws(prefix: Path, dataset: tf.data.Dataset) -> bool:
+def has_draws(prefix: Path, dataset: tf.data.Dataset) -> bool:
     """Returns whether a saved position holds the state of each stage that draws random numbers.
 
     TensorFlow leaves out one that has been read to its end while a stage behind it, such as
@@ -135,7 +137,7 @@ def holds_draws(prefix: Path, dataset: tf.data.Dataset) -> bool:
     """
 
     def count(stage: Any) -> int:
-        draws = sum(map(count, inputs_of(stage)))
+        draws = sum(map(count, find_inputs(stage)))
         if type(stage).__name__ == "CacheDataset":
             return min(draws, 1) if stage._filename == "" else 0
         return draws + (type(stage).__name__ in _DRAWING)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ctl_core import __version__
 from ctl_core.run.errors import SetupError
-from ctl_core.run.files import from_here, written_whole
+from ctl_core.run.files import atomic_write, relative_path
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import read_file
 
@@ -59,9 +59,6 @@ class Record:
     engine: str = __version__
 
 
-# ---- Which checkpoint is meant -------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A run, and which of its checkpoints: the ``wanted`` step, ``best``, or None for the newest.
@@ -80,10 +77,10 @@ class Source:
 
     def find_steps(self) -> list[int]:
         """Returns the steps that will do, the newest first; a SetupError if there is none."""
-        steps = saved_steps(self.folder)
+        steps = list_saved_steps(self.folder)
         found = [step for step in steps if self.wanted in (None, "best", step)]
         if not found:
-            name = from_here(self.run) + (f"@{self.wanted}" if self.wanted else "")
+            name = relative_path(self.run) + (f"@{self.wanted}" if self.wanted else "")
             raise SetupError(f"{self.setting}: no checkpoint {name} is there, only {steps[:10]}.")
         return found
 
@@ -118,10 +115,10 @@ def find_start(config: Config) -> Source | None:
     """
     if config.run_name is not None:
         run = Path(config.runs_dir, config.run_name).absolute()
-        if saved_steps(run / "ckpt"):
+        if list_saved_steps(run / "ckpt"):
             if config.fork not in (None, read_file(run / "config.yaml").values.get("fork")):
                 raise SetupError(
-                    f"fork: {from_here(run)} has checkpoints, and did not begin from "
+                    f"fork: {relative_path(run)} has checkpoints, and did not begin from "
                     f"{config.fork}; choose another run_name."
                 )
             return Source("run_name", run)
@@ -130,10 +127,7 @@ def find_start(config: Config) -> Source | None:
     return read_source("fork", config.fork, config.runs_dir) if config.fork else None
 
 
-# ---- Records -------------------------------------------------------------------------------------
-
-
-def saved_steps(folder: Path) -> list[int]:
+def list_saved_steps(folder: Path) -> list[int]:
     """Returns the steps of which a folder of checkpoints has records, newest first."""
     numbers = (_number_of(path) for path in folder.glob("engine/ckpt-*.json"))
     return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
@@ -158,7 +152,7 @@ def write_record(folder: Path, record: Record) -> None:
     engine, step = folder / "engine", record.step
     path = engine / f"ckpt-{step}.json"
     _sync(*_files_of(folder, step), folder / "checkpoint", engine, folder)
-    with written_whole(path) as beside:
+    with atomic_write(path) as beside:
         beside.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
     _sync(path, engine)
 
@@ -181,9 +175,9 @@ def read_record(folder: Path, step: int) -> Record:
         content = json.loads((folder / "engine" / f"ckpt-{step}.json").read_text(encoding="utf-8"))
         if content.get("format") != FORMAT:
             raise SetupError(
-                f"{from_here(folder)}: its checkpoints are of ctl_core "
+                f"{relative_path(folder)}: its checkpoints are of ctl_core "
                 f"{content.get('engine', '0.3')}, and {__version__} cannot go on from them; begin "
-                f"another run with their weights: --init-from {from_here(folder.parent)}."
+                f"another run with their weights: --init-from {relative_path(folder.parent)}."
             )
         record = Record(**content)
     except (OSError, ValueError, TypeError) as error:
@@ -195,13 +189,10 @@ def read_record(folder: Path, step: int) -> Record:
 
 def read_first_batch_size(folder: Path) -> int | None:
     """Returns the ``per_replica_batch_size`` of a run's first start; None if there is none."""
-    for step in saved_steps(folder):
+    for step in list_saved_steps(folder):
         with contextlib.suppress(Damaged):
             return read_record(folder, step).input["per_replica_batch_size"]  # type: ignore[no-any-return]
     return None
-
-
-# ---- Files ---------------------------------------------------------------------------------------
 
 
 def _files_of(folder: Path, step: int) -> list[Path]:
@@ -213,13 +204,13 @@ def _files_of(folder: Path, step: int) -> list[Path]:
 def remove_orphans(folder: Path) -> None:
     """Removes the engine's files of checkpoints whose user's part the manager has deleted."""
     kept = {_number_of(path) for path in folder.glob("*.index")}
-    for step in saved_steps(folder):
+    for step in list_saved_steps(folder):
         if str(step) not in kept:
             for path in reversed(_files_of(folder, step)):
                 path.unlink(missing_ok=True)
 
 
-def best_step(best: dict[str, list[float]]) -> int:
+def find_best_step(best: dict[str, list[float]]) -> int:
     """Returns the step of the checkpoint that ``keep_best`` keeps, or -1; see ``Criterion``."""
     steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
     return max(steps, default=-1)
@@ -230,10 +221,10 @@ def keep_best(folder: Path, record: Record, source: Path | None = None) -> None:
 
     The newest one, and with it the best, may lie in the folder of another run.
     """
-    step, best, source = best_step(record.progress["best"]), folder / "best", source or folder
+    step, best, source = find_best_step(record.progress["best"]), folder / "best", source or folder
     for place in (source, source / "best"):
-        if step in saved_steps(place) and step not in saved_steps(best):
-            with written_whole(best) as beside:
+        if step in list_saved_steps(place) and step not in list_saved_steps(best):
+            with atomic_write(best) as beside:
                 _copy(place, step, beside)
 
 

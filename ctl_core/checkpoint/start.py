@@ -12,10 +12,10 @@ from ctl_core.checkpoint.position import UNREADABLE
 from ctl_core.checkpoint.record import find_user_part, is_model, read_source
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import ReplicaCopies
-from ctl_core.numerics.variables import variable_name
+from ctl_core.numerics.variables import name_variable
 from ctl_core.run.console import Console
-from ctl_core.run.errors import SetupError, brief
-from ctl_core.run.files import from_here
+from ctl_core.run.errors import SetupError, condense
+from ctl_core.run.files import relative_path
 
 
 def load_initial_weights(state: State, console: Console) -> None:
@@ -37,7 +37,7 @@ def load_initial_weights(state: State, console: Console) -> None:
 
 def _load_model(state: State, path: Path) -> str:
     """Reads a ``.keras`` or ``.weights.h5`` file, or a SavedModel; returns what it is called."""
-    model, hook, what = state.train_model, state.hooks.create_model, from_here(path)
+    model, hook, what = state.train_model, state.hooks.create_model, relative_path(path)
     if not isinstance(model, keras.Model):
         raise SetupError(
             f"init_from: {what} is for a Keras model, and {hook} returns another; take a run."
@@ -63,7 +63,7 @@ def _load_model(state: State, path: Path) -> str:
             for weight in model.weights:
                 weight.assign(values[weight.path])
     except Exception as error:
-        raise SetupError(f"init_from: {what} does not fit {hook}: {brief(error)}") from error
+        raise SetupError(f"init_from: {what} does not fit {hook}: {condense(error)}") from error
     return what
 
 
@@ -71,7 +71,7 @@ def _read_saved_model(path: Path) -> dict[str, np.ndarray]:
     """Returns what variables hold by name, without names that several have who differ."""
     loaded = tf.saved_model.load(str(path))  # which a view does not hold
     parts = tf.train.TrackableView(loaded).descendants()
-    pairs = [(variable_name(p), p.numpy()) for p in parts if isinstance(p, tf.Variable)]
+    pairs = [(name_variable(p), p.numpy()) for p in parts if isinstance(p, tf.Variable)]
     values = dict(pairs)
     doubtful = {name for name, value in pairs if not np.array_equal(values[name], value)}
     return {name: value for name, value in pairs if name not in doubtful}
@@ -82,7 +82,7 @@ def _load_run(state: State, text: str) -> str:
     hook = state.hooks.create_model
     source = read_source("init_from", text, state.config.runs_dir)
     step = source.find_steps()[0]
-    what = f"{from_here(source.run)}, step {step}"
+    what = f"{relative_path(source.run)}, step {step}"
     children = tf.train.TrackableView.children(state.ckpt).items()
     model = {n: part for n, part in children if part is state.train_model or n == "train_model"}
     if not model:
@@ -92,6 +92,7 @@ def _load_run(state: State, text: str) -> str:
         tf.train.Checkpoint(**model).read(path).assert_existing_objects_matched()
     except (ValueError, AssertionError, *UNREADABLE) as error:
         raise SetupError(
-            f"init_from: {what} does not fit {hook}: {brief(error)} Load what fits in create_model."
+            f"init_from: {what} does not fit {hook}: {condense(error)} Load what fits in "
+            "create_model."
         ) from error
     return what

@@ -36,7 +36,7 @@ class Vocabularies:
 
     def __init__(self, state: State) -> None:
         models = _find_learning([state.train_model, state.parts.eval_model])
-        functions = state.hooks.data_functions()
+        functions = state.hooks.list_data_functions()
         named = [value for one in functions for value in getattr(one, "__globals__", {}).values()]
         named = [value for value in named if isinstance(value, keras.Layer)]
         recorded = [layer for layer in state.recording.layers if isinstance(layer, _LOOKUPS)]

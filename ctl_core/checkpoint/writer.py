@@ -17,12 +17,12 @@ import tensorflow as tf
 
 from ctl_core.checkpoint.record import Record, keep_best, remove_orphans, write_record
 from ctl_core.cluster.sync import is_peer_lost
-from ctl_core.compat import GraphCheckpoint, holding, make_node
+from ctl_core.compat import GraphCheckpoint, hold_objects, make_node
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import define_copy
-from ctl_core.numerics.variables import plain_variable, variable_name
-from ctl_core.run.errors import RunError, reason
-from ctl_core.run.files import from_here
+from ctl_core.numerics.variables import name_variable, unwrap
+from ctl_core.run.errors import RunError, find_reason
+from ctl_core.run.files import relative_path
 
 _ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by size in bytes
@@ -58,14 +58,14 @@ class StagingCopy:
         )
         variables = [part for part in parts if isinstance(copies.get(id(part)), tf.Variable)]
         targets = [copies[id(part)] for part in variables]
-        self.take = define_copy([plain_variable(part) for part in variables], targets)
+        self.take = define_copy([unwrap(part) for part in variables], targets)
         if targets:
             self.checkpoint._on = targets[0].device
 
 
 def _copy_part(part: Any) -> Any:
     """Returns a variable of the same name and shape, an empty object, or what saves itself."""
-    variable = plain_variable(part)
+    variable = unwrap(part)
     if isinstance(variable, tf.Variable):
         with tf.device("CPU:0"):
             zeros = tf.zeros(variable.shape, variable.dtype)
@@ -118,7 +118,7 @@ class Writer:
         user_part, engine_part = (copy.checkpoint for copy in self._copies)
         manager = self._state.manager
         folder = Path(manager.directory)
-        with holding(manager, user_part):
+        with hold_objects(manager, user_part):
             saved = manager.save(checkpoint_number=record.step)
         if saved is None:
             raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
@@ -141,7 +141,7 @@ class Divergence:
         mirrored = [v for v in variables if isinstance(v, tf.distribute.DistributedValues)]
         numbers = [v for v in mirrored if v.dtype.is_floating or v.dtype.is_integer]
         compared = numbers if state.strategy.num_replicas_in_sync > 1 else []
-        self._names = [variable_name(variable) for variable in compared]
+        self._names = [name_variable(variable) for variable in compared]
         self._cluster = state.cluster
         copies = [state.strategy.experimental_local_results(variable) for variable in compared]
 
@@ -182,7 +182,7 @@ def _digest(variable: Any) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def all_write(state: State, step: int) -> Iterator[None]:
+def write_together(state: State, step: int) -> Iterator[None]:
     """Around one part of the writing: all processes go on when all are done, or none does.
 
     Raises:
@@ -195,9 +195,9 @@ def all_write(state: State, step: int) -> Iterator[None]:
         if is_peer_lost(state.cluster.task, error):
             raise
         failure = error
-    if not state.cluster.all(failure is None):
-        why = " by another process" if failure is None else f": {reason(failure)}"
+    if not state.cluster.agree(failure is None):
+        why = " by another process" if failure is None else f": {find_reason(failure)}"
         raise RunError(
             f"the checkpoint of step {step} cannot be written to "
-            f"{from_here(state.manager.directory)}{why}; earlier checkpoints are kept."
+            f"{relative_path(state.manager.directory)}{why}; earlier checkpoints are kept."
         ) from failure

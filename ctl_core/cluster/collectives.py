@@ -20,7 +20,7 @@ def distribute(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
     )
 
 
-def local_replicas(strategy: tf.distribute.Strategy) -> int:
+def count_local_replicas(strategy: tf.distribute.Strategy) -> int:
     """Counts the replicas of this process; every process of a cluster has as many."""
     return len(strategy.extended.worker_devices)
 
@@ -70,7 +70,7 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
 
 
 @contextlib.contextmanager
-def counting_rows(
+def weigh_by_rows(
     rows: Any, present: tf.Tensor | None, together: tf.Tensor | None = None
 ) -> Iterator[None]:
     """Within, on one replica: what is exchanged counts by the rows that the replica has.
@@ -137,7 +137,7 @@ class Alone(tf.distribute.ReplicaContext):
             def of_all(part: Any) -> Any:
                 if not isinstance(part, tf.Tensor | tf.IndexedSlices):
                     return part
-                return distribute(strategy, [part] * local_replicas(strategy))
+                return distribute(strategy, [part] * count_local_replicas(strategy))
 
             args, kwargs = tf.nest.map_structure(of_all, (args, kwargs))
             merged = merge_fn(strategy, *args, **kwargs)

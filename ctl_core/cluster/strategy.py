@@ -10,12 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.cluster.task import Task, read_task, wait_for_others
-from ctl_core.compat import cpu_devices_of_worker
-from ctl_core.run.errors import PeerLost, SetupError, brief
+from ctl_core.compat import list_cpu_devices
+from ctl_core.run.errors import PeerLost, SetupError, condense
 from ctl_core.run.settings import Config
 
 
-def task_of(config: Config) -> Task:
+def find_task(config: Config) -> Task:
     """Returns this process's place in the cluster of a training.
 
     Raises:
@@ -97,7 +97,7 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
 
 
-def joined() -> bool:
+def has_joined() -> bool:
     """Whether this process is in a cluster, where TensorFlow's own end waits for the others."""
     return _join_cluster.cache_info().currsize > 0
 
@@ -110,7 +110,7 @@ def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
         cluster, task_type="worker", task_id=task.index, rpc_layer="grpc"
     )
     try:
-        with cpu_devices_of_worker(virtual_devices):
+        with list_cpu_devices(virtual_devices):
             return tf.distribute.MultiWorkerMirroredStrategy(resolver)
     except tf.errors.OpError as error:
-        raise PeerLost(f"cluster: cannot be joined: {brief(error, 200)}.") from error
+        raise PeerLost(f"cluster: cannot be joined: {condense(error, 200)}.") from error

@@ -105,7 +105,7 @@ def _describe_end(index: int, code: int) -> str:
     return f"worker {index} ended with exit code {code}"
 
 
-def free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
     """Returns different ports of the loopback device that nobody listens on."""
     with contextlib.ExitStack() as held:
         some = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
@@ -117,7 +117,7 @@ def start_workers(
     command: Sequence[str], folder: Path, workers: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Yields the processes of one start of the cluster, none of which outlives it."""
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(workers)]}
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in find_free_ports(workers)]}
     started: list[subprocess.Popen[bytes]] = []
     pipe, ours = os.pipe()
     folder.mkdir(parents=True, exist_ok=True)

@@ -114,7 +114,7 @@ class Cluster:
         agreed = {name: (min if name in _LOWEST else max)(columns[name]) for name in own}
         return LoopStatus(**{name: type(own[name])(value) for name, value in agreed.items()})
 
-    def all(self, well: bool) -> bool:
+    def agree(self, well: bool) -> bool:
         """Whether all processes say yes."""
         return bool(self.gather([int(well)]).all())
 
@@ -150,7 +150,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def peers(task: Task) -> Iterator[None]:
+def join_peers(task: Task) -> Iterator[None]:
     """Turns what TensorFlow raises when another process is gone into ``PeerLost``."""
     try:
         yield

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Literal
 
-from ctl_core.run.errors import PeerLost, SetupError, one_line
+from ctl_core.run.errors import PeerLost, SetupError, squeeze
 from ctl_core.run.settings import Config
 
 # After which a process says whom it is waiting for, and after which it ends (seconds).
@@ -44,7 +44,7 @@ class Task:
         """Whether this process prints, writes summaries and keeps the checkpoints."""
         return self.index == 0
 
-    def shown(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         """Names a process, such as ``process 1 at host2:2222``."""
         return f"process {index} at {self.addresses[index]}"
 
@@ -85,7 +85,7 @@ def _parse(environ: Mapping[str, str]) -> Task:
         raise SetupError(
             'TF_CONFIG: expected {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
             '"worker", "index": 0}} with different addresses and an index into them, or no '
-            f"TF_CONFIG to train in one process, got {one_line(text, 300)}"
+            f"TF_CONFIG to train in one process, got {squeeze(text, 300)}"
         ) from None
     own, shares = addresses.index(jobs[job][index]), bool(content.get("shares_gpus"))
     return Task(len(addresses), own, addresses, shares_gpus=shares)
@@ -103,7 +103,7 @@ def wait_for_others(task: Task) -> None:
     missing = [index for index in range(task.processes) if index != task.index]
     with _listen(task.addresses[task.index]):
         while missing := [i for i in missing if not _answers(task.addresses[i])]:
-            names = ", ".join(map(task.shown, missing))
+            names = ", ".join(map(task.describe, missing))
             waited = time.monotonic() - begun
             if waited > LONGEST:
                 raise PeerLost(f"cluster: no answer after {waited:.0f} s from {names}.")

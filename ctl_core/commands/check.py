@@ -1,10 +1,8 @@
 """``train --check``: everything once, in a temporary folder, and one device beside three.
 
-A mistake in a hook that is due at step 10000 thus shows before the first step of the run. The run
-itself, if it is there, is neither read nor locked.
-
 To find a mistake, nothing has to be known of it: a variable that is assigned, an output, a loss, an
 update or a value of the evaluation is not what it is on one device. The first of these is named.
+The run itself, if it is there, is neither read nor locked.
 """
 
 from __future__ import annotations
@@ -20,26 +18,26 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import create_state, process_state
+from ctl_core.build import create_state, prepare_process
 from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.cluster.collectives import Alone
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import Task
 from ctl_core.commands.use import evaluate, export, predict
-from ctl_core.compat import scratch_graph, with_called
+from ctl_core.compat import add_called_ops, make_scratch_graph
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.input.batches import Share, make_placeholders
 from ctl_core.model.forward import forward_backward
 from ctl_core.model.metrics import read_results
-from ctl_core.model.ratio import check_losses, draws_numbers
+from ctl_core.model.ratio import check_losses, has_random_ops
 from ctl_core.model.state import State
-from ctl_core.numerics.replicas import ReplicaCopies, normalizes_alone
-from ctl_core.numerics.variables import is_summed, plain_variable, variable_name
+from ctl_core.numerics.replicas import ReplicaCopies, has_own_statistics
+from ctl_core.numerics.variables import is_summed, name_variable, unwrap
 from ctl_core.run.console import Console
-from ctl_core.run.errors import CtlError, SetupError, StopTraining, brief, frames_of
+from ctl_core.run.errors import CtlError, SetupError, StopTraining, condense, read_frames
 from ctl_core.run.listeners import find_listener
 from ctl_core.run.settings import Config
 from ctl_core.serving import load
@@ -114,7 +112,7 @@ def _train(hooks: Hooks, config: Config, console: Console) -> State:
         at_end=tuple(map(rehearse, hooks.at_end)),
     )
     run = Run(config, Task())
-    with open_session(run, console), process_state(config):
+    with open_session(run, console), prepare_process(config):
         state = create_state(rehearsed, config, run, console)
         check_losses(state, console)
         check_traces(state)
@@ -138,7 +136,7 @@ def _use(hooks: Hooks, state: State, config: Config, console: Console) -> None:
         if hooks.serve is not None or hooks.create_inference_model is not None:
             raise
         said = "this model cannot be exported, which its training does not need"
-        console.say(f"{said}: {brief(error)}")
+        console.say(f"{said}: {condense(error)}")
 
 
 def check_traces(state: State) -> None:
@@ -147,10 +145,10 @@ def check_traces(state: State) -> None:
     def describe(op: Any) -> tuple[str, Any]:
         return op.type, op.get_attr("value") if op.type == "Const" else None
 
-    one, other = (with_called(_trace(state)[0].get_operations()) for _ in range(2))
+    one, other = (add_called_ops(_trace(state)[0].get_operations()) for _ in range(2))
     for first, second in zip(one, other, strict=False):
         if describe(first) != describe(second):
-            where = state.hooks.find_owner(frames_of(first)) or state.hooks.create_model
+            where = state.hooks.find_owner(read_frames(first)) or state.hooks.create_model
             raise SetupError(
                 f"{where}: has other numbers each time that it is traced, which is once in a run: "
                 "all steps would have the same. Random numbers are those of tf.random or "
@@ -163,11 +161,11 @@ def _trace(state: State) -> tuple[Any, dict[str, list[Any]]]:
     trained: dict[str, list[Any]] = {}
     with (
         state.strategy.scope(),
-        scratch_graph("check").as_default() as graph,
+        make_scratch_graph("check").as_default() as graph,
         Alone(state.strategy, 0),
     ):
         share = Share(make_placeholders(state.data.share_spec))
-        for turn in state.parts.in_turns():
+        for turn in state.parts.list_turns():
             trained |= forward_backward(turn, 1, frozenset(), share)[1]
     return graph, trained
 
@@ -218,7 +216,7 @@ def _compare(hooks: Hooks, config: Config, console: Console) -> None:
         if devices == 1:
             strategy = tf.distribute.OneDeviceStrategy(names[0])
         run = Run(own, Task(), reading=True)
-        with open_session(run, console), process_state(own):
+        with open_session(run, console), prepare_process(own):
             state = create_state(hooks, own, run, console, strategy)
             for name, one in state.evaluation.sets.items() if state.evaluation else ():
                 first = sets.setdefault(name, one)  # batches of it are the same on more devices
@@ -229,7 +227,7 @@ def _compare(hooks: Hooks, config: Config, console: Console) -> None:
         (state, one), (_, three) = compute(1), compute(DEVICES)
         parts = compute(1, config.accumulate_steps)[1] if config.accumulate_steps > 1 else one
     except (CtlError, tf.errors.OpError) as error:  # batches of a fixed size, say
-        console.say(f"devices cannot be compared: {brief(error)}")
+        console.say(f"devices cannot be compared: {condense(error)}")
         return
     console.say(f"a step and an evaluation on one and on {DEVICES} devices were compared")
     for difference in find_differences(state, one, parts, "in micro-batches"):
@@ -252,8 +250,8 @@ def observe(state: State) -> list[Values]:
         with copies.put_back_after():
             for _ in range(steps):
                 fetched = functions.take_steps(1, FETCHES)
-            exact = not draws_numbers(functions.operations()) and (
-                quiet or not any(map(normalizes_alone, state.recording.layers))
+            exact = not has_random_ops(functions.list_operations()) and (
+                quiet or not any(map(has_own_statistics, state.recording.layers))
             )
             found.append(dict(_read_variables(run, exact)))
             found[-1] |= dict(_read_step(run, fetched)) if exact else {}
@@ -287,7 +285,7 @@ def _read_step(state: State, fetched: dict[str, Any]) -> Iterator[tuple[tuple[st
     for objective, several in (updates if isinstance(updates, dict) else {"": updates}).items():
         for variable, value in zip(trained[objective], several, strict=True):
             if value is not None:
-                yield ("update", variable_name(variable)), [tf.convert_to_tensor(value).numpy()]
+                yield ("update", name_variable(variable)), [tf.convert_to_tensor(value).numpy()]
     metrics = read_results(state.parts.train_metrics)
     for name, value in metrics.items():
         yield ("train metric", name), [np.array(value)]
@@ -319,7 +317,7 @@ def find_layer(state: State, name: str) -> str:
     holders = [
         layer
         for layer in state.recording.layers
-        if any(plain_variable(one) is variable for one in layer.variables)
+        if any(unwrap(one) is variable for one in layer.variables)
     ]
     layer = min(holders, key=lambda one: len(one.variables), default=None)
     return f" of the layer '{layer.name}' ({type(layer).__name__})" if layer else ""

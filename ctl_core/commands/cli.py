@@ -21,8 +21,8 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from ctl_core.checkpoint.record import read_source
 from ctl_core.hooks.callbacks_file import DEFAULT
-from ctl_core.run.errors import SetupError, label, nearest, one_line, shown
-from ctl_core.run.files import from_here
+from ctl_core.run.errors import SetupError, clean, quote, squeeze, suggest
+from ctl_core.run.files import relative_path
 from ctl_core.run.settings import SETTINGS, Config, Count, FilePath, declare, explain, flatten
 from ctl_core.run.sources import (
     ENV_PREFIX,
@@ -109,8 +109,8 @@ def parse_command(argv: Sequence[str]) -> Command:
     """
     command, *words = argv
     if command not in COMMANDS:
-        hint = nearest(command, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}."
-        raise SetupError(f"unknown command {shown(command)}{hint}")
+        hint = suggest(command, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}."
+        raise SetupError(f"unknown command {quote(command)}{hint}")
     training = command == "train"
     if not training and words and not words[0].startswith("-"):
         words[0] = f"--run-name={words[0]}"
@@ -121,7 +121,7 @@ def parse_command(argv: Sequence[str]) -> Command:
     variable = os.environ.get(f"{ENV_PREFIX}CONFIG", "").split(os.pathsep)
     named = options.pop("config") or [path for path in variable if path]
     project = [read_file(Path(path), required=bool(named)) for path in named or ["config.yaml"]]
-    near = resolve([layer.without(["hparams"]) for layer in (*project, *above)])
+    near = resolve([layer.leave_out(["hparams"]) for layer in (*project, *above)])
     runs_dir = Path(near.runs_dir)
     if training:
         place = runs_dir / (near.run_name or "")
@@ -139,22 +139,22 @@ def parse_command(argv: Sequence[str]) -> Command:
         left_out = {"debug"} | (
             set() if training and "TF_CONFIG" not in os.environ else {"workers"}
         )
-        own = own.without(left_out if run else left_out | _NOT_FORKED)
+        own = own.leave_out(left_out if run else left_out | _NOT_FORKED)
         files = [own, *project] if named else [*project, own]
         told = set().union(*(flatten(layer.values) for layer in above))
         before, now = flatten(own.values), flatten(project[0].values)
         if "callbacks" in now:
-            now["callbacks"] = from_here(now["callbacks"])
+            now["callbacks"] = relative_path(now["callbacks"])
         differ = [name for name in now if before.get(name, now[name]) != now[name]]
         if training and not named and (differ := [name for name in differ if name not in told]):
             notes.append(
-                f"{label(from_here(source))} goes on with its own settings; in config.yaml differ "
-                f"{one_line(', '.join(differ), 100)}, which --config config.yaml takes."
+                f"{clean(relative_path(source))} goes on with its own settings; in config.yaml "
+                f"differ {squeeze(', '.join(differ), 100)}, which --config config.yaml takes."
             )
     config = resolve(files, above)
     if run is not None:
         config = dataclasses.replace(config, run_name=run.name, runs_dir=str(run.parent))
-    config = dataclasses.replace(config, callbacks=from_here(config.callbacks))
+    config = dataclasses.replace(config, callbacks=relative_path(config.callbacks))
     if command == "predict":
         config = dataclasses.replace(config, limit_eval=None)
     return Command(command, config, options, notes, run, trained_with)
@@ -216,7 +216,7 @@ def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         value: Any = text if equals else next(rest, None)
         if value is None:
-            raise SetupError(f"{label(flag)}: expected a value after it.")
+            raise SetupError(f"{clean(flag)}: expected a value after it.")
         for name in reversed(flag.split(".")[1:]):
             value = {name: value}
         hparams = merge_hparams(hparams, value)
@@ -228,10 +228,10 @@ def _explain_flag(text: str, known: Sequence[str]) -> str:
     text = text.removeprefix("error parsing CLI: ")
     unknown = re.match(r"unrecognized arguments: ([^\s=]*)", text)
     if unknown is None:
-        return one_line(text.replace("one argument", "a value after it"))
+        return squeeze(text.replace("one argument", "a value after it"))
     names = ["--" + name.replace("_", "-") for name in known]
-    near = nearest(unknown[1].replace("_", "-"), names)
-    return f"there is no setting {shown(unknown[1])}{near or '; settings are --name value.'}"
+    near = suggest(unknown[1].replace("_", "-"), names)
+    return f"there is no setting {quote(unknown[1])}{near or '; settings are --name value.'}"
 
 
 def find_run(runs_dir: Path, run_name: str | None) -> Path:
@@ -241,12 +241,12 @@ def find_run(runs_dir: Path, run_name: str | None) -> Path:
         SetupError: there is no such run.
     """
     runs = {path.parent.name: path.parent for path in sorted(runs_dir.glob("*/config.yaml"))}
-    where = label(from_here(runs_dir))
+    where = clean(relative_path(runs_dir))
     if not runs:
         raise SetupError(f"{where}: no run there yet; train one first.")
     if run_name is None:
         return max(runs.values(), key=lambda run: (run / "config.yaml").stat().st_mtime)
     if run_name not in runs:
-        there = nearest(run_name, runs) or f" (there: {one_line(', '.join(runs), 100)})"
-        raise SetupError(f"run_name: no run {shown(run_name)} in {where}{there}")
+        there = suggest(run_name, runs) or f" (there: {squeeze(', '.join(runs), 100)})"
+        raise SetupError(f"run_name: no run {quote(run_name)} in {where}{there}")
     return runs[run_name]

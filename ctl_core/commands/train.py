@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ctl_core.build import create_state, process_state
+from ctl_core.build import create_state, prepare_process
 from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.checkpoint.start import load_initial_weights
 from ctl_core.cluster.signals import Signals
-from ctl_core.cluster.strategy import task_of
-from ctl_core.cluster.sync import peers
-from ctl_core.hooks.callbacks_file import source_of
+from ctl_core.cluster.strategy import find_task
+from ctl_core.cluster.sync import join_peers
+from ctl_core.hooks.callbacks_file import read_hooks_source
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
 from ctl_core.run.console import Console
@@ -47,15 +47,15 @@ def train(
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
         PeerLost: another process of the cluster is gone.
     """
-    task, source = task_of(config), source_of(callbacks)
+    task, source = find_task(config), read_hooks_source(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []
     run = Run(config, task, note, listeners=[*listeners, *named])
     console = Console(shown=run.is_shown)
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
         open_session(run, console),
-        process_state(config),
-        peers(task),
+        prepare_process(config),
+        join_peers(task),
         Signals(console.say) as signals,
     ):
         state = create_state(callbacks, config, run, console)

@@ -12,17 +12,17 @@ import tensorflow as tf
 
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run
-from ctl_core.checkpoint.record import Source, saved_steps
+from ctl_core.checkpoint.record import Source, list_saved_steps
 from ctl_core.model.state import State
 from ctl_core.run.console import Console, format_values
 from ctl_core.run.errors import SetupError
-from ctl_core.run.files import from_here, is_locked, written_whole
+from ctl_core.run.files import atomic_write, is_locked, relative_path
 from ctl_core.run.listeners import MetricsFile, read_metrics
 from ctl_core.run.settings import Config
 from ctl_core.serving import (
     CheckpointName,
     create_inference,
-    input_names,
+    list_input_names,
     name_outputs,
     open_run,
     pack_inputs,
@@ -72,7 +72,7 @@ def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
     like those of metrics.jsonl, and tb/watch. Returns the values of the last checkpoint.
     """
     file, values, number = run.path / "watch.jsonl", dict[str, float](), 0
-    console.say(f"{run.shown}: watching; the values go to {from_here(file)}.")
+    console.say(f"{run.shown}: watching; the values go to {relative_path(file)}.")
     seen = {line["step"] for line in read_metrics(file)}
     checkpoints, metrics = Checkpoints(state, console), MetricsFile(file.name)
     metrics.start(run.path, {}, max(seen, default=0))
@@ -81,13 +81,13 @@ def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
         if is_locked(run.path / "train.log"):
             held_at = time.monotonic()
         over = time.monotonic() - held_at > GRACE  # before looking: what is there then is all
-        if new := set(saved_steps(run.ckpt)) - seen:
+        if new := set(list_saved_steps(run.ckpt)) - seen:
             seen.add(step := min(new))
             try:
                 checkpoints.restore(Source("checkpoint", run.path, step), with_input=False)
                 values = _evaluate(state)
             except SetupError:
-                if step in saved_steps(run.ckpt):
+                if step in list_saved_steps(run.ckpt):
                     raise
                 continue  # deleted while it was read
             number += 1
@@ -132,20 +132,20 @@ def predict(
             outputs = map(model.run_batch, sets[name].make())
         arrays = _join(outputs)
         path = Path(output or state.run_dir / f"predictions{f'-{name}' * bool(name)}.npz")
-        with written_whole(path) as beside, beside.open("wb") as file:
+        with atomic_write(path) as beside, beside.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        console.say(f"step {state.step}: wrote {shapes} to {from_here(path)}")
+        console.say(f"step {state.step}: wrote {shapes} to {relative_path(path)}")
     return path
 
 
 def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
-    """Yields batches of what a client would send: a .npy file, or .npz with ``input_names``.
+    """Yields batches of what a client would send: a .npy file, or .npz with ``list_input_names``.
 
     Raises:
         SetupError: the file does not hold what the model takes.
     """
-    names, content = input_names(spec), np.load(path)
+    names, content = list_input_names(spec), np.load(path)
     arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
     if len(names) == len(arrays) == 1:
         arrays = dict(zip(names, arrays.values(), strict=True))
@@ -153,7 +153,7 @@ def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
     if arrays.keys() != names.keys() or len(numbers) != 1:
         held = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         raise SetupError(
-            f"input: {from_here(path)} holds {held}; expected arrays of as many examples each, "
+            f"input: {relative_path(path)} holds {held}; expected arrays of as many examples each, "
             f"called {', '.join(names)}."
         )
     for start in range(0, numbers.pop(), size):
@@ -209,7 +209,7 @@ def export(
         path = base / str(1 + max(versions, default=0))
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
         inference = create_inference(state)
-        with written_whole(path) as beside:
+        with atomic_write(path) as beside:
             save_model(inference, beside)
-        console.say(f"step {state.step}: wrote a SavedModel to {from_here(path)}")
+        console.say(f"step {state.step}: wrote a SavedModel to {relative_path(path)}")
     return path

@@ -16,14 +16,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import counting_rows, local_replicas
+from ctl_core.cluster.collectives import count_local_replicas, weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compat import (
-    drawing_from,
-    global_seed_generator,
-    layers_run,
-    stages,
-    with_called,
+    add_called_ops,
+    draw_from,
+    get_seed_generator,
+    list_stages,
+    run_layers,
 )
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import Recording, read_flags
@@ -31,9 +31,9 @@ from ctl_core.input.batches import (
     Share,
     count_rows,
     distribute_shares,
-    first_replica,
+    find_first_replica,
+    has_varying_widths,
     take_share,
-    widths_vary,
 )
 from ctl_core.input.prefetch import read_ahead
 from ctl_core.input.readers import open_reader
@@ -41,10 +41,10 @@ from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batc
 from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.model.parts import Parts
 from ctl_core.model.schedule import ChunkLength
-from ctl_core.numerics.randomness import seeds_kept
+from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.replicas import ReplicaCopies
-from ctl_core.numerics.variables import plain_variable
-from ctl_core.run.errors import SetupError, nearest
+from ctl_core.numerics.variables import unwrap
+from ctl_core.run.errors import SetupError, suggest
 from ctl_core.run.settings import Config
 
 
@@ -98,10 +98,10 @@ class Evaluation:
             for value in ("loss", *one.metrics)
         ]
 
-    def passing_variables(self) -> list[tf.Variable]:
+    def list_passing_variables(self) -> list[tf.Variable]:
         """Returns the variables that each evaluation begins anew: no checkpoint need hold them."""
         metrics = [metric for one in self.sets.values() for metric in one.sums]
-        return [plain_variable(variable) for metric in metrics for variable in metric.variables]
+        return [unwrap(variable) for metric in metrics for variable in metric.variables]
 
     def trace(self) -> None:
         """Traces the graphs without running them, unless that is done for what is frozen now.
@@ -116,7 +116,7 @@ class Evaluation:
             graph = one.run_steps.get_concrete_function().graph
             written = self._recording.find_written(graph, self._parts.strategy)
             one.copies = ReplicaCopies(self._parts.strategy, written)
-            ops = with_called(graph.get_operations())
+            ops = add_called_ops(graph.get_operations())
             one.exchanges = any(op.type.startswith("Collective") for op in ops)
 
     def evaluate(
@@ -152,7 +152,7 @@ def _add_batches(one: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]) -
     # Between processes, a collective takes no other shape in one call than in its first step.
     chunk = ChunkLength(most=1 if one.exchanges else 100_000)
     while True:
-        with chunk.timed(chunk.limit) as steps:
+        with chunk.measure(chunk.limit) as steps:
             more = bool(one.run_steps(iterator, tf.constant(steps, tf.int64)))
         status = sync(LoopStatus(steps_per_call=chunk.limit, more=more))
         chunk.limit = status.steps_per_call
@@ -174,7 +174,7 @@ def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Eva
         per_replica = max(1, config.eval_batch_size // parts.shape.replicas)
 
     def call() -> dict[str, Any]:
-        with seeds_kept():
+        with keep_seeds():
             keras.utils.set_random_seed(config.seed)
             made = hook(per_replica_batch_size=per_replica)
         return made if isinstance(made, dict) else {"": made}
@@ -184,7 +184,7 @@ def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Eva
         reader = open_reader(own, made, lambda: call()[name])
         dataset = prepare(parts, config, own, reader.read(goes_on=False) if reader else made)
         # A shuffle has another order in each pass, unless it is made anew.
-        shuffles = any("Shuffle" in type(stage).__name__ for stage in stages(dataset))
+        shuffles = any("Shuffle" in type(stage).__name__ for stage in list_stages(dataset))
 
         def make() -> tf.data.Dataset:
             return prepare(parts, config, own, call()[name]) if shuffles else dataset
@@ -202,7 +202,7 @@ def prepare(parts: Parts, config: Config, hook: Hook, dataset: tf.data.Dataset) 
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
         )
-    if parts.hooks.count_examples.is_default and not widths_vary(dataset.element_spec):
+    if parts.hooks.count_examples.is_default and not has_varying_widths(dataset.element_spec):
         batch = config.eval_batch_size or parts.shape.batch
         dataset = dataset.rebatch(batch, drop_remainder=False)
     if config.limit_eval is not None:
@@ -214,15 +214,15 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
     """Defines the graph function that evaluates so many elements, or those that are left."""
     strategy, replicas = parts.strategy, parts.shape.replicas
     by_rows = parts.hooks.count_examples.is_default
-    generator = global_seed_generator()
+    generator = get_seed_generator()
 
     def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:
         if present is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
         with (
-            drawing_from(generator),
-            counting_rows(rows, present, together),
-            layers_run(training=False),
+            draw_from(generator),
+            weigh_by_rows(rows, present, together),
+            run_layers(training=False),
         ):
             add_batch(parts, one, batch, present)
 
@@ -232,8 +232,8 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
         return Share(batch, tf.constant(int(replica == 0)), tf.constant(replica == 0))
 
     def take_step(batch: Any) -> tf.Tensor:
-        first = first_replica(strategy)
-        shares = [share_of(batch, first + i) for i in range(local_replicas(strategy))]
+        first = find_first_replica(strategy)
+        shares = [share_of(batch, first + i) for i in range(count_local_replicas(strategy))]
         strategy.run(on_replica, args=tuple(distribute_shares(strategy, shares)))
         return tf.constant(True)
 
@@ -262,7 +262,7 @@ def add_batch(parts: Parts, one: EvaluationSet, batch: Any, present: tf.Tensor |
     output = run_model(parts, batch, training=False)
     loss = compute_loss(parts, batch, output, training=False)
     values = {"output": output, "batch": batch, **parts.values()}
-    loss_per_batch, extra_loss = hooks.eval_pre.in_graph(loss=loss, **values)
+    loss_per_batch, extra_loss = hooks.eval_pre.trace(loss=loss, **values)
     weight = weigh_batch(parts, batch, output, None)
     examples = parts.count_examples(batch) if weight is None else weight
     examples = tf.cast(examples, tf.float64)
@@ -272,11 +272,9 @@ def add_batch(parts: Parts, one: EvaluationSet, batch: Any, present: tf.Tensor |
     update_if(present, one.examples.update_state, examples)
     if one.metrics:
         named = {"output": output, "batch": batch, "train_model": parts.train_model}
-        arguments = hooks.metric_pre.in_graph(**named)
+        arguments = hooks.metric_pre.trace(**named)
         update_metrics(one.metrics, hooks.metric_pre, arguments, present)
 
-
-# ---- What the values decide ----------------------------------------------------------------------
 
 # Words in the names of metrics of which it is plain which way is better.
 _LOWER = {"loss", "error", "mse", "mae", "rmse", "mape", "perplexity", "divergence", "distance"}
@@ -334,7 +332,7 @@ def read_criteria(config: Config, names: Sequence[str]) -> list[Criterion]:
         metric, *rest = text.split(":")
         if metric not in names:
             there = ", ".join(names) or "none, without create_eval_dataset"
-            near = nearest(metric, names)
+            near = suggest(metric, names)
             raise SetupError(f"{setting}: no metric is called {metric!r}{near} (there: {there})")
         patience = int(rest.pop()) if setting == "early_stop" else 0
         words = set(re.split(r"[/_]", metric))

@@ -38,7 +38,7 @@ class Summaries(Listener):
         if self._settings:
             self._write_settings(self._settings)
             self._settings = {}
-        with self.writer(split).as_default(step=step):
+        with self.open_writer(split).as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
 
@@ -57,7 +57,7 @@ class Summaries(Listener):
         with contextlib.closing(writer), writer.as_default(step=0):
             hp.hparams(values, trial_id=self._folder.parent.name)
 
-    def writer(self, split: str) -> tf.summary.SummaryWriter:
+    def open_writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer of ``train`` or ``eval``, created on first use."""
         if not self._writes:
             return tf.summary.create_noop_writer()
@@ -68,12 +68,12 @@ class Summaries(Listener):
             self._writers[split] = writer
         return self._writers[split]
 
-    def graph_writer(self, split: str) -> tf.summary.SummaryWriter:
+    def make_graph_writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the same for a graph, opened only where one writes summaries.
 
         Every process has the summaries in its graph, so that all round alike.
         """
-        return GraphWriter(lambda: self.writer(split) if self._writes else None)
+        return GraphWriter(lambda: self.open_writer(split) if self._writes else None)
 
     def close(self) -> None:
         """Puts everything on the disk, as far as there is room, and closes the files."""
@@ -99,7 +99,7 @@ class Pace(Listener):
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Writes, if that is due."""
         state, now = self._state, time.monotonic()
-        reached = (state.clock.training(), state.step, state.progress.examples)
+        reached = (state.clock.measure_training(), state.step, state.progress.examples)
         taken, steps, examples = (b - a for a, b in zip(self._before, reached, strict=True))
         if not steps or now - self._written_at < PAUSE:
             return
@@ -124,7 +124,7 @@ class Profile:
         self.marks = marks
         self._folder, self._running = folder, False
 
-    def at(self, step: int) -> None:
+    def follow(self, step: int) -> None:
         """Begins or ends after a step, if it is time."""
         due = bool(self.marks) and step in range(*self.marks)
         if due and not self._running:

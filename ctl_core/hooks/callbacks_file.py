@@ -15,8 +15,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ctl_core.run.errors import SetupError, brief, label
-from ctl_core.run.files import from_here
+from ctl_core.run.errors import SetupError, clean, condense
+from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
 
 # Its name in the project, unless a setting says otherwise, and that of each run's copy.
@@ -64,14 +64,16 @@ def find_callbacks(
     is_other = run is not None and name == trained_with and copy.is_file()
     if not path.is_file():
         other = (
-            f"{label(from_here(copy))} is as the run was trained" if is_other else "name another"
+            f"{clean(relative_path(copy))} is as the run was trained"
+            if is_other
+            else "name another"
         )
-        raise SetupError(f"callbacks: no file {label(name)} in {project}; {other}.")
+        raise SetupError(f"callbacks: no file {clean(name)} in {project}; {other}.")
     if not is_other or copy.read_bytes() == path.read_bytes():
         return Source(path, path)
     now = "; the run goes on with what it is now" * training
-    note = f"{label(name)} is not as it was when the run was trained{now}; "
-    return Source(path, path, f"{note}--callbacks {label(from_here(copy))} takes what it was.")
+    note = f"{clean(name)} is not as it was when the run was trained{now}; "
+    return Source(path, path, f"{note}--callbacks {clean(relative_path(copy))} takes what it was.")
 
 
 def check_compiles(source: Source) -> types.CodeType:
@@ -118,7 +120,7 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
 
 
 def _why(error: BaseException, source: Source) -> str:
-    file, text = source.path.name, brief(error)
+    file, text = source.path.name, condense(error)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
     if isinstance(error, SyntaxError):
@@ -127,7 +129,7 @@ def _why(error: BaseException, source: Source) -> str:
     return f"{file}:{lines[-1]}: {text}" if lines else f"{file}: {text}"
 
 
-def source_of(callbacks: Any) -> bytes | None:
+def read_hooks_source(callbacks: Any) -> bytes | None:
     """Returns what is in the file that the hooks are in; None if they are in none."""
     file = Path(getattr(callbacks, "__file__", None) or "")
     source = getattr(callbacks, "__source__", None)

@@ -44,7 +44,7 @@ def leading_dimension(batch: Any) -> Any:
     Raises:
         ValueError: the shapes show that the tensors differ.
     """
-    sizes = [first_dimension(part) for part in tf.nest.flatten(batch) if part.shape.rank != 0]
+    sizes = [get_first_dimension(part) for part in tf.nest.flatten(batch) if part.shape.rank != 0]
     fixed = {size for size in sizes if isinstance(size, int)}
     if len(fixed) > 1:
         raise ValueError(DIFFER)
@@ -55,7 +55,7 @@ def leading_dimension(batch: Any) -> Any:
     return tf.where(same, first, tf.constant(-1, tf.int64))
 
 
-def first_dimension(tensor: Any) -> Any:
+def get_first_dimension(tensor: Any) -> Any:
     """Returns the first dimension, a number where it is fixed, otherwise an int64 scalar."""
     if tensor.shape.rank and tensor.shape[0] is not None:
         return tensor.shape[0]
@@ -73,7 +73,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     Raises:
         ValueError: the batch is another one, or its third element cannot be weights.
     """
-    weight, is_sequence = sample_weight(batch), isinstance(batch, tuple | list)
+    weight, is_sequence = find_sample_weight(batch), isinstance(batch, tuple | list)
     if not is_sequence or len(batch) != (2 if weight is None else 3):
         raise ValueError(
             "the default takes a batch of two elements, inputs and targets, or of three; the third "
@@ -83,7 +83,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     return batch[0], batch[1], weight
 
 
-def sample_weight(batch: Any) -> Any:
+def find_sample_weight(batch: Any) -> Any:
     """Returns the third of three elements if that can be sample weights, otherwise None."""
     weight = batch[2] if isinstance(batch, tuple | list) and len(batch) == 3 else None
     if not isinstance(weight, tf.Tensor) or not weight.dtype.is_floating:
@@ -100,7 +100,7 @@ def weighted(loss: Any, batch: Any) -> Any:
     Raises:
         ValueError: the loss is one number for the whole batch.
     """
-    weight = sample_weight(batch)
+    weight = find_sample_weight(batch)
     if weight is None:
         return loss
     loss = tf.convert_to_tensor(loss)

@@ -13,17 +13,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.compat import translated_stack
+from ctl_core.compat import read_translated_stack
 from ctl_core.run.errors import (
     ENGINE,
     CtlError,
     HookFailed,
     SetupError,
-    brief,
-    code_of,
-    file_name,
-    frames_in,
-    where,
+    condense,
+    find_code,
+    format_file_name,
+    locate,
+    parse_frames,
 )
 
 
@@ -53,7 +53,7 @@ class Hook:
 
     def __str__(self) -> str:
         """The hook as messages name it: ``update_pre (callbacks.py:12)``."""
-        return f"{self.name} ({where(self.function)})"
+        return f"{self.name} ({locate(self.function)})"
 
     def reject(self, problem: str) -> SetupError:
         """Returns the error for a hook that cannot work: its name, its line and the problem."""
@@ -73,7 +73,7 @@ class Hook:
         """
         return self._call(call_function, values)
 
-    def in_graph(self, **values: Any) -> Any:
+    def trace(self, **values: Any) -> Any:
         """The same while a graph is traced: Python control flow on tensors works (AutoGraph)."""
         # The defaults need no converting, which costs a fortieth of a second each.
         call = call_function if self.is_default else convert(call_function)
@@ -86,36 +86,36 @@ class Hook:
         except (CtlError, BrokenPipeError):
             raise
         except (Exception, SystemExit) as error:
-            message = self.failure(error)
+            message = self.describe_failure(error)
             if "batch" in self.arguments and "batch" in values:
                 message += f" [batch: {describe(values['batch'])}]"
             raise HookFailed(message) from error
         if self.accepts is not None and not self.accepts(returned):
-            raise self.reject(f"returned {kind_of(returned)}, expected {self.returns}.")
+            raise self.reject(f"returned {name_kind(returned)}, expected {self.returns}.")
         return returned
 
-    def failure(self, error: BaseException) -> str:
+    def describe_failure(self, error: BaseException) -> str:
         """Says in one line that this hook raised ``error``, and at which line of it."""
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         # Functions that AutoGraph converted on the way, or one of Dataset.map.
-        frames += [*translated_stack(error), *frames_in(str(error))]
-        return f"{self.locate(frames)}: {brief(error)}"
+        frames += [*read_translated_stack(error), *parse_frames(str(error))]
+        return f"{self.locate(frames)}: {condense(error)}"
 
     def locate(self, frames: Iterable[tuple[str, int]]) -> str:
         """Returns ``update_pre (callbacks.py:14)`` for the last frame in the hook's own file."""
-        return f"{self.name} ({self.line_in(frames) or where(self.function)})"
+        return f"{self.name} ({self.find_line(frames) or locate(self.function)})"
 
-    def line_in(self, frames: Iterable[tuple[str, int]]) -> str | None:
+    def find_line(self, frames: Iterable[tuple[str, int]]) -> str | None:
         """Returns ``callbacks.py:14`` for the last frame in the hook's own file, if any is."""
-        code = code_of(self.function)
+        code = find_code(self.function)
         if code is None or code.co_filename.startswith(ENGINE):
             return None
         found = [line for filename, line in frames if filename == code.co_filename]
-        return f"{file_name(code.co_filename)}:{found[-1]}" if found else None
+        return f"{format_file_name(code.co_filename)}:{found[-1]}" if found else None
 
     def has_frame(self, frames: Iterable[tuple[str, int]]) -> bool:
         """Whether one of the frames is in the hook's own body."""
-        if (code := code_of(self.function)) is None:
+        if (code := find_code(self.function)) is None:
             return False
         lines = range(code.co_firstlineno, 1 + max(line or 0 for _, _, line in code.co_lines()))
         return any(file == code.co_filename and line in lines for file, line in frames)
@@ -165,11 +165,11 @@ class Hooks:
     after_eval: tuple[Hook, ...]
     at_end: tuple[Hook, ...]
 
-    def graph_hooks(self) -> list[Hook]:
+    def list_graph_hooks(self) -> list[Hook]:
         """The hooks that are traced, but for those that the engine does without."""
         return [hook for hook in vars(self).values() if isinstance(hook, Hook) and hook.is_traced]
 
-    def data_functions(self) -> list[Callable[..., Any]]:
+    def list_data_functions(self) -> list[Callable[..., Any]]:
         """The functions of the hooks that make data."""
         hooks = (self.create_dataset, self.make_batches, self.create_eval_dataset)
         return [hook.function for hook in hooks if hook is not None]
@@ -180,26 +180,23 @@ class Hooks:
         The message of a tf.errors.OpError names the op and the stack that it was made at.
         """
         text = str(error)
-        frames = frames_in(text)
+        frames = parse_frames(text)
         if reading := READING.search(text):
             evaluating = reading.group(1).startswith("AsOptional")
             hook = (self.create_eval_dataset if evaluating else None) or self.create_dataset
-            return f"{hook.locate(frames)}: reading the data: {brief(error)}"
+            return f"{hook.locate(frames)}: reading the data: {condense(error)}"
         if made := self.find_owner(frames):
-            return f"{made}: {brief(error)}"
-        inside = self.create_model.line_in(frames)
-        return f"{otherwise}{f' ({inside})' if inside else ''}: {brief(error)}"
+            return f"{made}: {condense(error)}"
+        inside = self.create_model.find_line(frames)
+        return f"{otherwise}{f' ({inside})' if inside else ''}: {condense(error)}"
 
     def find_owner(self, frames: list[tuple[str, int]]) -> str | None:
         """Returns the hook of the graph, and the line, that an op of these frames is of, if any."""
-        hooks = (hook for hook in self.graph_hooks() if hook.has_frame(frames))
+        hooks = (hook for hook in self.list_graph_hooks() if hook.has_frame(frames))
         return next((hook.locate(frames) for hook in hooks), None)
 
 
-# ---- Words of messages -------------------------------------------------------------------------
-
-
-def kind_of(value: Any) -> str:
+def name_kind(value: Any) -> str:
     """Says what a value is, for a message that expected something else."""
     if value is None:
         return "nothing"

@@ -17,12 +17,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.compat import max_to_keep
+from ctl_core.compat import read_max_to_keep
 from ctl_core.hooks import defaults
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.table import COMMON, DEFERRED, SPECS, TABLE, Spec
 from ctl_core.numerics.groups import is_pairs
-from ctl_core.run.errors import SetupError, code_of, nearest, one_line, where
+from ctl_core.run.errors import SetupError, find_code, locate, squeeze, suggest
 from ctl_core.run.settings import Config
 
 
@@ -89,7 +89,7 @@ def _list(value: Any) -> Sequence[Any]:
 def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
     """Returns functions by step, if that is what a value is."""
     if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
-        got = one_line(repr(value), 60)
+        got = squeeze(repr(value), 60)
         expected = f"{spec.name} must be a dict {{N: function}} by numbers of steps from 1 up"
         raise SetupError(f"{origin}: {expected}, got {got}.")
     return value
@@ -98,7 +98,7 @@ def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
 def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
     """Returns the arguments that a hook's function names, if it may name all of them."""
     if not callable(function):
-        got = one_line(repr(function), 60)
+        got = squeeze(repr(function), 60)
         raise SetupError(f"{origin}: {name} must be a function, got {got}.")
     deferred = spec.kind == "by step" and getattr(function, "deferred", False)
     valid = (*(DEFERRED if deferred else spec.arguments), *COMMON)
@@ -107,9 +107,9 @@ def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[s
         optional = parameter.default is not parameter.empty or "*" in str(parameter)
         if parameter.name not in valid and not optional:
             raise SetupError(
-                f"{where(function) if code_of(function) else origin}: "
+                f"{locate(function) if find_code(function) else origin}: "
                 f"{name}{' is @deferred and' * deferred} asks for '{parameter.name}'"
-                f"{nearest(parameter.name, valid) or ';'} it may name {', '.join(valid)}."
+                f"{suggest(parameter.name, valid) or ';'} it may name {', '.join(valid)}."
             )
     return tuple(argument for argument in parameters if argument in valid)
 
@@ -226,7 +226,9 @@ def _is_update(value: Any) -> bool:
 def _is_saved(value: Any) -> bool:
     """Whether a value is a checkpoint and a manager that keeps one while it saves the next."""
     kinds = (tf.train.Checkpoint, tf.train.CheckpointManager)
-    return _is_pair(value) and all(map(isinstance, value, kinds)) and max_to_keep(value[1]) != 1
+    return (
+        _is_pair(value) and all(map(isinstance, value, kinds)) and read_max_to_keep(value[1]) != 1
+    )
 
 
 def _is_objective(value: Any) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.compat import flatten_layers, written_resources
-from ctl_core.numerics.variables import plain_variable
+from ctl_core.compat import find_written_resources, flatten_layers
+from ctl_core.numerics.variables import unwrap
 
 IMPORTED: list[weakref.ref[Any]] = []  # the layers that the import of callbacks.py has made
 
@@ -53,7 +53,7 @@ class Recording:
         self._late: list[tuple[str, weakref.ref[Any]]] = []
 
     @contextlib.contextmanager
-    def during(self, hook: str) -> Iterator[None]:
+    def record_as(self, hook: str) -> Iterator[None]:
         """Records what is created within as that of a hook."""
         before, self._hook = self._hook, hook
         try:
@@ -125,9 +125,9 @@ class Recording:
         known = {id(layer) for layer in self.layers}
         new = [layer for layer in flatten_layers(model) if id(layer) not in known]
         self._layers += map(weakref.ref, new)
-        with self.during(hook):
+        with self.record_as(hook):
             for layer in new:
-                for variable in map(plain_variable, layer.variables):
+                for variable in map(unwrap, layer.variables):
                     self.add(variable)
 
     @property
@@ -147,7 +147,7 @@ class Recording:
 
     def find_written(self, graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
         """Returns the variables that a graph writes, on whichever replica."""
-        handles = {id(handle) for handle in written_resources(graph)}
+        handles = {id(handle) for handle in find_written_resources(graph)}
         local = strategy.experimental_local_results
         return [v for v in self.variables.values() if handles & {id(p.handle) for p in local(v)}]
 
@@ -166,7 +166,7 @@ class Recording:
         of_keras = "seed_generator_state"  # so Keras names them, whoever makes the generator
         return [v for v in self.variables.values() if v.name.split(":")[0].endswith(of_keras)]
 
-    def keras_variables(self) -> list[keras.Variable]:
+    def list_keras_variables(self) -> list[keras.Variable]:
         """The variables of the layers, each once; unlike tf.Variables they can be frozen."""
         return list({id(v): v for layer in self.layers for v in layer.variables}.values())
 
@@ -179,12 +179,9 @@ def find_tables(graph: Any) -> list[Any]:
     return [one for one in tables if id(one.resource_handle) in captured]
 
 
-# ---- What is frozen: a state of Keras layers in Python, which no variable holds -----------------
-
-
 def list_freezable(recording: Recording) -> list[Any]:
     """Returns the layers, then their variables: what can be frozen."""
-    return [*recording.layers, *recording.keras_variables()]
+    return [*recording.layers, *recording.list_keras_variables()]
 
 
 def read_flags(recording: Recording) -> list[bool]:
@@ -205,7 +202,7 @@ def set_flags(parts: list[Any], flags: list[bool]) -> bool:
 
 
 @contextlib.contextmanager
-def unfrozen(recording: Recording) -> Iterator[None]:
+def unfreeze(recording: Recording) -> Iterator[None]:
     """Within, no layer is frozen; afterwards all that were there are as they were."""
     parts, flags = list_freezable(recording), read_flags(recording)
     # Layer by layer, and off before on: Keras passes on only a value that changes.

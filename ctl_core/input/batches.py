@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import distribute, local_replicas
-from ctl_core.hooks.defaults import first_dimension
+from ctl_core.cluster.collectives import count_local_replicas, distribute
+from ctl_core.hooks.defaults import get_first_dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +111,10 @@ def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> 
     return Share(*(None if one[0] is None else distribute(strategy, one) for one in fields))
 
 
-def first_replica(strategy: tf.distribute.Strategy) -> int:
+def find_first_replica(strategy: tf.distribute.Strategy) -> int:
     """Returns the number of the first of this process's replicas, among those of all processes."""
     resolver = strategy.cluster_resolver
-    return int(resolver.task_id or 0) * local_replicas(strategy) if resolver else 0
-
-
-# ---- Rows --------------------------------------------------------------------------------------
+    return int(resolver.task_id or 0) * count_local_replicas(strategy) if resolver else 0
 
 
 def take_rows(tensor: Any, first: Any, size: Any) -> Any:
@@ -148,25 +145,22 @@ def keep_rows_if(present: Any, values: Any) -> Any:
 def count_rows(batch: Any) -> tf.Tensor:
     """Returns how many rows a batch has, an int32 scalar."""
     first = next(part for part in tf.nest.flatten(batch) if part.shape.rank != 0)
-    return tf.cast(first_dimension(first), tf.int32)
+    return tf.cast(get_first_dimension(first), tf.int32)
 
 
-# ---- Specifications ----------------------------------------------------------------------------
-
-
-def static_rows(spec: Any) -> int | None:
+def find_static_rows(spec: Any) -> int | None:
     """Returns the first dimension of a structure's tensors or specs, if it is fixed."""
     sizes = (part.shape[0] for part in tf.nest.flatten(spec) if part.shape.rank)
     return next(sizes, None)
 
 
-def widths_vary(spec: Any) -> bool:
+def has_varying_widths(spec: Any) -> bool:
     """Whether dense parts of elements may differ in more than their first dimension."""
     dense = [part for part in tf.nest.flatten(spec) if isinstance(part, tf.TensorSpec)]
     return any(part.shape.rank is None or None in part.shape[1:].as_list() for part in dense)
 
 
-def with_rows(spec: Any, rows: int | None = None, name: str | None = None) -> Any:
+def set_rows(spec: Any, rows: int | None = None, name: str | None = None) -> Any:
     """Returns a specification of so many rows, of any number for None; a scalar's is as it was."""
     shape = [rows, *spec.shape[1:]] if spec.shape.rank else spec.shape
     if isinstance(spec, tf.RaggedTensorSpec):

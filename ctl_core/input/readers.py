@@ -27,8 +27,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.hooks.hooks import Hook, describe, kind_of
-from ctl_core.run.errors import brief
+from ctl_core.hooks.hooks import Hook, describe, name_kind
+from ctl_core.run.errors import condense
 
 _END = object()
 _NO_READERS = (str, bytes, list, tuple, dict, set, np.ndarray, tf.Tensor, type)
@@ -46,13 +46,13 @@ def open_reader(
         return None
     readable = isinstance(made, Iterable | keras.utils.PyDataset)
     if not readable or isinstance(made, _NO_READERS):  # arrays are no batches of theirs
-        raise hook.reject(f"returned {kind_of(made)}, expected a tf.data.Dataset, or a reader.")
+        raise hook.reject(f"returned {name_kind(made)}, expected a tf.data.Dataset, or a reader.")
     if before is not None and before.made is made:
         return before
     try:
         return Reader(made, remake)
     except Exception as error:
-        raise hook.reject(f"reading the data: {brief(error)}") from error
+        raise hook.reject(f"reading the data: {condense(error)}") from error
 
 
 class Reader:
@@ -187,7 +187,7 @@ class Reader:
             if drawn is None or _compute_checksum(drawn[1]) != checksum:
                 raise ValueError("by it, it gives other elements than it did")
         except Exception as error:
-            return f"the reader does not take its state back: {brief(error)}"
+            return f"the reader does not take its state back: {condense(error)}"
         self._begin(itertools.chain([drawn], source), position, skip)
         return None
 

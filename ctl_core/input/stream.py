@@ -23,19 +23,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import local_replicas
-from ctl_core.compat import drawing_from, global_seed_generator
+from ctl_core.cluster.collectives import count_local_replicas
+from ctl_core.compat import draw_from, get_seed_generator
 from ctl_core.hooks.hooks import Hooks, describe
 from ctl_core.input.batches import (
     BatchShape,
     Share,
     count_rows,
     distribute_shares,
-    first_replica,
-    static_rows,
+    find_first_replica,
+    find_static_rows,
+    has_varying_widths,
+    set_rows,
     take_share,
-    widths_vary,
-    with_rows,
 )
 from ctl_core.input.prefetch import StackedBatches, read_ahead
 from ctl_core.input.readers import Reader, open_reader
@@ -93,7 +93,7 @@ class Input:
         self._size: Any = size if self.whole or self._joins else None
         self.steps_per_epoch = self._count_steps(made)
         self._open(made)
-        self._rows = shape.batch if self.whole else static_rows(self.dataset.element_spec)
+        self._rows = shape.batch if self.whole else find_static_rows(self.dataset.element_spec)
         self._counted: Any = None
         if self._rows is None:
             with tf.device("CPU:0"):
@@ -102,9 +102,7 @@ class Input:
         if not self.whole:
             rows, more = divmod(self._rows or 0, shape.shares)
             fixed = rows if rows and not more else None
-            self.share_spec = tf.nest.map_structure(lambda one: with_rows(one, fixed), spec)
-
-    # ---- Reading ---------------------------------------------------------------------------
+            self.share_spec = tf.nest.map_structure(lambda one: set_rows(one, fixed), spec)
 
     def draw(self) -> tuple[Callable[[Any], Any], Any]:
         """Draws a global batch, inside a graph function.
@@ -119,8 +117,8 @@ class Input:
     def deal_out(self, batch: Any) -> tuple[Callable[[Any], Any], Any]:
         """Returns the same, of a global batch that is drawn; None: of shares, drawn as dealt."""
         shares, replicas = self.shape.shares, self.shape.replicas
-        first = first_replica(self._strategy)
-        own = slice(first, first + local_replicas(self._strategy))
+        first = find_first_replica(self._strategy)
+        own = slice(first, first + count_local_replicas(self._strategy))
         examples = self._rows or count_rows(batch)
         if self._counted is not None:
             self._counted.assign_add(tf.cast(examples, tf.int64))
@@ -155,7 +153,7 @@ class Input:
 
     def begin_anew(self, skip: int = 0) -> None:
         """Reads the data from their start, by another iterator, and drops so many examples."""
-        with drawing_from(global_seed_generator()):
+        with draw_from(get_seed_generator()):
             self._open(self._call_hooks())
         self.begin(self.unit)
         dropped = 0
@@ -174,8 +172,6 @@ class Input:
         examples = self._count_examples() or "an empty dataset, no"
         size = f"one global batch of {self.shape.batch}"
         return f"returned {examples} examples, fewer than {size}; lower --batch-size."
-
-    # ---- What the hooks return -------------------------------------------------------------
 
     def _call_hooks(self) -> tf.data.Dataset:
         """Returns what the hooks of the data return; ``_opened`` is what reads it, if need be."""
@@ -199,7 +195,7 @@ class Input:
     def _count_examples(self, elements: int = -1) -> int:
         """Returns how many examples the first elements have, or all of a pass."""
         count, first = self._hooks.count_examples, self._call_hooks().take(elements)
-        return sum(int(count.in_graph(batch=element)) for element in first)
+        return sum(int(count.trace(batch=element)) for element in first)
 
     def _inspect(self, spec: Any) -> int | None:
         """Returns how many examples an element has that is used as it is; None: they are joined.
@@ -222,7 +218,7 @@ class Input:
                 "for each example: use dataset.batch(per_replica_batch_size), or write "
                 "count_examples."
             )
-        return batch if widths_vary(spec) and self._count_examples(1) == batch else None
+        return batch if has_varying_widths(spec) and self._count_examples(1) == batch else None
 
     def _open(self, dataset: tf.data.Dataset) -> None:
         """Makes the endless stream of what the hooks returned, of which nothing has been read."""
@@ -248,7 +244,7 @@ class Input:
         shape, is_tuple = self.shape, isinstance(dataset.element_spec, tuple)
 
         def has_size(*parts: Any) -> tf.Tensor:
-            count = self._hooks.count_examples.in_graph(batch=parts if is_tuple else parts[0])
+            count = self._hooks.count_examples.trace(batch=parts if is_tuple else parts[0])
             return tf.equal(tf.cast(count, tf.int64), self._size)
 
         if self._size is not None:
@@ -267,7 +263,7 @@ class Input:
             return len(next(part for part in tf.nest.flatten(element) if part.ndim))
         with tf.device("CPU:0"):
             batch = tf.nest.map_structure(tf.constant, element)
-            examples = int(self._hooks.count_examples.in_graph(batch=batch))
+            examples = int(self._hooks.count_examples.trace(batch=batch))
         return examples if examples == self._size else 0
 
     def _count_steps(self, dataset: tf.data.Dataset) -> int | None:

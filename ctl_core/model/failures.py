@@ -1,7 +1,7 @@
 """What has failed in a graph call: which hook, which op, which line.
 
 With ``detect_anomaly``, TensorFlow checks what each op of a step gives; the first NaN ends
-training. The checks are ops of the graphs that are traced within ``numerics_checked``. Each step is
+training. The checks are ops of the graphs that are traced within ``check_numerics``. Each step is
 a call of its own then, so that it is known which one failed.
 """
 
@@ -18,7 +18,14 @@ from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.hooks.defaults import DIFFER
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
-from ctl_core.run.errors import ENGINE, RunError, SetupError, file_name, frames_of, is_own_file
+from ctl_core.run.errors import (
+    ENGINE,
+    RunError,
+    SetupError,
+    format_file_name,
+    is_own_file,
+    read_frames,
+)
 
 # What a check says: the type of the op, its graph, what it gave, and its name.
 _FOUND = re.compile(
@@ -47,13 +54,13 @@ def attribute_errors(state: State, functions: Any, step: int) -> Iterator[None]:
         if "must have the same batch size in each component" in str(error):
             failure = SetupError if step == 0 else RunError
             raise failure(f"{hooks.create_dataset}: {DIFFER}.") from error
-        if anomaly := describe_anomaly(error, hooks, functions.operations()):
+        if anomaly := describe_anomaly(error, hooks, functions.list_operations()):
             raise RunError(f"step {step + 1}: {anomaly}.") from error
         raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
 
 
 @contextlib.contextmanager
-def numerics_checked(wanted: bool) -> Iterator[None]:
+def check_numerics(wanted: bool) -> Iterator[None]:
     """Within, the graphs that this thread traces check what their ops give, if that is wanted."""
     if wanted:  # TensorFlow cuts long messages off; the stack of an op is read off its graph
         tf.debugging.enable_check_numerics(stack_height_limit=1)
@@ -89,10 +96,10 @@ def describe_anomaly(error: BaseException, hooks: Hooks, ops: Iterable[Any]) -> 
 
 def _find_line(op: Any, hooks: Hooks) -> str | None:
     """Returns the hook that made an op, and its line; or another line of the user's."""
-    frames = frames_of(op)
+    frames = read_frames(op)
     if made := hooks.find_owner(frames):
         return made
     # Before the engine there may be lines of the program that called it.
     first = max((n for n, frame in enumerate(frames) if frame[0].startswith(ENGINE)), default=0)
-    own = [f"{file_name(file)}:{line}" for file, line in frames[first:] if is_own_file(file)]
+    own = [f"{format_file_name(file)}:{line}" for file, line in frames[first:] if is_own_file(file)]
     return own[-1] if own else None

@@ -15,16 +15,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import counting_rows
-from ctl_core.compat import layers_run
+from ctl_core.cluster.collectives import weigh_by_rows
+from ctl_core.compat import run_layers
 from ctl_core.hooks.hooks import Hook, describe
 from ctl_core.input.batches import keep_rows_if
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.reduction import PIECES, multiply
-from ctl_core.numerics.variables import to_float32, variable_name
+from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
-from ctl_core.run.errors import CtlError, HookFailed, SetupError, frames_of
+from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Objective:
 
 def run_model(parts: Parts, batch: Any, training: bool) -> Any:
     """Returns the model's output for a batch, in float32 where precision is lower."""
-    hook, model = parts.model_for(training)
+    hook, model = parts.choose_model(training)
     training = training and not parts.quiet
-    inputs = parts.hooks.input_pre.in_graph(batch=batch, training=training, **parts.values())
-    return to_float32(call_made(hook, call_model, model, inputs, training))
+    inputs = parts.hooks.input_pre.trace(batch=batch, training=training, **parts.values())
+    return cast_to_float32(call_made(hook, call_model, model, inputs, training))
 
 
 def compute_loss(parts: Parts, batch: Any, output: Any, training: bool) -> Any:
     """Returns what ``train_loss`` makes of the model's output, in float32."""
     hooks, training = parts.hooks, training and not parts.quiet
     values = {"batch": batch, "training": training, **parts.values()}
-    loss_input = hooks.loss_pre.in_graph(output=output, **values)
-    return to_float32(
+    loss_input = hooks.loss_pre.trace(output=output, **values)
+    return cast_to_float32(
         call_made(hooks.create_loss, call_trained, parts.train_loss, loss_input, training)
     )
 
@@ -73,12 +73,12 @@ def call_made(hook: Hook, function: Any, *args: Any) -> Any:
     except CtlError:
         raise
     except Exception as error:
-        raise HookFailed(hook.failure(error)) from error
+        raise HookFailed(hook.describe_failure(error)) from error
 
 
 def call_model(model: Any, inputs: Any, training: bool) -> Any:
     """Calls the model; with ``training`` run also layers that it is a function around."""
-    with layers_run(training):
+    with run_layers(training):
         return call_trained(model, inputs, training)
 
 
@@ -102,8 +102,8 @@ def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
     if not fits and (op := find_broadcast(loss.graph)) is not None:
         shapes = " and ".join(str(value.shape.as_list()) for value in op.inputs)
         raise SetupError(
-            f"{create_loss.locate(frames_of(op))}: {op.type} of the shapes {shapes} compares each "
-            "example with every other; give both one shape, by tf.squeeze(output, -1), say."
+            f"{create_loss.locate(read_frames(op))}: {op.type} of the shapes {shapes} compares "
+            "each example with every other; give both one shape, by tf.squeeze(output, -1), say."
         )
     if not fits or not loss.dtype.is_floating:
         raise create_loss.reject(
@@ -111,7 +111,7 @@ def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
             f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); batch_weight says what it "
             "is divided by, if not by the number of examples."
         )
-    return tf.reduce_sum(to_float32(loss))
+    return tf.reduce_sum(cast_to_float32(loss))
 
 
 def find_broadcast(graph: tf.Graph) -> Any:
@@ -135,7 +135,7 @@ def weigh_batch(
     hook = parts.hooks.batch_weight
     if hook is None:
         return None
-    weight = hook.in_graph(batch=batch, output=output, **parts.values())
+    weight = hook.trace(batch=batch, output=output, **parts.values())
     weight = tf.stop_gradient(tf.ensure_shape(tf.convert_to_tensor(weight), []))
     if weight.dtype not in (tf.float32, tf.float64):
         weight = tf.cast(weight, tf.float32)
@@ -171,7 +171,7 @@ def compute_objectives(
     if weight is not None:
         own, whole = weight, parts.shape.batch
     values = {"loss": loss, "output": output, "batch": batch, **parts.values()}
-    returned = hook.in_graph(**values)
+    returned = hook.trace(**values)
     named = returned if isinstance(returned, dict) else {turn or "": returned}
     if turn is not None:
         if turn not in named:
@@ -205,7 +205,7 @@ def forward_backward(
     """
     batch, rows, present, together = share
     scale = parts.loss_scale
-    with counting_rows(rows, present, together):
+    with weigh_by_rows(rows, present, together):
         with tf.GradientTape(persistent=len(parts.optimizers) > 1) as tape:
             objectives, made = compute_objectives(parts, batch, examples, rows, present)
             scaled = {
@@ -233,7 +233,7 @@ def _leave_out_idle(
 ) -> list[tuple[Any, Any]]:
     """Returns gradients with their variables, without those that the loss does not depend on."""
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-    idle = [variable_name(v) for g, v in zip(gradients, variables, strict=True) if g is None]
+    idle = [name_variable(v) for g, v in zip(gradients, variables, strict=True) if g is None]
     if idle and not parts.quiet:  # then another part of the model may have run
         more = " and others" if len(idle) > 5 else ""
         said = f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated."

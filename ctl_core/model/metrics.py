@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.parts import Parts
-from ctl_core.run.errors import HookFailed, brief
+from ctl_core.run.errors import HookFailed, condense
 
 Metrics = Mapping[str, keras.Metric]
 
@@ -34,7 +34,7 @@ def update_metrics(metrics: Metrics, hook: Hook, arguments: Any, present: tf.Ten
         try:
             update_if(present, metrics[name].update_state, *widen(metrics[name], values))
         except Exception as error:
-            said = f"the metric '{name}' refuses what it returned: {brief(error)}"
+            said = f"the metric '{name}' refuses what it returned: {condense(error)}"
             raise HookFailed(f"{hook}: {said}") from error
 
 
@@ -66,7 +66,7 @@ def update_train_metrics(
     """
     hook = parts.hooks.train_metric_pre
     if parts.train_metrics:
-        arguments = hook.in_graph(**made, **parts.values())
+        arguments = hook.trace(**made, **parts.values())
         update_metrics(parts.train_metrics, hook, arguments, present)
     for name, value in loss_parts.items() if parts.loss_parts else ():
         examples = parts.count_examples(made["batch"])

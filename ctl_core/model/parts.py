@@ -77,14 +77,14 @@ class Parts:
     step: tf.Tensor | None = None
     turn: int | None = None
 
-    def model_for(self, training: bool) -> tuple[Hook, Any]:
+    def choose_model(self, training: bool) -> tuple[Hook, Any]:
         """Returns the model that is run, and, for messages, the hook that made it."""
         hook = self.hooks.create_eval_model
         if training or hook is None or self.eval_model is None:
             return self.hooks.create_model, self.train_model
         return hook, self.eval_model
 
-    def in_turns(self, step: tf.Tensor | None = None) -> Iterator[Parts]:
+    def list_turns(self, step: tf.Tensor | None = None) -> Iterator[Parts]:
         """Yields what each turn of a step is made of; without turns, the step is one."""
         for turn in range(len(self.hooks.turns)) if self.hooks.turns else [None]:
             yield dataclasses.replace(self, step=step, turn=turn)
@@ -95,17 +95,17 @@ class Parts:
         return None if self.turn is None else self.hooks.turns[self.turn]
 
     @property
-    def ends_step(self) -> bool:
+    def is_end_of_step(self) -> bool:
         """Whether this update is the last one of its step."""
         return self.turn in (None, len(self.hooks.turns) - 1)
 
     def count_examples(self, batch: Any) -> Any:
         """Returns how many examples a batch holds, an int64 tensor; where it is fixed, a number."""
-        number = self.hooks.count_examples.in_graph(batch=batch)
+        number = self.hooks.count_examples.trace(batch=batch)
         static = tf.get_static_value(tf.convert_to_tensor(number))
         return tf.cast(number, tf.int64) if static is None else int(static)
 
-    def logged(self) -> dict[str, keras.Metric]:
+    def list_logged(self) -> dict[str, keras.Metric]:
         """Returns the train metrics, and those of the loss's parts, by name."""
         return {**self.train_metrics, **self.loss_parts}
 
@@ -116,6 +116,6 @@ class Parts:
         """
         values = {"objective": self.objective, "turn": self.turn, "lr": self.lr}
         values |= {"train_model": self.train_model, "train_loss": self.train_loss}
-        values["eval_model"] = self.model_for(training=False)[1]
+        values["eval_model"] = self.choose_model(training=False)[1]
         values["step"] = self.step_variable.read_value() if self.step is None else self.step
         return values

@@ -16,12 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import Alone
-from ctl_core.compat import drawing_from, global_seed_generator, with_called
-from ctl_core.input.batches import count_rows, first_replica, take_rows
+from ctl_core.compat import add_called_ops, draw_from, get_seed_generator
+from ctl_core.input.batches import count_rows, find_first_replica, take_rows
 from ctl_core.model.forward import compute_objectives
 from ctl_core.model.parts import Parts
 from ctl_core.model.state import State
-from ctl_core.numerics.randomness import seeds_kept
+from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.run.console import Console
 
@@ -45,7 +45,7 @@ def check_losses(state: State, console: Console) -> None:
     if not state.parts.scalar_losses or not hooks.count_examples.is_default:
         return
     try:
-        with seeds_kept():
+        with keep_seeds():
             ratios = _try_batches(state)
     except Exception:  # the trial's own: half a batch may not do; training says what is wrong
         return
@@ -72,11 +72,11 @@ def check_losses(state: State, console: Console) -> None:
 
 def _try_batches(state: State) -> dict[str, list[float]]:
     """Returns by objective the ratio of each batch, NaN where there is no gradient."""
-    generator, parts = global_seed_generator(), dataclasses.replace(state.parts, quiet=True)
+    generator, parts = get_seed_generator(), dataclasses.replace(state.parts, quiet=True)
 
     @tf.function(autograph=False)
     def measure(batch: Any, half: int) -> dict[str, list[tf.Tensor]]:
-        with Alone(parts.strategy, first_replica(parts.strategy)), drawing_from(generator):
+        with Alone(parts.strategy, find_first_replica(parts.strategy)), draw_from(generator):
             return measure_gradients(parts, batch, half)
 
     batches = [batch for batch in state.data.make_pass().take(BATCHES) if count_rows(batch) > 1]
@@ -85,7 +85,7 @@ def _try_batches(state: State) -> dict[str, list[float]]:
     with parts.strategy.scope():
         graph = measure.get_concrete_function(*tried[0]).graph
         copies = ReplicaCopies(parts.strategy, state.recording.find_written(graph, parts.strategy))
-        draws = DRAWS if draws_numbers(with_called(graph.get_operations())) else 1
+        draws = DRAWS if has_random_ops(add_called_ops(graph.get_operations())) else 1
         with copies.put_back_after():
             for batch, half in tried:
                 drawn = [measure(batch, half) for _ in range(draws)]
@@ -108,7 +108,7 @@ def measure_gradients(parts: Parts, batch: Any, half: int) -> dict[str, list[tf.
         return tf.nest.map_structure(lambda part: take_rows(part, first, rows), batch)
 
     found: dict[str, list[tf.Tensor]] = {}
-    for turn in parts.in_turns():
+    for turn in parts.list_turns():
         for batches in ([take(0, 2 * half)], [take(0, half), take(half, half)]):
             with tf.GradientTape(persistent=True) as tape:
                 tried = [compute_objectives(turn, one, 1, 0)[0] for one in batches]
@@ -123,7 +123,7 @@ def measure_gradients(parts: Parts, batch: Any, half: int) -> dict[str, list[tf.
     return found
 
 
-def draws_numbers(operations: Iterable[Any]) -> bool:
+def has_random_ops(operations: Iterable[Any]) -> bool:
     """Whether some of the ops of graphs draw random numbers."""
     kinds = ("Random", "TruncatedNormal", "Multinomial")
     return any(kind in op.type for op in operations for kind in kinds)

@@ -15,7 +15,7 @@ from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.table import OBSERVED
 from ctl_core.model.state import State
 from ctl_core.run.errors import SetupError
-from ctl_core.run.settings import EPOCHS, seconds_in
+from ctl_core.run.settings import EPOCHS, parse_seconds
 
 TARGET_SECONDS = 1.0
 # Most steps of a graph call: a signal and the clock are looked at between two.
@@ -32,43 +32,43 @@ class Schedule:
         self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
         self._deferred = [(n, hook) for n, hook in self._every if hook.deferred]
         self._at, self._marks = hooks.at_step, marks
-        self._ckpt_every = in_steps(state, "ckpt_every", config.ckpt_every)
-        self._eval_every = in_steps(state, "eval_every", config.eval_every)
-        self._log_every = config.log_every if state.parts.logged() else 0
+        self._ckpt_every = convert_to_steps(state, "ckpt_every", config.ckpt_every)
+        self._eval_every = convert_to_steps(state, "eval_every", config.eval_every)
+        self._log_every = config.log_every if state.parts.list_logged() else 0
         self._periods = {n for n, hook in self._every if not hook.deferred}
         self._periods |= {self._ckpt_every, self._eval_every, self._log_every} - {0}
-        self._pause, self._time = seconds_in(config.ckpt_every), seconds_in(config.max_time)
+        self._pause, self._time = parse_seconds(config.ckpt_every), parse_seconds(config.max_time)
         self._start = self._saved = time.monotonic()
 
-    def next_stop(self, step: int) -> int:
+    def find_next_stop(self, step: int) -> int:
         """Returns the next step after which the graph has to be left."""
         periodic = (step - step % n + n for n in self._periods)
         once = (n for n in (*self._at, *self._marks) if n > step)
         return min(self.last, *periodic, *once)
 
-    def due(self, step: int) -> list[Hook]:
+    def find_due(self, step: int) -> list[Hook]:
         """Returns the hooks to run after a step: every_steps first, each in its own order."""
         return [hook for n, hook in self._every if step % n == 0] + list(self._at.get(step, ()))
 
     def find_fetches(self, step: int) -> frozenset[str]:
         """Returns what of a step hooks are given that are due after it."""
-        due = self.due(step)
+        due = self.find_due(step)
         return frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
 
-    def deferred(self, steps: range) -> list[tuple[int, Hook]]:
+    def find_deferred(self, steps: range) -> list[tuple[int, Hook]]:
         """Returns steps for which the graph was not left, each with a hook due after it."""
         return [(step, hook) for step in steps for n, hook in self._deferred if step % n == 0]
 
-    def evaluation_due(self, step: int) -> bool:
+    def is_evaluation_due(self, step: int) -> bool:
         """Whether an evaluation belongs after this step."""
         return step == self.last or is_multiple(step, self._eval_every)
 
-    def log_due(self, step: int) -> tuple[bool, bool]:
+    def find_log_due(self, step: int) -> tuple[bool, bool]:
         """Returns whether train metrics are to be written after a step, and to begin anew."""
         whole = is_multiple(step, self._log_every)
         return whole or (step == self.last and self._log_every > 0), whole
 
-    def save_due(self, step: int) -> bool:
+    def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint belongs after this step."""
         return is_multiple(step, self._ckpt_every)
 
@@ -76,7 +76,7 @@ class Schedule:
         """Whether the clock says that a checkpoint is due."""
         return self._pause is not None and time.monotonic() - self._saved >= self._pause
 
-    def saved(self) -> None:
+    def note_saved(self) -> None:
         """Begins the time to the next checkpoint."""
         self._saved = time.monotonic()
 
@@ -85,7 +85,7 @@ class Schedule:
         return self._time is not None and time.monotonic() - self._start >= self._time
 
 
-def in_steps(state: State, setting: str, value: int | str) -> int:
+def convert_to_steps(state: State, setting: str, value: int | str) -> int:
     """Returns steps, or so many ``epochs``, in steps; of a period in time, 0.
 
     Raises:
@@ -116,7 +116,7 @@ class ChunkLength:
         self._most = most
 
     @contextmanager
-    def timed(self, steps: int) -> Iterator[int]:
+    def measure(self, steps: int) -> Iterator[int]:
         """Measures a call of ``steps`` steps, which it yields back."""
         start = time.monotonic()
         yield steps

@@ -23,8 +23,8 @@ from ctl_core.numerics.not_finite import NEVER, Noted
 from ctl_core.numerics.replicas import WeightAverage, describe_nature
 from ctl_core.numerics.variables import trainable_variables
 from ctl_core.run.console import Console, format_evaluation
-from ctl_core.run.errors import RunError, one_line
-from ctl_core.run.files import from_here
+from ctl_core.run.errors import RunError, squeeze
+from ctl_core.run.files import relative_path
 from ctl_core.run.listeners import FILE, read_metrics
 from ctl_core.run.settings import Config
 
@@ -68,7 +68,7 @@ def check_hook_state(values: dict[str, Any], where: str) -> None:
         same = False
     if not same:
         raise RunError(
-            f"{where}: state holds {one_line(repr(values), 120)}, which would not come back from a "
+            f"{where}: state holds {squeeze(repr(values), 120)}, which would not come back from a "
             "checkpoint as it is; use numbers, texts, lists, and dicts whose keys are texts: "
             "float(x), array.tolist()."
         )
@@ -80,16 +80,16 @@ class Clock:
     def __init__(self) -> None:
         self._start, self._paused = time.monotonic(), 0.0
 
-    def elapsed(self) -> float:
+    def measure_all(self) -> float:
         """Returns the seconds since the clock was made."""
         return time.monotonic() - self._start
 
-    def training(self) -> float:
+    def measure_training(self) -> float:
         """Returns the same without evaluations and checkpoints."""
-        return self.elapsed() - self._paused
+        return self.measure_all() - self._paused
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Leaves out of ``training`` what happens within."""
         start = time.monotonic()
         yield
@@ -193,12 +193,9 @@ class State:
         return self.step > 0 and self.progress.noted.latest == self.step
 
 
-# ---- What a run says of itself -------------------------------------------------------------------
-
-
 def describe_start(state: State, start: int, last: int) -> str:
     """Says where training begins, how far it goes, and on what."""
-    config, replicas, run = state.config, state.parts.shape.replicas, from_here(state.run_dir)
+    config, replicas, run = state.config, state.parts.shape.replicas, relative_path(state.run_dir)
     if state.ended or start >= last:
         early, go_on = "ended early, " * state.ended, ", or --continue," * state.ended
         done = f"{early}at step {start} of {last}, nothing left to train"
@@ -231,13 +228,13 @@ def describe_end(state: State, start: int) -> str:
         head = f"stopped by {name}, saved; goes on from here with {again}"
     else:
         head = "ended early" if state.ended else "done"
-    took = f"{state.step - start} steps in {clock.elapsed():.1f} s"
-    if (rest := clock.elapsed() - clock.training()) > 0.1:
+    took = f"{state.step - start} steps in {clock.measure_all():.1f} s"
+    if (rest := clock.measure_all() - clock.measure_training()) > 0.1:
         took += f", {rest:.1f} s of them evaluations and checkpoints"
     parts = [f"step {state.step}", took]
     if state.metrics:
         parts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
-    return f"{head}: {'; '.join(parts)}. Everything is in {from_here(state.run_dir)}"
+    return f"{head}: {'; '.join(parts)}. Everything is in {relative_path(state.run_dir)}"
 
 
 def warn_of_noted(state: State, console: Console) -> None:
@@ -262,7 +259,7 @@ def note_losses(state: State, found: Noted, console: Console) -> None:
         RunError: ``on_nan`` is stop, and a loss is not finite.
     """
     progress = state.progress
-    before, progress.noted = progress.noted, progress.noted.then(found)
+    before, progress.noted = progress.noted, progress.noted.merge_later(found)
     if found.steps and state.config.on_nan == "stop":
         raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop).")
     if found.steps and before.first == NEVER:

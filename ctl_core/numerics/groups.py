@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.numerics.variables import plain_variable, variable_name
+from ctl_core.numerics.variables import name_variable, unwrap
 
 
 class OptimizerGroups(tf.Module):
@@ -27,16 +27,16 @@ class OptimizerGroups(tf.Module):
 
     def _find_group(self, variable: Any) -> int:
         """Returns the index of a variable's group; refuses one that is in none, or in several."""
-        plain = plain_variable(variable)
+        plain = unwrap(variable)
         own = [
             index
             for index, group in enumerate(self._groups())
-            if any(plain_variable(one) is plain for one in group)
+            if any(unwrap(one) is plain for one in group)
         ]
         if len(own) != 1:
             where = f"{len(own)} groups" if own else "no group"
             raise ValueError(
-                f"the variable {variable_name(variable)} is in {where}, expected one, also "
+                f"the variable {name_variable(variable)} is in {where}, expected one, also "
                 "while it is frozen"
             )
         return own[0]

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.compat import rate_of
+from ctl_core.compat import read_rate
 from ctl_core.numerics.variables import create_scalar
 from ctl_core.run.console import warn
 from ctl_core.run.settings import Config
@@ -110,12 +110,12 @@ class LearningRate(Rate, tf.Module):
         self.variable.assign(value)
 
 
-def rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate:
+def make_rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate:
     """Returns what hooks are given as ``lr``: the rate of the first optimizer's next update.
 
     That is ``lr`` itself, unless no optimizer takes it and the first has a schedule of its own.
     """
-    rates = [rate_of(optimizer) for optimizer in optimizers.values()]
+    rates = [read_rate(optimizer) for optimizer in optimizers.values()]
     schedule = keras.optimizers.schedules.LearningRateSchedule
     if any(isinstance(rate, Rate) for rate in rates) or not isinstance(rates[0], schedule):
         return lr

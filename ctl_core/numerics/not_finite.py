@@ -60,7 +60,7 @@ class Noted:
         zeroed = int(np.isneginf(notes).sum())
         return cls(bad[0], bad[-1], len(bad), zeroed) if bad else cls(zeroed=zeroed)
 
-    def then(self, later: Noted) -> Noted:
+    def merge_later(self, later: Noted) -> Noted:
         """Adds what is known of later steps."""
         return Noted(
             min(self.first, later.first),
@@ -89,7 +89,7 @@ class LossScale:
         self.value.assign(tf.where(finite, doubled, tf.maximum(scale / 2.0, LEAST)))
         self._finite.assign(tf.where(finite & ~grown, count, 0))
 
-    def complaint(self) -> str | None:
+    def describe_trouble(self) -> str | None:
         """Says that nothing is learnt any more, if the scale cannot fall further."""
         if self.value.numpy() > LEAST:
             return None

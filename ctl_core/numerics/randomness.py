@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.task import Task
-from ctl_core.compat import drawing_from, global_seed_generator, seed_of_ops_kept
+from ctl_core.compat import draw_from, get_seed_generator, keep_op_seed
 
 # What the seeds of two neighbouring replicas differ by; any number that seeds rarely differ by.
 _STRIDE = 1_000_003
@@ -34,7 +34,7 @@ def fold_in_replica_id(generators: list[Any], strategy: tf.distribute.Strategy, 
             replica.assign(first + tf.constant([index * _STRIDE, 0], replica.dtype))
 
 
-def random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[str]:
+def find_random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[str]:
     """Names the types of ops in a graph, or in a function that it calls, that keep a random state.
 
     No checkpoint can hold it. They are told by their attribute ``seed``: the ops of
@@ -52,14 +52,14 @@ def random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[st
 
 
 @contextmanager
-def seeds_kept() -> Iterator[None]:
+def keep_seeds() -> Iterator[None]:
     """Afterwards, what Python, NumPy, TensorFlow and Keras draw is as if nothing were done within.
 
     What draws from TensorFlow or Keras within has to set a seed.
     """
     before = random.getstate(), np.random.get_state()
     try:
-        with drawing_from(global_seed_generator()), seed_of_ops_kept():
+        with draw_from(get_seed_generator()), keep_op_seed():
             yield
     finally:
         random.setstate(before[0])

@@ -63,9 +63,6 @@ def multiply(values: Any, factor: tf.Tensor) -> Any:
     )
 
 
-# ---- Of micro-batches ----------------------------------------------------------------------------
-
-
 def accumulate(run: Callable[..., Any], steps: int, contribute: Callable[[Any], Any]) -> Any:
     """Adds up the contributions of A micro-batches, on each replica's own device.
 
@@ -144,9 +141,6 @@ def _are_listed(one: dict[str, Any]) -> list[bool]:
 def _unite(*parts: Any) -> Any:
     """Returns a sparse gradient of all micro-batches; of what is summed, each has the sum."""
     return join(*parts) if isinstance(parts[0], tf.IndexedSlices) else parts[0]
-
-
-# ---- Behind one another --------------------------------------------------------------------------
 
 
 def join(*values: Any) -> Any:

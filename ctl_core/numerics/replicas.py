@@ -15,10 +15,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.numerics.variables import plain_variable
+from ctl_core.numerics.variables import unwrap
 
 
-def moving_statistics(layers: list[keras.Layer]) -> list[Any]:
+def find_moving_statistics(layers: list[keras.Layer]) -> list[Any]:
     """Returns the variables of the batch normalisations among layers that are moving statistics."""
     return [
         variable.value
@@ -29,7 +29,7 @@ def moving_statistics(layers: list[keras.Layer]) -> list[Any]:
     ]
 
 
-def normalizes_alone(layer: keras.Layer) -> bool:
+def has_own_statistics(layer: keras.Layer) -> bool:
     """Whether a layer normalizes what each replica has of a batch by itself."""
     kind = keras.layers.BatchNormalization
     return isinstance(layer, kind) and layer.trainable and not layer.synchronized
@@ -41,7 +41,7 @@ def describe_nature(layers: list[keras.Layer]) -> str:
     drawing = [one for one in layers if any(isinstance(v, seeded) for v in vars(one).values())]
     names = sorted({type(layer).__name__ for layer in drawing})
     reasons = [f"random numbers ({', '.join(names)})"] if names else []
-    if any(map(normalizes_alone, layers)):
+    if any(map(has_own_statistics, layers)):
         reasons.append("batch statistics (BatchNormalization that is not synchronized)")
     each = f"each has {' and '.join(reasons)} of its own."
     return f" Weights depend on the number of replicas: {each}" if reasons else ""
@@ -102,7 +102,7 @@ class MovingStatistics:
         So do random generators: a replica that had no examples in a step has drawn less.
         """
         several = strategy.num_replicas_in_sync > 1
-        self._statistics = moving_statistics(layers) if several else []
+        self._statistics = find_moving_statistics(layers) if several else []
         both = {id(one): one for one in [*self._statistics, *others] if several}
         self.copies = ReplicaCopies(strategy, list(both.values()))
 
@@ -121,7 +121,7 @@ class MovingStatistics:
             self._average()
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def hold_averages(self) -> Iterator[None]:
         """Gives each replica the mean while something reads it, and then its own back."""
         with self.copies.put_back_after():
             self.average()
@@ -147,7 +147,7 @@ class WeightAverage:
     def __init__(self, decay: float, weights: list[Any], strategy: tf.distribute.Strategy) -> None:
         """Makes the averages; called in the strategy's scope."""
         self._decay = decay
-        self._weights = [plain_variable(weight) for weight in weights]
+        self._weights = [unwrap(weight) for weight in weights]
         self._averages = [
             tf.Variable(keras.ops.convert_to_numpy(weight), trainable=False) for weight in weights
         ]
@@ -163,7 +163,7 @@ class WeightAverage:
             average.assign(self._decay * average + (1 - self._decay) * weight)
 
     @contextlib.contextmanager
-    def in_place_of_weights(self) -> Iterator[None]:
+    def replace_weights(self) -> Iterator[None]:
         """Within, the weights have the averaged values."""
         self.swap()
         try:

@@ -14,12 +14,12 @@ import keras
 import tensorflow as tf
 
 
-def plain_variable(variable: Any) -> Any:
+def unwrap(variable: Any) -> Any:
     """Returns the tf.Variable of a Keras variable; anything else as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def variable_name(variable: Any) -> str:
+def name_variable(variable: Any) -> str:
     """Returns ``dense/kernel`` for a Keras variable, the plain name for a tf.Variable."""
     return getattr(variable, "path", None) or variable.name.split(":")[0]
 
@@ -47,7 +47,7 @@ def trainable_variables(model: Any) -> list[Any]:
     found: dict[int, Any] = {}
     for item in walk(model):
         if isinstance(item, keras.Layer):
-            found |= {id(plain_variable(v)): v for v in item.trainable_variables}
+            found |= {id(unwrap(v)): v for v in item.trainable_variables}
         elif item.trainable and item.dtype.is_floating:
             found.setdefault(id(item), item)
     return list(found.values())
@@ -60,10 +60,10 @@ def regularization(model: Any) -> Any:
     losses = [loss for layer in layers for loss in layer.losses]
     if not isinstance(model, keras.Layer):
         losses += getattr(model, "losses", [])
-    return sum(map(to_float32, losses))
+    return sum(map(cast_to_float32, losses))
 
 
-def to_float32(structure: Any) -> Any:
+def cast_to_float32(structure: Any) -> Any:
     """Casts the float16 and bfloat16 tensors of a structure, ragged ones too, to float32."""
 
     def cast(part: Any) -> Any:

@@ -73,23 +73,23 @@ class HookFailed(RunError):
     """A hook raised. The message names the hook, its file and line, and the exception."""
 
 
-def one_line(text: object, limit: int = 400) -> str:
+def squeeze(text: object, limit: int = 400) -> str:
     """Squeezes a message into one line of at most ``limit`` characters, without colours."""
     line = " ".join(_ESCAPES.sub("", str(text)).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def shown(value: Any, limit: int = 80) -> str:
+def quote(value: Any, limit: int = 80) -> str:
     """Returns a value as messages show it, in one line of at most so many characters."""
-    return one_line(repr(value), limit)
+    return squeeze(repr(value), limit)
 
 
-def label(text: object) -> str:
+def clean(text: object) -> str:
     """Returns a path or a name as messages show it: in one line, without quotes."""
-    return shown(str(text))[1:-1]
+    return quote(str(text))[1:-1]
 
 
-def nearest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5) -> str:
+def suggest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5) -> str:
     """Returns ``"; did you mean 'x'?"`` for the nearest of ``names``, or an empty string.
 
     ``mark`` is put before it, and is no part of what is compared.
@@ -98,7 +98,7 @@ def nearest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5
     return f"; did you mean '{mark}{close[0]}'?" if close else ""
 
 
-def brief(error: BaseException, limit: int = 300) -> str:
+def condense(error: BaseException, limit: int = 300) -> str:
     """Returns ``ValueError: its message`` in one line, without what TensorFlow and Keras add.
 
     That is stacks, node names, and the arguments of a layer's call; all of it is in the traceback.
@@ -113,16 +113,14 @@ def brief(error: BaseException, limit: int = 300) -> str:
         kind, _, text = text.lstrip().partition(": ")
     for end in _APPENDED:
         text = text.split(end)[0]
-    text = one_line(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", text), limit)
+    text = squeeze(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", text), limit)
     return f"{kind}: {text}" if text else kind
 
 
-def reason(error: Exception) -> str:
+def find_reason(error: Exception) -> str:
     """Says in a few words why a file could not be read or written."""
-    return getattr(error, "strerror", None) or brief(error, 400).split("; ")[-1]
+    return getattr(error, "strerror", None) or condense(error, 400).split("; ")[-1]
 
-
-# ---- Lines of the user's files, which messages name ----------------------------------------------
 
 ENGINE = str(Path(__file__).parents[1])
 _NOT_OURS = (
@@ -134,7 +132,7 @@ _NOT_OURS = (
 )
 
 
-def code_of(function: Callable[..., Any]) -> types.CodeType | None:
+def find_code(function: Callable[..., Any]) -> types.CodeType | None:
     """Returns the code of a function, of what a partial calls, or of an object's or class's own."""
     function = inspect.unwrap(getattr(function, "func", function))
     own = vars(function).values() if inspect.isclass(function) else [type(function).__call__]
@@ -142,24 +140,24 @@ def code_of(function: Callable[..., Any]) -> types.CodeType | None:
     return next((code for code in codes if code is not None), None)
 
 
-def where(function: Callable[..., Any]) -> str:
+def locate(function: Callable[..., Any]) -> str:
     """Returns ``callbacks.py:12`` for the function's definition, or its module's name."""
-    code = code_of(function)
+    code = find_code(function)
     if code is None:
         return getattr(function, "__module__", None) or "callbacks"
     if getattr(function, "__module__", None) == "ctl_core.hooks.defaults":
         return "the engine's default"
-    return f"{file_name(code.co_filename)}:{code.co_firstlineno}"
+    return f"{format_file_name(code.co_filename)}:{code.co_firstlineno}"
 
 
-def file_name(path: str) -> str:
+def format_file_name(path: str) -> str:
     """Returns the name of a source file as messages show it; of a notebook's cell, ``cell 3``.
 
     A kernel gives cells the names of files that are not there; IPython knows which cell each is.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    label = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(path)
-    number = re.search(r"\d+", " ".join(label or ()))
+    name_cell = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(path)
+    number = re.search(r"\d+", " ".join(name_cell or ()))
     return f"cell {number[0]}" if number else "cell" if "ipykernel" in path else Path(path).name
 
 
@@ -168,12 +166,12 @@ def is_own_file(name: str) -> bool:
     return not any(part in name for part in _NOT_OURS)
 
 
-def frames_of(op: Any) -> list[tuple[str, int]]:
+def read_frames(op: Any) -> list[tuple[str, int]]:
     """Returns where an op of a graph was made: (file, line), outermost first."""
     return [(frame.filename, frame.lineno) for frame in op.traceback or ()]
 
 
-def frames_in(text: str) -> list[tuple[str, int]]:
+def parse_frames(text: str) -> list[tuple[str, int]]:
     """Reads the frames off a stack that is part of a message: (file, line), outermost first."""
     found = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in ', text, re.MULTILINE)
     return [(filename, int(line)) for filename, line in found]

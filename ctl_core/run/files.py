@@ -18,7 +18,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-def from_here(path: str | Path) -> str:
+def relative_path(path: str | Path) -> str:
     """Returns a path relative to the current folder where it is inside it, absolute otherwise."""
     absolute = os.path.abspath(path)
     inside = os.path.relpath(absolute)
@@ -34,7 +34,7 @@ def is_stdout(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a place beside a path; the file or folder written there takes the path's own place.
 
     A symbolic link there is replaced, not followed. If anything is raised, what was there stays.
@@ -82,7 +82,7 @@ def is_locked(path: Path) -> bool:
         return not lock_file(file)
 
 
-def free_name(runs_dir: Path) -> str:
+def choose_run_name(runs_dir: Path) -> str:
     """Returns the time as a name for a run; with a number behind it if that second is taken."""
     now = time.strftime("%Y%m%d-%H%M%S")
     names = (now if number == 1 else f"{now}-{number}" for number in itertools.count(1))

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ctl_core.run.console import LOG, format_evaluation, warn
-from ctl_core.run.errors import SetupError, brief, one_line, shown
-from ctl_core.run.files import from_here
+from ctl_core.run.errors import SetupError, condense, quote, squeeze
+from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config, flatten
 
 FILE = "metrics.jsonl"
@@ -66,7 +66,7 @@ def find_listener(name: str) -> type[Listener]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
-        raise SetupError(f"listener: {name}: {brief(error)}") from error
+        raise SetupError(f"listener: {name}: {condense(error)}") from error
     if not (isinstance(found, type) and issubclass(found, Listener)):
         raise SetupError(f"listener: {name} is no class that is made of ctl_core.Listener.")
     return found
@@ -106,7 +106,7 @@ class Listeners:
             kind = listener if isinstance(listener, type) else type(listener)
             LOG.info("what a listener has raised", exc_info=error)
             name = f"{kind.__module__}.{kind.__qualname__}"
-            warn(f"listener: {name}: {brief(error)}; training goes on without it.")
+            warn(f"listener: {name}: {condense(error)}; training goes on without it.")
             self._hearing = [each for each in self._hearing if each is not listener]
 
 
@@ -159,16 +159,16 @@ class TrainingLog(Listener):
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
         """Appends the entry of a run, unless it has one of the same note."""
-        self._run = from_here(folder)
+        self._run = relative_path(folder)
         if self._note is None:
             return
         text = self._read()
-        entry = f"\n## {self._run}\n\n- Expected: {one_line(self._note, 2000)}\n"
+        entry = f"\n## {self._run}\n\n- Expected: {squeeze(self._note, 2000)}\n"
         if entry in text:
             return
         env = json.loads((folder / "env.json").read_text())
         commit = f"commit {env['commit'][:10]}" if env["commit"] else "no commit"
-        settings = [f"{name} {shown(value, 40)}" for name, value in find_changes(config).items()]
+        settings = [f"{name} {quote(value, 40)}" for name, value in find_changes(config).items()]
         entry += f"- Settings: {', '.join(settings) or 'the defaults'}\n"
         entry += f"- {time.strftime('%F %H:%M')}: begins, {commit}"
         self._append(f"{entry}{' with changes' * bool(env['dirty'])}\n")
@@ -184,7 +184,7 @@ class TrainingLog(Listener):
             result = f"{how} at step {step}"
             if self._evaluated is not None:
                 result += f"; {format_evaluation(*self._evaluated, step)}"
-            self._append(f"- {time.strftime('%F %H:%M')}: {self._run} {one_line(result)}\n")
+            self._append(f"- {time.strftime('%F %H:%M')}: {self._run} {squeeze(result)}\n")
 
     def _read(self) -> str:
         return self._path.read_text(errors="replace") if self._path.exists() else ""

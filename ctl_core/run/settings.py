@@ -22,13 +22,13 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from ctl_core.run.errors import SetupError, nearest, shown
+from ctl_core.run.errors import SetupError, quote, suggest
 
 TIME, EPOCHS = r"(?:[0-9]{1,8}(?:h|min|m|s))+", r"([1-9][0-9]{0,8}) ?epochs?"
 _SECONDS = {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
 
-def seconds_in(text: int | str | None) -> float | None:
+def parse_seconds(text: int | str | None) -> float | None:
     """Returns the seconds of a text such as 7h30m, 10min or 90s; None for anything else."""
     if not isinstance(text, str) or not re.fullmatch(TIME, text):
         return None
@@ -38,7 +38,7 @@ def seconds_in(text: int | str | None) -> float | None:
 def check_path(text: str) -> str:
     """Refuses a URL, where there are no locks and no renames, and an empty text."""
     if re.match(r"\s*$|[A-Za-z][A-Za-z0-9+.-]+:/", text):  # of one slash, as pathlib writes it
-        raise ValueError(f"expected a path in the file system, got {shown(text)}.")
+        raise ValueError(f"expected a path in the file system, got {quote(text)}.")
     return text
 
 
@@ -182,7 +182,7 @@ def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
     wrong = error.errors(include_url=False)[0]
     name, details = str(wrong["loc"][0]), wrong.get("ctx", {})
     if name not in settings:
-        return f"{name}: there is no setting {shown(name)}{nearest(name, settings)}"
+        return f"{name}: there is no setting {quote(name)}{suggest(name, settings)}"
     if "error" in details:  # raised by a validator of ours
         return f"{name}: {details['error']}"
     kinds = (words for kind, words in _EXPECTED.items() if wrong["type"].startswith(kind))
@@ -190,7 +190,7 @@ def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
     expected = next(kinds, other).format(**details)
     if examples := settings[name].examples:
         expected += f", or such as {examples[0]}"
-    return f"{name}: expected {expected}, got {shown(wrong['input'])}."
+    return f"{name}: expected {expected}, got {quote(wrong['input'])}."
 
 
 def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:

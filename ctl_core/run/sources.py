@@ -19,8 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
-from ctl_core.run.errors import SetupError, label, nearest, one_line, shown
-from ctl_core.run.files import written_whole
+from ctl_core.run.errors import SetupError, clean, quote, squeeze, suggest
+from ctl_core.run.files import atomic_write
 from ctl_core.run.settings import SETTINGS, Config
 
 ENV_PREFIX = "CTL_"
@@ -36,7 +36,7 @@ class Layer(NamedTuple):
         """Names a setting as this source has it."""
         return self.place + (name.upper() if self.place == ENV_PREFIX else name)
 
-    def without(self, names: Collection[str]) -> Layer:
+    def leave_out(self, names: Collection[str]) -> Layer:
         """Returns the others of its settings."""
         others = {name: value for name, value in self.values.items() if name not in names}
         return Layer(others, self.place)
@@ -64,7 +64,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
     Raises:
         SetupError: it cannot be read.
     """
-    where = label(path)
+    where = clean(path)
     try:
         content = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader) or {}
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
             return Layer({})
         raise SetupError(f"{where}: there is no such settings file.") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise SetupError(f"{where}: no valid YAML: {one_line(error, 200)}.") from error
+        raise SetupError(f"{where}: no valid YAML: {squeeze(error, 200)}.") from error
     if not isinstance(content, dict):
         raise SetupError(f"{where}: expected lines of the form 'name: value'.")
     if (path.parent / "train.log").exists():  # of an earlier engine, as its checkpoints will tell
@@ -104,7 +104,7 @@ def find_unknown_variables() -> list[str]:
     """Returns a warning for each ``CTL_*`` variable that is no setting."""
     known = [f"{ENV_PREFIX}{name.upper()}" for name in (*SETTINGS, "config")]
     return [
-        f"warning: the environment has {label(name)}, which is no setting{nearest(name, known)}"
+        f"warning: the environment has {clean(name)}, which is no setting{suggest(name, known)}"
         for name in os.environ
         if name.startswith(ENV_PREFIX) and name.split("__")[0] not in known
     ]
@@ -174,14 +174,14 @@ def merge_hparams(
         SetupError: a name is unknown, or a value has another type.
     """
     if not isinstance(over, dict):
-        raise SetupError(f"{where}: expected names with values, got {shown(over)}.")
+        raise SetupError(f"{where}: expected names with values, got {quote(over)}.")
     merged = dict(below)
     for name, value in over.items():
         inner, old, inside = f"{where}.{name}", below.get(name), None
         if known and name not in known:
-            there = f"; a settings file has {one_line(', '.join(map(str, known)), 100)}"
-            near = nearest(str(name), map(str, known)) or there
-            raise SetupError(f"{label(inner)}: no settings file has it{near}")
+            there = f"; a settings file has {squeeze(', '.join(map(str, known)), 100)}"
+            near = suggest(str(name), map(str, known)) or there
+            raise SetupError(f"{clean(inner)}: no settings file has it{near}")
         if known is not None:
             value, inside = _convert(value, old, inner), known.get(name)
             inside = inside if isinstance(inside, dict) else {}
@@ -205,8 +205,8 @@ def _convert(value: Any, old: Any, where: str) -> Any:
     try:
         return TypeAdapter(type(old)).validate_python(value)
     except ValidationError:
-        expected = f"expected a value such as {shown(old, 40)}, which a settings file has"
-        raise SetupError(f"{label(where)}: {expected}, got {shown(value)}.") from None
+        expected = f"expected a value such as {quote(old, 40)}, which a settings file has"
+        raise SetupError(f"{clean(where)}: {expected}, got {quote(value)}.") from None
 
 
 def _read_value(text: str) -> Any:
@@ -221,5 +221,5 @@ def write_config(config: Config, path: Path) -> None:
     text = yaml.dump(
         dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True
     )
-    with written_whole(path) as beside:
+    with atomic_write(path) as beside:
         beside.write_text(text, encoding="utf-8")

@@ -26,10 +26,10 @@ def test_captured_variables() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         first, second, unused = (tf.Variable(value) for value in (1.0, 2.0, 3.0))
-    with compat.scratch_graph("test").as_default() as graph:
+    with compat.make_scratch_graph("test").as_default() as graph:
         inside = second * first * tf.constant(4.0)
     assert inside.graph is graph
-    captured = compat.captured_variables(graph, strategy)
+    captured = compat.find_captured_variables(graph, strategy)
     handles = [variable.handle for variable in captured]
     local = [strategy.experimental_local_results(v)[0].handle for v in (first, second, unused)]
     assert {*map(id, handles)} == {*map(id, local[:2])}
@@ -37,20 +37,20 @@ def test_captured_variables() -> None:
 
 def test_global_seed_generator() -> None:
     keras.utils.set_random_seed(1)
-    assert compat.global_seed_generator() is None
+    assert compat.get_seed_generator() is None
     keras.random.normal(())
-    made = compat.global_seed_generator()
+    made = compat.get_seed_generator()
     assert isinstance(made, keras.random.SeedGenerator)
-    with compat.drawing_from(made):
+    with compat.draw_from(made):
         keras.utils.set_random_seed(1)
-        assert compat.global_seed_generator() is None
-    assert compat.global_seed_generator() is made
+        assert compat.get_seed_generator() is None
+    assert compat.get_seed_generator() is made
     found: list[Any] = []
 
     def draw_in_thread() -> None:
-        with compat.drawing_from(made):
-            found.append(compat.global_seed_generator())
-        found.append(compat.global_seed_generator())
+        with compat.draw_from(made):
+            found.append(compat.get_seed_generator())
+        found.append(compat.get_seed_generator())
 
     thread = threading.Thread(target=draw_in_thread)
     thread.start()
@@ -74,8 +74,8 @@ def test_flatten_layers() -> None:
 def test_rate_of() -> None:
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 9)
     optimizer = keras.optimizers.SGD(schedule)
-    assert compat.rate_of(optimizer) is schedule and compat.rate_of(object()) is None
-    assert float(compat.rate_of(keras.optimizers.SGD(0.5))) == 0.5
+    assert compat.read_rate(optimizer) is schedule and compat.read_rate(object()) is None
+    assert float(compat.read_rate(keras.optimizers.SGD(0.5))) == 0.5
     with pytest.raises(TypeError, match="hence its learning rate is not settable"):
         optimizer.learning_rate = 0.1
 
@@ -94,7 +94,7 @@ def test_written_resources() -> None:
         return captured + 1.0
 
     graph = function.get_concrete_function(tf.constant(3)).graph
-    handles = compat.written_resources(graph)
+    handles = compat.find_written_resources(graph)
     assert {id(handle) for handle in handles} == {id(written.handle), id(deep.handle)}
 
 
@@ -104,7 +104,7 @@ def test_replicas_have_losses_of_their_own() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
     def on_replica(value: tf.Tensor) -> Any:
-        with compat.layers_run(training=True):
+        with compat.run_layers(training=True):
             layer(value)
         tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
         return tf.stack(layer.losses)
@@ -113,7 +113,7 @@ def test_replicas_have_losses_of_their_own() -> None:
     distributed = strategy.experimental_distribute_values_from_function(
         lambda context: values[context.replica_id_in_sync_group]
     )
-    with compat.losses_apart():
+    with compat.separate_losses():
         found = tf.function(lambda value: strategy.run(on_replica, (value,)))(distributed)
     assert [part.numpy().tolist() for part in found.values] == [[1.0], [2.0]]
     assert "_losses" not in vars(keras.Layer)
@@ -126,7 +126,7 @@ def test_graphs_called_of_functions_without_a_graph() -> None:
     with tf.Graph().as_default() as graph:
         logits = tf.compat.v1.placeholder(tf.float32, [3, 1, 4])
         tf.nn.ctc_loss(tf.constant([[1, 2]]), logits, tf.constant([2]), tf.constant([3]))
-    assert {"While", "Exp"} <= {op.type for op in compat.with_called(graph.get_operations())}
+    assert {"While", "Exp"} <= {op.type for op in compat.add_called_ops(graph.get_operations())}
 
 
 def test_graph_writer_and_summaries_of_first_replica(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_graph_writer_and_summaries_of_first_replica(tmp_path: Path) -> None:
     unopened = compat.GraphWriter(lambda: None)
 
     def on_replica(step: tf.Tensor) -> None:
-        with compat.summaries_of_first_replica(step):
+        with compat.mute_other_summaries(step):
             recorded.append(tf.get_static_value(tf.summary.should_record_summaries()))
             tf.summary.scalar("there", 1.0)
 
@@ -166,8 +166,8 @@ def test_graph_writer_and_summaries_of_first_replica(tmp_path: Path) -> None:
 def test_max_to_keep_and_holding(tmp_path: Path) -> None:
     one, other = (tf.train.Checkpoint(x=tf.Variable(value)) for value in (1.0, 2.0))
     manager = tf.train.CheckpointManager(one, str(tmp_path), max_to_keep=3)
-    assert compat.max_to_keep(manager) == 3
-    with compat.holding(manager, other):
+    assert compat.read_max_to_keep(manager) == 3
+    with compat.hold_objects(manager, other):
         path = manager.save()
     assert manager.checkpoint is one
     assert tf.train.load_checkpoint(path).get_tensor("x/.ATTRIBUTES/VARIABLE_VALUE") == 2.0
@@ -181,8 +181,8 @@ def test_lines_of_a_helper_that_fails() -> None:
     with pytest.raises(Exception, match=r"[Rr]eshape") as caught:
         converted(tf.zeros([4]))
     line = helper.__code__.co_firstlineno + 1
-    assert (__file__, line) in compat.translated_stack(caught.value)
-    assert compat.translated_stack(ValueError()) == []
+    assert (__file__, line) in compat.read_translated_stack(caught.value)
+    assert compat.read_translated_stack(ValueError()) == []
 
 
 def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_the_seed_of_ops_is_put_back() -> None:
     second = tf.random.uniform([]).numpy()
     tf.random.set_seed(3)
     assert tf.random.uniform([]).numpy() == first
-    with compat.seed_of_ops_kept():
+    with compat.keep_op_seed():
         tf.random.set_seed(5)
         assert tf.random.uniform([]).numpy() not in (first, second)
     assert tf.random.uniform([]).numpy() == second
@@ -239,7 +239,7 @@ def test_layers_run() -> None:
     one, inner = tf.ones([1]), Told()
     traced, outer = tf.function(lambda x: inner(x)), keras.Sequential([keras.Input(()), inner])
     for training in (False, True):
-        with compat.layers_run(training):
+        with compat.run_layers(training):
             found = [float(layer(one)[0]) for layer in (inner, outer, traced)]
             assert found == [1 if training else -1] * 3
             assert [float(layer(one, training=True)[0]) for layer in (inner, outer)] == [1, 1]
@@ -247,14 +247,14 @@ def test_layers_run() -> None:
 
 def test_stages() -> None:
     dataset = tf.data.Dataset.zip(tf.data.Dataset.range(4).shuffle(2), tf.data.Dataset.range(4))
-    names = [type(stage).__name__ for stage in compat.stages(dataset)]
+    names = [type(stage).__name__ for stage in compat.list_stages(dataset)]
     assert names == ["_ZipDataset", "_ShuffleDataset", "_RangeDataset", "_RangeDataset"]
 
 
 def test_cpu_devices_of_worker() -> None:
     from tensorflow.python.distribute import collective_all_reduce_strategy as module
 
-    with compat.cpu_devices_of_worker(2):
+    with compat.list_cpu_devices(2):
         replaced = module.CollectiveAllReduceExtended._initialize_local_devices
         assert replaced(None, None, "/job:worker")[0][1] == "/job:worker/device:CPU:1"
     assert module.CollectiveAllReduceExtended._initialize_local_devices is not replaced

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.golden.engine import read_table, where
+from tests.golden.engine import locate, read_table
 from tests.helpers.cases import assert_weights, make_hooks, norm_model, regression_data, sliced
 from tests.helpers.fixtures import Train
-from tests.helpers.project import PIECES, Cli, failed, source_of
+from tests.helpers.project import PIECES, Cli, failed, read_hooks_source
 
 # Of 40 examples in batches of 8, one of the second batch is 0.
 DATA = PIECES["imports"].replace("y = x.sum", "x[:] += 0.1\nx[13] = 0.0\ny = x.sum")
@@ -54,9 +54,9 @@ every_steps = {3: spoil}
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_step_op_hook_and_line(cli: Cli, name: str) -> None:
     code, words = PROGRAMS[name]
-    source = source_of(imports=DATA, program=code)
+    source = read_hooks_source(imports=DATA, program=code)
     flags = ("--virtual-devices", "1" if name == "a layer" else "2")
-    failed(cli(source, "--detect-anomaly", *flags), *words, *where(source))
+    failed(cli(source, "--detect-anomaly", *flags), *words, *locate(source))
     tf.math.log(tf.constant(-1.0))  # what is no part of that training is not checked
 
 

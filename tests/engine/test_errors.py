@@ -10,10 +10,10 @@ from __future__ import annotations
 import pytest
 
 import ctl_core
-from tests.golden.engine import read_table, where
+from tests.golden.engine import locate, read_table
 from tests.helpers.cases import make_hooks
 from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli, refused, source_of
+from tests.helpers.project import Cli, read_hooks_source, refused
 
 HOOKS = read_table(
     """
@@ -60,9 +60,9 @@ def create_ckpt(train_model):  # here
 @pytest.mark.parametrize("case", HOOKS)
 def test_hooks(cli: Cli, case: str) -> None:
     code, words = HOOKS[case]
-    source = source_of(own=code)
+    source = read_hooks_source(own=code)
     outcome = cli(source)
-    refused(outcome, *where(source), *words)
+    refused(outcome, *locate(source), *words)
     assert "\x1b" not in outcome.err
 
 

@@ -105,7 +105,7 @@ def weights_of(state: Any) -> list[np.ndarray]:
     return [*state.train_model.get_weights(), np.array(names)]
 
 
-def process_state() -> dict[str, Any]:
+def prepare_process() -> dict[str, Any]:
     """What a run may change in its process, and has to put back."""
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -131,7 +131,7 @@ def test_each_run_trains_as_in_a_process_of_its_own(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also after one that failed, was interrupted, or changed precision or determinism."""
-    before, weights, kept = process_state(), {}, []
+    before, weights, kept = prepare_process(), {}, []
     for index, run in enumerate(RUNS):
         try:
             state = train(str(folder), f"run-{index}", **run)
@@ -142,7 +142,7 @@ def test_each_run_trains_as_in_a_process_of_its_own(
             continue
         finally:
             sys.last_traceback = None
-            assert process_state() == before
+            assert prepare_process() == before
         weights[index] = weights_of(state)
         kept += [weakref.ref(state.train_model), weakref.ref(state.optimizer)]
         del state

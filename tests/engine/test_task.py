@@ -87,7 +87,7 @@ def test_a_ps_ends_at_once_and_an_evaluator_watches_the_run(
 
 
 def waiting_for(others: int) -> Task:
-    addresses = tuple(f"127.0.0.1:{port}" for port in supervisor.free_ports(1 + others))
+    addresses = tuple(f"127.0.0.1:{port}" for port in supervisor.find_free_ports(1 + others))
     return Task(1 + others, 0, addresses)
 
 

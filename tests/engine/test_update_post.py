@@ -166,7 +166,7 @@ def test_update_post_follows_each_turn_and_the_average_the_step(train: Train) ->
     np.testing.assert_allclose(losses, seen, rtol=1e-4, atol=1e-6)
     for new in weights:
         average = [0.9 * old + 0.1 * one for old, one in zip(average, new, strict=True)]
-    with state.average.in_place_of_weights():  # type: ignore[union-attr]
+    with state.average.replace_weights():  # type: ignore[union-attr]
         assert_weights(state, average, rtol=2e-5)
 
 

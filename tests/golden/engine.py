@@ -166,7 +166,7 @@ def read_table(text: str) -> dict[str, tuple[str, list[str]]]:
     return cases
 
 
-def where(source: str) -> list[str]:
+def locate(source: str) -> list[str]:
     """Returns how a message has to name the line that is marked with ``# here``, if one is."""
     lines = source.splitlines()
     return [f"callbacks.py:{n}" for n, line in enumerate(lines, 1) if line.endswith("# here")]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden import small
-from tests.golden.engine import Command, Outcome, read_table, where
+from tests.golden.engine import Command, Outcome, locate, read_table
 
 FLAGS = ("--steps=8", "--batch-size=16", "--run-name=a", "--ckpt-every=4")
 
@@ -175,7 +175,7 @@ def test_hooks(tmp_path: Path, command: Command, case: str) -> None:
     code, words = HOOKS[case]
     source = small.CALLBACKS + code + "\n"
     (tmp_path / "callbacks.py").write_text(source)
-    assert_one_line(command("train", *FLAGS), 2, *where(source), *words)
+    assert_one_line(command("train", *FLAGS), 2, *locate(source), *words)
     assert_nothing_trained(tmp_path)
 
 
@@ -312,7 +312,7 @@ def test_an_exception_while_training(tmp_path: Path, command: Command, case: str
     code, words = RUNNING[case]
     source = small.CALLBACKS + code + "\n"
     (tmp_path / "callbacks.py").write_text(source)
-    assert_one_line(command("train", *FLAGS), 1, *where(source), *words)
+    assert_one_line(command("train", *FLAGS), 1, *locate(source), *words)
     log = (tmp_path / "runs" / "a" / "train.log").read_text()
     assert "ERROR" in log and "Traceback (most recent call last)" in log
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)

@@ -44,7 +44,7 @@ def create_loss():
 FLAGS = ("--steps", "10", "--batch-size", "8", "--run-name", "a")
 
 
-def source_of(**pieces: str | None) -> str:
+def read_hooks_source(**pieces: str | None) -> str:
     """Returns a callbacks.py: the pieces above, some replaced, left out or added."""
     return "\n\n".join(piece for piece in {**PIECES, **pieces}.values() if piece is not None)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ctl_core.checkpoint.record import saved_steps
+from ctl_core.checkpoint.record import list_saved_steps
 from tests.golden.compare import assert_same_checkpoint
 from tests.helpers.ckpt_files import (
     FAILING,
@@ -119,7 +119,7 @@ def test_ctrl_c_lets_the_workers_save(project: Path, job: Job) -> None:
     said = ended(process, code=130)
     found = re.search(r"stopped by SIGINT, saved; .*: step (\d+); ", said)
     assert found, said
-    assert saved_steps(project / "runs" / "stopped" / "ckpt")[0] == int(found[1])
+    assert list_saved_steps(project / "runs" / "stopped" / "ckpt")[0] == int(found[1])
 
 
 def test_a_hook_that_fails_ends_the_job_and_is_not_tried_again(project: Path, job: Job) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ctl_core.cluster.supervisor import free_ports
+from ctl_core.cluster.supervisor import find_free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 OURS = ("SLURM_", "SBATCH_", "CTL_", "TF_", "VENV", "VIRTUAL_ENV", "PYTHONPATH")
@@ -74,7 +74,7 @@ class Slurm:
         self._processes: list[subprocess.Popen[bytes]] = []
         host = socket.gethostname()
         (folder / "state").mkdir()
-        conf = CONF.format(folder=folder, host=host, ports=free_ports(3))
+        conf = CONF.format(folder=folder, host=host, ports=find_free_ports(3))
         (folder / "slurm.conf").write_text(conf)
         hosts = "127.0.0.1 localhost {} {} {}\n".format(host, *NODES)
         (folder / "hosts").write_text(hosts)

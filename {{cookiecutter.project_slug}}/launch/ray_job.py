@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctl_core.commands.cli import parse_command
 from ctl_core.run.errors import CtlError, SetupError
-from ctl_core.run.files import free_name
+from ctl_core.run.files import choose_run_name
 
 PROJECT = Path(__file__).resolve().parents[1]
 # Exit codes of ``ctl_core train`` that no new start would change: done, failed, wrong settings or
@@ -227,7 +227,7 @@ def make_job(settings: list[str]) -> Job:
             "runs_dir: Ray removes this copy of the project some time after the job, with the run "
             "in it; name a folder that all nodes share: -- --runs-dir /shared/runs"
         )
-    name = config.run_name or free_name(runs_dir)
+    name = config.run_name or choose_run_name(runs_dir)
     own = ["--run-name", name, "--runs-dir", str(runs_dir), "--workers", "1"]
     return Job([*settings, *own], str(runs_dir / name), str(PROJECT))
 
