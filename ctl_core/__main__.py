@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         strategy = sys.modules.get("ctl_core.cluster.strategy")
         # TensorFlow's own end would wait for the other processes of a cluster, which wait for this
         # one in a collective. Of a process that was interrupted, some thread may never end.
-        if (alone and code == INTERRUPTED) or (strategy is not None and strategy.joined()):
+        if (alone and code == INTERRUPTED) or (strategy is not None and strategy.has_joined()):
             logging.shutdown()
             with contextlib.suppress(OSError):  # nobody may read it any more
                 sys.stdout.flush()

@@ -169,7 +169,6 @@ class _Builder:
                     "lr_schedule and warmup change nothing: create_opt gives the optimizer a "
                     "schedule of its own, which goes before."
                 )
-                is_scheduled = False
             eval_model = None
             if hooks.create_eval_model is not None:
                 eval_model = self._create("create_eval_model", train_model=parts.train_model)
