@@ -30,27 +30,33 @@ class Summaries(Listener):
         self._settings: dict[str, Any] = {}
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Keeps the settings until there are values."""
+        """Keeps the settings until there are values, or an end."""
         self._settings = config
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Writes a scalar summary per value."""
-        if self._settings:
-            self._write_settings(self._settings)
-            self._settings = {}
+        self._write_settings()
         with self.open_writer(split).as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
 
-    def _write_settings(self, config: dict[str, Any]) -> None:
-        """Writes those that are not the defaults for the HParams page, which finds values.
+    def end(self, step: int, how: str) -> None:
+        """Writes the settings of a run that had no values, but not where it has failed at once."""
+        if how != "failed":
+            self._write_settings()
+
+    def _write_settings(self) -> None:
+        """Writes, once, those that are not the defaults for the HParams page, which finds values.
 
         They take the place of those of an earlier start.
         """
+        if not self._settings:
+            return
         values = {
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for name, value in find_changes(config).items()
+            for name, value in find_changes(self._settings).items()
         }
+        self._settings = {}
         for path in self._folder.glob("*.hparams"):
             path.unlink()
         writer = tf.summary.create_file_writer(str(self._folder), filename_suffix=".hparams")
