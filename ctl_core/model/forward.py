@@ -45,9 +45,6 @@ class Objective:
     is_scalar: bool
 
 
-# ---- The model and the loss ----------------------------------------------------------------------
-
-
 def run_model(parts: Parts, batch: Any, training: bool) -> Any:
     """Returns the model's output for a batch, in float32 where precision is lower."""
     hook, model = parts.choose_model(training)
@@ -145,9 +142,6 @@ def weigh_batch(
 def keep_if(present: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
     """Returns a value, or zero on a replica that has no rows."""
     return value if present is None else tf.where(present, value, tf.zeros_like(value))
-
-
-# ---- Objectives and gradients --------------------------------------------------------------------
 
 
 def compute_objectives(
