@@ -136,9 +136,6 @@ def name_outputs(output: Any) -> dict[str, tf.Tensor]:
     return found
 
 
-# ---- The function --------------------------------------------------------------------------------
-
-
 def create_inference(state: State) -> LoadedModel:
     """Calls ``create_inference_model``, and traces the model with what comes before it.
 
@@ -256,9 +253,6 @@ def _without_nones(structure: Any) -> Any:
     return structure
 
 
-# ---- From a run ----------------------------------------------------------------------------------
-
-
 @contextmanager
 def open_run(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Console]]:
     """Builds the state of a run that is only read, on one device."""
@@ -320,9 +314,6 @@ def _find_project(run: Path, runs_dir: str) -> Path:
     parts = Path(runs_dir).parts
     inside = run.parent.parts[-len(parts) :] == parts and not Path(runs_dir).is_absolute()
     return Path(*run.parent.parts[: -len(parts)]) if inside else Path.cwd()
-
-
-# ---- To a SavedModel -----------------------------------------------------------------------------
 
 
 def save_model(model: LoadedModel, folder: Path) -> None:

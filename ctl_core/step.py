@@ -29,7 +29,14 @@ from ctl_core.model.forward import (
 )
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.not_finite import are_finite, note_update
-from ctl_core.numerics.reduction import PIECES, accumulate, join, multiply, sum_over_replicas
+from ctl_core.numerics.reduction import (
+    PIECES,
+    accumulate,
+    choose_rows,
+    join,
+    multiply,
+    sum_over_replicas,
+)
 from ctl_core.numerics.variables import unwrap
 
 _ONCE_IN_MICRO_BATCH = (
@@ -154,10 +161,10 @@ def apply_gradients(
 ) -> None:
     """Lets optimizers apply what ``update_pre`` returned for them; they do not reduce again."""
     for name, gradients in updates.items():
-        if pairs := list(zip(gradients, trained[name], strict=True)):
-            apply = parts.optimizers[name].apply_gradients
+        optimizer = parts.optimizers[name]
+        if pairs := list(zip(choose_rows(optimizer, gradients), trained[name], strict=True)):
             with skip_reduction():
-                call_made(parts.hooks.create_opt, apply, pairs)
+                call_made(parts.hooks.create_opt, optimizer.apply_gradients, pairs)
 
 
 def refuse_summaries() -> None:

@@ -188,9 +188,8 @@ class Trainer:
             "manager": self.checkpoints.manager,
             "chief": state.cluster.task.chief,
             "state": state.hook_state,
-            **state.parts.values(),
+            **state.parts.values(step),
             **values,
-            "step": step,
         }
         with self._run.summaries.open_writer("train").as_default(step=step):
             try:

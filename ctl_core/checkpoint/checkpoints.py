@@ -132,8 +132,6 @@ class Checkpoints:
                 "and return a lookup table from create_ckpt."
             )
 
-    # ---- What hooks ask for ----------------------------------------------------------------------
-
     def _request(self, *_: Any, **__: Any) -> str:
         self.save_requested = True
         return str(self._folder / f"ckpt-{self._state.step}")
@@ -156,8 +154,6 @@ class Checkpoints:
             if part.with_suffix(".index").exists():
                 self._engine_part.read(str(part)).expect_partial()
         return status
-
-    # ---- Saving ----------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Saves after the current step, unless that is done and no hook has requested it since.
@@ -226,8 +222,6 @@ class Checkpoints:
         """Tells the listeners of checkpoints that have become whole."""
         while self._writer.written and self._console.listeners is not None:
             self._console.listeners.tell("saved", *self._writer.written.pop(0))
-
-    # ---- Restoring -------------------------------------------------------------------------------
 
     def restore(self, source: Source | None, with_input: bool = True) -> Record | None:
         """Restores a checkpoint: of several that will do the newest that is whole.

@@ -153,9 +153,6 @@ def _list_instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
             yield one.opname, one.argval
 
 
-# ---- What hooks return; what TensorFlow, Keras or Python refuse is left to them ------------------
-
-
 def _is_given(value: Any) -> bool:
     return value is not None
 

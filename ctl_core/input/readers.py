@@ -192,9 +192,6 @@ class Reader:
         return None
 
 
-# ---- Sources -----------------------------------------------------------------------------------
-
-
 def _read_passes(made: Any, state: Any = None) -> Iterator[tuple[Any, Any] | None]:
     """Yields the state before each element, and this, pass after pass, which end with None.
 
@@ -262,9 +259,6 @@ class _Passes:
                     self._number += 1
                     yield element
         self._made.on_epoch_end()
-
-
-# ---- Elements ----------------------------------------------------------------------------------
 
 
 def _make_arrays(element: Any) -> Any:

@@ -109,13 +109,15 @@ class Parts:
         """Returns the train metrics, and those of the loss's parts, by name."""
         return {**self.train_metrics, **self.loss_parts}
 
-    def values(self) -> dict[str, Any]:
+    def values(self, step: int | None = None) -> dict[str, Any]:
         """Returns what every hook of the step may name: the objects, and the number of the step.
 
-        That is the step that is being taken; outside of one, how many were taken.
+        That is the step that is being taken; outside of one ``step``, or how many were taken.
         """
         values = {"objective": self.objective, "turn": self.turn, "lr": self.lr}
         values |= {"train_model": self.train_model, "train_loss": self.train_loss}
         values["eval_model"] = self.choose_model(training=False)[1]
-        values["step"] = self.step_variable.read_value() if self.step is None else self.step
+        values["step"] = self.step if step is None else step
+        if values["step"] is None:
+            values["step"] = self.step_variable.read_value()
         return values

@@ -9,11 +9,32 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 PIECES = ("output", "batch")  # what hooks are given of each replica and micro-batch
 
 # ---- Of replicas ---------------------------------------------------------------------------------
+
+
+class Merged(tf.IndexedSlices):  # type: ignore[misc]
+    """A sparse gradient that has each index once; ``parts`` is the one that may have it often."""
+
+    def __init__(self, values: Any, indices: Any, parts: tf.IndexedSlices) -> None:
+        super().__init__(values, indices, parts.dense_shape)
+        self.parts = parts
+
+
+def choose_rows(optimizer: Any, gradients: list[Any]) -> list[Any]:
+    """Returns what an optimizer is given: rows as they came, where it does nothing but add them up.
+
+    Sums of rows that nobody looks at are then not computed: TensorFlow leaves them out.
+    """
+    limits = ("momentum", "clipnorm", "clipvalue", "global_clipnorm", "gradient_accumulation_steps")
+    adds_up = type(optimizer) is keras.optimizers.SGD
+    if not adds_up or any(getattr(optimizer, name) for name in limits):
+        return gradients
+    return [one.parts if isinstance(one, Merged) else one for one in gradients]
 
 
 def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
@@ -53,7 +74,7 @@ def _merge_rows(compiled: bool, gradient: Any) -> Any:
         found, rows = tf.unique(indices)
         number = tf.size(found)
     values = tf.math.unsorted_segment_sum(gradient.values, rows, number)
-    return tf.IndexedSlices(values, found, gradient.dense_shape)
+    return Merged(values, found, gradient)
 
 
 def multiply(values: Any, factor: tf.Tensor) -> Any:

@@ -9,11 +9,17 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.golden.reference import RATE, Reference
 
 EXAMPLES, FEATURES, BATCH = 100, 5, 16
+
+
+def slow_but(*quick: str, of: Iterable[str]) -> list[Any]:
+    """Returns names as parameters, of which all are slow but some: these tell the kind."""
+    return [each if each in quick else pytest.param(each, marks=pytest.mark.slow) for each in of]
 
 
 def data(examples: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:

@@ -221,7 +221,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("examples", [33, 45])
+@pytest.mark.parametrize("examples", [33, pytest.param(45, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_last_batches_of_few_rows(
     train: engine.Train, case: str, examples: int, accumulate: int

@@ -122,6 +122,7 @@ def test_codes_that_replicas_do_not_exchange_are_refused(train: engine.Train, ru
         ctl_core.check(alone, config)
 
 
+@pytest.mark.slow
 def test_codes_that_each_micro_batch_moves_are_pointed_out(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.golden import compare, engine
+from tests.golden import compare, engine, small
 from tests.golden.catalogue import KILLED, LAST_SAVED, NAMES, SETTINGS, load_program
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -18,6 +18,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulates": {"virtual_devices": 2, "accumulate_steps": 2},
     "compiles": {"jit_compile": True},
 }
+# In seconds; the others take as long together as all these.
+QUICK = set(NAMES) - {"transformer", "wgan_gp", "diffusion", "lora", "vae", "groups"}
 
 
 @pytest.mark.slow
@@ -39,7 +41,7 @@ def test_weights_in_each_way(train: engine.Train, way: str, name: str) -> None:
     program.assert_moved(first)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", small.slow_but(*QUICK, of=NAMES))
 def test_killed_and_resumed(train: engine.Train, runs: Path, name: str) -> None:
     """On two devices; the resumed run is the whole one bit for bit, in all that it saves."""
     program = load_program(name)

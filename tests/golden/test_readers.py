@@ -132,7 +132,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "grain's loader": load_by_a_loader_of_grain,
     "grain's iterator": lambda: iter(load_by_grain()),
 }
-EACH = pytest.mark.parametrize("kind", KINDS)
+EACH = pytest.mark.parametrize(
+    "kind", small.slow_but("a PyDataset", "get_state", "grain", of=KINDS)
+)
 
 
 def read_passes(make: Callable[[], Any]) -> Iterator[list[Batch]]:
@@ -202,7 +204,7 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint(train: engine.Train, kind
     assert_same(run(train, KINDS[kind], 20), whole)
 
 
-@pytest.mark.parametrize("kind", ["a PyDataset", "state_dict"])
+@pytest.mark.parametrize("kind", small.slow_but("a PyDataset", of=["a PyDataset", "state_dict"]))
 def test_the_last_batch_is_kept(train: engine.Train, kind: str) -> None:
     """Each example counts once an epoch, also on devices that have none of the last four."""
     make = KINDS[kind]
@@ -327,7 +329,9 @@ def test_compiled_stretches(train: engine.Train) -> None:
 # ---- Evaluation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "get_state"])
+@pytest.mark.parametrize(
+    "kind", small.slow_but("a PyDataset", "grain", of=sorted(KINDS.keys() - {"get_state"}))
+)
 def test_evaluations_read_each_example_once_and_the_same_each_time(
     train: engine.Train, kind: str
 ) -> None:
