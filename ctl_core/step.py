@@ -73,9 +73,6 @@ class StepResult(NamedTuple):
         }
 
 
-# ---- On one replica ------------------------------------------------------------------------------
-
-
 def make_gradients(
     parts: Parts,
     contributed: dict[str, Any],
@@ -173,9 +170,6 @@ def refuse_summaries() -> None:
         "tf.summary in a step that jit_compile compiles; write it in a host hook, or leave out "
         "jit_compile"
     )
-
-
-# ---- Over all replicas ---------------------------------------------------------------------------
 
 
 def train_step(

@@ -7,8 +7,10 @@ The run itself, if it is there, is neither read nor locked.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,27 +35,25 @@ from ctl_core.input.batches import Share, make_placeholders
 from ctl_core.model.forward import forward_backward
 from ctl_core.model.metrics import read_results
 from ctl_core.model.ratio import check_losses, has_random_ops
-from ctl_core.model.state import State
+from ctl_core.model.state import State, count_parameters
 from ctl_core.numerics.replicas import ReplicaCopies, has_own_statistics
 from ctl_core.numerics.variables import is_summed, name_variable, unwrap
-from ctl_core.run.console import Console
+from ctl_core.run.console import LOG, Console, format_values
 from ctl_core.run.errors import CtlError, SetupError, StopTraining, condense, read_frames
 from ctl_core.run.listeners import find_listener
 from ctl_core.run.settings import Config
 from ctl_core.serving import load
 from ctl_core.trainer import Trainer
 
-STEPS = 2
-DEVICES = 3
+STEPS, DEVICES = 2, 3
 
 
 def check(callbacks: Any, config: Config) -> State:
     """Tries everything that a run would do once, and compares devices; says what a run says.
 
-    As the settings have it: two steps of training; every host hook, whenever it is due, with its
-    own step; an evaluation, and the hooks after it; a checkpoint; the hooks at the end. Then each
-    command with that checkpoint. Then steps and an evaluation on one CPU device and on three. Hooks
-    that write files or call services do so.
+    Takes two steps, with every host hook, as after its own step; evaluates, saves, runs the hooks
+    at the end, and each command. Then it takes steps and evaluates on one CPU device and on three.
+    Hooks that write files or call services do so.
 
     Returns:
         The state, as ``train`` returns it; of the run's folder nothing is left.
@@ -62,13 +62,13 @@ def check(callbacks: Any, config: Config) -> State:
         SetupError: devices differ; and as ``train`` does.
         RunError: as ``train`` does; also where it would do so later.
     """
-    begun, console, name = time.monotonic(), Console(), config.run_name or "run"
+    begun, console, name = time.monotonic(), _Console(), config.run_name or "run"
     if config.listener is not None:  # which hears nothing of a check
         find_listener(config.listener)
     prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
     with temporary as folder:
-        console.say(f"check of {name}: all of it in a temporary folder, which is removed.")
+        console.print(f"check of {name}: all of it in a temporary folder, which is removed.")
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
         config = dataclasses.replace(config, fork=None, init_from=None)  # with fresh weights
         hooks, warnings = load_hooks(callbacks, config)  # which see the settings as they are
@@ -81,11 +81,26 @@ def check(callbacks: Any, config: Config) -> State:
         state = _train(hooks, config, console)
         _use(hooks, state, config, console)
         _compare(hooks, config, console)
-        console.say(f"check: all well, {time.monotonic() - begun:.1f} s")
+        console.print(f"check: all well, {time.monotonic() - begun:.1f} s")
     return state
 
 
-def _train(hooks: Hooks, config: Config, console: Console) -> State:
+class _Console(Console):
+    """Prints what was checked, and warnings; what a run of two steps says is in its log."""
+
+    def say(self, text: str) -> None:
+        """Writes a line to the log."""
+        LOG.info(text)
+
+    def start(self, step: int, total: int, clock: Any = None) -> None:
+        """Begins no progress line."""
+
+    def print(self, text: str) -> None:
+        """Prints a line."""
+        super().say(text)
+
+
+def _train(hooks: Hooks, config: Config, console: _Console) -> State:
     """Trains two steps; all host hooks are due after the last, each with the number of its own."""
 
     def rehearse(hook: Hook, at: int | None = None) -> Hook:
@@ -98,7 +113,7 @@ def _train(hooks: Hooks, config: Config, console: Console) -> State:
                 hook.function(**values)
             except StopTraining as asked:  # the others are to run, too
                 ended = f"; it ends training there. {asked}".rstrip()
-            console.say(f"{hook} ran{f', as after step {at}' * (at is not None)}{ended}")
+            console.print(f"  {hook} ran{f', as after step {at}' * (at is not None)}{ended}")
 
         return dataclasses.replace(hook, function=run)
 
@@ -114,6 +129,7 @@ def _train(hooks: Hooks, config: Config, console: Console) -> State:
     run = Run(config, Task())
     with open_session(run, console), prepare_process(config):
         state = create_state(rehearsed, config, run, console)
+        console.print(f"  {hooks.create_model}: {count_parameters(state)}")
         check_losses(state, console)
         check_traces(state)
         trainer = Trainer(state, run, console, Signals())
@@ -122,21 +138,23 @@ def _train(hooks: Hooks, config: Config, console: Console) -> State:
     return state
 
 
-def _use(hooks: Hooks, state: State, config: Config, console: Console) -> None:
+def _use(hooks: Hooks, state: State, config: Config, console: _Console) -> None:
     """Evaluates, predicts, exports and loads, as the commands do; some models only train."""
     sets = state.evaluation.sets if state.evaluation else ()
-    if sets:
-        evaluate(hooks, config)
+    with contextlib.redirect_stdout(io.StringIO()):
+        values = evaluate(hooks, config) if sets else {}
     try:
-        for name in sets:
-            predict(hooks, config, dataset=name)
-        export(hooks, config)
-        load(Path(config.runs_dir, str(config.run_name)), callbacks=hooks)
+        with contextlib.redirect_stdout(io.StringIO()):
+            for name in sets:
+                predict(hooks, config, dataset=name)
+            export(hooks, config)
+            load(Path(config.runs_dir, str(config.run_name)), callbacks=hooks)
+        console.print(f"  evaluate, predict, export, load: {format_values(values) or 'well'}")
     except Exception as error:
         if hooks.serve is not None or hooks.create_inference_model is not None:
             raise
         said = "this model cannot be exported, which its training does not need"
-        console.say(f"{said}: {condense(error)}")
+        console.print(f"  {said}: {condense(error)}")
 
 
 def check_traces(state: State) -> None:
@@ -170,8 +188,6 @@ def _trace(state: State) -> tuple[Any, dict[str, list[Any]]]:
     return graph, trained
 
 
-# ---- One device beside three ---------------------------------------------------------------------
-
 FETCHES = frozenset({"loss", "update_gradients", "output"})
 TOLERANCE = 1e-3
 _EXCHANGE = "let replicas exchange what it is made of, by ctl_core.all_reduce or all_gather"
@@ -196,7 +212,7 @@ _BLAMED: dict[str, tuple[tuple[str, ...], str]] = {
 Values = dict[tuple[str, str], list[np.ndarray]]
 
 
-def _compare(hooks: Hooks, config: Config, console: Console) -> None:
+def _compare(hooks: Hooks, config: Config, console: _Console) -> None:
     """Refuses what differs on one device and on three, of which one has no rows to evaluate.
 
     Of what differs in micro-batches it only warns.
@@ -227,9 +243,9 @@ def _compare(hooks: Hooks, config: Config, console: Console) -> None:
         (state, one), (_, three) = compute(1), compute(DEVICES)
         parts = compute(1, config.accumulate_steps)[1] if config.accumulate_steps > 1 else one
     except (CtlError, tf.errors.OpError) as error:  # batches of a fixed size, say
-        console.say(f"devices cannot be compared: {condense(error)}")
+        console.print(f"  devices cannot be compared: {condense(error)}")
         return
-    console.say(f"a step and an evaluation on one and on {DEVICES} devices were compared")
+    console.print(f"  a step and an evaluation on one and on {DEVICES} devices were compared")
     for difference in find_differences(state, one, parts, "in micro-batches"):
         console.warn(difference)
     for difference in find_differences(state, one, three, "three"):

@@ -123,9 +123,6 @@ def deferred(hook: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-# ---- The hooks -----------------------------------------------------------------------------------
-
-
 def make_batches(dataset):
     return dataset
 

@@ -284,8 +284,6 @@ def _compute_checksum(element: Any) -> int:
     return zlib.crc32(pickle.dumps(element))
 
 
-# ---- States as texts ---------------------------------------------------------------------------
-
 _ARRAY = "__array__"
 
 

@@ -237,9 +237,6 @@ def _leave_out_idle(
     return pairs
 
 
-# ---- What the forward pass writes, where replicas have unequally many rows -----------------------
-
-
 def settle_written(
     parts: Parts,
     contributed: dict[str, Any],

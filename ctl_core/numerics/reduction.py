@@ -1,7 +1,4 @@
-"""Values brought together: those of replicas are summed, those of micro-batches summed or joined.
-
-All but ``join_for_host`` runs while a graph is traced.
-"""
+"""Values brought together: those of replicas are summed, those of micro-batches summed or joined."""
 
 from __future__ import annotations
 
