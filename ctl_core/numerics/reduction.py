@@ -1,4 +1,4 @@
-"""Values brought together: those of replicas are summed, those of micro-batches summed or joined."""
+"""Values brought together: replicas' are summed, micro-batches' are summed or joined."""
 
 from __future__ import annotations
 
