@@ -148,8 +148,8 @@ VERBS = """
     export fetch fill find finish fix flatten fold follow format forward gather get give go has
     hold is join judge keep leave list load locate lock log look make measure merge multiply mute
     name note observe open pack parse pause predict prepare print put quiet quote read record
-    refresh refuse reject remove replace report resolve restore run save separate set settle share
-    show skip split squeeze start stop suggest sum supervise sync take tell trace train trim
+    refresh refuse reject remove replace report resolve restore run save say separate set settle
+    share show skip split squeeze start stop suggest sum supervise sync take tell trace train trim
     unfreeze unwrap update use wait walk warn watch weigh widen write
 """
 # Names that users know, those of other libraries, and two of the field.
