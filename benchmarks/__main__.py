@@ -22,8 +22,7 @@ from rich.console import Console
 from benchmarks import first_step, processes
 from benchmarks.report import Memory, Results, Timing, print_report, put_into
 
-# By number of devices; each line is a process. Memory needs one that did nothing before, and what
-# distributed iterators leave behind must not slow down who comes next.
+# By number of devices; each line is a process: what others leave behind must not slow it down.
 SECTIONS: list[tuple[int, list[str]]] = [
     (1, ["mlp/50", "mlp/10", "mlp/1", "cnn/50", "embedding/50", "images/50"]),
     (1, ["lstm/50", "transformer/50"]),
