@@ -1,4 +1,4 @@
-"""The hooks that docs/hooks.md and docs/debugging.md show are trained with, as they stand there."""
+"""The hooks that docs/hooks.md and docs/recipes.md show are trained with, as they stand there."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from tests.helpers.cases import Followed, make_hooks, regression_data, sliced, s
 from tests.helpers.fixtures import Train
 
 PAGES = Path(__file__).parents[2] / "docs"
-TEXT = "".join((PAGES / name).read_text() for name in ("hooks.md", "debugging.md"))
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def read_blocks(name: str) -> list[str]:
+    text = (PAGES / name).read_text()
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = read_blocks("hooks.md") + [b for b in read_blocks("recipes.md") if "every_steps" in b]
 SMALL = {"steps": 12, "eval_every": 2, "log_every": 4}
 
 

@@ -110,9 +110,10 @@ def test_inputs_and_models_that_do_not_fit(train: Train) -> None:
 
 
 def test_what_the_page_shows_works(cli: Cli) -> None:
-    """The hooks of docs/serving.md, for images of 8 by 8 that clients send as files."""
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    serve, around, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    """The hooks of docs/recipes.md, for images of 8 by 8 that clients send as files."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    serve, around = (b for b in blocks if "def serve" in b or "def create_inference" in b)
     outcome = cli(IMAGES + serve + around, command=FLAGS)
     assert outcome.code == 0, outcome
     served = ctl_core.load("runs/a")

@@ -1,7 +1,7 @@
 """tracker.py with each service's own package, offline: ``make test-trackers`` installs and runs it.
 
 A run of a rendered project is killed and started again; what the service has of it then is read
-back by its own tool, and compared with metrics.jsonl. docs/tracking.md says what is found here.
+back by its own tool, and compared with metrics.jsonl. docs/recipes.md says what is found here.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_a_run_that_is_killed_goes_on_in_the_same_place(
     assert rows == lines + again if keeps else lines - before <= rows <= lines
     assert b"width" in sent and b"a-secret-word" not in sent and b"--eval-every" not in sent
 
-    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tracking.md").read_text(), re.S)
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(), re.S)
     (replay,) = (code for code in found if "from tracker import Tracker" in code)
     (project / "replay.py").write_text(replay)
     subprocess.run([sys.executable, "replay.py", "runs/a"], cwd=project, check=True)
