@@ -5,8 +5,6 @@ settings or hooks, 75 lost another process of its cluster, 130 and 143 stopped b
 after saving; 130, too, ended by a second SIGINT.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -18,7 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
-from ctl_core.run.errors import CtlError, PeerLost, condense
+from ctl_core.run.errors import CtlError, PeerLost, format_error
 
 try:
     from ctl_core.checkpoint.record import find_start
@@ -81,7 +79,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return INTERRUPTED, "interrupted"
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(last.filename).name}:{last.lineno}"
-    return 1, f"{condense(error)} ({where}; --debug shows the traceback)"
+    return 1, f"{format_error(error)} ({where}; --debug shows the traceback)"
 
 
 def _run(command: Command, argv: list[str], supervised: bool) -> int:

@@ -4,8 +4,6 @@ All that hooks create is recorded, see hooks/recording.py. ``train``, ``evaluate
 ``export`` start from here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -49,15 +47,9 @@ from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
 from ctl_core.numerics.replicas import WeightAverage, find_moving_statistics
-from ctl_core.numerics.variables import (
-    is_summed,
-    name_variable,
-    trainable_variables,
-    unwrap,
-    walk,
-)
+from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap, walk
 from ctl_core.run.console import Console
-from ctl_core.run.errors import HookFailed, SetupError, condense
+from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import Config
 from ctl_core.step import change_gradients
 
@@ -110,7 +102,9 @@ def create_state(
     except tf.errors.OpError as error:  # nothing but data has been read
         if is_peer_lost(cluster.task, error):
             raise
-        raise SetupError(f"{hooks.create_dataset}: reading the data: {condense(error)}") from error
+        raise SetupError(
+            f"{hooks.create_dataset}: reading the data: {format_error(error)}"
+        ) from error
     except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
         raise SetupError(str(error)) from error.__cause__
 
@@ -129,72 +123,34 @@ class _Builder:
 
     def build(self) -> State:
         """Returns the state of a run that has not begun."""
-        hooks, config, recording, strategy = self.hooks, self.config, self.recording, self.strategy
-        replicas = strategy.num_replicas_in_sync
-        shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
-        with recording.record_as("create_dataset"):
-            start = self.run.start
-            first = read_first_batch_size(start.folder) if start else None
-            self.data = data = Input(hooks, config, strategy, shape, first)
-            self.cluster.check_data(hooks.create_dataset, data.make_pass)
+        config, recording = self.config, self.recording
+        self.data = data = self._create_data()
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         tf.summary.experimental.set_step(step)  # for hooks that ask; steps taken set theirs
-        with strategy.scope(), recording.record_as("engine"):
-            rate = LearningRate(config.learning_rate)
-            parts = Parts(
-                hooks=hooks,
-                strategy=strategy,
-                shape=shape,
-                train_model=self._create("create_model", per_replica_batch_size=shape.per_replica),
-                train_loss=self._create("create_loss"),
-                lr=rate,
-                step_variable=step,
-                jit_compile=config.jit_compile,
-                train_metrics=self._create("create_train_metrics"),
-            )
+        with self.strategy.scope():
+            with recording.record_as("engine"):
+                rate = LearningRate(config.learning_rate)
+            parts = self._create_parts(step, rate)
             parts, objectives, weights = self._trace_forward(parts)
             parts = self._create_optimizers(parts, rate, objectives)
             self._trace_update(parts)
             computed_in = {config.precision, *(layer.compute_dtype for layer in recording.layers)}
             precisions = sorted(computed_in & {"bfloat16", "float16"})
+            with recording.record_as("engine"):
+                loss_scale = LossScale() if "float16" in precisions else None
             with recording.record_as("ema"):
                 ema = config.ema
-                average = None if ema is None else WeightAverage(ema, weights, strategy)
-            is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
-            if is_scheduled and parts.lr is not rate:
-                is_scheduled = False
-                self.console.warn(
-                    "lr_schedule and warmup change nothing: create_opt gives the optimizer a "
-                    "schedule of its own, which goes before."
-                )
-            eval_model = None
-            if hooks.create_eval_model is not None:
-                eval_model = self._create("create_eval_model", train_model=parts.train_model)
+                average = None if ema is None else WeightAverage(ema, weights, self.strategy)
             parts = dataclasses.replace(
                 parts,
-                eval_model=eval_model,
-                loss_scale=LossScale() if "float16" in precisions else None,
-                assign_rate=RateSchedule(config, rate).apply if is_scheduled else None,
+                loss_scale=loss_scale,
+                assign_rate=self._choose_schedule(parts, rate),
                 update_average=average.update if average else None,
             )
-            with recording.record_as("create_metrics"):
-                evaluation = create_evaluation(parts, config, recording)
-            self._trace_evaluation(parts, evaluation)
-            try:
-                tf.train.get_checkpoint_state(str(self.run.ckpt))
-            except ValueError:  # a list left empty by a power cut, which no manager starts with
-                (self.run.ckpt / "checkpoint").unlink(missing_ok=True)
-            ckpt, manager = self._create(
-                "create_ckpt",
-                ckpt_path=str(self.run.ckpt),
-                step=step,
-                lr=rate,
-                optimizer=make_trackable(parts.optimizer),
-                train_model=make_trackable(parts.train_model),
-                train_loss=make_trackable(parts.train_loss),
-            )
+            parts, evaluation = self._create_evaluation(parts)
+            ckpt, manager = self._create_ckpt(parts, rate)
         _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
         recording.fix()
         data.begin(count_batches(data.dataset) if is_executable(parts, data) else 0)
@@ -211,6 +167,70 @@ class _Builder:
             ckpt=ckpt,
             manager=manager,
             computed_in=precisions,
+        )
+
+    def _create_data(self) -> Input:
+        """Calls the hooks of the data; all processes compare what they read."""
+        config, strategy, start = self.config, self.strategy, self.run.start
+        replicas = strategy.num_replicas_in_sync
+        shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
+        with self.recording.record_as("create_dataset"):
+            first = read_first_batch_size(start.folder) if start else None
+            data = Input(self.hooks, config, strategy, shape, first)
+            self.cluster.check_data(self.hooks.create_dataset, data.make_pass)
+        return data
+
+    def _create_parts(self, step: tf.Variable, rate: LearningRate) -> Parts:
+        """Creates model, loss and metrics of training."""
+        shape = self.data.shape
+        return Parts(
+            hooks=self.hooks,
+            strategy=self.strategy,
+            shape=shape,
+            train_model=self._create("create_model", per_replica_batch_size=shape.per_replica),
+            train_loss=self._create("create_loss"),
+            lr=rate,
+            step_variable=step,
+            jit_compile=self.config.jit_compile,
+            train_metrics=self._create("create_train_metrics"),
+        )
+
+    def _choose_schedule(self, parts: Parts, rate: LearningRate) -> Any:
+        """Returns what assigns the learning rate of each step, if the settings ask for it."""
+        if self.config.lr_schedule == "constant" and self.config.warmup == 0:
+            return None
+        if parts.lr is rate:
+            return RateSchedule(self.config, rate).apply
+        self.console.warn(
+            "lr_schedule and warmup change nothing: create_opt gives the optimizer a schedule of "
+            "its own, which goes before."
+        )
+        return None
+
+    def _create_evaluation(self, parts: Parts) -> tuple[Parts, Evaluation | None]:
+        """Creates the model and the metrics of evaluations, and traces one."""
+        if self.hooks.create_eval_model is not None:
+            eval_model = self._create("create_eval_model", train_model=parts.train_model)
+            parts = dataclasses.replace(parts, eval_model=eval_model)
+        with self.recording.record_as("create_metrics"):
+            evaluation = create_evaluation(parts, self.config, self.recording)
+        self._trace_evaluation(parts, evaluation)
+        return parts, evaluation
+
+    def _create_ckpt(self, parts: Parts, rate: LearningRate) -> Any:
+        """Returns the checkpoint of the user's part, and its manager."""
+        try:
+            tf.train.get_checkpoint_state(str(self.run.ckpt))
+        except ValueError:  # a list left empty by a power cut, which no manager starts with
+            (self.run.ckpt / "checkpoint").unlink(missing_ok=True)
+        return self._create(
+            "create_ckpt",
+            ckpt_path=str(self.run.ckpt),
+            step=parts.step_variable,
+            lr=rate,
+            optimizer=make_trackable(parts.optimizer),
+            train_model=make_trackable(parts.train_model),
+            train_loss=make_trackable(parts.train_loss),
         )
 
     def _create(self, name: str, **values: Any) -> Any:

@@ -3,8 +3,6 @@
 tests/engine/test_compat.py fails if one of them changes.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

@@ -8,8 +8,6 @@ one key, such as all pictures of one patient, stay together. The hash is FarmHas
 which TensorFlow promises never to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

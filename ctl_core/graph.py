@@ -6,8 +6,6 @@ With ``jit_compile``, and one replica, a step is one XLA executable, and so are 
 were read at once (prefetch.py): the sum over several replicas would have to leave it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -121,47 +119,49 @@ class StepFunctions:
         no_values = {name: zeros.get("", zeros) for name in self._of_loop}
 
         @tf.function(jit_compile=True, autograph=False)
-        def stretch(stacked: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor) -> Any:
-            def take(done: tf.Tensor, notes: Any, _: Any) -> tuple[tf.Tensor, Any, Any]:
+        def compiled_loop(
+            stacked: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor
+        ) -> Any:
+            def body(done: tf.Tensor, notes: Any, _: Any) -> tuple[tf.Tensor, Any, Any]:
                 # By gather: the index of a slice would be a constant of the executable.
                 batch = tf.nest.map_structure(lambda part: tf.gather(part, first + done), stacked)
                 step = before + tf.cast(done, tf.int64) + 1
-                note, values = self._take_step(data.deal_out(batch), self._of_loop, step)
+                note, values = self._train_on_batch(data.deal_out(batch), self._of_loop, step)
                 values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), values)
                 return done + 1, notes.write(done, note), values
 
             start = (tf.constant(0), _create_notes(data.unit), no_values)
-            _, notes, values = tf.while_loop(lambda done, *_: done < steps, take, start)
+            _, notes, values = tf.while_loop(lambda done, *_: done < steps, body, start)
             return notes.stack(), values
 
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
-        def take_many(steps: tf.Tensor) -> tuple[Any, dict[str, Any], Any, tf.Tensor]:
+        def run_loop(steps: tf.Tensor) -> tuple[Any, dict[str, Any], Any, tf.Tensor]:
             before = parts.step_variable.read_value()
 
-            def take(done: tf.Tensor, notes: Any, _: Any) -> tuple[tf.Tensor, Any, Any]:
+            def body(done: tf.Tensor, notes: Any, _: Any) -> tuple[tf.Tensor, Any, Any]:
                 taken = before + tf.cast(done, tf.int64)
                 if not data.unit:
-                    note, values = self._draw_and_take(self._of_loop, taken + 1)
+                    note, values = self._train_on_next_batch(self._of_loop, taken + 1)
                     return done + 1, notes.write(done, note), values
                 stacked, first, number = data.iterator.take(steps - done)
-                found, values = stretch(stacked, first, taken, number)
+                found, values = compiled_loop(stacked, first, taken, number)
                 notes = notes.scatter(done + tf.range(number), found[:number])
                 return done + number, notes, values
 
             start = (tf.constant(0), _create_notes(steps), no_values)
-            done, notes, values = tf.while_loop(lambda done, *_: done < steps, take, start)
+            done, notes, values = tf.while_loop(lambda done, *_: done < steps, body, start)
             parts.step_variable.assign_add(tf.cast(done, tf.int64))  # not of steps that have failed
             return {}, values, [], notes.stack()
 
-        return take_many
+        return run_loop
 
     def _define_step(self, fetches: frozenset[str]) -> Any:
         parts, local = self._parts, self._parts.strategy.experimental_local_results
 
         # An argument that is not needed would take each call some ten microseconds.
         @tf.function(autograph=False, input_signature=[])
-        def take_one() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
-            note, values = self._draw_and_take(fetches, parts.step_variable.read_value() + 1)
+        def run_step() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
+            note, values = self._train_on_next_batch(fetches, parts.step_variable.read_value() + 1)
             taken = [note, *tf.nest.flatten(values, expand_composites=True)]
             with tf.control_dependencies([part for one in taken for part in local(one)]):
                 parts.step_variable.assign_add(1)
@@ -181,21 +181,23 @@ class StepFunctions:
             rest = [local(value)[1:] for value in tf.nest.flatten(values)]
             return pieces, firsts, rest, note[None]
 
-        return take_one
+        return run_step
 
-    def _draw_and_take(self, fetches: frozenset[str], step: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Takes a step on a batch of its own, as ``_take_step`` does."""
+    def _train_on_next_batch(
+        self, fetches: frozenset[str], step: tf.Tensor
+    ) -> tuple[tf.Tensor, Any]:
+        """Takes a step on a batch of its own, as ``_train_on_batch`` does."""
         data = self._state.data
         if not self._is_executable:
-            return self._take_step(data.draw(), fetches, step)
+            return self._train_on_batch(data.draw(), fetches, step)
 
         @tf.function(jit_compile=True, autograph=False)
-        def take(batch: Any, step: tf.Tensor) -> tuple[tf.Tensor, Any]:
-            return self._take_step(data.deal_out(batch), fetches, step)
+        def compiled_step(batch: Any, step: tf.Tensor) -> tuple[tf.Tensor, Any]:
+            return self._train_on_batch(data.deal_out(batch), fetches, step)
 
-        return take(next(data.iterator), step)  # type: ignore[no-any-return]
+        return compiled_step(next(data.iterator), step)  # type: ignore[no-any-return]
 
-    def _take_step(
+    def _train_on_batch(
         self, dealt: tuple[Any, Any], fetches: frozenset[str], step: tf.Tensor
     ) -> tuple[tf.Tensor, Any]:
         """Takes a step on what ``Input.deal_out`` returns.

@@ -5,8 +5,6 @@
 a batch that the output depends on: a label is none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -33,7 +31,7 @@ from ctl_core.model.state import State
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.variables import cast_to_float32
 from ctl_core.run.console import Console
-from ctl_core.run.errors import SetupError, condense
+from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import load_config
 
@@ -85,7 +83,7 @@ class LoadedModel:
         except (TypeError, ValueError) as error:
             parts = list_input_names(spec).items()
             expected = ", ".join(f"{name} {part.dtype.name} {part.shape}" for name, part in parts)
-            raise SetupError(f"input: expected {expected}: {condense(error)}") from error
+            raise SetupError(f"input: expected {expected}: {format_error(error)}") from error
 
 
 def _convert_to_tensor(spec: Any, value: Any) -> Any:

@@ -4,8 +4,6 @@ Everything runs while a graph is traced. ``train_step`` sees all replicas at onc
 above it one of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable
@@ -22,11 +20,7 @@ from ctl_core.compat import (
     refuse_optimizers,
     skip_reduction,
 )
-from ctl_core.model.forward import (
-    call_made,
-    forward_backward,
-    settle_written,
-)
+from ctl_core.model.forward import call_made, forward_backward, settle_written
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.not_finite import are_finite, note_update
 from ctl_core.numerics.reduction import (

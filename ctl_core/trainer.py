@@ -24,7 +24,6 @@ from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.failures import attribute_errors
 from ctl_core.model.metrics import read_results
-from ctl_core.model.schedule import MOST_STEPS, ChunkLength, Schedule, convert_to_steps
 from ctl_core.model.state import (
     Clock,
     State,
@@ -32,13 +31,14 @@ from ctl_core.model.state import (
     count_parameters,
     describe_end,
     describe_start,
-    note_losses,
-    warn_of_noted,
+    record_nonfinite,
+    warn_of_nonfinite,
 )
-from ctl_core.numerics.not_finite import Noted
+from ctl_core.numerics.not_finite import NonFinite
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, RunError, SetupError, StopTraining
+from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_to_steps
 
 if TYPE_CHECKING:
     from ctl_core.checkpoint.folder import Run
@@ -63,7 +63,7 @@ class Trainer:
         self._run = run
         self._console = console
         self._signals, self._signal = signals, 0  # that ends training, on every process
-        self._steps_per_call = ChunkLength(1 if state.config.detect_anomaly else MOST_STEPS)
+        self._steps_per_call = StepsPerCall(1 if state.config.detect_anomaly else MOST_STEPS)
         marks = state.config.profile_steps if state.cluster.task.chief else None
         self._profile = Profile(marks or (), run.path / "tb" / "train")
         self._schedule = Schedule(state, self._profile.marks)
@@ -136,7 +136,7 @@ class Trainer:
             self.checkpoints.close()
             self._profile.end()
         console.stop()
-        warn_of_noted(state, console)
+        warn_of_nonfinite(state, console)
         console.say(describe_end(state, self.start))
         run.end("diverged" if state.diverged and ending != "stopped" else ending)
 
@@ -222,9 +222,9 @@ class Trainer:
             RunError: the loss is not finite and ``on_nan`` is stop; or the processes differ.
         """
         notes, self.functions.notes = self.functions.notes, []
-        noted = Noted()
+        noted = NonFinite()
         if notes and self.state.config.on_nan != "ignore":
-            noted = Noted.from_notes(np.concatenate(notes), step)
+            noted = NonFinite.from_notes(np.concatenate(notes), step)
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
             save=self.checkpoints.save_requested or self._schedule.is_time_to_save(),
@@ -241,8 +241,8 @@ class Trainer:
         status = self._sync(status)
         self._steps_per_call.limit = status.steps_per_call
         self.checkpoints.save_requested = status.save
-        noted = Noted(status.first, status.latest, status.bad, noted.zeroed)
-        note_losses(self.state, noted, self._console)
+        noted = NonFinite(status.first, status.latest, status.bad, noted.zeroed)
+        record_nonfinite(self.state, noted, self._console)
         if status.end and step < self._schedule.last:
             self.state.progress.ended, self._schedule.last = self._schedule.last, step
 

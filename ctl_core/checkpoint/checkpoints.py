@@ -14,8 +14,6 @@ A checkpoint of step 300 is, in runs/NAME/ckpt:
 so that a process killed at any moment leaves either a whole checkpoint or none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -44,7 +42,7 @@ from ctl_core.numerics.randomness import fold_in_replica_id
 from ctl_core.numerics.replicas import MovingStatistics, ReplicaCopies
 from ctl_core.numerics.variables import is_summed, unwrap
 from ctl_core.run.console import Console
-from ctl_core.run.errors import RunError, SetupError, condense
+from ctl_core.run.errors import RunError, SetupError, format_error
 from ctl_core.run.files import relative_path
 
 _WRITING_TABLES = {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2"}
@@ -269,7 +267,7 @@ class Checkpoints:
         try:
             record = self._read(folder, step)
         except UNREADABLE as error:
-            why = condense(error, 160).removeprefix("Damaged: ")
+            why = format_error(error, 160).removeprefix("Damaged: ")
         if not self._cluster.agree(record is not None) or record is None:
             self._console.warn(
                 f"the checkpoint of step {step} is damaged ({why}); using the one before."
@@ -303,7 +301,7 @@ class Checkpoints:
         except (ValueError, AssertionError) as error:
             raise SetupError(
                 f"the checkpoint {relative_path(user_part)} does not fit the model any more: "
-                f"{condense(error)} Undo the change, or choose another run_name."
+                f"{format_error(error)} Undo the change, or choose another run_name."
             ) from error
         if self._state.step != step:
             raise Damaged(f"its files are of step {self._state.step}")

@@ -1,7 +1,5 @@
 """The run folder: runs/NAME/ with config.yaml, callbacks.py, train.log, metrics.jsonl, ckpt/, …"""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The position in the training data: saved if it is whole, otherwise reached by reading."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -14,7 +12,7 @@ from ctl_core.compat import GraphCheckpoint, find_inputs, list_stages
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
-from ctl_core.run.errors import condense
+from ctl_core.run.errors import format_error
 
 # What reading a file that is cut short, altered or gone raises.
 UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
@@ -67,7 +65,7 @@ class InputPosition:
                 self._part.write(str(prefix))
                 record.input_saved = has_draws(prefix, data.dataset)
         except (ValueError, tf.errors.FailedPreconditionError) as error:
-            why = condense(error, 120)
+            why = format_error(error, 120)
         if why is not None:
             self._console.warn(
                 f"the position in the training data cannot be saved exactly ({why}); a resumed "

@@ -3,8 +3,6 @@
 A run goes on from its own checkpoints; before it has any, from that of the run that ``fork`` names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The weights that a run begins with, where ``init_from`` says which."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import keras
@@ -14,7 +12,7 @@ from ctl_core.model.state import State
 from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.numerics.variables import name_variable
 from ctl_core.run.console import Console
-from ctl_core.run.errors import SetupError, condense
+from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.files import relative_path
 
 
@@ -63,7 +61,7 @@ def _load_model(state: State, path: Path) -> str:
             for weight in model.weights:
                 weight.assign(values[weight.path])
     except Exception as error:
-        raise SetupError(f"init_from: {what} does not fit {hook}: {condense(error)}") from error
+        raise SetupError(f"init_from: {what} does not fit {hook}: {format_error(error)}") from error
     return what
 
 
@@ -92,7 +90,7 @@ def _load_run(state: State, text: str) -> str:
         tf.train.Checkpoint(**model).read(path).assert_existing_objects_matched()
     except (ValueError, AssertionError, *UNREADABLE) as error:
         raise SetupError(
-            f"init_from: {what} does not fit {hook}: {condense(error)} Load what fits in "
+            f"init_from: {what} does not fit {hook}: {format_error(error)} Load what fits in "
             "create_model."
         ) from error
     return what

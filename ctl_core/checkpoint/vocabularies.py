@@ -4,8 +4,6 @@
 are more data: a word's number would then mean another row of the embedding that was trained.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ TensorFlow's own asynchronous checkpoints (``CheckpointOptions(enable_async=True
 second save of a Keras 3 model.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -4,8 +4,6 @@ Between processes as between devices; gradients go through both exchanges. A rep
 rows of a batch computes on a stand-in, which counts in no exchange.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

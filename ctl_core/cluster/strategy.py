@@ -1,7 +1,5 @@
 """Which tf.distribute strategy a run uses, on which devices, and with which other processes."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -11,7 +9,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.task import Task, read_task, wait_for_others
 from ctl_core.compat import list_cpu_devices
-from ctl_core.run.errors import PeerLost, SetupError, condense
+from ctl_core.run.errors import PeerLost, SetupError, format_error
 from ctl_core.run.settings import Config
 
 
@@ -113,4 +111,4 @@ def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
         with list_cpu_devices(virtual_devices):
             return tf.distribute.MultiWorkerMirroredStrategy(resolver)
     except tf.errors.OpError as error:
-        raise PeerLost(f"cluster: cannot be joined: {condense(error, 200)}.") from error
+        raise PeerLost(f"cluster: cannot be joined: {format_error(error, 200)}.") from error

@@ -5,8 +5,6 @@ longer meet. So whatever one process alone knows (a signal, its clock, a file th
 read) is told to all here, in an all-reduce of a few numbers, and all decide alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -42,7 +40,7 @@ class LoopStatus:
         save, end: whether a hook asked for a checkpoint, or for the end; one is enough
         more: whether there is more to evaluate; one is enough
         step, frozen: must be the same everywhere
-        first, latest, bad: of the steps whose loss was not finite, as ``Noted`` has them; the
+        first, latest, bad: of the steps whose loss was not finite, as ``NonFinite`` has them; the
             lowest, the highest and the highest count
     """
 

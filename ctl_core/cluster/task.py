@@ -5,8 +5,6 @@ cluster itself. The form is TensorFlow's: ``{"cluster": {"worker": ["host1:2222"
 "task": {"type": "worker", "index": 0}}``; ``"shares_gpus": true`` is ours.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -15,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Literal
 
-from ctl_core.run.errors import PeerLost, SetupError, squeeze
+from ctl_core.run.errors import PeerLost, SetupError, make_line
 from ctl_core.run.settings import Config
 
 # After which a process says whom it is waiting for, and after which it ends (seconds).
@@ -85,7 +83,7 @@ def _parse(environ: Mapping[str, str]) -> Task:
         raise SetupError(
             'TF_CONFIG: expected {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
             '"worker", "index": 0}} with different addresses and an index into them, or no '
-            f"TF_CONFIG to train in one process, got {squeeze(text, 300)}"
+            f"TF_CONFIG to train in one process, got {make_line(text, 300)}"
         ) from None
     own, shares = addresses.index(jobs[job][index]), bool(content.get("shares_gpus"))
     return Task(len(addresses), own, addresses, shares_gpus=shares)

@@ -5,8 +5,6 @@ update or a value of the evaluation is not what it is on one device. The first o
 The run itself, if it is there, is neither read nor locked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -39,7 +37,7 @@ from ctl_core.model.state import State, count_parameters
 from ctl_core.numerics.replicas import ReplicaCopies, has_own_statistics
 from ctl_core.numerics.variables import is_summed, name_variable, unwrap
 from ctl_core.run.console import LOG, Console, format_values
-from ctl_core.run.errors import CtlError, SetupError, StopTraining, condense, read_frames
+from ctl_core.run.errors import CtlError, SetupError, StopTraining, format_error, read_frames
 from ctl_core.run.listeners import find_listener
 from ctl_core.run.settings import Config
 from ctl_core.serving import load
@@ -154,7 +152,7 @@ def _use(hooks: Hooks, state: State, config: Config, console: _Console) -> None:
         if hooks.serve is not None or hooks.create_inference_model is not None:
             raise
         said = "this model cannot be exported, which its training does not need"
-        console.print(f"  {said}: {condense(error)}")
+        console.print(f"  {said}: {format_error(error)}")
 
 
 def check_traces(state: State) -> None:
@@ -243,7 +241,7 @@ def _compare(hooks: Hooks, config: Config, console: _Console) -> None:
         (state, one), (_, three) = compute(1), compute(DEVICES)
         parts = compute(1, config.accumulate_steps)[1] if config.accumulate_steps > 1 else one
     except (CtlError, tf.errors.OpError) as error:  # batches of a fixed size, say
-        console.print(f"  devices cannot be compared: {condense(error)}")
+        console.print(f"  devices cannot be compared: {format_error(error)}")
         return
     console.print(f"  a step and an evaluation on one and on {DEVICES} devices were compared")
     for difference in find_differences(state, one, parts, "in micro-batches"):

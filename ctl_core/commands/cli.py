@@ -4,8 +4,6 @@ Settings come from the defaults, then config.yaml, then ``CTL_*`` environment va
 Of a run that is there already, its own config.yaml goes before the project's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -21,7 +19,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from ctl_core.checkpoint.record import read_source
 from ctl_core.hooks.callbacks_file import DEFAULT
-from ctl_core.run.errors import SetupError, clean, quote, squeeze, suggest
+from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import SETTINGS, Config, Count, FilePath, declare, explain, flatten
 from ctl_core.run.sources import (
@@ -148,8 +146,9 @@ def parse_command(argv: Sequence[str]) -> Command:
         differ = [name for name in now if before.get(name, now[name]) != now[name]]
         if training and not named and (differ := [name for name in differ if name not in told]):
             notes.append(
-                f"{clean(relative_path(source))} goes on with its own settings; in config.yaml "
-                f"differ {squeeze(', '.join(differ), 100)}, which --config config.yaml takes."
+                f"{format_name(relative_path(source))} goes on with its own settings; in "
+                f"config.yaml differ {make_line(', '.join(differ), 100)}, which "
+                "--config config.yaml takes."
             )
     config = resolve(files, above)
     if run is not None:
@@ -216,7 +215,7 @@ def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         value: Any = text if equals else next(rest, None)
         if value is None:
-            raise SetupError(f"{clean(flag)}: expected a value after it.")
+            raise SetupError(f"{format_name(flag)}: expected a value after it.")
         for name in reversed(flag.split(".")[1:]):
             value = {name: value}
         hparams = merge_hparams(hparams, value)
@@ -228,7 +227,7 @@ def _explain_flag(text: str, known: Sequence[str]) -> str:
     text = text.removeprefix("error parsing CLI: ")
     unknown = re.match(r"unrecognized arguments: ([^\s=]*)", text)
     if unknown is None:
-        return squeeze(text.replace("one argument", "a value after it"))
+        return make_line(text.replace("one argument", "a value after it"))
     names = ["--" + name.replace("_", "-") for name in known]
     near = suggest(unknown[1].replace("_", "-"), names)
     return f"there is no setting {quote(unknown[1])}{near or '; settings are --name value.'}"
@@ -241,12 +240,12 @@ def find_run(runs_dir: Path, run_name: str | None) -> Path:
         SetupError: there is no such run.
     """
     runs = {path.parent.name: path.parent for path in sorted(runs_dir.glob("*/config.yaml"))}
-    where = clean(relative_path(runs_dir))
+    where = format_name(relative_path(runs_dir))
     if not runs:
         raise SetupError(f"{where}: no run there yet; train one first.")
     if run_name is None:
         return max(runs.values(), key=lambda run: (run / "config.yaml").stat().st_mtime)
     if run_name not in runs:
-        there = suggest(run_name, runs) or f" (there: {squeeze(', '.join(runs), 100)})"
+        there = suggest(run_name, runs) or f" (there: {make_line(', '.join(runs), 100)})"
         raise SetupError(f"run_name: no run {quote(run_name)} in {where}{there}")
     return runs[run_name]

@@ -1,7 +1,5 @@
 """Trains a run, or goes on with it: ``ctl_core.train``."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

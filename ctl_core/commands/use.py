@@ -1,7 +1,5 @@
 """``evaluate``, ``predict`` and ``export``: using checkpoints of a run, which is only read."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path

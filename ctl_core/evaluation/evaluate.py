@@ -5,8 +5,6 @@ What an evaluation writes is put back: training does not notice it. What its val
 checkpoint and an early end, is part of the run's progress: a resumed run decides as a whole one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -18,13 +16,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
-from ctl_core.compat import (
-    add_called_ops,
-    draw_from,
-    get_seed_generator,
-    list_stages,
-    run_layers,
-)
+from ctl_core.compat import add_called_ops, draw_from, get_seed_generator, list_stages, run_layers
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import Recording, read_flags
 from ctl_core.input.batches import (
@@ -40,12 +32,12 @@ from ctl_core.input.readers import open_reader
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
 from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.model.parts import Parts
-from ctl_core.model.schedule import ChunkLength
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.numerics.variables import unwrap
 from ctl_core.run.errors import SetupError, suggest
 from ctl_core.run.settings import Config
+from ctl_core.schedule import StepsPerCall
 
 
 @dataclasses.dataclass
@@ -150,12 +142,12 @@ def _add_batches(one: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]) -
         metric.reset_state()
     iterator = iter(one.make())
     # Between processes, a collective takes no other shape in one call than in its first step.
-    chunk = ChunkLength(most=1 if one.exchanges else 100_000)
+    steps_per_call = StepsPerCall(most=1 if one.exchanges else 100_000)
     while True:
-        with chunk.measure(chunk.limit) as steps:
+        with steps_per_call.measure(steps_per_call.limit) as steps:
             more = bool(one.run_steps(iterator, tf.constant(steps, tf.int64)))
-        status = sync(LoopStatus(steps_per_call=chunk.limit, more=more))
-        chunk.limit = status.steps_per_call
+        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, more=more))
+        steps_per_call.limit = status.steps_per_call
         if status.signal or not status.more:
             return not status.more
 

@@ -4,8 +4,6 @@ Each run keeps a copy of the file that it was trained with, for ``--callbacks``.
 imports is not copied.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys
@@ -15,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ctl_core.run.errors import SetupError, clean, condense
+from ctl_core.run.errors import SetupError, format_error, format_name
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
 
@@ -64,16 +62,18 @@ def find_callbacks(
     is_other = run is not None and name == trained_with and copy.is_file()
     if not path.is_file():
         other = (
-            f"{clean(relative_path(copy))} is as the run was trained"
+            f"{format_name(relative_path(copy))} is as the run was trained"
             if is_other
             else "name another"
         )
-        raise SetupError(f"callbacks: no file {clean(name)} in {project}; {other}.")
+        raise SetupError(f"callbacks: no file {format_name(name)} in {project}; {other}.")
     if not is_other or copy.read_bytes() == path.read_bytes():
         return Source(path, path)
     now = "; the run goes on with what it is now" * training
-    note = f"{clean(name)} is not as it was when the run was trained{now}; "
-    return Source(path, path, f"{note}--callbacks {clean(relative_path(copy))} takes what it was.")
+    note = f"{format_name(name)} is not as it was when the run was trained{now}; "
+    return Source(
+        path, path, f"{note}--callbacks {format_name(relative_path(copy))} takes what it was."
+    )
 
 
 def check_compiles(source: Source) -> types.CodeType:
@@ -120,7 +120,7 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
 
 
 def _why(error: BaseException, source: Source) -> str:
-    file, text = source.path.name, condense(error)
+    file, text = source.path.name, format_error(error)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
     if isinstance(error, SyntaxError):

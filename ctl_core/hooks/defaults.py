@@ -3,8 +3,6 @@
 Each hook here stands in callbacks.py word for word; tests/engine compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The hooks of a run, called by argument name; their failures name the hook and its line."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -19,8 +17,8 @@ from ctl_core.run.errors import (
     CtlError,
     HookFailed,
     SetupError,
-    condense,
     find_code,
+    format_error,
     format_file_name,
     locate,
     parse_frames,
@@ -99,7 +97,7 @@ class Hook:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         # Functions that AutoGraph converted on the way, or one of Dataset.map.
         frames += [*read_translated_stack(error), *parse_frames(str(error))]
-        return f"{self.locate(frames)}: {condense(error)}"
+        return f"{self.locate(frames)}: {format_error(error)}"
 
     def locate(self, frames: Iterable[tuple[str, int]]) -> str:
         """Returns ``update_pre (callbacks.py:14)`` for the last frame in the hook's own file."""
@@ -184,11 +182,11 @@ class Hooks:
         if reading := READING.search(text):
             evaluating = reading.group(1).startswith("AsOptional")
             hook = (self.create_eval_dataset if evaluating else None) or self.create_dataset
-            return f"{hook.locate(frames)}: reading the data: {condense(error)}"
+            return f"{hook.locate(frames)}: reading the data: {format_error(error)}"
         if made := self.find_owner(frames):
-            return f"{made}: {condense(error)}"
+            return f"{made}: {format_error(error)}"
         inside = self.create_model.find_line(frames)
-        return f"{otherwise}{f' ({inside})' if inside else ''}: {condense(error)}"
+        return f"{otherwise}{f' ({inside})' if inside else ''}: {format_error(error)}"
 
     def find_owner(self, frames: list[tuple[str, int]]) -> str | None:
         """Returns the hook of the graph, and the line, that an op of these frames is of, if any."""

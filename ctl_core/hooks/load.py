@@ -3,8 +3,6 @@
 Which there are, and what each may name, is in table.py; their defaults are in defaults.py.
 """
 
-from __future__ import annotations
-
 import difflib
 import dis
 import inspect
@@ -22,7 +20,7 @@ from ctl_core.hooks import defaults
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.table import COMMON, DEFERRED, SPECS, TABLE, Spec
 from ctl_core.numerics.groups import is_pairs
-from ctl_core.run.errors import SetupError, find_code, locate, squeeze, suggest
+from ctl_core.run.errors import SetupError, find_code, locate, make_line, suggest
 from ctl_core.run.settings import Config
 
 
@@ -89,7 +87,7 @@ def _list(value: Any) -> Sequence[Any]:
 def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
     """Returns functions by step, if that is what a value is."""
     if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
-        got = squeeze(repr(value), 60)
+        got = make_line(repr(value), 60)
         expected = f"{spec.name} must be a dict {{N: function}} by numbers of steps from 1 up"
         raise SetupError(f"{origin}: {expected}, got {got}.")
     return value
@@ -98,7 +96,7 @@ def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
 def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
     """Returns the arguments that a hook's function names, if it may name all of them."""
     if not callable(function):
-        got = squeeze(repr(function), 60)
+        got = make_line(repr(function), 60)
         raise SetupError(f"{origin}: {name} must be a function, got {got}.")
     deferred = spec.kind == "by step" and getattr(function, "deferred", False)
     valid = (*(DEFERRED if deferred else spec.arguments), *COMMON)

@@ -5,8 +5,6 @@ in a list, a closure, a plain object, an optimizer, a metric or a random generat
 weak, so that what a hook has thrown away is not there any more.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import gc

@@ -163,8 +163,6 @@ A hook names only the arguments that it uses, in any order, and may also name co
 One that callbacks.py leaves out is the default.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

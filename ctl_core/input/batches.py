@@ -5,8 +5,6 @@ most. So a batch that does not divide, a smaller last batch and a resume on othe
 cases of their own: a run is a function of the data, the seed and the global batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

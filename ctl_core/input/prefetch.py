@@ -1,7 +1,5 @@
 """Reading ahead: elements while others are used, and batches many at once."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook, describe, name_kind
-from ctl_core.run.errors import condense
+from ctl_core.run.errors import format_error
 
 _END = object()
 _NO_READERS = (str, bytes, list, tuple, dict, set, np.ndarray, tf.Tensor, type)
@@ -52,7 +52,7 @@ def open_reader(
     try:
         return Reader(made, remake)
     except Exception as error:
-        raise hook.reject(f"reading the data: {condense(error)}") from error
+        raise hook.reject(f"reading the data: {format_error(error)}") from error
 
 
 class Reader:
@@ -187,7 +187,7 @@ class Reader:
             if drawn is None or _compute_checksum(drawn[1]) != checksum:
                 raise ValueError("by it, it gives other elements than it did")
         except Exception as error:
-            return f"the reader does not take its state back: {condense(error)}"
+            return f"the reader does not take its state back: {format_error(error)}"
         self._begin(itertools.chain([drawn], source), position, skip)
         return None
 

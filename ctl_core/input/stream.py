@@ -14,8 +14,6 @@ shuffles: so what has to be found out by reading is found out on a dataset that 
 the same seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ training. The checks are ops of the graphs that are traced within ``check_numeri
 a call of its own then, so that it is known which one failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterable, Iterator

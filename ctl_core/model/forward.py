@@ -5,8 +5,6 @@ What they return that would train another model than it seems is refused, in one
 of the right kind is refused when a hook is called, see hooks/load.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Keras metrics that hooks make: updated in the graph, and read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.parts import Parts
-from ctl_core.run.errors import HookFailed, condense
+from ctl_core.run.errors import HookFailed, format_error
 
 Metrics = Mapping[str, keras.Metric]
 
@@ -34,7 +32,7 @@ def update_metrics(metrics: Metrics, hook: Hook, arguments: Any, present: tf.Ten
         try:
             update_if(present, metrics[name].update_state, *widen(metrics[name], values))
         except Exception as error:
-            said = f"the metric '{name}' refuses what it returned: {condense(error)}"
+            said = f"the metric '{name}' refuses what it returned: {format_error(error)}"
             raise HookFailed(f"{hook}: {said}") from error
 
 

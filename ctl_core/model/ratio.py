@@ -6,8 +6,6 @@ half of it. The ratio decides, not equality: noise, smoothing and negatives out 
 it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

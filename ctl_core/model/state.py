@@ -19,11 +19,11 @@ from ctl_core.hooks.recording import Recording
 from ctl_core.input.stream import Input
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.learning_rate import LearningRate
-from ctl_core.numerics.not_finite import NEVER, Noted
+from ctl_core.numerics.not_finite import NEVER, NonFinite
 from ctl_core.numerics.replicas import WeightAverage, describe_nature
 from ctl_core.numerics.variables import trainable_variables
 from ctl_core.run.console import Console, format_evaluation
-from ctl_core.run.errors import RunError, squeeze
+from ctl_core.run.errors import RunError, quote
 from ctl_core.run.files import relative_path
 from ctl_core.run.listeners import FILE, read_metrics
 from ctl_core.run.settings import Config
@@ -46,14 +46,14 @@ class Progress:
     evaluated: int = -1
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     ended: int | None = None
-    noted: Noted = dataclasses.field(default_factory=Noted)
+    noted: NonFinite = dataclasses.field(default_factory=NonFinite)
     best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
         """Returns what a record has."""
-        return cls(**{**fields, "noted": Noted(**fields["noted"])})
+        return cls(**{**fields, "noted": NonFinite(**fields["noted"])})
 
 
 def check_hook_state(values: dict[str, Any], where: str) -> None:
@@ -68,7 +68,7 @@ def check_hook_state(values: dict[str, Any], where: str) -> None:
         same = False
     if not same:
         raise RunError(
-            f"{where}: state holds {squeeze(repr(values), 120)}, which would not come back from a "
+            f"{where}: state holds {quote(values, 120)}, which would not come back from a "
             "checkpoint as it is; use numbers, texts, lists, and dicts whose keys are texts: "
             "float(x), array.tolist()."
         )
@@ -237,7 +237,7 @@ def describe_end(state: State, start: int) -> str:
     return f"{head}: {'; '.join(parts)}. Everything is in {relative_path(state.run_dir)}"
 
 
-def warn_of_noted(state: State, console: Console) -> None:
+def warn_of_nonfinite(state: State, console: Console) -> None:
     """Says in which steps a number was not finite."""
     noted = state.progress.noted
     if noted.steps:
@@ -252,7 +252,7 @@ def warn_of_noted(state: State, console: Console) -> None:
         )
 
 
-def note_losses(state: State, found: Noted, console: Console) -> None:
+def record_nonfinite(state: State, found: NonFinite, console: Console) -> None:
     """Notes what a graph call has found, and says so at the first loss that is not finite.
 
     Raises:

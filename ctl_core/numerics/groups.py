@@ -1,7 +1,5 @@
 """Parameter groups: one objective, several optimizers, each with variables of its own."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterable, Sequence
 from typing import Any

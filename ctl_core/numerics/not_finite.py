@@ -35,7 +35,7 @@ def note_update(losses: Mapping[str, tf.Tensor], gradients: Iterable[Any]) -> tf
 
 
 @dataclasses.dataclass(frozen=True)
-class Noted:
+class NonFinite:
     """What is known of some steps.
 
     Attributes:
@@ -51,7 +51,7 @@ class Noted:
     zeroed: int = 0
 
     @classmethod
-    def from_notes(cls, notes: np.ndarray, last: int) -> Noted:
+    def from_notes(cls, notes: np.ndarray, last: int) -> NonFinite:
         """Returns what the notes of steps, a vector, say; ``last`` is the step of the last one."""
         if np.isfinite(notes).all():
             return cls()
@@ -60,9 +60,9 @@ class Noted:
         zeroed = int(np.isneginf(notes).sum())
         return cls(bad[0], bad[-1], len(bad), zeroed) if bad else cls(zeroed=zeroed)
 
-    def merge_later(self, later: Noted) -> Noted:
+    def merge_later(self, later: NonFinite) -> NonFinite:
         """Adds what is known of later steps."""
-        return Noted(
+        return NonFinite(
             min(self.first, later.first),
             max(self.latest, later.latest),
             self.steps + later.steps,

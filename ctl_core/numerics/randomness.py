@@ -4,8 +4,6 @@ Keras keeps the state of a SeedGenerator, one in each Dropout layer say, in a mi
 that every replica would draw the same numbers (Keras pull request 20612).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

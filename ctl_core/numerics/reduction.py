@@ -1,7 +1,5 @@
 """Values brought together: replicas' are summed, micro-batches' are summed or joined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

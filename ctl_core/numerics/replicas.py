@@ -6,8 +6,6 @@ gives what averaging after every step would give, and costs nothing per step. Th
 its own: when a run was evaluated or saved must not change a bit of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 They are float32 in every precision, as are losses, gradients and updates.
 """
 
-from __future__ import annotations
-
 import collections
 import types
 from collections.abc import Iterator

@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console as Terminal
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 if TYPE_CHECKING:

@@ -4,8 +4,6 @@ Whatever the engine raises on purpose is one of these, with a message of one lin
 what was expected, what to do. ``__main__`` prints the line; the traceback goes to train.log.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import re
@@ -73,7 +71,7 @@ class HookFailed(RunError):
     """A hook raised. The message names the hook, its file and line, and the exception."""
 
 
-def squeeze(text: object, limit: int = 400) -> str:
+def make_line(text: object, limit: int = 400) -> str:
     """Squeezes a message into one line of at most ``limit`` characters, without colours."""
     line = " ".join(_ESCAPES.sub("", str(text)).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
@@ -81,10 +79,10 @@ def squeeze(text: object, limit: int = 400) -> str:
 
 def quote(value: Any, limit: int = 80) -> str:
     """Returns a value as messages show it, in one line of at most so many characters."""
-    return squeeze(repr(value), limit)
+    return make_line(repr(value), limit)
 
 
-def clean(text: object) -> str:
+def format_name(text: object) -> str:
     """Returns a path or a name as messages show it: in one line, without quotes."""
     return quote(str(text))[1:-1]
 
@@ -98,7 +96,7 @@ def suggest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5
     return f"; did you mean '{mark}{close[0]}'?" if close else ""
 
 
-def condense(error: BaseException, limit: int = 300) -> str:
+def format_error(error: BaseException, limit: int = 300) -> str:
     """Returns ``ValueError: its message`` in one line, without what TensorFlow and Keras add.
 
     That is stacks, node names, and the arguments of a layer's call; all of it is in the traceback.
@@ -113,13 +111,13 @@ def condense(error: BaseException, limit: int = 300) -> str:
         kind, _, text = text.lstrip().partition(": ")
     for end in _APPENDED:
         text = text.split(end)[0]
-    text = squeeze(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", text), limit)
+    text = make_line(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", text), limit)
     return f"{kind}: {text}" if text else kind
 
 
 def find_reason(error: Exception) -> str:
     """Says in a few words why a file could not be read or written."""
-    return getattr(error, "strerror", None) or condense(error, 400).split("; ")[-1]
+    return getattr(error, "strerror", None) or format_error(error, 400).split("; ")[-1]
 
 
 ENGINE = str(Path(__file__).parents[1])

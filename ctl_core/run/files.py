@@ -1,7 +1,5 @@
 """Files written whole or not at all, files that one process holds, paths in messages."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -5,8 +5,6 @@ run in the process of the chief, in the thread that trains, between two calls of
 listener takes is the training's time. One that raises is warned of once and hears no more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ctl_core.run.console import LOG, format_evaluation, warn
-from ctl_core.run.errors import SetupError, condense, quote, squeeze
+from ctl_core.run.errors import SetupError, format_error, make_line, quote
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config, flatten
 
@@ -66,7 +64,7 @@ def find_listener(name: str) -> type[Listener]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
-        raise SetupError(f"listener: {name}: {condense(error)}") from error
+        raise SetupError(f"listener: {name}: {format_error(error)}") from error
     if not (isinstance(found, type) and issubclass(found, Listener)):
         raise SetupError(f"listener: {name} is no class that is made of ctl_core.Listener.")
     return found
@@ -106,7 +104,7 @@ class Listeners:
             kind = listener if isinstance(listener, type) else type(listener)
             LOG.info("what a listener has raised", exc_info=error)
             name = f"{kind.__module__}.{kind.__qualname__}"
-            warn(f"listener: {name}: {condense(error)}; training goes on without it.")
+            warn(f"listener: {name}: {format_error(error)}; training goes on without it.")
             self._hearing = [each for each in self._hearing if each is not listener]
 
 
@@ -163,7 +161,7 @@ class TrainingLog(Listener):
         if self._note is None:
             return
         text = self._read()
-        entry = f"\n## {self._run}\n\n- Expected: {squeeze(self._note, 2000)}\n"
+        entry = f"\n## {self._run}\n\n- Expected: {make_line(self._note, 2000)}\n"
         if entry in text:
             return
         env = json.loads((folder / "env.json").read_text())
@@ -184,7 +182,7 @@ class TrainingLog(Listener):
             result = f"{how} at step {step}"
             if self._evaluated is not None:
                 result += f"; {format_evaluation(*self._evaluated, step)}"
-            self._append(f"- {time.strftime('%F %H:%M')}: {self._run} {squeeze(result)}\n")
+            self._append(f"- {time.strftime('%F %H:%M')}: {self._run} {make_line(result)}\n")
 
     def _read(self) -> str:
         return self._path.read_text(errors="replace") if self._path.exists() else ""

@@ -4,8 +4,6 @@ Flags, variables and messages follow from that. TensorFlow is not imported here:
 answered at once.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

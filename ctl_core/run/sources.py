@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
-from ctl_core.run.errors import SetupError, clean, quote, squeeze, suggest
+from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import atomic_write
 from ctl_core.run.settings import SETTINGS, Config
 
@@ -64,7 +64,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
     Raises:
         SetupError: it cannot be read.
     """
-    where = clean(path)
+    where = format_name(path)
     try:
         content = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader) or {}
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
             return Layer({})
         raise SetupError(f"{where}: there is no such settings file.") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise SetupError(f"{where}: no valid YAML: {squeeze(error, 200)}.") from error
+        raise SetupError(f"{where}: no valid YAML: {make_line(error, 200)}.") from error
     if not isinstance(content, dict):
         raise SetupError(f"{where}: expected lines of the form 'name: value'.")
     if (path.parent / "train.log").exists():  # of an earlier engine, as its checkpoints will tell
@@ -104,7 +104,7 @@ def find_unknown_variables() -> list[str]:
     """Returns a warning for each ``CTL_*`` variable that is no setting."""
     known = [f"{ENV_PREFIX}{name.upper()}" for name in (*SETTINGS, "config")]
     return [
-        f"warning: the environment has {clean(name)}, which is no setting{suggest(name, known)}"
+        f"warning: the environment has {format_name(name)}, no setting{suggest(name, known)}"
         for name in os.environ
         if name.startswith(ENV_PREFIX) and name.split("__")[0] not in known
     ]
@@ -179,9 +179,9 @@ def merge_hparams(
     for name, value in over.items():
         inner, old, inside = f"{where}.{name}", below.get(name), None
         if known and name not in known:
-            there = f"; a settings file has {squeeze(', '.join(map(str, known)), 100)}"
+            there = f"; a settings file has {make_line(', '.join(map(str, known)), 100)}"
             near = suggest(str(name), map(str, known)) or there
-            raise SetupError(f"{clean(inner)}: no settings file has it{near}")
+            raise SetupError(f"{format_name(inner)}: no settings file has it{near}")
         if known is not None:
             value, inside = _convert(value, old, inner), known.get(name)
             inside = inside if isinstance(inside, dict) else {}
@@ -206,7 +206,7 @@ def _convert(value: Any, old: Any, where: str) -> Any:
         return TypeAdapter(type(old)).validate_python(value)
     except ValidationError:
         expected = f"expected a value such as {quote(old, 40)}, which a settings file has"
-        raise SetupError(f"{clean(where)}: {expected}, got {quote(value)}.") from None
+        raise SetupError(f"{format_name(where)}: {expected}, got {quote(value)}.") from None
 
 
 def _read_value(text: str) -> Any:

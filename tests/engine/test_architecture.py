@@ -20,7 +20,7 @@ LAYERS = """
     cluster numerics data
     hooks input
     model
-    step graph
+    step graph schedule
     evaluation checkpoint
     build trainer
     serving commands __main__
@@ -143,13 +143,13 @@ def test_what_imports_no_tensorflow_is_typed_strictly() -> None:
 # The first words of what functions are called; is, has and can ask.
 VERBS = """
     accumulate activate add adjust agree apply are assign attribute average begin build call can
-    cast change check choose clean clear close compute condense convert copy count create cut deal
+    cast change check choose clear close compute convert copy count create cut deal
     decide declare decode define describe die distribute divide draw encode end evaluate explain
     export fetch fill find finish fix flatten fold follow format forward gather get give go has
     hold is join judge keep leave list load locate lock log look make measure merge multiply mute
     name note observe open pack parse pause predict prepare print put quiet quote read record
     refresh refuse reject remove replace report resolve restore run save say separate set settle
-    share show skip split squeeze start stop suggest sum supervise sync take tell trace train trim
+    share show skip split start stop suggest sum supervise sync take tell trace train trim
     unfreeze unwrap update use wait walk warn watch weigh widen write
 """
 # Names that users know, those of other libraries, and two of the field.

@@ -20,13 +20,7 @@ from ctl_core.hooks.callbacks_file import Source, load_callbacks
 from ctl_core.hooks.load import is_default
 from ctl_core.hooks.table import SPECS, TEXT
 from tests.golden import small
-from tests.helpers.cases import (
-    assert_weights,
-    make_hooks,
-    regression_data,
-    sliced,
-    small_model,
-)
+from tests.helpers.cases import assert_weights, make_hooks, regression_data, sliced, small_model
 from tests.helpers.fixtures import Train
 
 ROOT = Path(__file__).parents[2]

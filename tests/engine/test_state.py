@@ -18,14 +18,7 @@ from ctl_core.hooks.callbacks_file import Source, load_callbacks
 from tests.golden import small
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
 from tests.helpers.fixtures import Train
-from tests.helpers.resume import (
-    StatefulRnn,
-    assert_resumes,
-    counting_model,
-    dense,
-    seeded,
-    values,
-)
+from tests.helpers.resume import StatefulRnn, assert_resumes, counting_model, dense, seeded, values
 
 
 def adversary_program() -> SimpleNamespace:

@@ -4,8 +4,6 @@ A signal is answered between two calls. The split of a run into calls does not c
 results: each step of a call is the same graph.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator
@@ -108,7 +106,7 @@ def is_multiple(step: int, period: int) -> bool:
     return step > 0 and period > 0 and step % period == 0
 
 
-class ChunkLength:
+class StepsPerCall:
     """Learns from the calls so far how many steps fit into a second: ``limit``, of the next."""
 
     def __init__(self, most: int) -> None:
