@@ -12,8 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core import trainer
-from ctl_core.model import schedule
+from ctl_core import schedule, trainer
 from tests.golden import small
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
