@@ -50,7 +50,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("ctl_core.data")
     for module, names in _HOME.items():
         if name in names.split():
-            return getattr(importlib.import_module(f"ctl_core.{module}"), name)
+            value = getattr(importlib.import_module(f"ctl_core.{module}"), name)
+            return globals().setdefault(name, value)  # hooks look it up at each step
     raise AttributeError(f"module 'ctl_core' has no attribute {name!r}")
 
 

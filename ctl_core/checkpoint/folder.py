@@ -105,6 +105,7 @@ class Run:
         write_config(config, self.config_file)
         provenance = json.dumps(find_provenance(devices), indent=2)
         (self.path / "env.json").write_text(f"{provenance}\n")
+        (self.path / "requirements.txt").write_text(list_packages())
         if source is not None:
             (self.path / COPY).write_bytes(source)
         self._first_step = step
@@ -160,6 +161,14 @@ def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD"),
         "dirty": None if changes is None else bool(changes),
     }
+
+
+def list_packages() -> str:
+    """Returns what is installed, for ``pip install -r``; without what stands in a folder."""
+    places = [Path(place) for place in sys.path if place.endswith("-packages")]
+    found = [one for place in places for one in place.glob("*.dist-info")]
+    names = {one.stem.replace("-", "==") for one in found if not (one / "direct_url.json").exists()}
+    return "\n".join([f"# Python {platform.python_version()}", *sorted(names), ""])
 
 
 def _git(*arguments: str) -> str | None:

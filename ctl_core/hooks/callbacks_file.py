@@ -26,12 +26,9 @@ MODULE = "ctl_callbacks"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the hooks are read from.
+    """Where the hooks are read from: the file, what it is a copy of or itself, a line for the user.
 
-    Attributes:
-        path: the file, absolute
-        stands_for: the file that it is a copy of, or itself
-        note: a line for the user, or an empty text
+    Both paths are absolute.
     """
 
     path: Path
@@ -42,14 +39,10 @@ class Source:
 def find_callbacks(
     name: str, run: Path | None, trained_with: str, training: bool, project: Path | None = None
 ) -> Source:
-    """Finds the file with the hooks, and says where it is not what a run was trained with.
+    """Finds the file ``name`` of a project, the current folder unless another one is given.
 
-    Args:
-        name: the setting ``callbacks``
-        run: the folder of the run that is there already, if one is
-        trained_with: what that run's own settings name
-        training: whether the run goes on, perhaps with other hooks; otherwise it is used as it was
-        project: the folder that names are relative to; default: the current one
+    A note says where it is not what the ``run`` that is there was ``trained_with``; when
+    ``training``, that goes on with the file as it is now.
 
     Raises:
         SetupError: there is no such file.
@@ -91,10 +84,6 @@ def check_compiles(source: Source) -> types.CodeType:
 
 def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleType:
     """Runs the file as it is now; modules beside it and in the project are found.
-
-    Args:
-        source: the file
-        project: the folder of the project; default: the current one
 
     Raises:
         SetupError: it cannot be imported; with its own line and message.

@@ -1,6 +1,6 @@
-"""The default of every hook, as callbacks.py shows it, and what they are written with.
+"""The default of every hook, and what these are written with.
 
-Each hook here stands in callbacks.py word for word; tests/engine compares the two.
+The hooks stand in callbacks.py, too, where they say ctl.unpack for unpack; a test compares the two.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from ctl_core.numerics.variables import regularization, trainable_variables
 from ctl_core.run.console import report, show_step
-
-# ---- What hooks of the user's may be written with, too -------------------------------------------
 
 
 def nan_to_zero(gradient: Any) -> Any:
@@ -171,8 +169,6 @@ def print_loss(step, loss):
 
 every_steps = {1: print_step, 10: print_loss}
 at_step: dict[int, Any] = {}
-
-
 turns: list[str] = []
 
 

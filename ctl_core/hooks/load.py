@@ -8,7 +8,7 @@ import dis
 import inspect
 import numbers
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,27 +128,33 @@ def find_misspelt(callbacks: Any, origin: str) -> list[str]:
 def is_default(name: str, function: Any) -> bool:
     """Whether a function is the hook's default, or a copy of it in another file.
 
-    A docstring, annotations and comments change nothing; what its names stand for has to be the
-    same.
+    A docstring, annotations and comments change nothing, nor whether it says ``unpack`` or
+    ``ctl.unpack``; what its names stand for has to be the same.
     """
     default = getattr(defaults, name, None)
     if not (inspect.isfunction(function) and inspect.isfunction(default)):
         return False
-    steps = list(_list_instructions(default.__code__))
-    names = {argument for _, argument in steps if isinstance(argument, str)}
-    return steps == list(_list_instructions(function.__code__)) and all(
-        function.__globals__.get(name) is vars(defaults)[name]
-        for name in names & vars(defaults).keys()
-    )
+    one, other = (_list_instructions(f.__code__, f.__globals__) for f in (function, default))
+    return one == other
 
 
-def _list_instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    """Yields what a function does, operation by operation, with that of functions inside."""
+def _list_instructions(code: types.CodeType, names: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Returns what a function does, operation by operation, with that of functions inside."""
+    found: list[tuple[str, Any]] = []
+    value: Any = None  # of the name that was looked up last, of which a module's are looked up, too
     for one in dis.get_instructions(code):
         if isinstance(one.argval, types.CodeType):
-            yield from _list_instructions(one.argval)
-        else:
-            yield one.opname, one.argval
+            found += _list_instructions(one.argval, names)
+        elif one.opname == "LOAD_GLOBAL" and one.argval in names:
+            value = names[one.argval]
+            found.append(("name", id(value)))
+        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
+            value = getattr(value, one.argval, None)
+            found[-1] = ("name", id(value))
+        elif one.opname != "PUSH_NULL":
+            value = None  # how far to jump depends on how names are looked up
+            found.append((one.opname, None if one.opcode in dis.hasjrel else one.argval))
+    return found
 
 
 def _is_given(value: Any) -> bool:

@@ -1,9 +1,5 @@
-"""CIFAR-10 by a VGG-style network: what training an image classifier well is made of.
-
-A layer of its own, augmentation that a resumed run repeats, SGD with momentum, weight decay for
-kernels only, label smoothing, top-5 accuracy. Warm-up and cosine are settings, in config.yaml.
-
-A hook names only the arguments it uses. All hooks and their defaults: `python -m ctl_core hooks`.
+"""CIFAR-10 by a VGG-style network: a layer of its own, augmentation, momentum, weight decay of
+kernels only, smoothed labels. All hooks and their defaults: `python -m ctl_core hooks`.
 """
 
 import functools
@@ -13,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import index_shuffle_with_seeds
+import ctl_core as ctl
 
 # ---- Data ---------------------------------------------------------------------------------------
 
@@ -59,7 +55,7 @@ def create_dataset(per_replica_batch_size, config):
         changed = tf.map_fn(lambda pair: augment(*pair), pairs, fn_output_signature=tf.uint8)
         return changed, tf.gather(labels, numbers)
 
-    shuffled = index_shuffle_with_seeds(len(pictures), per_replica_batch_size, config.seed)
+    shuffled = ctl.data.index_shuffle_with_seeds(len(pictures), per_replica_batch_size, config.seed)
     return shuffled.map(look_up, tf.data.AUTOTUNE)
 
 

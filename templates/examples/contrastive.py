@@ -1,8 +1,5 @@
-"""SimCLR: what digits look like is learnt without labels, from two views of each image.
-
-What `fit` cannot do, and these hooks show: a loss of each example against all of the global batch,
-on all devices; linear probes, trained beside, that say what the features are worth. After Chen and
-others (2020), "A Simple Framework ...". Other hooks have defaults: `python -m ctl_core hooks`.
+"""SimCLR (Chen and others, 2020): what digits look like is learnt without labels, from two views of
+each, beside linear probes. All hooks and their defaults: `python -m ctl_core hooks`.
 """
 
 from pathlib import Path
@@ -11,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core import all_gather, data, replica_id
+import ctl_core as ctl
 
 DIGITS = Path(__file__).parent / "data/digits.npz"
 PROBED = ("features", "pixels")  # what digits are told from, by a linear layer each
@@ -47,7 +44,7 @@ def create_dataset(per_replica_batch_size, config, hparams):
     labels[hparams["labels"] :] = -1  # few labels are shown, and to the probes only
     examples = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(2000, config.seed)
     # A seed for each example: views are the same on any number of devices, and after a resume.
-    return data.with_seeds(examples, config.seed).map(two_views).batch(per_replica_batch_size)
+    return ctl.data.with_seeds(examples, config.seed).map(two_views).batch(per_replica_batch_size)
 
 
 def create_eval_dataset(per_replica_batch_size):
@@ -99,9 +96,9 @@ def loss_pre(output, batch, training, hparams):
     if not training:
         return output["features"], batch[1][:, None]
     mine = output["embedding"]  # of the examples on this device; then those of all devices
-    everyone = tf.reshape(all_gather(mine), [-1, mine.shape[-1]])
+    everyone = tf.reshape(ctl.all_gather(mine), [-1, mine.shape[-1]])
     count = tf.shape(mine)[0]  # where among them each of this device is:
-    itself = 2 * count * replica_id() + tf.reshape(tf.range(2 * count), [count, 2])
+    itself = 2 * count * ctl.replica_id() + tf.reshape(tf.range(2 * count), [count, 2])
     logits = tf.tensordot(mine, everyone, [[2], [1]]) / hparams["temperature"]
     return logits - 1e9 * tf.one_hot(itself, tf.shape(everyone)[0]), tf.reverse(itself, [1])
 

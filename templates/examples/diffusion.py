@@ -1,8 +1,5 @@
-"""Diffusion: a network learns to find the noise in images, and so to draw digits out of noise.
-
-What `fit` cannot do, and these hooks show: a second network that follows the first one's weights
-and is what is evaluated and exported; an evaluation that draws; pictures as it learns. After Song
-and others (2021), "Denoising Diffusion Implicit Models". Other hooks: `python -m ctl_core hooks`.
+"""DDIM (Song and others, 2021): a network learns to find the noise in images, and an average of
+its weights draws digits out of noise. All hooks and their defaults: `python -m ctl_core hooks`.
 """
 
 import math
@@ -12,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import with_seeds
+import ctl_core as ctl
 
 DIGITS = Path(__file__).parent / "data/digits.npz"
 
@@ -30,7 +27,7 @@ def digits(part, config):
     file = np.load(DIGITS)
     images = file["images"][file[part], :, :, None].astype(np.float32) / 8.0 - 1.0
     shuffled = tf.data.Dataset.from_tensor_slices(images).shuffle(len(images), seed=config.seed)
-    return with_seeds(shuffled, config.seed).map(add_noise), len(images)
+    return ctl.data.with_seeds(shuffled, config.seed).map(add_noise), len(images)
 
 
 def create_dataset(per_replica_batch_size, config):

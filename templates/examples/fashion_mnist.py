@@ -1,11 +1,5 @@
-"""Clothes, ten kinds of them: TensorFlow's tutorial on distributed custom training, as hooks.
-
-The tutorial, https://www.tensorflow.org/tutorials/distribute/custom_training, writes the loop out:
-a strategy, its scope, a distributed dataset, `strategy.run`, `strategy.reduce`, a loss that is
-divided by the global batch size. Here stands what is left of it once the loop is the engine's. Both
-train the same weights, on one device and on several.
-
-A hook names only the arguments it uses. All hooks and their defaults: `python -m ctl_core hooks`.
+"""Clothes of ten kinds: https://www.tensorflow.org/tutorials/distribute/custom_training without its
+loop, with the same weights. All hooks and their defaults: `python -m ctl_core hooks`.
 """
 
 import gzip

@@ -1,8 +1,5 @@
-"""WGAN-GP: a generator learns to draw digits from a critic that tells them from written ones.
-
-What `fit` cannot do, and these hooks show: two networks trained in turns, each by a loss of its
-own; a penalty on a gradient; pictures as it learns. After Gulrajani and others (2017), "Improved
-Training of Wasserstein GANs". All other hooks have defaults: `python -m ctl_core hooks`.
+"""WGAN-GP (Gulrajani and others, 2017): a generator learns to draw digits from a critic, in turns
+with it. All hooks and their defaults: `python -m ctl_core hooks`.
 """
 
 from pathlib import Path
@@ -11,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import with_seeds
+import ctl_core as ctl
 
 DIGITS = Path(__file__).parent / "data/digits.npz"
 LATENT = 32  # numbers that a picture is made of
@@ -34,7 +31,7 @@ def digits(part, config, *turns):
     file = np.load(DIGITS)
     images = file["images"][file[part], :, :, None].astype(np.float32) / 16.0
     shuffled = tf.data.Dataset.from_tensor_slices(images).shuffle(len(images), seed=config.seed)
-    return with_seeds(shuffled, config.seed).map(add_noise), len(images)
+    return ctl.data.with_seeds(shuffled, config.seed).map(add_noise), len(images)
 
 
 def create_dataset(per_replica_batch_size, config):

@@ -1,8 +1,5 @@
-"""A small language model: a Transformer learns Python's documentation, byte by byte, and goes on.
-
-What `fit` cannot do, and these hooks show: texts of any length packed into rows, a loss of which
-each byte counts the same; texts written as it learns; an export that takes text and returns text.
-After Radford and others (2018), "GPT". All other hooks have defaults: `python -m ctl_core hooks`.
+"""GPT (Radford and others, 2018): a Transformer learns Python's documentation, byte by byte, and
+writes on. All hooks and their defaults: `python -m ctl_core hooks`.
 """
 
 import glob

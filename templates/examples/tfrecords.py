@@ -1,9 +1,5 @@
-"""Images from TFRecord files, in three splits, with pictures of what goes wrong in TensorBoard.
-
-It trains at once, on the digits in data/. For photos of your own: `python make_records.py photos
-records/photos`, then change RECORDS, SIZE, CHANNELS and CLASSES below; digits() can go.
-
-A hook names only the arguments it uses. All hooks and their defaults: `python -m ctl_core hooks`.
+"""Images in TFRecord files. For photos: `python make_records.py photos records/photos`, then change
+RECORDS, SIZE, CHANNELS, CLASSES. All hooks and their defaults: `python -m ctl_core hooks`.
 """
 
 from pathlib import Path
@@ -12,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.data import with_seeds
+import ctl_core as ctl
 from make_records import write_records
 
 PROJECT = Path(__file__).parent
@@ -62,7 +58,7 @@ def create_dataset(per_replica_batch_size, config):
     paths = files("train")
     read, parallel = tf.data.TFRecordDataset, tf.data.AUTOTUNE
     examples = tf.data.Dataset.from_tensor_slices(paths).interleave(read, len(paths), 1, parallel)
-    seeded = with_seeds(examples.shuffle(1000, config.seed), config.seed)
+    seeded = ctl.data.with_seeds(examples.shuffle(1000, config.seed), config.seed)
     return seeded.map(parse_and_shift, parallel).batch(per_replica_batch_size)
 
 

@@ -63,14 +63,17 @@ def test_every_hook_may_name_config_and_hparams(train: Train) -> None:
 
 @pytest.mark.parametrize("stub", ["digits.py", "blank.py"])
 def test_the_stubs_show_the_defaults(stub: str, tmp_path: Path) -> None:
-    """Also with docstrings and type hints they are the engine's own, which are not converted."""
+    """Also with docstrings, type hints and names imported they are the engine's own."""
     text = (ROOT / "templates" / "examples" / stub).read_text()
+    assert text.count("\n") <= {"digits.py": 150, "blank.py": 130}[stub]
+    imported = ", ".join(sorted({*re.findall(r"\bctl\.(\w+)\(", text), "deferred"}))
+    named = text.replace("import ctl_core as ctl", f"from ctl_core import {imported}")
     hinted = re.sub(r"(?m)^(def \w+\(.*\)):$", r"\1 -> 'Any':\n    'What it does.'", text)
     assert hinted.count("What it does") > 10
     names = {*SPECS, "print_step", "print_loss"} & {*vars(defaults)}
     names -= {"turns", "create_train_metrics", "train_metric_pre"}  # which few need
     names -= {"create_metrics"} if stub == "digits.py" else set()
-    for source in (text, hinted):
+    for source in (text, hinted, named.replace("ctl.", "")):
         file = tmp_path / "callbacks.py"
         file.write_text(source)
         shown = vars(load_callbacks(Source(file, file)))
