@@ -10,7 +10,7 @@ import dataclasses
 import io
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,15 +18,27 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-FIT, MANY, TEXTBOOK = "Keras fit", "Keras fit, many steps a call", "textbook loop"
-COMPILED, SAVING = "engine, compiled", "engine, saving every 100 steps"
+FIT, MANY, TEXTBOOK = "Keras fit", "Keras fit, many steps", "textbook loop"
+COMPILED, SAVING = "engine, compiled", "engine, saving"
 FLOOR, INPUT = "floor", "input alone"
 IN_GRAPH = "textbook loop in the graph"
-EVALUATE, EVALUATE_MANY = "Keras evaluate", "Keras evaluate, many steps a call"
+EVALUATE, EVALUATE_MANY = "Keras evaluate", "Keras evaluate, many steps"
 OURS = ("engine", COMPILED, SAVING)
 PARTS = (FLOOR, INPUT)  # not a whole training each
 WORKLOADS_COMPILED = ("mlp", "lstm", "transformer", "embedding")
 BEST = "best peer"
+# Of the table of times: a column has the one of its peers that a section has.
+COLUMNS = {
+    "engine": ("engine",),
+    "compiled": (COMPILED,),
+    "saving": (SAVING,),
+    "Keras": (FIT, EVALUATE),
+    "many steps": (MANY, EVALUATE_MANY),
+    "textbook loop": (TEXTBOOK,),
+    "loop in graph": (IN_GRAPH,),
+    FLOOR: (FLOOR,),
+    INPUT: (INPUT,),
+}
 Key = tuple[str, int, int]
 
 
@@ -185,22 +197,19 @@ def put_into(file: Path, results: Results, notes: Iterable[str]) -> None:
 
 
 def print_report(results: Results, console: Console, notes: Iterable[str] = ()) -> None:
-    """Prints the tables."""
+    """Prints the tables: a line of times for each section, and the goals."""
     # In a pipe no lines, and a width that wraps nothing.
     form: dict[str, Any] = {
         "title_justify": "left",
         "box": box.SQUARE if console.is_terminal else box.SIMPLE,
     }
-    table = Table("section", "devices", "loss read", "who", title="Time", **form)
-    for name in ("median", "quartiles", "ratio to engine"):
+    title = "Time: µs a step, of the first step s"
+    table = Table("section", "devices", "read every", title=title, **form)
+    for name in COLUMNS:
         table.add_column(name, justify="right")
-    before = None
-    for timing in results.timings:
-        if before not in (None, timing.key):
-            table.add_section()
-        head = (timing.section, str(timing.devices), f"every {timing.every}" * (timing.every > 0))
-        table.add_row(*(head if before != timing.key else ("", "", "")), *_cells(results, timing))
-        before = timing.key
+    for key in dict.fromkeys(timing.key for timing in results.timings):
+        cells = [_cell(results, key, peers) for peers in COLUMNS.values()]
+        table.add_row(key[0], str(key[1]), str(key[2] or ""), *cells)
     console.print(table)
     if memory := results.memory:
         console.print(
@@ -213,10 +222,10 @@ def print_report(results: Results, console: Console, notes: Iterable[str] = ()) 
     for goal in results.goals():
         table.add_row(
             goal.text,
-            f"{'≤' if goal.at_most else '≥'} {goal.needed:.2f}",
+            f"{'≤' if goal.at_most else '≥'}{goal.needed:.2f}",
             f"{goal.measured:.2f}",
-            _range(goal.ratios, lambda ratio: f"{ratio:.2f}"),
-            "reached" if goal.reached else "not reached",
+            _range(goal.ratios),
+            "" if goal.reached else "missed",
         )
     if table.row_count:
         console.print(table)
@@ -224,29 +233,18 @@ def print_report(results: Results, console: Console, notes: Iterable[str] = ()) 
         console.print(note)
 
 
-def _cells(results: Results, timing: Timing) -> list[str]:
-    ratios = results.ratios(timing.key, [timing.peer], ENGINE)
-    ratio = statistics.median(ratios or [float("nan")])
-    ahead = timing.peer not in (*OURS, *PARTS) and round(ratio, 2) < 1
-    whole = timing.section == "first step"
-
-    def written(value: float) -> str:
-        return f"{value:.2f} s" if whole else f"{value * 1e6:.0f} µs"
-
-    return [
-        timing.peer,
-        written(statistics.median(timing.seconds)),
-        _range(timing.seconds, written),
-        f"{'quicker: ' * ahead}{ratio:.2f}",
-    ]
+def _cell(results: Results, key: Key, peers: Iterable[str]) -> str:
+    """The median; a start's in seconds."""
+    medians = [statistics.median(found) for one in peers if (found := results.seconds(key, one))]
+    return "".join(f"{m:.2f}" if m > 0.1 else f"{m * 1e6:.0f}" for m in medians)
 
 
-def _range(values: list[float], form: Callable[[float], str]) -> str:
+def _range(values: list[float]) -> str:
     """The lower and the upper quartile."""
     if len(values) < 2:
         return ""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{form(low)} – {form(high)}"
+    return f"{low:.2f}–{high:.2f}"
 
 
 def memory_used() -> float:
