@@ -97,11 +97,11 @@ def _notes(rounds: int, seconds: float) -> list[str]:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     machine = f"{os.cpu_count()} cores, {platform.machine()}, load {load}"
     return [
-        f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians; a goal is the median of "
-        "each round's ratio, beside its quartiles.",
-        "floor: a bare loop in the graph, data in memory. input alone: batches are drawn, nothing is "
-        "trained. many steps a call: 50, or 10 where the loss is read every 10. saving: every 100 "
-        "steps.",
+        f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians; a goal is the median "
+        "of each round's ratio, beside its quartiles.",
+        "floor: a bare loop in the graph, data in memory. input alone: batches are drawn, nothing "
+        "is trained. many steps a call: 50, or 10 where the loss is read every 10. saving: every "
+        "100 steps.",
     ]
 
 

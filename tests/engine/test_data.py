@@ -1,13 +1,16 @@
-"""The helpers of ctl_core.data: shuffles, seeds, splits and folds; and the states of readers."""
+"""The helpers of ctl_core.data; the states of readers; what docs/data.md shows."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -21,6 +24,10 @@ from ctl_core.data import (
     with_seeds,
 )
 from ctl_core.input.readers import decode, encode
+from tests.helpers.cases import make_hooks
+from tests.helpers.fixtures import Train
+from tests.helpers.rendering import ROOT, TEMPLATE
+from tests.helpers.resume import assert_resumes
 
 EXAMPLES = 60
 
@@ -149,3 +156,42 @@ def test_folds_are_even_in_each_split() -> None:
     kept = tf.data.Dataset.from_tensor_slices(KEYS[:500]).filter(lambda key: fold_of(key, 5) == 1)
     expected = [key.encode() for key, fold in zip(KEYS, folds[:500], strict=False) if fold == 1]
     assert [key.numpy() for key in kept] == expected
+
+
+# ---- docs/data.md --------------------------------------------------------------------------------
+
+
+def create_loss() -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+
+def create_model() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Flatten(), keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+
+def test_what_the_page_shows_trains_and_goes_on_where_it_was(
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Block by block, in a project with the digits."""
+    pytest.importorskip("grain")
+    (tmp_path / "data").symlink_to(TEMPLATE / "data")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/data.md").read_text(), re.M | re.S)
+    shown: dict[str, Any] = {"__file__": str(tmp_path / "callbacks.py")}
+    trained = 0
+    for number, block in enumerate(blocks):
+        (tmp_path / "block.py").write_text(block)
+        exec(compile(block, str(tmp_path / "block.py"), "exec"), shown)
+        if "def create_dataset" not in block:
+            continue
+        own = {"create_model": create_model, "create_loss": create_loss}
+        program = partial(make_hooks, create_dataset=shown["create_dataset"], **own)
+        assert_resumes(train, program, runs=tmp_path / f"runs-{number}")
+        trained += 1
+    assert trained == 4
+    assert "warning" not in capsys.readouterr().out
