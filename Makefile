@@ -7,7 +7,8 @@
 # make lint        ruff, mypy, shellcheck
 # make bench       time the engine beside Keras fit and custom loops on the CPU
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
-# make generated   write docs/gallery.md and the data of the example digits anew
+# make generated   write the data of the example digits anew
+# make picture     draw docs/pictures/run.svg: the demo's run, killed and gone on with
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
 #                      WITH="tensorflow-cpu==2.21.* keras==3.15.*"
@@ -27,7 +28,7 @@ PIP = -m pip install --quiet --disable-pip-version-check
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers,--ignore tests/on_$(place))
 
-.PHONY: demo check test test-slow test-all golden lint bench bench-engines generated python \
+.PHONY: demo picture check test test-slow test-all golden lint bench bench-engines generated python \
 	test-pythons test-compat test-slurm test-ray test-clouds test-trackers
 
 demo: $(DEMO_VENV)/.made
@@ -36,6 +37,9 @@ demo: $(DEMO_VENV)/.made
 	"$(DEMO_VENV)/bin/python" $(PIP) --editable demo/my_training
 	VENV="$(DEMO_VENV)" demo/my_training/train.sh --run-name demo
 	@"$(DEMO_VENV)/bin/python" scripts/demo_result.py demo/my_training/runs/demo
+
+picture: demo
+	VENV="$(abspath $(DEMO_VENV))" "$(DEMO_VENV)/bin/python" scripts/picture.py demo/my_training
 
 check: lint
 	$(PYTEST) -m quick
@@ -65,7 +69,6 @@ bench-engines: $(VENV)/.made
 	"$(VENV)/bin/python" -m benchmarks.engines "$(OTHER)"
 
 generated: $(VENV)/.made
-	"$(VENV)/bin/python" -m scripts.gallery
 	"$(VENV)/bin/python" -m scripts.make_digits
 
 test-pythons: $(VENV)/.made

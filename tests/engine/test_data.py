@@ -162,7 +162,8 @@ def test_folds_are_even_in_each_split() -> None:
 
 
 def create_loss() -> Any:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    return lambda pair: loss(pair[1], pair[0])
 
 
 def create_model() -> keras.Model:

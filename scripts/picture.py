@@ -1,0 +1,117 @@
+"""Draws docs/pictures/run.svg (make picture): a run, killed and gone on with, beside its curve.
+
+It trains the demo's project again, kills that run, and goes on with it on four devices.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "run.svg"
+KILLED, RUN = 350, "killed"
+FIRST = f"./train.sh --run-name {RUN}"
+AGAIN = f"{FIRST} --virtual-devices 4"
+LETTERS = 66  # of a line of the terminal
+WIDTH, HEIGHT = 980, 340
+LEFT, RIGHT, TOP, BOTTOM = 570, 955, 45, 290  # the curve's axes
+LOSSES = (1.0, 0.1, 0.01)
+
+
+def train_and_kill(project: Path) -> list[str]:
+    """Trains in two parts, the first of which is killed; returns what the terminal shows."""
+    log = project / "runs" / RUN / "train.log"
+    first = subprocess.Popen(FIRST.split(), cwd=project, start_new_session=True)
+    while not (log.exists() and f"step {KILLED}/" in log.read_text()):
+        if first.poll() is not None:
+            raise SystemExit(f"error: the run ended before step {KILLED}; remove {log.parent}")
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    before = log.read_text().splitlines()
+    subprocess.run(AGAIN.split(), cwd=project, check=True)
+    after = log.read_text().splitlines()[len(before) :]
+    return [f"$ {FIRST}", *shorten(before), "Killed", f"$ {AGAIN}", *shorten(after)]
+
+
+def shorten(lines: list[str]) -> list[str]:
+    """Keeps the first and last lines of a log, and the last evaluations; none with its time."""
+    lines = [line.partition(" INFO ")[2] for line in lines]
+    evaluations = [line for line in lines if "eval:" in line][-2:]
+    return [lines[0], *evaluations, lines[-1]]
+
+
+def read_losses(run: Path, split: str) -> list[tuple[int, float]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines if line["split"] == split]
+
+
+def draw(terminal: list[str], whole: Path, parts: Path) -> str:
+    """Returns the picture, SVG."""
+    steps = max(step for step, _ in read_losses(whole, "train"))
+
+    def place(step: int, loss: float) -> tuple[float, float]:
+        height = math.log10(loss / LOSSES[-1]) / math.log10(3 / LOSSES[-1])
+        return LEFT + (RIGHT - LEFT) * step / steps, BOTTOM - (BOTTOM - TOP) * height
+
+    def write(x: float, y: float, text: str, colour: str = "#57606a", more: str = "") -> str:
+        return f'<text x="{x:.0f}" y="{y:.0f}" fill="{colour}"{more}>{html.escape(text)}</text>'
+
+    def draw_line(points: list[tuple[int, float]], style: str) -> str:
+        places = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
+        return f'<polyline points="{places}" fill="none" {style}/>'
+
+    found = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>',
+        f'<rect x="10" y="10" width="510" height="{HEIGHT - 20}" rx="8" fill="#161b22"/>',
+        '<g font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve">',
+    ]
+    lines = [part for line in terminal for part in textwrap.wrap(line, LETTERS)]
+    for number, line in enumerate(lines):
+        bright = line[0] == "$" or line == "Killed"
+        found.append(write(25, 36 + 19 * number, line, "#7ee787" if bright else "#e6edf3"))
+    found.append('</g><g font-family="system-ui, sans-serif">')
+    for loss in LOSSES:
+        y = place(0, loss)[1]
+        found.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="#d0d7de"/>')
+        found.append(write(LEFT - 6, y + 4, f"{loss:g}", more=' text-anchor="end"'))
+    for step in range(0, steps + 1, 100):
+        found.append(write(place(step, 1)[0], BOTTOM + 18, f"{step}", more=' text-anchor="middle"'))
+    found += [
+        write(RIGHT, BOTTOM + 36, "step", more=' text-anchor="end"'),
+        draw_line(read_losses(whole, "train"), 'stroke="#afb8c1" stroke-width="7"'),
+        draw_line(read_losses(parts, "train"), 'stroke="#0969da" stroke-width="1.5"'),
+        draw_line(read_losses(parts, "eval"), 'stroke="#cf222e" stroke-width="1.5"'),
+    ]
+    x = place(KILLED, 1)[0]
+    found.append(f'<path d="M{x:.0f} {TOP + 26}V{BOTTOM}" stroke="#57606a" stroke-dasharray="4"/>')
+    found.append(write(x + 6, TOP + 36, "killed; then 4 devices"))
+    for row, (colour, text) in enumerate(
+        [
+            ("#8c959f", "loss of a run in one go, on one device"),
+            ("#0969da", "loss of the run that was killed"),
+            ("#cf222e", "its evaluations"),
+        ]
+    ):
+        found.append(write(LEFT + 105, TOP - 18 + 16 * row, f"— {text}", colour))
+    return "\n".join([*found, "</g></svg>", ""])
+
+
+def main(project: Path) -> None:
+    """Draws the run ``demo`` of a project, and one in two parts."""
+    terminal = train_and_kill(project)
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(draw(terminal, project / "runs" / "demo", project / "runs" / RUN), "utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
