@@ -8,7 +8,7 @@
 # make bench       time the engine beside Keras fit and custom loops on the CPU
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
 # make generated   write the data of the example digits anew
-# make picture     draw docs/pictures/run.svg: the demo's run, killed and gone on with
+# make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
 #                      WITH="tensorflow-cpu==2.21.* keras==3.15.*"
@@ -28,7 +28,7 @@ PIP = -m pip install --quiet --disable-pip-version-check
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers,--ignore tests/on_$(place))
 
-.PHONY: demo picture check test test-slow test-all golden lint bench bench-engines generated python \
+.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines generated python \
 	test-pythons test-compat test-slurm test-ray test-clouds test-trackers
 
 demo: $(DEMO_VENV)/.made
@@ -38,8 +38,8 @@ demo: $(DEMO_VENV)/.made
 	VENV="$(DEMO_VENV)" demo/my_training/train.sh --run-name demo
 	@"$(DEMO_VENV)/bin/python" scripts/demo_result.py demo/my_training/runs/demo
 
-picture: demo
-	VENV="$(abspath $(DEMO_VENV))" "$(DEMO_VENV)/bin/python" scripts/picture.py demo/my_training
+pictures: demo
+	VENV="$(abspath $(DEMO_VENV))" "$(DEMO_VENV)/bin/python" scripts/pictures.py demo/my_training
 
 check: lint
 	$(PYTEST) -m quick

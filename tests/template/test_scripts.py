@@ -17,7 +17,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from scripts.make_digits import FILE, make
-from scripts.picture import draw
+from scripts.pictures import draw
 from tests.helpers.rendering import ROOT
 
 NEEDED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]

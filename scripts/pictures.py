@@ -1,6 +1,7 @@
-"""Draws docs/pictures/run.svg (make picture): a run, killed and gone on with, beside its curve.
+"""Draws docs/pictures (make pictures): run.svg, a run beside its curve, and the tutorial's shapes.
 
-It trains the demo's project again, kills that run, and goes on with it on four devices.
+It trains the demo's project again, kills that run, and goes on with it on four devices. The shapes
+are the first that the tutorial's own script draws.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ import html
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
 
-FILE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "run.svg"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PICTURES = DOCS / "pictures"
 KILLED, RUN = 350, "killed"
 FIRST = f"./train.sh --run-name {RUN}"
 AGAIN = f"{FIRST} --virtual-devices 4"
@@ -106,11 +110,27 @@ def draw(terminal: list[str], whole: Path, parts: Path) -> str:
     return "\n".join([*found, "</g></svg>", ""])
 
 
+def draw_shapes() -> None:
+    """Puts the first shapes of the tutorial side by side, each pixel as four by four."""
+    import tensorflow as tf
+
+    script = re.search(r"```python\n(.*?)```", (DOCS / "tutorial.md").read_text("utf-8"), re.S)
+    assert script
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-c", script[1]], cwd=folder, check=True)
+        files = [tf.io.read_file(f"{folder}/pictures/{number:03}.png") for number in range(8)]
+    shapes = [tf.pad(tf.io.decode_png(file), [[1, 1], [1, 1], [0, 0]]) for file in files]
+    sheet = tf.repeat(tf.repeat(tf.concat(shapes, axis=1), 4, axis=0), 4, axis=1)
+    tf.io.write_file(str(PICTURES / "shapes.png"), tf.io.encode_png(sheet))
+
+
 def main(project: Path) -> None:
     """Draws the run ``demo`` of a project, and one in two parts."""
     terminal = train_and_kill(project)
-    FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text(draw(terminal, project / "runs" / "demo", project / "runs" / RUN), "utf-8")
+    PICTURES.mkdir(exist_ok=True)
+    drawn = draw(terminal, project / "runs" / "demo", project / "runs" / RUN)
+    (PICTURES / "run.svg").write_text(drawn, "utf-8")
+    draw_shapes()
 
 
 if __name__ == "__main__":
