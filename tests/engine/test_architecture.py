@@ -26,6 +26,9 @@ LAYERS = """
     serving commands __main__
 """
 MOST = {"code": 6500, "lines": 11_000, "files": 80, "entries": 22, "longest file": 450}
+# What else there is to read, in words; of a project's README, tests/template/test_documents.py.
+MOST_WORDS = {"README.md": 700, "CONTRIBUTING.md": 400, "docs": 15_000}
+MOST_PAGES = 9
 MOST_IMPORTED = {"step": 3500, "trainer": 8500}
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
@@ -101,6 +104,18 @@ def test_there_is_no_more_to_read_than_planned() -> None:
         "longest file": max(len(text.splitlines()) for text in texts),
     }
     assert {name: found[name] for name in MOST if found[name] > MOST[name]} == {}
+
+
+def test_the_documents_are_no_longer_than_planned() -> None:
+    root = ENGINE.parent
+    pages = sorted((root / "docs").glob("**/*.md"))
+    texts = {"docs": pages} | {name: [root / name] for name in MOST_WORDS if name != "docs"}
+    found = {
+        name: sum(len(path.read_text("utf-8").split()) for path in paths)
+        for name, paths in texts.items()
+    }
+    assert {name: found[name] for name in found if found[name] > MOST_WORDS[name]} == {}
+    assert len(pages) <= MOST_PAGES
 
 
 def test_what_the_step_and_the_trainer_import_is_short() -> None:

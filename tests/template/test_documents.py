@@ -85,11 +85,13 @@ def test_every_document_is_linked_from_the_readme() -> None:
 
 
 def test_what_a_projects_readme_names(projects: list[Project]) -> None:
-    """Files of the project, and documents of this repository."""
+    """Files of the project, and documents of this repository; in at most 500 words."""
     for project in projects:
         readme = project.folder / "README.md"
         engine = project.folder / "ctl_core" / "README.md"
         assert find_broken(readme) == [] == find_broken(engine), project.answers
+        seen = re.sub("<!--.*?-->", "", readme.read_text("utf-8"), flags=re.S)
+        assert len(seen.split()) <= 500, project.answers
         code = [token.content for token in read_tokens(readme) if token.type == "code_inline"]
         pattern = r"[\w./-]+\.(md|py|toml|yaml|npz)|LICENSE"
         named = {text for text in code if re.fullmatch(pattern, text)}
