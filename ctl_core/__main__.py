@@ -19,7 +19,7 @@ from pathlib import Path
 from ctl_core.run.errors import CtlError, PeerLost, format_error
 
 try:
-    from ctl_core.checkpoint.record import find_start
+    from ctl_core.checkpoint.source import find_start
     from ctl_core.cluster import supervisor
     from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task

@@ -58,13 +58,14 @@ class StepFunctions:
         self.notes: list[np.ndarray] = []
         self._state = state
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
+        self._variables: dict[tuple[bool, ...], Any] = {}  # that are trained, if a hook asks
         self._frozen: tuple[bool, ...] = ()
         self._is_executable = is_executable(state.parts, state.data)
         self._summaries = GraphWriter(refuse_summaries) if self._is_executable else summaries
         self._parts = state.parts
         if self._is_executable:
             self._parts = dataclasses.replace(state.parts, jit_compile=False, in_executable=True)
-        # What comes out of a loop; all else is returned of a step that is not part of one.
+        # What a loop returns of its last step; for all else, the last step is a call of its own.
         self._of_loop = _LOSS if state.data.unit else frozenset()
         self.refresh()
 
@@ -97,6 +98,8 @@ class StepFunctions:
         self.notes.append(notes.numpy())
         for name, several in pieces.items():  # of each replica and micro-batch
             values[name] = tf.nest.map_structure(join_for_host, *several)
+        if "variables" in fetches:
+            values["variables"] = self._variables[self._frozen]
         return values  # type: ignore[no-any-return]
 
     def trace(self, fetches: frozenset[str] = frozenset()) -> Any:
@@ -209,7 +212,10 @@ class StepFunctions:
             result = train_step(self._parts, *dealt, fetches, step)
         local = self._parts.strategy.experimental_local_results
         note = tf.add_n([part for one in result.notes for part in local(one)])
-        return note, result.fetch(fetches)
+        values = result.fetch(fetches)
+        if "variables" in values:
+            self._variables[self._frozen] = values.pop("variables")
+        return note, values
 
 
 def _create_notes(steps: Any) -> tf.TensorArray:

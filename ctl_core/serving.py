@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ import tensorflow as tf
 from ctl_core.build import create_state, prepare_process
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run, open_session
-from ctl_core.checkpoint.record import Source
+from ctl_core.checkpoint.source import CheckpointName, Source
 from ctl_core.cluster.task import Task
 from ctl_core.compat import make_scratch_graph, run_layers
 from ctl_core.hooks.callbacks_file import find_callbacks, load_callbacks
@@ -34,8 +34,6 @@ from ctl_core.run.console import Console
 from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import load_config
-
-CheckpointName = int | Literal["best"] | None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -255,8 +253,7 @@ def _without_nones(structure: Any) -> Any:
 def open_run(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Console]]:
     """Builds the state of a run that is only read, on one device."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
-    # Nobody need count the training data.
-    config = dataclasses.replace(config, steps=None, epochs=None, ckpt_every=0, eval_every=0)
+    config = config.remove_periods()
     run, console = Run(config, Task(), reading=True), Console()
     with open_session(run, console), prepare_process(config):
         yield create_state(callbacks, config, run, console), run, console

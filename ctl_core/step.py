@@ -46,6 +46,7 @@ class StepResult(NamedTuple):
     Attributes:
         loss: by objective, its sum over the replicas; empty where nobody asks for it
         gradients, update_gradients, display_gradients: by objective
+        variables: whose gradients they are, by objective; not tensors, but the variables
         output, batch: of the last turn, one for each micro-batch; empty where nobody asks for them
         notes: by turn, see ``note_update``
     """
@@ -54,6 +55,7 @@ class StepResult(NamedTuple):
     gradients: dict[str, list[Any]]
     update_gradients: dict[str, list[Any]]
     display_gradients: dict[str, Any]
+    variables: dict[str, list[Any]]
     output: list[Any]
     batch: list[Any]
     notes: list[Any]
@@ -81,7 +83,7 @@ def make_gradients(
         contributed: what ``forward_backward`` returned, or the sum of several
         trained: by objective, the variables of the gradients
         examples: how many the global batch has
-        asks_for_loss: whether a host hook does
+        asks_for_loss: whether a host hook that is due names ``loss``
     """
     hook = parts.hooks.update_pre
     summed = sum_contributions(parts, contributed, asks_for_loss or "loss" in hook.arguments)
@@ -95,6 +97,7 @@ def make_gradients(
         **summed,
         update_gradients=updates,
         display_gradients=displays,
+        variables={},
         **{name: contributed.get(name, []) for name in PIECES},
         notes=[note_update(contributed["loss"], counted)],
     )
@@ -133,6 +136,7 @@ def change_gradients(
             continue
         values = {**pieces, **parts.values(), "objective": name or None}
         values |= {"gradients": gradients, "all_gradients": summed["gradients"]}
+        values["variables"] = trained[name]
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
         with skip_reduction():
             update, displays[name] = hook.trace(**values)
@@ -191,7 +195,7 @@ def train_step(
     results = [make_update(turn, deal, examples, fetches) for turn in parts.list_turns(step)]
     by_objective: dict[str, Any] = {
         field: {name: value for one in results for name, value in getattr(one, field).items()}
-        for field in ("loss", "gradients", "update_gradients", "display_gradients")
+        for field in ("loss", "gradients", "update_gradients", "display_gradients", "variables")
     }
     notes = [note for one in results for note in one.notes]
     return results[-1]._replace(**by_objective, notes=notes)
@@ -203,7 +207,7 @@ def make_update(
     """Makes one update over all replicas, on the micro-batches that ``deal`` returns."""
     steps, strategy, scale = parts.shape.accumulate_steps, parts.strategy, parts.loss_scale
     kept = frozenset({*PIECES} & {*fetches, *parts.hooks.update_pre.arguments})
-    trained: dict[str, list[Any]] = {}
+    trained: dict[str, list[Any]] = {}  # filled as the forward pass is traced
     generator = get_seed_generator()  # which replicas are traced without, each in a thread
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
@@ -251,7 +255,7 @@ def make_update(
         finite = are_finite([local(gradient)[0] for gradient in gradients])
         tf.cond(finite, finish, lambda: None)
         scale.adjust(finite)
-    return made
+    return made._replace(variables=trained)
 
 
 def finish_update(parts: Parts, trained: dict[str, list[Any]]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core import __version__
-from ctl_core.checkpoint.record import Source, find_start
+from ctl_core.checkpoint.source import Source, find_start
 from ctl_core.cluster.task import Task
 from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.callbacks_file import COPY

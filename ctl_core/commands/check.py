@@ -73,9 +73,8 @@ def check(callbacks: Any, config: Config) -> State:
         for warning in warnings:
             console.warn(warning)
         config = dataclasses.replace(
-            config, steps=STEPS, epochs=None, ckpt_every=1, eval_every=0, profile=None,
-            max_time=None, on_nan="stop",
-        )  # fmt: skip
+            config.remove_periods(), steps=STEPS, ckpt_every=1, profile=None, on_nan="stop"
+        )
         state = _train(hooks, config, console)
         _use(hooks, state, config, console)
         _compare(hooks, config, console)

@@ -12,16 +12,16 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from ctl_core.checkpoint.record import read_source
+from ctl_core.checkpoint.source import CheckpointName, read_source
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import relative_path
-from ctl_core.run.settings import SETTINGS, Config, Count, FilePath, declare, explain, flatten
+from ctl_core.run.settings import SETTINGS, Config, FilePath, declare, explain, flatten
 from ctl_core.run.sources import (
     ENV_PREFIX,
     EnvironmentSource,
@@ -38,7 +38,7 @@ _OPTIONS: dict[str, Any] = {
     "continue": (bool, declare(False, "train on where a hook has ended a run (StopTraining)")),
     "check": (bool, declare(False, "try everything once, in seconds and a temporary folder")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
-    "checkpoint": (Count | Literal["best"] | None, declare(None, "step, or best; null: newest")),
+    "checkpoint": (CheckpointName, declare(None, "step, or best; null: newest")),
     "watch": (bool, declare(False, "evaluate each checkpoint of a run that is being trained")),
     "input": (_File | None, declare(None, "a .npy file, or a .npz file of named inputs")),
     "dataset": (str | None, declare(None, "which set, if create_eval_dataset has several")),

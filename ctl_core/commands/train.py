@@ -6,7 +6,7 @@ from typing import Any
 
 from ctl_core.build import create_state, prepare_process
 from ctl_core.checkpoint.folder import Run, open_session
-from ctl_core.checkpoint.start import load_initial_weights
+from ctl_core.checkpoint.initial_weights import load_initial_weights
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task
 from ctl_core.cluster.sync import join_peers

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run
-from ctl_core.checkpoint.record import Source, list_saved_steps
+from ctl_core.checkpoint.record import list_saved_steps
+from ctl_core.checkpoint.source import CheckpointName, Source
 from ctl_core.model.state import State
 from ctl_core.run.console import Console, format_values
 from ctl_core.run.errors import SetupError
@@ -18,7 +19,6 @@ from ctl_core.run.files import atomic_write, is_locked, relative_path
 from ctl_core.run.listeners import MetricsFile, read_metrics
 from ctl_core.run.settings import Config
 from ctl_core.serving import (
-    CheckpointName,
     create_inference,
     list_input_names,
     name_outputs,

@@ -81,10 +81,11 @@ grad_pre(loss, output, batch, train_model, train_loss, lr, step, objective, turn
         of the loss's parts to log; or a dict of such by objective
     default: weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
 
-update_pre(gradients, loss, output, batch, train_model, train_loss, lr, optimizer, step, objective,
-    turn, all_gradients) in the graph
-    From the gradients, summed over the replicas, to those that the optimizer applies; called once
-    for each objective, with its name; all_gradients are those of all, a dict by objective.
+update_pre(gradients, variables, loss, output, batch, train_model, train_loss, lr, optimizer, step,
+    objective, turn, all_gradients) in the graph
+    From the gradients, summed over the replicas, to those that the optimizer applies, each in the
+    order of variables; called once for each objective, with its name; all_gradients are those of
+    all, a dict by objective.
     returns: 2 values: update_gradients, a list; display_gradients
     default: NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display
 
@@ -113,14 +114,15 @@ train_metric_pre(loss, output, batch, train_model, step, objective, turn) in the
     default: as metric_pre's
 
 every_steps(dev, step, update_gradients, loss, output, batch, train_model, train_loss, eval_model,
-    lr, optimizer, display_gradients, gradients, ckpt, manager, chief, state) by step
+    lr, optimizer, display_gradients, gradients, variables, ckpt, manager, chief, state) by step
     {N: function or list of functions}, run on the host after every N-th step, in every process of a
-    cluster: what writes a file or calls a service asks chief first, a bool. state is a dict that
-    checkpoints keep.
+    cluster: what writes a file or calls a service asks chief first, a bool. gradients are what
+    update_pre was given, of the variables in that order, update_gradients and display_gradients
+    what it returned. state is a dict that checkpoints keep.
     default: {1: print_step, 10: print_loss}
 
 at_step(dev, step, update_gradients, loss, output, batch, train_model, train_loss, eval_model, lr,
-    optimizer, display_gradients, gradients, ckpt, manager, chief, state) by step
+    optimizer, display_gradients, gradients, variables, ckpt, manager, chief, state) by step
     {N: function or list of functions}, run once after step N, never again.
     default: {}
 
@@ -194,6 +196,8 @@ TABLE = tuple(_read_table())
 SPECS = {spec.name: spec for spec in TABLE}
 COMMON = ("config", "hparams")
 # What a host hook can name only at the price of an observed step: these come out of the graph.
-OBSERVED = ("update_gradients", "loss", "output", "batch", "display_gradients", "gradients")
+OBSERVED = (
+    "update_gradients", "loss", "output", "batch", "display_gradients", "gradients", "variables",
+)  # fmt: skip
 # What a hook that the graph is not left for may name.
 DEFERRED = ("dev", "step", "chief")

@@ -48,7 +48,7 @@ class Input:
         per_replica_batch_size: what hooks of the data are given
         whole: whether each element is a share by itself
         endless: whether a pass has no end
-        steps_per_epoch: global batches in a pass; None where there is no end, or nobody counted
+        steps_per_epoch: global batches in a pass; None without an end, and until they are counted
         dataset: what ``iterator`` reads
         reader: the reader in Python that knows the position, if there is one
         iterator: its position; part of every checkpoint

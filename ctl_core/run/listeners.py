@@ -42,7 +42,11 @@ class Listener:
         """Is called with each line of metrics.jsonl; ``split`` is train or eval."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Is called when a checkpoint is whole, perhaps steps later; ``path`` is its prefix."""
+        """Is called when a checkpoint is whole, perhaps steps later.
+
+        Files that begin with ``path`` hold what ``create_ckpt`` returned. The rest, which a run
+        needs to go on, is in the folder ``engine`` beside them.
+        """
 
     def end(self, step: int, how: str) -> None:
         """Is called at the end, but not where the process is killed or Ctrl-C comes twice.

@@ -4,10 +4,11 @@ Flags, variables and messages follow from that. TensorFlow is not imported here:
 answered at once.
 """
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -92,7 +93,7 @@ class Config:
     eval_batch_size: Number | None = declare(None, "that of evaluations; null: as for training")
     limit_eval: Number | None = declare(None, "evaluate the first N batches of each set only")
     max_time: _Time | None = declare(None, "stop and save after this time", "7h30m")
-    log_every: Number = declare(100, "write the train metrics every N steps, and begin anew")
+    log_every: Number = declare(100, "write create_train_metrics every N steps, and begin anew")
     keep_best: _Best | None = declare(None, "keep the best by METRIC or METRIC:max", "loss")
     early_stop: _Patience | None = declare(
         None,
@@ -147,12 +148,18 @@ class Config:
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether a setting is in epochs of which the steps have to be counted."""
+        """Whether training needs the number of steps in an epoch, which takes a pass to count."""
         if self.keeps_last_batch and self.steps is not None:
             return True
         periods = (self.ckpt_every, self.eval_every)
         return not self.overfit_batches and (
             self.epochs is not None or any("epoch" in str(period) for period in periods)
+        )
+
+    def remove_periods(self) -> Self:
+        """Returns settings without an end and without periods, for which no epoch is counted."""
+        return dataclasses.replace(
+            self, steps=None, epochs=None, ckpt_every=0, eval_every=0, max_time=None
         )
 
     @property

@@ -102,6 +102,42 @@ def test_arguments_may_be_named_in_any_order(train_small: engine.Train) -> None:
     assert all(lr == pytest.approx(small.RATE) and loss > 0 for _, lr, loss in seen)
 
 
+@pytest.mark.parametrize("how", [{}, {"virtual_devices": 3}, {"jit_compile": True}], ids=str)
+def test_variables_are_those_of_the_gradients(train_small: engine.Train, how: Any) -> None:
+    """Also where a layer is frozen on the way: each has moved by its gradient, and no other has."""
+    before: dict[str, np.ndarray] = {}
+    moved: list[list[str]] = []
+
+    def update_pre(gradients: Any, variables: Any) -> Any:
+        kernels = [len(variable.shape) > 1 for variable in variables]
+        scaled = [g * (0.5 if k else 1.0) for g, k in zip(gradients, kernels, strict=True)]
+        return scaled, gradients
+
+    def follow(variables: Any, gradients: Any, update_gradients: Any, train_model: Any) -> None:
+        for one, gradient, update in zip(variables, gradients, update_gradients, strict=True):
+            np.testing.assert_allclose(update, gradient * (0.5 if len(one.shape) > 1 else 1.0))
+            by = small.RATE * update
+            np.testing.assert_allclose(before[one.path] - one.numpy(), by, rtol=1e-3, atol=1e-6)
+        moved.append([one.path.split("/")[-2] for one in variables])
+        look(train_model)
+
+    def look(train_model: Any) -> None:
+        before.update({one.path: one.numpy() for one in train_model.variables})
+
+    def freeze(train_model: Any) -> None:
+        train_model.get_layer("hidden").trainable = False
+
+    train_small(
+        small.hooks(
+            update_pre=update_pre,
+            every_steps={2: follow},
+            at_step={1: look, 3: look, 4: freeze, 5: look},
+        ),
+        **how,
+    )
+    assert moved == [["hidden", "hidden", "out", "out"]] * 2 + [["out", "out"]]
+
+
 def momentum(lr: Any) -> keras.Optimizer:
     return keras.optimizers.SGD(lr, momentum=0.5)
 

@@ -7,7 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.checkpoint.position import UNREADABLE
-from ctl_core.checkpoint.record import find_user_part, is_model, read_source
+from ctl_core.checkpoint.record import find_user_part
+from ctl_core.checkpoint.source import is_model, read_source
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.numerics.variables import name_variable
