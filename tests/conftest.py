@@ -16,13 +16,13 @@ from tests.helpers import lean
 LONGEST = """
     test_programs test_kills test_cluster test_documents
     test_check test_detect_anomaly test_any_batch test_readers test_every_step test_state
-    test_evaluation test_after_eval test_notebook test_signals test_stderr test_render
+    test_evaluation test_notebook test_signals test_launch test_listeners test_render
     test_train_sh test_sweep_file test_processes
 """
 # They start no process, and take less than half a minute of one core each.
 QUICK = """
-    test_architecture test_compat test_console test_errors test_layout test_losses test_lr_schedule
-    test_numbers test_reduction test_scripts test_settings
+    test_architecture test_compat test_console test_layout test_losses test_numbers
+    test_reduction test_scripts test_settings
 """
 
 

@@ -1,4 +1,4 @@
-"""Several sets of evaluation data, models of their own, and metrics of training."""
+"""Several sets of data, models of their own, metrics of training; what an evaluation decides."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from tests.helpers.cases import (
     evaluated_by_hand,
     make_hooks,
     regression_data,
-    set_weights,
     sgd,
     sliced,
+    small_model,
+    unclipped,
 )
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED, Cli, refused
@@ -125,50 +126,11 @@ def test_shared_weights_and_elements_that_only_the_evaluation_has(train: Train) 
     assert state.metrics["loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
-# ---- Graph hooks that exchange values: what no row of theirs may change --------------------------
+# ---- Graph hooks that exchange values ----------------------------------------------------------
 
 
 def mean(values: Any) -> Any:
     return tf.reduce_mean(ctl_core.all_gather(values), 0)
-
-
-def test_a_stand_in_of_ragged_and_sparse_rows_counts_nowhere(train: Train) -> None:
-    """Nine examples in batches of four, on two replicas: the last has none in the second step."""
-    numbers = np.arange(1, 73, dtype="float32").reshape(9, 8) / 72
-    ragged = tf.RaggedTensor.from_row_lengths(numbers.ravel(), [8 - i % 3 for i in range(8)] + [15])
-    sparse = tf.sparse.from_dense(numbers * (numbers > 0.4))
-
-    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        rows = {"dense": numbers, "ragged": ragged, "sparse": sparse}
-        dataset = tf.data.Dataset.from_tensor_slices(rows).batch(per_replica_batch_size)
-        return dataset.map(lambda row: {**row, "scale": tf.constant(2.0)})
-
-    def features(batch: dict[str, Any]) -> Any:
-        sums = [tf.reduce_sum(batch["dense"], 1), tf.reduce_sum(batch["ragged"], 1)]
-        sums.append(tf.reshape(tf.sparse.reduce_sum(batch["sparse"], 1), [-1]))
-        return batch["scale"] * tf.stack(sums, 1)
-
-    def create_model() -> keras.Model:
-        return set_weights(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
-
-    hooks = make_hooks(
-        create_dataset=create_dataset,
-        create_eval_dataset=create_dataset,
-        create_model=create_model,
-        create_loss=lambda: lambda output: output[:, 0] - mean(output[:, 0]),
-        input_pre=features,
-        loss_pre=lambda output: output,
-        count_examples=lambda batch: tf.shape(batch["dense"])[0],
-        # Means over what a replica has itself: of nothing, they are no numbers.
-        eval_pre=lambda loss: (loss + tf.reduce_mean(loss), 0.0),
-    )
-    state = train(hooks, steps=0, batch_size=8, virtual_devices=2)
-    outputs = create_model()(features(next(iter(create_dataset(9))))).numpy()[:, 0]
-    means = [outputs[:8].mean()] * 2 + [outputs[8]]
-    parts = zip((outputs[:4], outputs[4:8], outputs[8:]), means, strict=True)
-    losses = [part - whole for part, whole in parts]
-    expected = np.concatenate([loss + loss.mean() for loss in losses]).mean()
-    np.testing.assert_allclose(state.metrics["loss"], expected, rtol=1e-4, atol=1e-6)
 
 
 def in_function(batch: Any) -> Any:
@@ -249,3 +211,110 @@ def test_they_are_those_of_a_plain_loop(
     for line in by_hand():
         found = {name: lines[line["step"]][name] for name in line}
         assert found == pytest.approx(line, rel=1e-5)
+
+
+# ---- What an evaluation decides: hooks after it, the best checkpoint, early stop -----------------
+
+
+OFTEN = {"eval_every": 5, "ckpt_every": 10, "learning_rate": 0.3}
+
+
+def evaluated_hooks(**more: Any) -> Any:
+    inputs, target = regression_data()
+    own = {
+        "create_opt": sgd,
+        "create_eval_dataset": sliced((inputs[:64], -target[:64])),  # gets worse as it learns
+        "create_metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()},
+        "update_pre": unclipped,
+    }
+    return make_hooks(**{**own, **more})
+
+
+def plateau(seen: list[Any]) -> Any:
+    """``keras.callbacks.ReduceLROnPlateau`` with patience 2, as a hook with a state."""
+
+    def after_eval(metrics: dict[str, float], step: int, lr: Any, state: dict[str, Any]) -> None:
+        seen.append((step, metrics["loss"], float(lr)))
+        state.setdefault("best", float("inf"))
+        if metrics["loss"] < state["best"] - 1e-4:
+            state["best"], state["wait"] = metrics["loss"], 0
+            return
+        state["wait"] += 1
+        if state["wait"] >= 2:
+            lr.assign(lr * 0.5)
+            state["wait"] = 0
+
+    return after_eval
+
+
+def test_a_resumed_run_decides_as_a_whole_one_does(train: Train) -> None:
+    whole: list[Any] = []
+    settings = {**OFTEN, "keep_best": "loss", "early_stop": "error:min:9"}
+    state = train(
+        evaluated_hooks(after_eval=plateau(whole)), steps=40, run_name="whole", **settings
+    )
+    parts: list[Any] = []
+    for steps in (15, 40):
+        resumed = train(
+            evaluated_hooks(after_eval=plateau(parts)), steps=steps, run_name="parts", **settings
+        )
+    assert parts == whole
+    assert resumed.progress == state.progress
+    assert_weights(resumed, state, rtol=0)
+
+
+def test_hooks_may_be_several_save_and_end_training(train: Train) -> None:
+    """More steps go on as if it had not ended, also where the checkpoint of the end is lost."""
+    whole = train(evaluated_hooks(), steps=21, run_name="whole", eval_every=5, ckpt_every=0)
+    order: list[Any] = []
+
+    def end(metrics: dict[str, float], step: int, manager: Any) -> None:
+        order.append(("end", step, sorted(metrics)))
+        manager.save()
+        if step == 10:
+            raise ctl_core.StopTraining("Enough.")
+
+    own = evaluated_hooks(after_eval=[lambda step: order.append(step), end])
+    state = train(own, steps=20, eval_every=5, ckpt_every=0)
+    assert order == [5, ("end", 5, ["error", "loss"]), 10, ("end", 10, ["error", "loss"])]
+    (state.run_dir / "ckpt/engine/ckpt-10.json").unlink()
+    state = train(own, steps=20, eval_every=5, ckpt_every=0)
+    assert (state.step, state.ended) == (10, True)
+    assert {p.stem for p in (state.run_dir / "ckpt").rglob("*.json")} == {"ckpt-5", "ckpt-10"}
+    state = train(evaluated_hooks(), steps=21, eval_every=5, ckpt_every=0)
+    assert (state.step, state.ended) == (21, False)
+    assert_weights(state, whole, rtol=0)
+
+
+def test_early_stop_stops_where_that_of_keras_does(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (inputs, target), patience = regression_data(), 2
+    model = small_model()
+    error = keras.metrics.MeanAbsoluteError("error")
+    model.compile(keras.optimizers.SGD(0.3), "mse", metrics=[error])
+    stopped = model.fit(
+        tf.data.Dataset.from_tensor_slices((inputs[:80], target[:80])).batch(16),
+        epochs=40,
+        validation_data=(inputs[:64], -target[:64]),
+        callbacks=[keras.callbacks.EarlyStopping("val_error", patience=patience)],
+        verbose=0,
+    )
+    own = evaluated_hooks(create_dataset=sliced((inputs[:80], target[:80])))
+    settings = {**OFTEN, "early_stop": f"error:{patience}"}
+    state = train(own, steps=200, **settings)
+    assert state.ended and state.step == 5 * len(stopped.epoch)
+    said = capsys.readouterr().out
+    assert "early_stop: error was not better than" in said and "ended early: step" in said
+    assert train(own, steps=200, **settings).step == state.step  # it stays stopped
+    more = train(own, steps=400, **settings)
+    assert more.step == state.step + 5 * patience  # and goes on where it is told to
+
+
+def test_a_metric_that_is_none_or_has_no_better(train: Train) -> None:
+    metrics = {"error": keras.metrics.MeanAbsoluteError(), "own": keras.metrics.Mean()}
+    own = evaluated_hooks(create_metrics=lambda: metrics, metric_pre=lambda output, batch: {
+        "error": (batch[1], output), "own": (output,)})  # fmt: skip
+    for keep_best, words in (("eror", "did you mean 'error'"), ("own", "own:max")):
+        with pytest.raises(ctl_core.SetupError, match=words):
+            train(own, keep_best=keep_best)

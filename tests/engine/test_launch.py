@@ -1,4 +1,4 @@
-"""The supervisor of a cluster on this machine, with workers of a few lines of plain Python."""
+"""The supervisor of a cluster here, with workers of a few lines of plain Python; all of stderr."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ctl_core.cluster import strategy, supervisor
 from ctl_core.cluster.signals import SAME_SIGNAL
 from ctl_core.run.errors import RunError, SetupError
 from ctl_core.run.settings import Config
+from tests.golden import small
 from tests.helpers import lean
 
 Captured = pytest.CaptureFixture[str]
@@ -298,3 +299,41 @@ def test_workers_of_the_command_line_die_with_it() -> None:
     parent.kill()
     parent.wait()
     until(lambda: not any(map(alive, pids())))
+
+
+# ---- Standard error -----------------------------------------------------------------------------
+
+NOTES = """
+import ctl_core
+
+
+class Notes(ctl_core.Listener):
+    def start(self, folder, config, step):
+        self.file = (folder / "notes").open("a")
+        print("start", step, file=self.file)
+
+    def end(self, step, how):
+        print(how, step, file=self.file, flush=True)
+"""
+
+
+@pytest.mark.cluster
+def test_commands_that_go_well_say_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second training finds the list of checkpoints gone; a cluster's chief is heard."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # the engine's own choice counts
+    Path("callbacks.py").write_text(small.CALLBACKS + small.EVALUATED)
+    Path("own.py").write_text(NOTES)
+    ctl = [sys.executable, "-W", "default::DeprecationWarning:__main__", "-m", "ctl_core"]
+    train = ("train", "--batch-size=16", "--run-name=a")
+    for words in (
+        (*train, "--steps=2", "--virtual-devices=2"),
+        (*train, "--steps=4", "--virtual-devices=1", "--workers=2", "--listener=own.Notes"),
+        *(("evaluate",), ("predict",), ("export",)),
+    ):
+        done = subprocess.run([*ctl, *words], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), words
+        (RUN / "ckpt/checkpoint").unlink(missing_ok=True)
+    assert (RUN / "notes").read_text() == "start 2\ndone 4\n"
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "1")
+    done = subprocess.run([*ctl, "evaluate", "--debug"], capture_output=True, text=True, check=True)
+    assert "oneDNN" in done.stderr

@@ -13,14 +13,7 @@ from ctl_core.input import prefetch
 from ctl_core.run.errors import RunError
 from tests.golden import small
 from tests.golden.reference import Reference
-from tests.helpers.cases import (
-    FEATURES,
-    assert_weights,
-    dropout_model,
-    make_hooks,
-    nadam,
-    set_weights,
-)
+from tests.helpers.cases import FEATURES, dropout_model, make_hooks, nadam, set_weights
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED, Cli
 
@@ -78,39 +71,26 @@ def freeze(train_model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unit_bytes", [prefetch.UNIT_BYTES, 1])
+@pytest.mark.parametrize("unit", [10, 0])
 def test_where_it_is_cut_changes_no_bit(
-    train: Train, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
+    train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], unit: int
 ) -> None:
     """With Dropout, batch normalisation and Nadam; a layer is frozen and unfrozen on the way.
 
-    Also where batches are too large to be read many at once: then each step is by itself.
+    Ten steps are read at once: at a resume they are used in part, as a whole, and not begun. Or
+    batches are too large to be read many at once: then each step is by itself.
     """
     own = {"create_model": dropout_model, "create_opt": nadam, "at_step": {6: freeze, 13: freeze}}
     settings = {"batch_size": BATCH, "jit_compile": True, "deterministic": True}
-    whole = train(make_hooks(**own), steps=20, run_name="whole", **settings)
+    whole = train(make_hooks(**own), steps=23, run_name="whole", **settings)
     every = {3: lambda loss, output: None, 7: lambda gradients: None}
-    monkeypatch.setattr(prefetch, "UNIT_BYTES", unit_bytes)
-    for stop in (4, 11, 20):
+    monkeypatch.setattr(prefetch, "UNIT_BYTES", unit * BATCH * (FEATURES + 1) * 4 or 1)
+    for stop in (4, 10, 11, 23):
         cut = train(make_hooks(**own, every_steps=every), steps=stop, run_name="cut", **settings)
-    assert bool(cut.data.unit) == (unit_bytes > 1)
+    assert cut.data.unit == unit and whole.data.unit > unit
     variables = zip(cut.recording.variables.items(), whole.recording.variables.items(), strict=True)
     for (name, found), (_, expected) in variables:
         np.testing.assert_array_equal(found.numpy(), expected.numpy(), err_msg=name)
-
-
-@pytest.mark.slow
-def test_a_run_is_cut_in_the_middle_of_what_is_read_at_once(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Ten steps are: at a resume they are used in part, as a whole, and not begun."""
-    monkeypatch.setattr(prefetch, "UNIT_BYTES", 10 * BATCH * (5 + 1) * 4)
-    settings = {"batch_size": BATCH, "jit_compile": True}
-    whole = train(make_hooks(), steps=23, run_name="whole", **settings)
-    assert whole.data.unit == 10
-    for stop in (4, 10, 11, 23):
-        cut = train(make_hooks(), steps=stop, run_name="cut", **settings)
-    assert_weights(cut, whole, rtol=0)
     assert "reading and dropping" not in "".join(capfd.readouterr())
 
 

@@ -16,7 +16,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.data import bucket_by_length
 from tests.golden import small
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, sgd
 from tests.helpers.fixtures import Train
@@ -77,7 +76,7 @@ PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
      for index, name in enumerate(PIPELINES)],
 )  # fmt: skip
 def test_the_order_of_a_plain_loop(train: Train, tmp_path: Path, name: str) -> None:
-    """In steps, in epochs, and in parts, which end around the ends of passes."""
+    """In epochs, and in parts, which end around the ends of passes."""
     inputs, target = (tf.constant(part[:EXAMPLES]) for part in regression_data())
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
@@ -104,7 +103,6 @@ def test_the_order_of_a_plain_loop(train: Train, tmp_path: Path, name: str) -> N
     stream = (element[2].numpy().tolist() for element in create_dataset(BATCH).repeat())
     batches = (batch for batch in stream if len(batch) == BATCH)  # a pass ends with its last whole
     expected = [next(batches) for _ in range(14)]
-    assert read("steps", 14) == expected
     assert read("parts", 4, 7, 14) == expected
     found = read("epochs", 0, steps=None, epochs=2)
     assert len(found) >= 6 and found == expected[: len(found)] + found[14:]
@@ -137,34 +135,6 @@ def test_overfitting_more_batches_than_there_are_goes_on_into_the_next_pass(trai
     state = train(small.hooks(), steps=20, overfit_batches=7, accumulate_steps=2, **settings)
     batches = small.create_dataset(small.BATCH)
     assert_weights(state, small.plain(20, batches=batches.concatenate(batches.take(1))), 1e-5)
-
-
-def test_buckets_of_the_repeated_data(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    """The mean is over the padded length, too: what is padded otherwise trains otherwise."""
-
-    def words() -> tf.data.Dataset:
-        def example(index: tf.Tensor) -> Any:
-            values = tf.random.stateless_normal([1 + (index * 7) % 9, 1], [3, index])
-            return values, tf.reduce_mean(values, 0) + 0.1
-
-        return tf.data.Dataset.range(90).shuffle(90, seed=1).map(example)
-
-    def make_batches(dataset: tf.data.Dataset, global_batch_size: int) -> tf.data.Dataset:
-        return bucket_by_length(dataset, lambda x, _: tf.shape(x)[0], [4, 7], global_batch_size)
-
-    layer = lambda: keras.layers.Dense(1, "tanh", kernel_initializer="ones")  # noqa: E731
-    hooks = make_hooks(
-        create_dataset=words,
-        make_batches=make_batches,
-        create_model=lambda: keras.Sequential([keras.Input((None, 1)), layer()]),
-        create_opt=sgd,
-        loss_pre=lambda output, batch: (tf.reduce_mean(output, 1), batch[1]),
-    )
-    one = train(hooks, steps=30, batch_size=8, run_name="one")
-    for steps in (10, 30):
-        two = train(hooks, steps=steps, batch_size=8, virtual_devices=2, run_name="two")
-    assert_weights(two, one, rtol=1e-5)
-    assert "reading and dropping" not in capsys.readouterr().out
 
 
 def test_elements_whose_tensors_differ_in_size_need_a_hook(train: Train) -> None:

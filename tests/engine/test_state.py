@@ -1,4 +1,4 @@
-"""A resumed run has all that the run had, wherever a program keeps it."""
+"""A run that is resumed, or begins from another, has all that the other had."""
 
 from __future__ import annotations
 
@@ -16,53 +16,68 @@ import ctl_core
 from ctl_core.commands import use
 from ctl_core.hooks.callbacks_file import Source, load_callbacks
 from tests.golden import small
-from tests.helpers.cases import assert_weights, make_hooks, regression_data, small_model
+from tests.helpers.cases import (
+    FEATURES,
+    assert_weights,
+    eval_hooks,
+    make_hooks,
+    nadam,
+    regression_data,
+)
 from tests.helpers.fixtures import Train
-from tests.helpers.resume import StatefulRnn, assert_resumes, counting_model, dense, seeded, values
 
 
-def adversary_program() -> SimpleNamespace:
-    """A second network with an optimizer of its own, which no hook returns."""
-    critic: Any = None
-    critic_opt: Any = None
-
-    def create_model() -> Any:
-        nonlocal critic, critic_opt
-        critic, critic_opt = dense(1, 1), keras.optimizers.Adam(0.01)
-        return small_model()
-
-    def grad_pre(loss: Any, output: Any, train_model: Any) -> Any:
-        with tf.GradientTape() as tape:
-            score = tf.reduce_mean(critic(tf.stop_gradient(output)) ** 2)
-        variables = critic.trainable_variables
-        critic_opt.apply_gradients(zip(tape.gradient(score, variables), variables, strict=True))
-        return loss + 0.1 * critic(output)[:, 0], 0.0, train_model.trainable_variables
-
-    return make_hooks(create_model=create_model, grad_pre=grad_pre)
+def values(state: ctl_core.State) -> dict[str, np.ndarray]:
+    """Everything that is recorded, as it is on the first replica and in sum."""
+    read = state.strategy.experimental_local_results
+    numbers = {}
+    for path, variable in state.recording.variables.items():
+        numbers[path] = np.sum([part.numpy() for part in read(variable)], axis=0)
+    return numbers
 
 
-def test_a_program_resumes_wherever_its_state_is(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_resumes(train, adversary_program)
-    assert "warning" not in capsys.readouterr().out
+def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls, with a variable made by hand, and keeps a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = keras.Variable(0.0, trainable=False)
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign(self.calls + 1)
+        self.seen.update_state(tf.ones(tf.shape(inputs)[0]))
+        return inputs
+
+
+def counting_model() -> keras.Model:
+    return small.model_with(Counting(), keras.layers.BatchNormalization())
 
 
 def test_what_each_replica_sums_up_resumes(train: Train) -> None:
     """Each goes on with its own moving statistics, not with their mean."""
-    numbers = assert_resumes(train, lambda: make_hooks(create_model=seeded(counting_model)), 2)
-    own = [v for path, v in numbers.items() if path.startswith("create_model/")]
+    hooks = make_hooks(create_model=counting_model)
+    whole = values(train(hooks, steps=12, run_name="whole", virtual_devices=2))
+    for steps in (5, 12):
+        parts = values(train(hooks, steps=steps, run_name="parts", virtual_devices=2))
+    assert_equal(parts, whole)
+    own = [v for path, v in whole.items() if path.startswith("create_model/")]
     assert 12 * 16 in {float(v) for v in own if not v.ndim}
 
 
 def test_an_evaluation_changes_no_bit_of_training(train: Train) -> None:
     """Of a model that writes while it is called."""
-    hooks = make_hooks(create_model=seeded(StatefulRnn))
+    hooks = make_hooks(create_model=counting_model)
     rarely = values(train(hooks, run_name="never", steps=9))
     hooks.create_eval_dataset = small.create_dataset
     often = values(train(hooks, run_name="often", steps=9, eval_every=2))
-    for path, value in rarely.items():
-        np.testing.assert_array_equal(value, often[path], err_msg=path)
+    assert_equal({path: often[path] for path in rarely}, rarely)
     assert any(path.endswith("seen/total") for path in rarely)
 
 
@@ -202,3 +217,128 @@ def test_a_vocabulary_that_data_are_read_with_must_be_the_same(
     said = r"the data are read, has learnt something else .*\(3 entries then, 4"
     with pytest.raises(ctl_core.SetupError, match=said):
         train(make(["b", "a", "c"], tmp_path), steps=6)
+
+
+# ---- Runs that begin from another: as it goes on (fork), or with weights of something (init_from)
+
+
+SHORT = {"batch_size": 10, "learning_rate": 0.05, "ckpt_every": 2}
+
+
+def build_model(classes: int = 1, head: str = "head") -> keras.Model:
+    """With random numbers and a statistic."""
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8, activation="tanh", name="hidden"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dropout(0.3, name="drop"),
+            keras.layers.Dense(classes, name=head),
+        ]
+    )
+
+
+def hooks_of(**more: Any) -> Any:
+    return make_hooks(**{"create_model": build_model, "create_opt": nadam, **more})
+
+
+def test_a_fork_goes_on_as_the_other_run_does(train: Train) -> None:
+    """Optimizer, position in the data and random numbers; killed and started again, too."""
+    whole = train(hooks_of(), run_name="a", steps=8, **SHORT)
+    for steps in (6, 8):
+        forked = train(hooks_of(), run_name="b", steps=steps, fork=f"{whole.run_dir}@4", **SHORT)
+    assert_equal(values(forked), values(whole))
+    assert forked.progress.examples == whole.progress.examples
+
+
+def test_a_fork_has_other_settings_and_the_best_of_the_other(
+    train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = eval_hooks(40)
+    short = {**SHORT, "eval_every": 2, "keep_best": "loss"}
+    train(evaluated, run_name="a", steps=6, **short)
+    short["learning_rate"] = 0.5
+    assert train(evaluated, run_name="b", fork="a@best", steps=8, **short).step == 8
+    at_once = train(evaluated, run_name="c", fork="a", steps=6, **short).run_dir / "ckpt"
+    for folder in (at_once, at_once / "best"):
+        assert [path.name for path in folder.glob("engine/*.json")] == ["ckpt-6.json"]
+    said = "".join(capfd.readouterr())
+    assert "goes on from" in said and "learning_rate is 0.5 from here on" in said
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    r"^fork: 'nobody' is neither a run in .*runs nor": {"fork": "nobody"},
+    r"^fork: no checkpoint .*a@3 is there, only \[4, 2\]\.$": {"fork": "a@3"},
+    r"^init_from: '/no/m' is neither a run in .*runs nor a path that is": {"init_from": "/no/m"},
+}
+
+
+def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> None:
+    """Nothing of a new run is there then, and a run that is there is as it was."""
+    train(hooks_of(), run_name="a", steps=4, **SHORT)
+    for message, settings in REFUSED.items():
+        with pytest.raises(ctl_core.SetupError, match=message):
+            train(hooks_of(), run_name="b", steps=8, **SHORT, **settings)
+        assert not (tmp_path / "runs/b").exists(), settings
+    train(hooks_of(), run_name="b", steps=2, **SHORT)
+    with pytest.raises(
+        ctl_core.SetupError, match="has checkpoints, and did not begin from a; choose"
+    ):
+        train(hooks_of(), run_name="b", steps=8, **SHORT, fork="a")
+    assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
+
+
+def test_weights_are_those_of_what_is_named(train: Train, tmp_path: Path) -> None:
+    """All of them, on both replicas; what has another shape, or is not there, is refused."""
+    state = train(hooks_of(), run_name="a", steps=4, **SHORT)
+    trained, path = state.train_model, str(use.export(hooks_of(), state.config))
+    trained.save(tmp_path / "m.keras")
+    trained.save_weights(tmp_path / "m.weights.h5")
+    settings: dict[str, Any] = {"steps": 0, **SHORT}
+    for source in ("a", str(tmp_path / "m.keras"), str(tmp_path / "m.weights.h5"), path):
+        settings["virtual_devices"] = 1 + (source == "a")
+        state = train(hooks_of(), run_name=f"of-{Path(source).name}", init_from=source, **settings)
+        assert int(state.optimizer.iterations.numpy()) == 0
+        for ours, theirs in zip(state.train_model.weights, trained.weights, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    other = hooks_of(
+        create_model=lambda: build_model(classes=3), create_loss=lambda: small.squared_error
+    )
+    with pytest.raises(ctl_core.SetupError, match=r"does not fit .*\(8, [13]\).*\(8, [13]\)"):
+        train(other, run_name="c", init_from="a", **settings)
+    other = hooks_of(create_model=lambda: build_model(head="other"))
+    with pytest.raises(ctl_core.SetupError, match=r"fits 6 of the 8 weights .*: \S*other/kernel, "):
+        train(other, run_name="c", init_from=path, **settings)
+
+
+def test_weights_that_are_averaged_begin_with_those(
+    train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained = train(hooks_of(), run_name="a", steps=4, **SHORT)
+    state = train(hooks_of(), run_name="b", steps=0, init_from="a", ema=0.9, **SHORT)
+    assert state.average is not None
+    state.average.swap()
+    kernel = state.train_model.get_layer("hidden").kernel
+    np.testing.assert_array_equal(kernel, trained.train_model.get_layer("hidden").kernel)
+    assert "b: at step 0 of 0, nothing left to train" in capfd.readouterr().out
+
+
+class Plain:
+    """A model that is none of Keras', nor anything that TensorFlow knows."""
+
+    def __init__(self) -> None:
+        self.parts = [tf.Variable(tf.ones([FEATURES, 1])), tf.Variable(tf.zeros([1]))]
+
+    def __call__(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs @ self.parts[0] + self.parts[1]
+
+
+def test_a_model_of_ones_own_takes_the_weights_of_a_run(train: Train, tmp_path: Path) -> None:
+    own = hooks_of(create_model=Plain)
+    trained = train(own, run_name="a", steps=4, **SHORT)
+    state = train(own, run_name="b", steps=0, init_from="a", **SHORT)
+    for ours, theirs in zip(state.train_model.parts, trained.train_model.parts, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    build_model().save(tmp_path / "m.keras")
+    with pytest.raises(ctl_core.SetupError, match="is for a Keras model, and create_model"):
+        train(own, run_name="c", steps=0, init_from=str(tmp_path / "m.keras"), **SHORT)

@@ -37,10 +37,10 @@ def batches_of(dataset: tf.data.Dataset, size: int, last_batch: str = "keep") ->
     return iter(dataset.batch(size, drop_remainder=last_batch == "drop").repeat())
 
 
-def train_plainly(hooks: Any, steps: int, batches: Iterable[Any], **how: Any) -> keras.Model:
+def train_plainly(hooks: Any, steps: int, batches: Iterable[Any], **how: Any) -> Reference:
     """Trains by the same hooks on one device."""
     taken = (batch for _, batch in zip(range(steps), batches, strict=False))
-    return Reference(hooks).train(taken, **how).parts.train_model
+    return Reference(hooks).train(taken, **how)
 
 
 def train_on(train: engine.Train, hooks: Any, devices: int, batch: int, **more: Any) -> Any:
@@ -48,8 +48,8 @@ def train_on(train: engine.Train, hooks: Any, devices: int, batch: int, **more: 
     return train(hooks, batch_size=batch, virtual_devices=devices, **settings)
 
 
-def assert_trained(state: Any, plain: keras.Model) -> None:
-    compare.assert_close(state.train_model.weights, plain.weights)
+def assert_trained(state: Any, plain: Reference) -> None:
+    compare.assert_close(state.train_model.weights, plain.parts.train_model.weights)
 
 
 # ---- Batches that do not divide ----------------------------------------------------------------
@@ -58,7 +58,7 @@ def assert_trained(state: Any, plain: keras.Model) -> None:
 @LAST
 @pytest.mark.parametrize(
     ("devices", "accumulate", "batch", "examples", "scale"),
-    [(1, 1, 64, 200, 1), (3, 1, 64, 200, 1), (5, 1, 64, 200, 100), (3, 2, 43, 131, 100)],
+    [(1, 1, 64, 200, 1), (5, 1, 64, 200, 100), (3, 2, 43, 131, 100)],
 )
 def test_batches_that_do_not_divide(
     train: engine.Train, devices: int, accumulate: int, batch: int, examples: int, scale: float,
@@ -86,18 +86,17 @@ def test_a_dataset_that_drops_its_remainders_loses_no_batch(train: engine.Train)
 
 
 @LAST
-@pytest.mark.parametrize(("first", "then"), [(1, 3), (3, 2), (3, 3)])
-def test_resumed_on_other_devices(
-    train: engine.Train, first: int, then: int, last_batch: str
-) -> None:
-    """In the middle of a pass; on as many devices it is the whole run bit for bit."""
+def test_resumed_on_other_devices(train: engine.Train, last_batch: str) -> None:
+    """In the middle of passes; on as many devices it is the whole run bit for bit."""
     hooks = small.hooks(create_dataset=lambda: shuffled(200).batch(7))
     more = {"last_batch": last_batch}
-    whole = train_on(train, hooks, then, 64, steps=9, run_name="whole", **more)
-    train_on(train, hooks, first, 64, steps=5, **more)
-    resumed = train_on(train, hooks, then, 64, steps=9, **more)
-    alike = compare.assert_same if first == then else compare.assert_close
-    alike(resumed.train_model.weights, whole.train_model.weights)
+    for devices, steps in ((1, 2), (3, 5), (2, 9)):
+        others = train_on(train, hooks, devices, 64, steps=steps, **more)
+    batches = batches_of(shuffled(200), 64, last_batch)
+    assert_trained(others, train_plainly(hooks, 9, batches))
+    whole = train_on(train, hooks, 3, 64, steps=9, run_name="whole", ckpt_every=5, **more)
+    resumed = train_on(train, hooks, 3, 64, steps=9, run_name="on", fork="whole@5", **more)
+    compare.assert_same(resumed.train_model.weights, whole.train_model.weights)
 
 
 # ---- Elements ----------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("devices", "last_batch"), [(1, "keep"), (3, "keep"), (3, "drop")])
+@pytest.mark.parametrize(("devices", "last_batch"), [(1, "drop"), (3, "keep")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_elements(train: engine.Train, kind: str, devices: int, last_batch: str) -> None:
     """Leftovers of several widths cannot be joined: they are left out, or each is a step."""
@@ -150,10 +149,15 @@ def test_elements(train: engine.Train, kind: str, devices: int, last_batch: str)
         assert len(batches[-1][1]) < 12
         batches = [batch for batch in batches if len(batch[1]) == 12]
     hooks = small.hooks(create_dataset=create, input_pre=prepare)
+    if last_batch == "keep":
+        hooks.create_eval_dataset = lambda: create(12) if kind == "buckets" else create()
     more: dict[str, Any] = {"steps": None, "epochs": 2, "last_batch": last_batch}
     state = train_on(train, hooks, devices, 12, **more)
     assert state.step == 2 * len(batches)
-    assert_trained(state, train_plainly(hooks, state.step, batches * 2))
+    plain = train_plainly(hooks, state.step, batches * 2)
+    assert_trained(state, plain)
+    expected = plain.evaluate(batches) if last_batch == "keep" else {}
+    assert state.metrics == pytest.approx(expected, rel=1e-5)
 
 
 def as_graphs(words: tf.RaggedTensor, target: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -239,10 +243,15 @@ def test_last_batches_of_few_rows(
         return [half for half in halves if len(half[0])]
 
     hooks = small.hooks(create_dataset=lambda: split(examples).batch(5), **CASES[case])
+    if accumulate == 1:  # an evaluation, which knows no micro-batches, has the same shares
+        hooks.create_eval_dataset = hooks.create_dataset
     more: dict[str, Any] = {"accumulate_steps": accumulate, "last_batch": "keep"}
     state = train_on(train, hooks, 4 // accumulate, 16, steps=7, **more)
     how = {"split": split_batch} if accumulate > 1 else {}
-    assert_trained(state, train_plainly(hooks, 7, batches_of(split(examples), 16), **how))
+    plain = train_plainly(hooks, 7, batches_of(split(examples), 16), **how)
+    assert_trained(state, plain)
+    expected = plain.evaluate(split(examples).batch(16)) if accumulate == 1 else {}
+    assert state.metrics == pytest.approx(expected, rel=1e-5)
 
 
 def test_moving_statistics_move_as_far_by_each_example(train: engine.Train) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests.golden import compare, engine, small
 
 
-@pytest.mark.parametrize("size", [1, 7, 16, 37])
+@pytest.mark.parametrize("size", [1, 37])
 def test_each_example_is_evaluated_once(train_small: engine.Train, size: int) -> None:
     inputs, target = small.data(size)
     hooks = small.hooks(
@@ -27,7 +27,7 @@ def test_each_example_is_evaluated_once(train_small: engine.Train, size: int) ->
     assert state.metrics == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("devices", "size"), [(1, 16), (3, 5), (3, 16)])
+@pytest.mark.parametrize(("devices", "size"), [(1, 16), (3, 5)])
 def test_vectors_are_one_number_for_each_example(
     train_small: engine.Train, devices: int, size: int
 ) -> None:

@@ -117,9 +117,37 @@ def grad_pre(loss):  # here
 == grad_pre returns nothing -> grad_pre | 3
 def grad_pre(loss):  # here
     pass
+== extra_loss is a vector -> grad_pre | extra_loss
+def grad_pre(loss):  # here
+    return loss, [1.0, 2.0], []
+== update_pre leaves a gradient out -> update_pre | 3 update_gradients | 4 gradients
+def update_pre(gradients):  # here
+    return gradients[:3], gradients
+== update_pre returns gradients of another shape -> update_pre | shape
+def update_pre(gradients):  # here
+    return [gradients[0][0]] * 4, gradients
 == update_pre returns the bare gradients -> update_pre | update_gradients
 def update_pre(gradients):  # here
     return gradients
+== make_batches ends -> make_batches | ends
+def make_batches(dataset):  # here
+    return dataset.take(4)
+== a Keras loss as it is -> create_loss | a MeanSquaredError | lambda
+def create_loss():  # here
+    return keras.losses.MeanSquaredError(reduction="none")
+== a loss has two dimensions -> create_loss | [16, 1] | [16]
+def create_loss():  # here
+    return lambda pair: (pair[0] - pair[1]) ** 2
+== objectives have other names -> create_opt | 'a' | grad_pre
+def create_opt():  # here
+    return {"a": keras.optimizers.SGD()}
+== a variable is in no group -> create_opt | hidden/bias | no group
+def create_opt(lr, train_model):  # here
+    return [(keras.optimizers.SGD(lr), train_model.trainable_variables[:1])]
+== a variable is in two groups -> create_opt | hidden/bias | 2 groups
+def create_opt(lr, train_model):  # here
+    variables = train_model.trainable_variables
+    return [(keras.optimizers.SGD(lr), group) for group in (variables, variables[1:])]
 == create_metrics returns a list -> create_metrics | a list | dict
 create_eval_dataset = small.create_eval_dataset
 def create_metrics():  # here
@@ -127,6 +155,14 @@ def create_metrics():  # here
 == create_ckpt returns no manager -> create_ckpt | 2 | manager
 def create_ckpt(step):  # here
     return tf.train.Checkpoint(step=step)
+== a single checkpoint, which a kill at the next would cost -> create_ckpt | 2 or more
+def create_ckpt(ckpt_path, train_model):  # here
+    ckpt = tf.train.Checkpoint(train_model=train_model)
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=1)
+== a manager has another folder -> create_ckpt | does not use
+def create_ckpt(train_model):  # here
+    ckpt = tf.train.Checkpoint(train_model=train_model)
+    return ckpt, tf.train.CheckpointManager(ckpt, "elsewhere", max_to_keep=3)
 == every_steps has a wrong key -> every_steps | 0
 every_steps = {0: lambda: None}
 == a host hook asks for an unknown argument -> every_steps[7] | 'los' | 'loss'
