@@ -1,4 +1,4 @@
-"""Renders a project and trains it on each Python that pyproject.toml allows.
+"""Renders a project and trains it on each Python that pyproject.toml allows, two at a time.
 
 Each gets a machine that seems to have no other Python, and there the project's own train.sh makes
 the environment. On the Python before the oldest, train.sh has to say in one line what it needs.
@@ -19,6 +19,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -81,7 +82,9 @@ def machine_with(python: Path, folder: Path) -> dict[str, str]:
     return {**kept, "PATH": str(folder), "CUDA_VISIBLE_DEVICES": "-1", "COLUMNS": "80"}
 
 
-def run(words: list[str], folder: Path, environ: dict[str, str], code: int = 0) -> str:
+def run(
+    version: str, words: list[str], folder: Path, environ: dict[str, str], code: int = 0
+) -> str:
     """Runs a command in a folder and says how long it took; returns what it printed.
 
     Raises:
@@ -99,7 +102,7 @@ def run(words: list[str], folder: Path, environ: dict[str, str], code: int = 0) 
         check=False,
     )
     command = " ".join(words)
-    print(f"  {time.monotonic() - start:5.1f} s  {command}", flush=True)
+    print(f"{version}  {time.monotonic() - start:5.1f} s  {command}", flush=True)
     if done.returncode != code:
         raise FailedError(f"{command}: exit code {done.returncode}, expected {code}\n{done.stdout}")
     return done.stdout
@@ -112,8 +115,8 @@ def check_trains(version: str, project: Path, environ: dict[str, str]) -> None:
         FailedError: one of them does, or ran on another Python.
     """
     for command in COMMANDS:
-        run(command.split(), project, environ)
-    python = run([".venv/bin/python", "-V"], project, environ)
+        run(version, command.split(), project, environ)
+    python = run(version, [".venv/bin/python", "-V"], project, environ)
     if not python.startswith(f"Python {version}."):
         raise FailedError(f"train.sh made an environment of {python}")
 
@@ -124,7 +127,7 @@ def check_refused(version: str, project: Path, environ: dict[str, str]) -> None:
     Raises:
         FailedError: it is otherwise.
     """
-    output = run(["./train.sh", "--steps", "4"], project, environ, code=2)
+    output = run(version, ["./train.sh", "--steps", "4"], project, environ, code=2)
     named = f"Python {version}." in output and f">={allowed()[0]}" in output
     if output.count("\n") != 1 or not named:
         raise FailedError(
@@ -132,26 +135,26 @@ def check_refused(version: str, project: Path, environ: dict[str, str]) -> None:
         )
     if left := [name for name in os.listdir(project) if name in (".venv", ".venv.lock", "runs")]:
         raise FailedError(f"train.sh left {left} behind")
-    print(f"  {output}", end="")
+    print(f"{version}  {output}", end="")
 
 
 def check(version: str) -> bool:
     """Checks one version; prints how it goes, and returns whether it went well."""
     good = version in allowed()
-    print(f"Python {version}: {'trains' if good else 'is refused'}?", flush=True)
+    print(f"{version}  {'trains' if good else 'is refused'}?", flush=True)
     python = find(version)
     if python is None:
-        print("  FAILED: not tested, for it is not installed", flush=True)
+        print(f"{version}  FAILED: not tested, for it is not installed", flush=True)
         return False
     with tempfile.TemporaryDirectory() as folder:
         environ = machine_with(python, Path(folder, "bin"))
         project = Path(folder, "my_training")
         try:
             render = [sys.executable, "-m", "cookiecutter", "--no-input", "--default-config"]
-            run([*render, "--output-dir", folder, str(ROOT)], ROOT, dict(os.environ))
+            run(version, [*render, "--output-dir", folder, str(ROOT)], ROOT, dict(os.environ))
             (check_trains if good else check_refused)(version, project, environ)
         except FailedError as error:
-            print(f"  FAILED: {error}", flush=True)
+            print(f"{version}  FAILED: {error}", flush=True)
             return False
     return True
 
@@ -163,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("version", nargs="*", default=[before, *allowed()])
     versions = parser.parse_args(argv).version
     start = time.monotonic()
-    results = {version: check(version) for version in versions}
+    with ThreadPoolExecutor(2) as pool:  # installing takes one core, and so does a start
+        results = dict(zip(versions, pool.map(check, versions), strict=True))
     failed = [version for version, good in results.items() if not good]
     said = f"FAILED: {', '.join(failed)}" if failed else "all as it should be"
     print(f"Pythons {', '.join(versions)}: {said} ({time.monotonic() - start:.0f} s)")

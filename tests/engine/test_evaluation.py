@@ -215,7 +215,6 @@ def test_they_are_those_of_a_plain_loop(
 
 # ---- What an evaluation decides: hooks after it, the best checkpoint, early stop -----------------
 
-
 OFTEN = {"eval_every": 5, "ckpt_every": 10, "learning_rate": 0.3}
 
 

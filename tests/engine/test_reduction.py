@@ -1,8 +1,9 @@
-"""Gradients are summed over micro-batches and replicas, once, whatever applies them."""
+"""Gradients are summed over micro-batches and replicas, once; what a loss is divided by."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,14 @@ import tensorflow as tf
 import ctl_core
 from tests.golden import small
 from tests.golden.programs import basics
-from tests.helpers.cases import make_hooks, regression_data
+from tests.helpers.cases import (
+    assert_weights,
+    dropout_model,
+    make_hooks,
+    regression_data,
+    sgd,
+    sliced,
+)
 from tests.helpers.fixtures import Train
 
 STEPS, BATCH, RATE = 12, 16, 0.02
@@ -156,3 +164,164 @@ def test_an_option_of_a_keras_optimizer_does_what_it_does_in_a_plain_loop(
     found = [*state.train_model.get_weights(), *(v.numpy() for v in state.optimizer.variables)]
     for value, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+# ---- A loss that is one number or one for each example, and what it is divided by ----------------
+
+
+Loss = Callable[[Any], Any]
+
+
+class Noisy(keras.Model):
+    """Draws in each call, whether it trains or not, as a VAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.seeds = keras.layers.Dense(5), keras.random.SeedGenerator(3)
+
+    def call(self, inputs: Any) -> Any:
+        mean = self.mean(inputs)
+        return mean + 0.3 * keras.random.normal(tf.shape(mean), seed=self.seeds), mean
+
+
+def vae_loss(loss_input: Any) -> Any:
+    (made, mean), inputs = loss_input
+    return tf.reduce_mean(tf.reduce_sum((made - inputs) ** 2, 1) + 0.5 * tf.reduce_sum(mean**2, 1))
+
+
+def mean_error(pair: Any) -> Any:
+    return tf.reduce_mean((pair[0] - pair[1]) ** 2)
+
+
+def sum_error(pair: Any) -> Any:
+    return tf.reduce_sum((pair[0] - pair[1]) ** 2)
+
+
+def signed(pair: Any) -> Any:
+    return tf.reduce_mean(pair[0] * tf.sign(pair[1])) - 0.01
+
+
+@pytest.mark.parametrize(("loss", "replicas"), [(vae_loss, 1), (mean_error, 3), (signed, 1)])
+def test_a_mean_is_refused(train: Train, loss: Loss, replicas: int) -> None:
+    more: dict[str, Any] = {}
+    if loss is vae_loss:
+        more = {"create_model": Noisy, "loss_pre": lambda output, batch: (output, batch[0])}
+    hooks = make_hooks(create_loss=lambda: loss, **more)
+    with pytest.raises(
+        ctl_core.SetupError, match=r"^create_loss \(test_reduction.py:\d+\): .*mean"
+    ):
+        train(hooks, steps=1, virtual_devices=replicas)
+
+
+def barlow(pair: Any) -> Any:
+    """Of features that do not correlate, so that less is found the more examples there are."""
+    features = tf.random.stateless_normal([tf.shape(pair[0])[0], 20], [1, 2]) + 0.0 * pair[0]
+    size = tf.cast(tf.shape(features)[0], tf.float32)
+    correlation = tf.matmul(features, features, transpose_a=True) / size
+    return tf.reduce_sum((correlation - tf.linalg.diag(tf.linalg.diag_part(correlation))) ** 2)
+
+
+TRAINS: dict[str, Loss] = {
+    "a sum": sum_error,
+    "a sum and a constant": lambda pair: sum_error(pair) + 1e4,
+    "a root": lambda pair: tf.sqrt(sum_error(pair)),
+    "correlations": barlow,
+    "zero": lambda pair: 0.0 * sum_error(pair),
+    "of this batch size": lambda pair: mean_error((tf.ensure_shape(pair[0], [16, 1]), pair[1])),
+}
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_what_is_no_mean_trains(
+    train: Train, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(make_hooks(create_loss=lambda: TRAINS[name]), steps=1).step == 1
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(said) == (name == "a root"), said
+    assert all("create_loss (test_reduction.py" in line and "as a whole" in line for line in said)
+
+
+def test_what_is_tried_changes_nothing(train: Train) -> None:
+    """Neither the order of the data, nor random numbers, nor what the forward pass writes."""
+
+    def hooks(loss: Loss) -> Any:
+        data = tf.data.Dataset.from_tensor_slices(small.data())
+        return make_hooks(
+            create_dataset=lambda: data.shuffle(64, seed=1).batch(8),
+            create_model=dropout_model,
+            create_loss=lambda: loss,
+        )
+
+    tried = train(hooks(sum_error), steps=5, run_name="tried")
+    state = train(hooks(small.squared_error), steps=5, run_name="not")
+    assert_weights(tried, state, rtol=1e-5)
+
+
+# ---- What a batch weighs, and sample weights, as Keras has them ----------------------------------
+
+
+def test_a_step_that_weighs_nothing_changes_nothing(train: Train) -> None:
+    inputs, target = (part.copy() for part in regression_data())
+    target[40:48] = 99.0  # of the sixth step
+    hooks = make_hooks(
+        create_dataset=sliced((inputs, target)),
+        create_opt=sgd,
+        batch_weight=lambda batch: tf.where(tf.reduce_min(batch[1]) > 50.0, 0.0, 4.0),
+    )
+    settings = {"batch_size": 8, "virtual_devices": 2}
+    five, six = (train(hooks, steps=n, run_name=str(n), **settings) for n in (5, 6))
+    assert_weights(six, five, rtol=0)
+
+
+def test_a_negative_weight_makes_the_loss_nan(train: Train) -> None:
+    hooks = make_hooks(batch_weight=lambda batch: -1.0)
+    with pytest.raises(ctl_core.RunError, match="the loss of step 1 is not finite"):
+        train(hooks, steps=2, batch_size=8, on_nan="stop")
+
+
+WEIGHTS = np.random.default_rng(5).uniform(0.0, 3.0, 48)  # float64, as NumPy makes them
+
+
+def weighted_hooks(weight: Any = WEIGHTS, **hooks: Any) -> SimpleNamespace:
+    arrays = *small.data(48), weight
+    return small.hooks(
+        create_dataset=small.slices(arrays),
+        create_eval_dataset=small.slices(tuple(part[:23] for part in arrays)),
+        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+        **hooks,
+    )
+
+
+@pytest.mark.parametrize(("weight", "devices"), [(WEIGHTS, 1), (WEIGHTS[:, None], 2)])
+def test_sample_weights_are_those_of_keras_fit(train: Train, weight: Any, devices: int) -> None:
+    settings = {"batch_size": 8, "learning_rate": 0.1, "virtual_devices": devices}
+    state = train(weighted_hooks(weight), steps=6, **settings)
+    inputs, target = small.data(48)
+    model, error = small.create_model(), keras.metrics.MeanAbsoluteError()
+    model.compile(keras.optimizers.SGD(0.1), "mse", weighted_metrics=[error])
+    model.fit(inputs, target, 8, sample_weight=WEIGHTS, shuffle=False, verbose=0)
+    assert_weights(state, model, rtol=1e-5)
+    found = model.evaluate(inputs[:23], target[:23], 8, sample_weight=WEIGHTS[:23], verbose=0)
+    np.testing.assert_allclose([state.metrics["loss"], state.metrics["error"]], found, rtol=1e-5)
+
+
+NO_WEIGHTS: dict[str, SimpleNamespace] = {
+    r"^batch_weight \(test_reduction.py:\d+\): returned float32\[8\], expected how much a b": (
+        make_hooks(batch_weight=lambda batch: tf.ones_like(batch[1][:, 0]))
+    ),
+    "^input_pre .*the third element of a batch means sample weights, floating-point numbers": (
+        weighted_hooks(np.arange(48))  # numbers of the examples
+    ),
+    "^input_pre .*the default takes a batch of two elements, inputs and targets, or of three": (
+        make_hooks(create_dataset=sliced((*regression_data(), *regression_data())))
+    ),
+    "^grad_pre .*the loss is one number for the whole batch, which the sample weights in it": (
+        weighted_hooks(WEIGHTS, create_loss=lambda: sum_error)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", NO_WEIGHTS)
+def test_what_is_no_weight_or_cannot_be_weighted_is_refused(train: Train, message: str) -> None:
+    with pytest.raises(ctl_core.SetupError, match=message):
+        train(NO_WEIGHTS[message], steps=1, batch_size=8)

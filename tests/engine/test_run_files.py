@@ -138,7 +138,6 @@ def test_another_file_is_used_and_one_that_has_changed_or_gone_is_said(
 
 # ---- evaluate --watch: each checkpoint of a run that another process trains, until that ends -----
 
-
 CONFIG = "steps: 8\nbatch_size: 16\nckpt_every: 2\neval_every: 2\n"
 
 

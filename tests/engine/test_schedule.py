@@ -174,7 +174,6 @@ def test_a_run_by_the_clock_is_the_one_without(
 
 # ---- The learning rate: a curve of the settings or of create_opt, and as hooks see and set it ----
 
-
 STEPS, RATE, WARMUP = 12, 0.2, 4
 
 

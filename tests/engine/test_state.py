@@ -108,7 +108,6 @@ def test_random_operations_that_no_checkpoint_holds_are_pointed_out(
 
 # ---- What preprocessing layers learn from data ---------------------------------------------------
 
-
 WORDS = np.array(["red", "green", "blue", "green", "red", "green", "grey", "red"])
 NUMBERS = np.arange(8, dtype="float32")[:, None]
 TARGET = (NUMBERS > 3).astype("float32")
@@ -220,7 +219,6 @@ def test_a_vocabulary_that_data_are_read_with_must_be_the_same(
 
 
 # ---- Runs that begin from another: as it goes on (fork), or with weights of something (init_from)
-
 
 SHORT = {"batch_size": 10, "learning_rate": 0.05, "ckpt_every": 2}
 

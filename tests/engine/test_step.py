@@ -145,8 +145,8 @@ def play(steps: int, clip: float = 9.0) -> tuple[list[list[np.ndarray]], list[li
     return weights, seen
 
 
-def test_update_post_follows_each_turn_and_the_average_the_step(train: Train) -> None:
-    """WGAN clips its critic's weights after each of its updates."""
+def test_after_each_turn_and_the_average_after_the_step(train: Train) -> None:
+    """WGAN clips its critic's weights after each of its updates; a metric counts in its turns."""
     clip, losses = 0.3, []
 
     def update_post(train_model: Any, objective: str, turn: int) -> None:
@@ -155,38 +155,26 @@ def test_update_post_follows_each_turn_and_the_average_the_step(train: Train) ->
             for variable in train_model.critic.trainable_variables:
                 variable.assign(tf.clip_by_value(variable, -clip, clip))
 
-    def look(loss: Any) -> None:
-        losses.append([float(loss[name]) for name in TURNS])
-
-    own = gan_hooks(update_post=update_post, every_steps={1: look})
-    settings = {"batch_size": 8, "learning_rate": RATE, "virtual_devices": 2}
+    own = gan_hooks(
+        update_post=update_post,
+        create_train_metrics=lambda: {name: keras.metrics.Mean() for name in TURNS},
+        train_metric_pre=lambda loss, objective: {objective: loss},
+        every_steps={1: lambda loss: losses.append([float(loss[name]) for name in TURNS])},
+    )
+    settings = {"batch_size": 8, "learning_rate": RATE, "virtual_devices": 2, "log_every": 1}
     state = train(own, steps=7, ema=0.9, **settings)
     (average, *weights), seen = play(7, clip)
     assert_weights(state, weights[-1], rtol=2e-5)
-    np.testing.assert_allclose(losses, seen, rtol=1e-4, atol=1e-6)
+    lines = [line for line in state.history if line["split"] == "train"]
+    for found in (losses, [[line[name] for name in TURNS] for line in lines]):
+        np.testing.assert_allclose(found, seen, rtol=1e-4, atol=1e-6)
     for new in weights:
         average = [0.9 * old + 0.1 * one for old, one in zip(average, new, strict=True)]
     with state.average.replace_weights():  # type: ignore[union-attr]
         assert_weights(state, average, rtol=2e-5)
 
 
-def test_metrics_of_a_turn(train: Train) -> None:
-    """A metric counts in the turns for which there is something."""
-
-    def arguments(loss: Any, objective: str) -> Any:
-        return {objective: loss}
-
-    own = gan_hooks(
-        create_train_metrics=lambda: {name: keras.metrics.Mean() for name in TURNS},
-        train_metric_pre=arguments,
-    )
-    state = train(own, steps=1, batch_size=8, learning_rate=RATE, log_every=1)
-    (line,) = (line for line in state.history if line["split"] == "train")
-    np.testing.assert_allclose([line[name] for name in TURNS], play(1)[1][0], rtol=1e-5)
-
-
 # ---- Freezing and unfreezing layers from hooks, also across a resume -----------------------------
-
 
 LENGTH = 14
 TRAINABLE = {3: True, 7: False, 10: True}  # from the step after

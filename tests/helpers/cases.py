@@ -116,29 +116,6 @@ def dropout_hooks(seen: list[Any]) -> SimpleNamespace:
     )
 
 
-class Noisy(keras.Model):
-    """Adds noise from a tf.random.Generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.dense.build((None, FEATURES))
-        self.generator = tf.random.Generator.from_seed(5)
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        noise = self.generator.normal(tf.shape(inputs))
-        return self.dense(inputs + noise), noise
-
-
-def generator_hooks(seen: list[Any]) -> SimpleNamespace:
-    """Writes down the noise."""
-    return make_hooks(
-        create_model=lambda: set_weights(Noisy()),
-        loss_pre=lambda output, batch: (output[0], batch[1]),
-        every_steps={1: lambda output: seen.append(output[1].numpy())},
-    )
-
-
 class Followed(keras.Model):
     """A network with a copy that follows it."""
 

@@ -46,25 +46,12 @@ def keep_message(folder: Path, name: str, hooks: Any, **settings: Any) -> None:
 
 
 def random_numbers(folder: Path) -> None:
-    """What three steps of Dropout on ones, and of a tf.random.Generator, give; also resumed."""
-    for kind, create in (("dropout", cases.dropout_hooks), ("generator", cases.generator_hooks)):
-        for name, cuts in (("whole", [3]), ("parts", [1, 3])):
-            seen: list[Any] = []
-            for steps in cuts:
-                run(folder, f"{kind}-{name}", create(seen), steps=steps)
-            keep(folder, f"{kind}-{name}", seen=np.stack(seen))
-
-
-def exchange(folder: Path, name: str = "exchange") -> None:
-    """The loss is weighted by the targets of all, straight out of the batch."""
-
-    def loss_pre(output: Any, batch: Any) -> Any:
-        total = ctl_core.all_reduce(tf.reduce_sum(batch[1]))
-        everyone = ctl_core.all_gather(batch[1])
-        return output, batch[1] + total / 24 + tf.reduce_max(everyone)
-
-    state = run(folder, name, make_hooks(loss_pre=loss_pre), steps=3)
-    keep(folder, name, **{str(n): w for n, w in enumerate(state.train_model.get_weights())})
+    """What three steps of Dropout on ones give; also resumed."""
+    for name, cuts in (("whole", [3]), ("parts", [1, 3])):
+        seen: list[Any] = []
+        for steps in cuts:
+            run(folder, f"dropout-{name}", cases.dropout_hooks(seen), steps=steps)
+        keep(folder, f"dropout-{name}", seen=np.stack(seen))
 
 
 def drift(folder: Path) -> None:
