@@ -21,7 +21,7 @@ LONGEST = """
 """
 # They start no process, and take less than half a minute of one core each.
 QUICK = """
-    test_architecture test_compat test_console test_layout test_numbers
+    test_architecture test_compat test_layout test_numbers
     test_reduction test_scripts test_settings
 """
 

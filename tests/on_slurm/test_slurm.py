@@ -91,18 +91,14 @@ def test_preempted_and_killed_changes_no_bit(
     os.kill(find_training("a", "SLURM_PROCID=1"), signal.SIGKILL)
     trained_to(run, 500)
     assert slurm.job(job)["Restarts"] == "1"
-    for step in (700, 900):  # preempted twice
-        urgent = slurm.submit(
-            project, "-N2", "--exclusive", "--wrap", "sleep 2", partition="urgent"
-        )
-        slurm.wait(urgent)
-        trained_to(run, step)
-    assert slurm.wait(job)["Restarts"] == "3"
+    urgent = slurm.submit(project, "-N2", "--exclusive", "--wrap", "sleep 2", partition="urgent")
+    slurm.wait(urgent)
+    assert slurm.wait(job)["Restarts"] == "2"
     assert_same_checkpoint(run, undisturbed, 1200)
     resumed = [int(step) for step in re.findall(RESUMED, log_of(run))]
-    assert len(resumed) == 3
+    assert len(resumed) == 2
     assert resumed[0] % 100 == 0  # the last one of a run that was killed
-    assert log_of(run).count("stopped by SIGTERM, saved") == 2
+    assert log_of(run).count("stopped by SIGTERM, saved") == 1
 
 
 def test_a_hook_that_fails_ends_the_job(project: Path, slurm: Slurm) -> None:
