@@ -51,6 +51,9 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
     # No example is left out: the seventh batch runs over the end of the pass.
     expected = np.tile(regression_data()[0], (2, 1))[: 7 * 16]
     np.testing.assert_array_equal(np.concatenate(seen), expected)
+    hooks.make_batches = lambda dataset: dataset.batch(16).take(4)
+    with pytest.raises(ctl_core.SetupError, match=r"^make_batches .* ends; repeat it"):
+        train(hooks, run_name="ends")
 
 
 def test_every_hook_may_name_config_and_hparams(train: Train) -> None:

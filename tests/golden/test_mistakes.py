@@ -129,9 +129,6 @@ def update_pre(gradients):  # here
 == update_pre returns the bare gradients -> update_pre | update_gradients
 def update_pre(gradients):  # here
     return gradients
-== make_batches ends -> make_batches | ends
-def make_batches(dataset):  # here
-    return dataset.take(4)
 == a Keras loss as it is -> create_loss | a MeanSquaredError | lambda
 def create_loss():  # here
     return keras.losses.MeanSquaredError(reduction="none")
