@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,21 +26,7 @@ from tests.helpers.cases import (
     regression_data,
 )
 from tests.helpers.fixtures import Train
-
-
-def values(state: ctl_core.State) -> dict[str, np.ndarray]:
-    """Everything that is recorded, as it is on the first replica and in sum."""
-    read = state.strategy.experimental_local_results
-    numbers = {}
-    for path, variable in state.recording.variables.items():
-        numbers[path] = np.sum([part.numpy() for part in read(variable)], axis=0)
-    return numbers
-
-
-def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for path, value in expected.items():
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
+from tests.helpers.resume import assert_equal, assert_resumes, values
 
 
 class Counting(keras.layers.Layer):
@@ -62,11 +49,8 @@ def counting_model() -> keras.Model:
 
 def test_what_each_replica_sums_up_resumes(train: Train) -> None:
     """Each goes on with its own moving statistics, not with their mean."""
-    hooks = make_hooks(create_model=counting_model)
-    whole = values(train(hooks, steps=12, run_name="whole", virtual_devices=2))
-    for steps in (5, 12):
-        parts = values(train(hooks, steps=steps, run_name="parts", virtual_devices=2))
-    assert_equal(parts, whole)
+    program = partial(make_hooks, create_model=counting_model)
+    whole = assert_resumes(train, program, virtual_devices=2)
     own = [v for path, v in whole.items() if path.startswith("create_model/")]
     assert 12 * 16 in {float(v) for v in own if not v.ndim}
 
