@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 import tomllib
 from pathlib import Path
@@ -116,6 +117,22 @@ def test_the_documents_are_no_longer_than_planned() -> None:
     }
     assert {name: found[name] for name in found if found[name] > MOST_WORDS[name]} == {}
     assert len(pages) <= MOST_PAGES
+
+
+def test_the_tests_that_documents_name_are_there() -> None:
+    """Functions where a link leads, and files."""
+    root, linked = ENGINE.parent, 0
+    files = {path.stem for path in (root / "tests").rglob("test_*.py")}
+    for page in (*root.glob("*.md"), *(root / "docs").glob("*.md"), ENGINE / "README.md"):
+        text = page.read_text("utf-8")
+        links = re.findall(r"\[`(test_\w+)`\]\((.+?)\)", text)
+        linked += len(links)
+        for name, link in links:
+            file = page.parent / link
+            assert file.exists() and f"def {name}(" in file.read_text(), f"{page}: {name} moved"
+        gone = {*re.findall(r"\btest_\w+", text)} - files - {name for name, _ in links}
+        assert gone == set(), page
+    assert linked > 20
 
 
 def test_what_the_step_and_the_trainer_import_is_short() -> None:
