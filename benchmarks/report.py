@@ -185,9 +185,9 @@ class Results:
 
 
 def put_into(file: Path, results: Results, notes: Iterable[str]) -> None:
-    """Puts the tables into a Markdown file, in place of its last block of text."""
+    """Puts the report into a Markdown file, in place of its last block of text."""
     with io.StringIO() as said:
-        print_report(results, Console(file=said, width=160), notes)
+        print_report(results, Console(file=said, width=160), notes, all_goals=False)
         lines = [line.rstrip() for line in said.getvalue().splitlines()]
     before, fence, _ = file.read_text(encoding="utf-8").rpartition("```text\n")
     if not fence:
@@ -196,8 +196,10 @@ def put_into(file: Path, results: Results, notes: Iterable[str]) -> None:
     file.write_text(f"{before}{fence}{report}\n```\n", encoding="utf-8")
 
 
-def print_report(results: Results, console: Console, notes: Iterable[str] = ()) -> None:
-    """Prints the tables: a line of times for each section, and the goals."""
+def print_report(
+    results: Results, console: Console, notes: Iterable[str] = (), all_goals: bool = True
+) -> None:
+    """Prints a line of times for each section, and the goals, all or those that were missed."""
     # In a pipe no lines, and a width that wraps nothing.
     form: dict[str, Any] = {
         "title_justify": "left",
@@ -216,18 +218,21 @@ def print_report(results: Results, console: Console, notes: Iterable[str] = ()) 
             f"memory of a run: {memory.before:.0f} MiB, and {memory.after:.0f} MiB after another "
             f"{memory.steps} steps and {memory.checkpoints} checkpoints"
         )
-    table = Table("goal", title="Goals", **form)
+    goals = list(results.goals())
+    reached = sum(goal.reached for goal in goals)
+    table = Table("goal", title=f"Goals: {reached} of {len(goals)} reached", **form)
     for name in ("needed", "measured", "rounds", ""):
         table.add_column(name, justify="right")
-    for goal in results.goals():
-        table.add_row(
-            goal.text,
-            f"{'≤' if goal.at_most else '≥'}{goal.needed:.2f}",
-            f"{goal.measured:.2f}",
-            _range(goal.ratios),
-            "" if goal.reached else "missed",
-        )
-    if table.row_count:
+    for goal in goals:
+        if all_goals or not goal.reached:
+            table.add_row(
+                goal.text,
+                f"{'≤' if goal.at_most else '≥'}{goal.needed:.2f}",
+                f"{goal.measured:.2f}",
+                _range(goal.ratios),
+                "" if goal.reached else "missed",
+            )
+    if goals:
         console.print(table)
     for note in notes:
         console.print(note)
