@@ -7,8 +7,8 @@
 # make lint        ruff, mypy, shellcheck
 # make bench       time the engine beside Keras fit and custom loops on the CPU
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
-# make generated   write the data of the example digits anew
 # make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
+# make generated   write the tables of docs and the data of the example digits anew
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
 #                      WITH="tensorflow-cpu==2.21.* keras==3.15.*"
@@ -69,6 +69,7 @@ bench-engines: $(VENV)/.made
 	"$(VENV)/bin/python" -m benchmarks.engines "$(OTHER)"
 
 generated: $(VENV)/.made
+	"$(VENV)/bin/python" -m scripts.tables
 	"$(VENV)/bin/python" -m scripts.make_digits
 
 test-pythons: $(VENV)/.made

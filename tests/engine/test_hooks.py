@@ -18,7 +18,7 @@ import ctl_core
 from ctl_core.hooks import defaults
 from ctl_core.hooks.callbacks_file import Source, load_callbacks
 from ctl_core.hooks.load import is_default
-from ctl_core.hooks.table import SPECS, TEXT
+from ctl_core.hooks.table import SPECS
 from tests.golden import small
 from tests.helpers.cases import (
     Followed,
@@ -94,10 +94,6 @@ def test_the_stubs_show_the_defaults(stub: str, tmp_path: Path) -> None:
         assert printing == {1: "print_step", 10: "print_loss"}
     for name in ("create_dataset", "create_model", "create_loss", "batch_weight"):
         assert name in text
-
-
-def test_the_docs_show_the_table() -> None:
-    assert f"```text\n{TEXT}```\n" in (ROOT / "docs" / "hooks.md").read_text()
 
 
 # ---- Hooks may be functions, methods, objects or partials ----------------------------------------

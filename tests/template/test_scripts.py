@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from scripts.make_digits import FILE, make
 from scripts.pictures import draw
+from scripts.tables import DOCS, TABLES
 from tests.helpers.rendering import ROOT
 
 NEEDED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
@@ -32,6 +33,11 @@ def test_the_picture_shows_what_the_terminal_said_and_one_curve_on_another(tmp_p
     assert {"$ ./train.sh", "<done>", "0.1", "step"} <= {*texts}
     whole, parts, _ = picture.iter("{http://www.w3.org/2000/svg}polyline")
     assert whole.get("points") == parts.get("points")
+
+
+def test_the_tables_are_what_the_engine_says() -> None:
+    for name, table in TABLES.items():
+        assert table in (DOCS / name).read_text("utf-8"), "make generated"
 
 
 def test_the_digits_are_what_the_script_makes(tmp_path: Path) -> None:
