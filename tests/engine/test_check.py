@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.__main__ import main
-from tests.golden import engine
+from tests.golden import engine, small
 from tests.golden.catalogue import NAMES, SETTINGS, load_program
 from tests.helpers.cases import dropout_model, make_hooks, regression_data, sliced
 from tests.helpers.project import EVALUATED
@@ -94,13 +94,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        pytest.param(text, marks=pytest.mark.slow) if "update" in text or "seen" in text else text
-        for text in WRONG
-    ],
-)
+@pytest.mark.parametrize("message", small.slow_but(*list(WRONG)[::4], of=WRONG))
 def test_what_differs_on_three_devices_is_named(check: Check, message: str) -> None:
     with pytest.raises(ctl_core.SetupError, match=f"^{message}"):
         check(hooks(**WRONG[message]))

@@ -66,39 +66,6 @@ def test_seeds_are_unique_and_independent_of_the_batch_size() -> None:
     assert len({tuple(seed) for _, seed in singly}) == 60
 
 
-def make_noise(element: Any, seed: tf.Tensor) -> tf.Tensor:
-    return tf.cast(element, tf.float32) + tf.random.stateless_normal([], seed)
-
-
-PIPELINES: dict[str, Callable[[], tf.data.Dataset]] = {
-    "indices": lambda: index_shuffle(EXAMPLES, 7, 6),
-    "seeds": lambda: (
-        with_seeds(tf.data.Dataset.range(20).shuffle(20, seed=4), 5).map(make_noise, 2).batch(4)
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PIPELINES)
-def test_a_restored_iterator_goes_on_exactly(tmp_path: Path, name: str) -> None:
-    """Saved after every number of elements over three passes, at their ends too."""
-
-    def pipeline() -> tf.data.Dataset:
-        tf.random.set_seed(0)
-        return PIPELINES[name]().prefetch(3)
-
-    expected = read(pipeline(), 30)
-    for cut in range(0, 20):
-        iterator = iter(pipeline())
-        before = [next(iterator).numpy() for _ in range(cut)]
-        path = tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "position"))
-        restored = iter(pipeline())
-        tf.train.Checkpoint(iterator=restored).read(path)
-        after = [next(restored).numpy() for _ in range(30 - cut)]
-        for one, other in zip(before + after, expected, strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=f"saved after {cut}")
-
-
 def test_the_saved_position_is_small(tmp_path: Path) -> None:
     iterator = iter(index_shuffle(200_000, 64, seed=1))
     next(iterator)

@@ -93,39 +93,6 @@ def test_evaluate_and_predict_with_several_sets(cli: Cli) -> None:
         refused(cli(None, *flags, command=("predict",)), "dataset: expected one of val, test")
 
 
-def test_shared_weights_and_elements_that_only_the_evaluation_has(train: Train) -> None:
-    """A network of pairs, of which single examples are evaluated; built lazily."""
-
-    class Pairs(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = keras.layers.Dense(3, kernel_initializer="ones")
-
-        def call(self, pair: Any) -> Any:
-            return tf.reduce_sum((self.encoder(pair[0]) - self.encoder(pair[1])) ** 2, 1)
-
-    def create_eval_model(train_model: Any) -> Any:
-        assert train_model.encoder.built
-        return lambda one: tf.reduce_sum(train_model.encoder(one), 1)
-
-    inputs, target = regression_data()
-    examples = tf.data.Dataset.from_tensor_slices({"x": inputs[:50], "y": target[:50, 0]})
-    hooks = make_hooks(
-        create_dataset=sliced(((inputs, inputs[::-1].copy()), target[:, 0])),
-        create_eval_dataset=lambda: examples.batch(7),
-        create_model=Pairs,
-        create_eval_model=create_eval_model,
-        create_loss=lambda: lambda pair: (pair[0] - pair[1]) ** 2,
-        input_pre=lambda batch, training: batch[0] if training else batch["x"],
-        loss_pre=lambda output, batch, training: (output, batch[1] if training else batch["y"]),
-        create_opt=sgd,
-    )
-    state = train(hooks, steps=5, learning_rate=1e-4, virtual_devices=2)
-    kernel, bias = state.train_model.get_weights()
-    by_hand = (((inputs[:50] @ kernel + bias).sum(1) - target[:50, 0]) ** 2).mean()
-    assert state.metrics["loss"] == pytest.approx(by_hand, rel=1e-5)
-
-
 # ---- Graph hooks that exchange values ----------------------------------------------------------
 
 

@@ -79,15 +79,6 @@ def test_deferred_hooks_see_every_step_once_and_in_order(train: Train) -> None:
     assert order == [*range(1, 11), "ten", *range(11, 21), "ten", *range(21, 26)]
 
 
-def test_where_a_graph_call_ends_changes_nothing(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = train(make_hooks(), steps=50, run_name="long")
-    monkeypatch.setattr(trainer, "MOST_STEPS", 3)
-    short = train(make_hooks(), steps=50, run_name="short")
-    assert_weights(short, long, rtol=0)
-
-
 def test_a_step_is_traced_once_for_what_hooks_read_of_it(train: Train) -> None:
     def input_pre(batch: Any) -> Any:
         traced.append(batch)

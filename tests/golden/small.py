@@ -17,7 +17,7 @@ from tests.golden.reference import RATE, Reference
 EXAMPLES, FEATURES, BATCH = 100, 5, 16
 
 
-def slow_but(*quick: str, of: Iterable[str]) -> list[Any]:
+def slow_but(*quick: Any, of: Iterable[Any]) -> list[Any]:
     """Returns names as parameters, of which all are slow but some: these tell the kind."""
     return [each if each in quick else pytest.param(each, marks=pytest.mark.slow) for each in of]
 

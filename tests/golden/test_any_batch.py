@@ -224,8 +224,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("examples", [33, pytest.param(45, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulate", small.slow_but(1, of=(1, 2)))
+@pytest.mark.parametrize("examples", small.slow_but(33, of=(33, 45)))
 @pytest.mark.parametrize("case", CASES)
 def test_last_batches_of_few_rows(
     train: engine.Train, case: str, examples: int, accumulate: int

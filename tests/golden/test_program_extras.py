@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ctl_core
-from tests.golden import compare, engine
+from tests.golden import compare, engine, small
 from tests.golden.catalogue import SETTINGS, STEPS, Program
 from tests.golden.programs import (
     codebook,
@@ -114,6 +114,7 @@ def test_a_policy_of_the_models_own_is_put_back(train: engine.Train) -> None:
     assert keras.config.dtype_policy().name == "float32"
 
 
+@pytest.mark.slow
 def test_codes_that_replicas_do_not_exchange_are_refused(train: engine.Train, runs: Path) -> None:
     alone = codebook.hooks(exchange=lambda values: values)
     assert train(alone, **{**SETTINGS, "steps": 1}).step == 1
@@ -133,7 +134,7 @@ def test_codes_that_each_micro_batch_moves_are_pointed_out(
         assert f"/{name} of the layer 'codebook' (Codebook) differs" in said
 
 
-@pytest.mark.parametrize("suffix", ["keras", "weights.h5"])
+@pytest.mark.parametrize("suffix", small.slow_but("keras", of=("keras", "weights.h5")))
 def test_a_base_from_a_file_leaves_adapters_as_they_are_created(
     train: engine.Train, tmp_path: Path, suffix: str
 ) -> None:

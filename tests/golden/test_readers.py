@@ -132,9 +132,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "grain's loader": load_by_a_loader_of_grain,
     "grain's iterator": lambda: iter(load_by_grain()),
 }
-EACH = pytest.mark.parametrize(
-    "kind", small.slow_but("a PyDataset", "get_state", "grain", of=KINDS)
-)
+EACH = pytest.mark.parametrize("kind", small.slow_but("a PyDataset", "grain", of=KINDS))
 
 
 def read_passes(make: Callable[[], Any]) -> Iterator[list[Batch]]:
@@ -209,7 +207,7 @@ def test_the_last_batch_is_kept(train: engine.Train, kind: str) -> None:
     whole = run(train, make, None, epochs=2, run_name="whole", **more)
     assert whole.step == 14
     compare.assert_close(whole.train_model.weights, train_plainly(make, 14, 16, keep=True))
-    for steps in (6, 10, 14):
+    for steps in (6, 14):
         parts = run(train, make, steps, **more)
     assert_same(parts, whole)
 
@@ -314,6 +312,7 @@ def test_elements_that_are_batches_as_they_are(
     assert "dropping" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compiled_stretches(train: engine.Train) -> None:
     """Batches are read many at once, and a checkpoint falls in the middle of them."""
     whole = run(train, Loader, 30, run_name="whole", jit_compile=True)
@@ -327,7 +326,7 @@ def test_compiled_stretches(train: engine.Train) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", small.slow_but("a PyDataset", "grain", of=sorted(KINDS.keys() - {"get_state"}))
+    "kind", small.slow_but("a PyDataset", of=sorted(KINDS.keys() - {"get_state"}))
 )
 def test_evaluations_read_each_example_once_and_the_same_each_time(
     train: engine.Train, kind: str
