@@ -4,8 +4,6 @@ Whole files are handed to the processes that test: those that take minutes first
 alone at the end. ``make check`` runs the quick ones, ``make test`` all but those marked ``slow``.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,10 +1,11 @@
 """How the tests are laid out: what they share, which are quick, and that each is run once."""
 
-from __future__ import annotations
-
+import ast
 import re
 import runpy
 from pathlib import Path
+
+import ctl_core
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,6 +29,28 @@ def test_tests_share_by_tests_helpers() -> None:
     pattern = r"(from|import) tests[\w.]*( import .*)?\b(test_|conftest)"
     assert find_imports(pattern, "tests") == []
     assert len(find_imports(r"from tests\.helpers", "tests")) > 50
+
+
+def test_golden_tests_ask_from_outside() -> None:
+    """By public names, in code and in the sources of hooks that tests write as text."""
+    found, public = [], {*ctl_core.__all__, "__all__"}
+    for path in (ROOT / "tests" / "golden").rglob("*.py"):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            found += [
+                (path.name, name)
+                for name in names
+                if name.startswith(("ctl_core.", "tests.")) and name != "ctl_core.data"
+                if not name.startswith("tests.golden")
+            ]
+        used = re.findall(r"\bctl_core\.(\w+)", text)
+        found += [(path.name, f"ctl_core.{name}") for name in used if name not in public]
+    assert found == []
 
 
 def test_quick_files_start_no_process_and_hold_no_slow_test() -> None:

@@ -3,8 +3,6 @@
 The figures are the budget of everything that comes: who raises one says why in the change.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

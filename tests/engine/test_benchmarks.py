@@ -1,7 +1,5 @@
 """The benchmark's peers train the same. Nothing is timed."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

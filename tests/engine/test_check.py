@@ -1,7 +1,5 @@
 """``train --check``: devices are compared, everything is tried once, and nothing stays."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -4,8 +4,6 @@ One cluster is started, and runs all cases (tests/helpers/cluster_program.py), f
 more than a case. Weights of programs on two processes are in tests/golden.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The private names of TensorFlow and Keras that the engine uses; these fail when they change."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,7 @@
 """The helpers of ctl_core.data; the states of readers; what docs/data.md shows."""
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """NaN and infinities: the first is named with step, op and line; all are counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """Several sets of data, models of their own, metrics of training; what an evaluation decides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

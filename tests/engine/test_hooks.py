@@ -1,7 +1,5 @@
 """Each hook: overriding it changes what it should and only that; leaving it out, the default."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

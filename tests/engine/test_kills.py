@@ -4,8 +4,6 @@ And a cluster that loses a whole host: network namespaces with addresses of thei
 own, of which one's cable is pulled, so that nothing tells the other one but heartbeats.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -18,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -88,7 +86,7 @@ class Project:
     steps: int = 300
     workers: int = 1
 
-    def make(self) -> Project:
+    def make(self) -> Self:
         """Writes the hooks."""
         (self.folder / "callbacks.py").write_text(CALLBACKS)
         return self

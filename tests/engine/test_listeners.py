@@ -1,7 +1,5 @@
 """What a run says: who hears what of it, and when; what ends no run; TensorBoard and console."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -29,7 +27,7 @@ from tests.helpers.project import EVALUATED, Cli, read_hooks_source, refused
 class Heard(ctl_core.Listener):
     """Keeps what it hears, and looks at what is on the disk then."""
 
-    made: ClassVar[list[Heard]] = []
+    made: ClassVar[list[Any]] = []
 
     def __init__(self) -> None:
         self.made.append(self)

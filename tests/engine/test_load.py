@@ -1,7 +1,5 @@
 """What load, predict and export make of a run is the same, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

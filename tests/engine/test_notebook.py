@@ -4,8 +4,6 @@ Cells are compiled as IPython does it: under the name of a file that is not ther
 where ``linecache`` finds it.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import linecache

@@ -4,8 +4,6 @@ The oracle is ``for element in create_dataset(b).repeat()`` after setting the se
 examples, in their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients are summed over micro-batches and replicas, once; what a loss is divided by."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

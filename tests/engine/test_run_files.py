@@ -1,7 +1,5 @@
 """A run's files: links, hooks in another file, the copy that it keeps, and who watches it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """When hooks, checkpoints and evaluations are due, with which values hooks run; the rate."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

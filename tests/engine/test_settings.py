@@ -1,7 +1,5 @@
 """Settings as users see them: where they come from, what goes before what, runs, ``--help``."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """SIGTERM and SIGINT at special moments: the run is saved, and goes on as if it had not been."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import signal

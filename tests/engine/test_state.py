@@ -1,7 +1,5 @@
 """A run that is resumed, or begins from another, has all that the other had."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path
@@ -147,23 +145,17 @@ def test_more_data_since_change_no_number_of_a_checkpoint(
     assert "as create_model made it" not in capsys.readouterr().out.splitlines()[-2]
 
 
-def enclosing_hooks(words: list[str], folder: Path, enclosed: bool = True) -> Any:
+def enclosing_hooks(words: list[str], folder: Path) -> Any:
     layer = keras.layers.StringLookup(vocabulary=words)
 
+    def number(x: Any, y: Any) -> Any:
+        return x + tf.cast(layer(tf.where(x[0] > 0, "a", "b")), tf.float32), y
+
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-        used = layer if enclosed else keras.layers.StringLookup(vocabulary=words)
-
-        def number(x: Any, y: Any) -> Any:
-            return x + tf.cast(used(tf.where(x[0] > 0, "a", "b")), tf.float32), y
-
         examples = tf.data.Dataset.from_tensor_slices(small.data()).map(number)
         return examples.batch(per_replica_batch_size)
 
     return small.hooks(create_dataset=create_dataset)
-
-
-def making_hooks(words: list[str], folder: Path) -> Any:
-    return enclosing_hooks(words, folder, enclosed=False)
 
 
 IMPORTING = """
@@ -187,9 +179,7 @@ def importing_hooks(words: list[str], folder: Path) -> Any:
     return load_callbacks(Source(file, file), folder)
 
 
-@pytest.mark.parametrize(
-    "make", [enclosing_hooks, importing_hooks, pytest.param(making_hooks, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("make", [enclosing_hooks, importing_hooks])
 def test_a_vocabulary_that_data_are_read_with_must_be_the_same(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any
 ) -> None:

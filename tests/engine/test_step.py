@@ -1,7 +1,5 @@
 """What a step does after its update, in turns and by its number, with layers that are frozen."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

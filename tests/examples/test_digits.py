@@ -1,7 +1,5 @@
 """The examples that train on the digits: their lives, and what they draw and measure."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The examples that download their data, cifar10_vgg and fashion_mnist: hooks, weights, lives."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import runpy

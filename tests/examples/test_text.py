@@ -1,7 +1,5 @@
 """The example text: packed rows, one and two devices, killed and resumed, texts in and out."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The example tfrecords: its files and splits, its pictures, its life; images and tables."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,10 +1,8 @@
 """What must not change: programs and files as users have them, held from outside of the engine.
 
-Nothing here imports anything of ``ctl_core`` but its public names (``test_outside.py``), so that
-the engine's inner walls may move.
+Nothing here imports anything of ``ctl_core`` but its public names (``tests/test_layout.py``), so
+that the engine's inner walls may move.
 """
-
-from __future__ import annotations
 
 import os
 from pathlib import Path

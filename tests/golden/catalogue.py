@@ -5,8 +5,6 @@ others have a loop of their own, as people write it. All weights are compared;
 plain SGD shows a wrong scale that an adaptive optimizer hides.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

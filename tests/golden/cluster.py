@@ -4,8 +4,6 @@
 and writes what it has to ``RUNS/RUN_NAME-PROGRAM-TASK.npz``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

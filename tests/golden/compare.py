@@ -1,7 +1,5 @@
 """Comparing what was trained: variables, and what checkpoints hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fixtures of the golden tests."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ways to train with the engine that is asked: in this process, or in one of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

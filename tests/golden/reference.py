@@ -3,12 +3,10 @@
 Each hook gets what it names. Nothing here is the engine's, and nothing is compiled.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
@@ -70,7 +68,7 @@ class Reference:
         batches: Iterable[Any],
         find_variables: Callable[[Any], Iterable[Any]] = lambda parts: parts.train_model.weights,
         split: Callable[[Any], list[Any]] = lambda batch: [batch],
-    ) -> Reference:
+    ) -> Self:
         """Takes a step for each batch.
 
         Args:

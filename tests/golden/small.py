@@ -1,7 +1,5 @@
 """A small program: hooks, the plain loop of one device beside them, a project's callbacks.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace

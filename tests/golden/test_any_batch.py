@@ -1,7 +1,5 @@
 """Any global batch on any number of devices has the weights of a plain loop on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

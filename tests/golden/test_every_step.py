@@ -1,7 +1,5 @@
 """A run that goes on from any step of two passes is the whole run, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The files of a run: their names, what is in them, and that other programs can read them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

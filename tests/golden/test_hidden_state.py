@@ -1,7 +1,5 @@
 """State that hooks hide, and what is left of a run: all of it is kept, or refused in one line."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

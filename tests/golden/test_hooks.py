@@ -1,7 +1,5 @@
 """What hooks may do: change the learning rate, write summaries, keep state, end, restore, begin."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Each case is what a user adds to callbacks.py of a project that trains, the line
 by ``# here``, or words of the command line; after its name and an arrow stand words of the message.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What models of all kinds may rely on: training mode, late variables, frozen layers, averages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """Losses, updates and evaluations as one device counts them, and values that are not finite."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two processes train as one: a cluster on loopback, and another that goes on after its kill."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

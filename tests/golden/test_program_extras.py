@@ -1,7 +1,5 @@
 """What else is asked of some programs: other optimizers, other ways to write them, what is said."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

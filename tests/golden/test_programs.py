@@ -1,7 +1,5 @@
 """Each program has the weights of its plain loop: on any devices, in any way, killed, resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

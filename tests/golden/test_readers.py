@@ -1,10 +1,8 @@
 """Readers in Python: the weights of a plain loop over them, stopped, and on other devices."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -80,7 +78,7 @@ class Endless:
     def __init__(self) -> None:
         self.number = 0
 
-    def __iter__(self) -> Endless:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:

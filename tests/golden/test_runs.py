@@ -1,7 +1,5 @@
 """Runs as their users see them: resumed by name, their settings, signals, disks, two at once."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

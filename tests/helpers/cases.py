@@ -3,8 +3,6 @@
 Nothing here starts TensorFlow: devices and cluster are still to be chosen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Training in a project's folder, finding its processes, and what its checkpoints hold."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

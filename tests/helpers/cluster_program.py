@@ -4,8 +4,6 @@ One start of a process costs seconds, so a cluster runs several cases one after 
 ``python -m tests.helpers.cluster_program FOLDER CASE...``; each case is a function below.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

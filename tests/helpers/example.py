@@ -3,8 +3,6 @@
 A test says the small data and settings, and gets the rest of an example's life from here.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 The devices are fixed before TensorFlow starts, so that one process can test 1, 2 and 4 replicas.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

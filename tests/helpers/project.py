@@ -1,7 +1,5 @@
 """A small project for the command line, trained in this process; what its commands leave behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

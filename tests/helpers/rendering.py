@@ -1,7 +1,5 @@
 """Shared by the template's tests: rendering a project in a clean environment."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

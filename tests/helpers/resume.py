@@ -1,7 +1,5 @@
 """Comparing a run in one go with the same run in two parts, in all that is recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

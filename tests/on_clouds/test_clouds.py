@@ -3,8 +3,6 @@
 Nothing is started: there is no cloud here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

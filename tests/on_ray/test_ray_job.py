@@ -1,7 +1,5 @@
 """launch/ray_job.py on a real Ray of two nodes here: ``make test-ray`` installs Ray and runs it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

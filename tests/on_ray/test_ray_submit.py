@@ -1,7 +1,5 @@
 """``ray job submit`` of launch/ray_job.py, on a real Ray here: it runs in a copy of the project."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

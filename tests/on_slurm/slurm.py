@@ -4,8 +4,6 @@ Both nodes are this machine. Their names are in an /etc/hosts of their own, whic
 namespace, and so root.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

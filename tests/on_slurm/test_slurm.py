@@ -1,7 +1,5 @@
 """launch/slurm.sh on a real Slurm of two nodes here: ``make test-slurm`` runs it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ A run of a rendered project is killed and started again; what the service has of
 back by its own tool, and compared with metrics.jsonl. docs/recipes.md says what is found here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Bad answers are refused in one line, odd ones work; and from wherever the template is taken."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -5,8 +5,6 @@ Training and using runs is done in this process, for a start costs seconds; what
 and clusters is run by a real shell, which is slow.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -3,8 +3,6 @@
 That the engine ends with these codes, and goes on after them, is in tests/golden and tests/engine.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

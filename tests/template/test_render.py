@@ -1,7 +1,5 @@
 """Each answer to the prompts' questions renders to a clean project: files, settings, linters."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

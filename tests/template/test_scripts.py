@@ -1,7 +1,5 @@
 """What scripts/ makes is what stands there; which Pythons are allowed is said alike everywhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

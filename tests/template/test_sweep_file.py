@@ -3,8 +3,6 @@
 A stand-in trains, a package ``ctl_core`` beside the file, which starts at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

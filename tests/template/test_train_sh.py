@@ -4,8 +4,6 @@ Most of it needs no TensorFlow: the environments hold a stand-in for Python that
 it was called. The last tests train for real, in the environment that runs the tests.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """docs/tutorial.md, followed word for word: its files are written, its commands run."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

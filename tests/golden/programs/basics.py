@@ -1,7 +1,5 @@
 """Short programs, each a function: what hooks are given and give, losses, weights, gradients."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

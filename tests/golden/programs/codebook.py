@@ -4,8 +4,6 @@ The codebook is no trained variable: the layer assigns to it in ``call``, what a
 found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -6,8 +6,6 @@ noise is drawn from a seed of each example, and layer normalisation, which looks
 is where batch normalisation, which looks at a replica's batch, was.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -6,8 +6,6 @@ student's Dropout, of which each device draws its own, is left out of the compar
 loop; resumed runs have it.
 """
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ How evenly experts are used is a product of two means over the batch, which ``ad
 layer of a functional model. The layer takes the means over all replicas.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -8,8 +8,6 @@ compiling again makes it. The guide's Dropout, of which each device draws its ow
 the comparison; resumed runs have it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

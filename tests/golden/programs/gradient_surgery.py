@@ -4,8 +4,6 @@ Of each task's gradient of what both train, the part that works against the othe
 out. Each task is an objective, with a head and an optimizer of its own.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 A metric that keeps a histogram of the answers sees the average; another follows the training.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ The base is a file that somebody has written with ``save``, its optimizer in it.
 ``create_model``, or by ``init_from``.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from typing import Any

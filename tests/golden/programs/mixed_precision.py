@@ -6,8 +6,6 @@ and change by factors of 2, so that scaling is exact. One example has an infinit
 is skipped, and the scale falls.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ be the rating. The layers are kept in a dict, of a ``tf.Module``, of a plain cla
 model. The gradients of the embeddings are sparse, and a batch names most items more than once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ The negatives are those of the global batch: each replica gathers the embeddings
 examples are the rows from where the replicas before it end. Nothing here starts TensorFlow.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

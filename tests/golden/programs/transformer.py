@@ -4,8 +4,6 @@ Sentences are padded to the longest of a global batch. Words count, not sentence
 mean over all words that are no padding, which the hook ``batch_weight`` counts.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

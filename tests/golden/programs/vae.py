@@ -6,8 +6,6 @@ each example, so that any number of devices agrees; from the layer's own generat
 example, it is the plain loop's on one device, and each of several draws its own.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@ Noise and the points between real and made images come with the data, other ones
 that any number of devices has the same.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ Where jax and scikit-learn are installed, they take a third of its five seconds.
 ``sitecustomize.py`` hides them from every process that has this folder on its path.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

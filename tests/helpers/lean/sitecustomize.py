@@ -1,7 +1,5 @@
 """Python imports this when it starts: see ``__init__.py``."""
 
-from __future__ import annotations
-
 import sys
 
 for name in ("jax", "sklearn"):
