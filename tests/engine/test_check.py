@@ -1,8 +1,6 @@
 """``train --check``: devices are compared, everything is tried once, and nothing stays."""
 
 import fcntl
-import os
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +12,9 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.__main__ import main
 from tests.golden import engine, small
 from tests.golden.catalogue import NAMES, SETTINGS, load_program
 from tests.helpers.cases import dropout_model, make_hooks, regression_data, sliced
-from tests.helpers.project import EVALUATED
 
 Check = Callable[..., ctl_core.State]
 Output = pytest.CaptureFixture[str]
@@ -159,16 +155,3 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
         "  evaluate, predict, export, load: loss ",
     ):
         assert part in said
-
-
-@pytest.mark.slow
-def test_it_is_an_option_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
-) -> None:
-    (tmp_path / "callbacks.py").write_text(EVALUATED + "\n\nat_step = {10000: lambda: None}\n")
-    (tmp_path / "config.yaml").write_text("epochs: 60\nbatch_size: 16\n")
-    monkeypatch.chdir(tmp_path)
-    there = sorted(os.listdir(tmp_path))
-    assert main(["train", "--check"]) == 0
-    assert re.search(r"check: all well, [\d.]+ s\n$", capsys.readouterr().out)
-    assert sorted(os.listdir(tmp_path)) == there

@@ -16,10 +16,8 @@ from tests.helpers.cases import (
     evaluated_by_hand,
     make_hooks,
     regression_data,
-    sgd,
     sliced,
     small_model,
-    unclipped,
 )
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED, Cli, refused
@@ -186,12 +184,10 @@ OFTEN = {"eval_every": 5, "ckpt_every": 10, "learning_rate": 0.3}
 def evaluated_hooks(**more: Any) -> Any:
     inputs, target = regression_data()
     own = {
-        "create_opt": sgd,
         "create_eval_dataset": sliced((inputs[:64], -target[:64])),  # gets worse as it learns
         "create_metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()},
-        "update_pre": unclipped,
     }
-    return make_hooks(**{**own, **more})
+    return small.hooks(**{**own, **more})
 
 
 def plateau(seen: list[Any]) -> Any:

@@ -63,12 +63,6 @@ def test_an_evaluation_changes_no_bit_of_training(train: Train) -> None:
     assert any(path.endswith("seen/total") for path in rarely)
 
 
-def test_a_changed_learning_rate_replaces_the_one_in_the_checkpoint(train: Train) -> None:
-    for steps, rate in ((2, 0.01), (4, 0.5)):
-        state = train(make_hooks(), steps=steps, learning_rate=rate)
-        assert float(state.lr) == pytest.approx(rate)
-
-
 def test_random_operations_that_no_checkpoint_holds_are_pointed_out(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:

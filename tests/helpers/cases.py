@@ -15,7 +15,7 @@ from tests.golden import compare, small
 
 EXAMPLES, FEATURES = small.EXAMPLES, small.FEATURES
 regression_data, small_model, squared_error = small.data, small.create_model, small.squared_error
-sgd, unclipped = small.create_opt, small.update_pre
+sgd = small.create_opt
 
 
 def set_weights(model: keras.Model, seed: int = 1) -> keras.Model:
