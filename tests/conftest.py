@@ -12,10 +12,11 @@ import pytest
 from tests.helpers import lean
 
 LONGEST = """
-    test_programs test_kills test_cluster test_documents
-    test_check test_detect_anomaly test_any_batch test_readers test_every_step test_state
-    test_evaluation test_notebook test_signals test_launch test_listeners test_render
-    test_train_sh test_sweep_file test_processes
+    test_kills test_cluster test_processes test_documents test_check test_programs test_readers
+    test_any_batch test_program_extras test_state test_step test_checkpoint test_digits
+    test_hidden_state test_evaluation test_listeners test_reduction test_mistakes test_load
+    test_hooks test_launch test_run_files test_schedule test_models test_files test_every_step
+    test_notebook test_reading test_runs test_detect_anomaly test_sweep_file test_train_sh
 """
 # They start no process, and take less than half a minute of one core each.
 QUICK = """

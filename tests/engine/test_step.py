@@ -216,26 +216,6 @@ def test_a_frozen_layer_keeps_its_statistics_from_the_next_step_on(train: Train)
         assert moved == [not 7 <= step < 10] * 6 + [True] * 2, step
 
 
-def test_what_is_frozen_is_not_regularized_in_an_evaluation_before_and_after_a_resume(
-    train: Train,
-) -> None:
-    def create_model() -> keras.Model:
-        model = small.create_model()
-        for layer in model.layers:
-            layer.kernel.regularizer = keras.regularizers.L2(0.01)
-        return model
-
-    hooks = make_hooks(
-        create_model=create_model,
-        create_eval_dataset=small.create_eval_dataset,
-        at_step={3: set_hidden(False)},
-    )
-    whole = train(hooks, steps=8, run_name="whole")
-    for steps in (5, 8):
-        parts = train(hooks, steps=steps, run_name="parts")
-    assert parts.metrics == whole.metrics
-
-
 # ---- A dict of optimizers ---------------------------------------------------------------------
 
 
