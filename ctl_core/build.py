@@ -140,13 +140,14 @@ class _Builder:
             precisions = sorted(computed_in & {"bfloat16", "float16"})
             with recording.record_as("engine"):
                 loss_scale = LossScale() if "float16" in precisions else None
+                assign_rate = self._choose_schedule(parts, rate)
             with recording.record_as("ema"):
                 ema = config.ema
                 average = None if ema is None else WeightAverage(ema, weights, self.strategy)
             parts = dataclasses.replace(
                 parts,
                 loss_scale=loss_scale,
-                assign_rate=self._choose_schedule(parts, rate),
+                assign_rate=assign_rate,
                 update_average=average.update if average else None,
             )
             parts, evaluation = self._create_evaluation(parts)
