@@ -121,6 +121,16 @@ def test_no_whole_checkpoint_stops_instead_of_starting_over(train: Train, folder
         train(make_hooks(), steps=10)
 
 
+def test_a_first_checkpoint_that_was_never_finished_is_none(train: Train) -> None:
+    folder = train(make_hooks(), steps=5).run_dir / "ckpt"
+    for path in folder.glob("engine/ckpt-5.*"):  # written after the user's part
+        path.unlink()
+    seen: list[int] = []
+    train(make_hooks(every_steps={1: lambda step: seen.append(step)}), steps=6)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert numbers(folder, "engine/ckpt-*.json") == [6]
+
+
 def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Train) -> None:
     train(make_hooks(), steps=2)
 

@@ -5,8 +5,6 @@ what is still to come. Actions depend on numbers made from a counter, so that an
 sees the same episodes.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
