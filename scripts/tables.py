@@ -18,7 +18,7 @@ PLACES = {"in the graph": "graph", "by step": "host", "one or several": "host"}
 
 def format_table(rows: Iterable[tuple[str, ...]]) -> str:
     """Returns rows as Markdown; the first one is the head."""
-    head, *others = [f"| {' | '.join(row)} |" for row in rows]
+    head, *others = [" | ".join(row) for row in rows]
     return "\n".join([head, re.sub(r"[^|]+", "---", head), *others]) + "\n"
 
 
@@ -49,5 +49,5 @@ if __name__ == "__main__":
     for page, table in TABLES.items():
         text = (DOCS / page).read_text(encoding="utf-8")
         head, _, _ = table.partition("\n")
-        shown = re.findall(rf"^{re.escape(head)}\n(?:\|.*\n)*", text, re.M)
+        shown = re.findall(rf"^{re.escape(head)}\n(?:.+\n)*", text, re.M)
         (DOCS / page).write_text(text.replace(shown[0], table), encoding="utf-8")

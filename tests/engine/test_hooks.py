@@ -244,10 +244,7 @@ def hooks_of(block: str, folder: Path) -> dict[str, Any]:
 def test_what_is_shown_trains(train: Train, tmp_path: Path, block: str) -> None:
     hooks = hooks_of(block.replace("00:", ":"), tmp_path)  # 500: of so few steps
     assert hooks
-    base = {
-        "create_model": small_model if "clone_model" in block else Followed,
-        "create_eval_dataset": sliced(regression_data()),
-    }
+    base = {"create_model": Followed, "create_eval_dataset": sliced(regression_data())}
     state = train(make_hooks(**{**base, **hooks}), learning_rate=1e-12, **SMALL)
     if "lr.assign" in block:  # after_eval: it had learnt nothing, four times
         assert float(state.lr) < 1e-12
