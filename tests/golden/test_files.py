@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import yaml
+from packaging.requirements import Requirement
 
 import ctl_core
 from tests.golden import small
@@ -84,6 +85,12 @@ def test_files_of_a_run(run: Path) -> None:
     assert list(surroundings["command"])[1:] == ["train", *FLAGS]
     assert surroundings["versions"]["ctl_core"] == ctl_core.__version__
     assert {"python", "keras", "numpy"} <= {*surroundings["versions"]}
+
+    # What pip takes, but for the engine, which no index has.
+    _, *packages = (run / "requirements.txt").read_text().splitlines()
+    names = {Requirement(package).name.lower() for package in packages}
+    assert f"numpy=={np.__version__}" in packages and {"keras", "pyyaml"} <= names
+    assert not {"ctl-core", "ctl_core"} & names
 
     log = (run / "train.log").read_text()
     assert "INFO" in log and "step 2/6  loss " in log and "done: step 6" in log

@@ -40,7 +40,9 @@ if "venv" in arguments:
     python = pathlib.Path(arguments[-1], "bin", "python")
     python.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(here / "stand-in", python)
-elif "pip" in arguments:
+elif "pip" in arguments or "sync" in arguments:
+    if "sync" in arguments and not os.path.exists("uv.lock"):
+        pathlib.Path("uv.lock").write_text("rich 14")
     time.sleep(answer("slow"))
     sys.exit("pip: no network" if answer("install_fails") else 0)
 else:
@@ -108,7 +110,7 @@ class Place:
 
 
 MAKING = ["-m", "venv", "--clear", ".venv"]
-INSTALLATION = ["-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--editable", "."]
+INSTALLATION = ["-m", "pip", "install", "--disable-pip-version-check", "--editable", ".", "--quiet"]
 
 
 def training(*arguments: str) -> list[str]:
@@ -208,10 +210,17 @@ def test_it_installs_when_it_has_to(place: Place) -> None:
 
 
 def test_uv_is_used_when_there(place: Place) -> None:
+    """It installs again when uv.lock changes, as when a colleague has committed another one."""
     (place.tools / "uv").symlink_to(place.stand_in)
+    making = ["venv", "--quiet", "--seed", "--clear", ".venv"]
+    installation = ["sync", "--inexact", "--quiet"]
+    for expected in ([making, installation], [], [installation], []):
+        assert place.train()[0] == 0
+        assert place.calls() == [*expected, training()]
+        if not expected:
+            (place.project / "uv.lock").write_text("rich 15")
+    (place.project / ".venv" / "bin" / "python").unlink()  # as when the system's is another one
     assert place.train()[0] == 0
-    making = ["venv", "--quiet", "--seed", "--clear", "--python", ">=3.11,<3.14", ".venv"]
-    installation = ["pip", "install", "--python", ".venv", "--quiet", "--editable", "."]
     assert place.calls() == [making, installation, training()]
 
 
