@@ -111,5 +111,7 @@ $(VENV)/.made: pyproject.toml | python
 	touch $@
 
 python:
-	@"$(PYTHON)" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-		{ echo "make: $(PYTHON) must be Python 3.11 to 3.13 with the venv module; name another: make PYTHON=python3.12" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import ensurepip, re, sys, venv; \
+		first, end = re.search(r"requires-python = .>=3\.(\d+),<3\.(\d+)", open("pyproject.toml").read()).groups(); \
+		sys.exit(not int(first) <= sys.version_info[1] < int(end))' || \
+		{ echo "make: $(PYTHON) has to have the venv module, and $$(grep ^requires-python pyproject.toml); name another: make PYTHON=python3.12" >&2; exit 2; }

@@ -12,6 +12,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from cookiecutter.exceptions import FailedHookException
@@ -115,8 +116,11 @@ def checked(answers: Mapping[str, Any]) -> str:
 
 
 class Answers(Extension):
-    """Gives the template the filter ``checked``."""
+    """Gives the template the filter ``checked``, and which Pythons this repository allows."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         environment.filters["checked"] = checked
+        pyproject = Path(__file__).with_name("pyproject.toml").read_text(encoding="utf-8")
+        (pythons,) = re.findall(r'^requires-python = "(.+)"$', pyproject, re.M)
+        environment.globals["requires_python"] = pythons

@@ -1,18 +1,21 @@
 """Renders a project and trains it on each Python that pyproject.toml allows, two at a time.
 
 Each gets a machine that seems to have no other Python, and there the project's own train.sh makes
-the environment. On the Python before the oldest, train.sh has to say in one line what it needs.
+the environment, by pip, and by uv where that is installed. On the Python before the oldest,
+train.sh has to say in one line what it needs.
 
-    python scripts/pythons.py             all of them
-    python scripts/pythons.py 3.12 3.13   these
+    python scripts/pythons.py             those that are here; it says which are missing
+    python scripts/pythons.py 3.12 3.13   these, which have to be here
 
-Exit code 0: all did what they should. 1: one did not, or is not installed, here or by pyenv.
+It asks the package index, too, whether TensorFlow has come to the Python after the newest. Exit
+code 1: a Python did not do what it should, or was named and is not installed, here or by pyenv.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,7 +80,7 @@ def machine_with(python: Path, folder: Path) -> dict[str, str]:
             link = folder / program.name
             if not program.name.startswith(("python", "uv", "pip")) and not os.path.lexists(link):
                 link.symlink_to(program)
-    names = ("CTL_", "PYTHON", "VENV", "VIRTUAL_ENV", "PYENV_VERSION", "TF_CONFIG")
+    names = ("CTL_", "PYTHON", "VENV", "VIRTUAL_ENV", "PYENV_VERSION", "TF_CONFIG", "UV_PYTHON")
     kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
     return {**kept, "PATH": str(folder), "CUDA_VISIBLE_DEVICES": "-1", "COLUMNS": "80"}
 
@@ -109,13 +112,28 @@ def run(
 
 
 def check_trains(version: str, project: Path, environ: dict[str, str]) -> None:
-    """Runs every command and the project's own tests.
+    """Runs every command and the project's own tests; then trains once more, installed by uv.
 
     Raises:
         FailedError: one of them does, or ran on another Python.
     """
     for command in COMMANDS:
         run(version, command.split(), project, environ)
+    check_made(version, project, environ)
+    if uv := shutil.which("uv"):
+        Path(environ["PATH"], "uv").symlink_to(uv)
+        shutil.rmtree(project / ".venv")
+        run(version, COMMANDS[0].replace("name a", "name uv").split(), project, environ)
+        check_made(version, project, environ)
+        run(version, ["uv", "lock", "--check", "--quiet"], project, environ)
+
+
+def check_made(version: str, project: Path, environ: dict[str, str]) -> None:
+    """Looks which Python train.sh has made an environment of.
+
+    Raises:
+        FailedError: another one.
+    """
     python = run(version, [".venv/bin/python", "-V"], project, environ)
     if not python.startswith(f"Python {version}."):
         raise FailedError(f"train.sh made an environment of {python}")
@@ -138,14 +156,14 @@ def check_refused(version: str, project: Path, environ: dict[str, str]) -> None:
     print(f"{version}  {output}", end="")
 
 
-def check(version: str) -> bool:
-    """Checks one version; prints how it goes, and returns whether it went well."""
+def check(version: str) -> bool | None:
+    """Checks one version; prints how it goes, and returns whether it went well; None: not here."""
     good = version in allowed()
     print(f"{version}  {'trains' if good else 'is refused'}?", flush=True)
     python = find(version)
     if python is None:
-        print(f"{version}  FAILED: not tested, for it is not installed", flush=True)
-        return False
+        print(f"{version}  not tried, for it is not installed", flush=True)
+        return None
     with tempfile.TemporaryDirectory() as folder:
         environ = machine_with(python, Path(folder, "bin"))
         project = Path(folder, "my_training")
@@ -159,19 +177,31 @@ def check(version: str) -> bool:
     return True
 
 
+def beside(version: str, more: int) -> str:
+    return f"3.{int(version.split('.')[1]) + more}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks the versions that are named; returns the exit code."""
-    before = f"3.{int(allowed()[0].split('.')[1]) - 1}"
+    """Checks the versions that are named, or all; returns the exit code."""
     parser = argparse.ArgumentParser(description="train a project on each Python")
-    parser.add_argument("version", nargs="*", default=[before, *allowed()])
-    versions = parser.parse_args(argv).version
+    parser.add_argument("version", nargs="*")
+    named = parser.parse_args(argv).version
     start = time.monotonic()
+    oldest, *_, newest = allowed()
+    versions = named or [beside(oldest, -1), *allowed()]
     with ThreadPoolExecutor(2) as pool:  # installing takes one core, and so does a start
         results = dict(zip(versions, pool.map(check, versions), strict=True))
-    failed = [version for version, good in results.items() if not good]
+    missing = [version for version, good in results.items() if good is None]
+    failed = [version for version, good in results.items() if good is False]
+    after = beside(newest, 1)
+    wheels = ["--only-binary", ":all:", "--python-version", after, "tensorflow-cpu"]
+    if output_of([sys.executable, "-m", "pip", "index", "versions", *wheels]):
+        print(f"TensorFlow has come to Python {after}: requires-python in pyproject.toml may, too")
+    for what in [*(f"Python {version}" for version in missing), *["uv"] * (not shutil.which("uv"))]:
+        print(f"missing, and not tried: {what}")
     said = f"FAILED: {', '.join(failed)}" if failed else "all as it should be"
-    print(f"Pythons {', '.join(versions)}: {said} ({time.monotonic() - start:.0f} s)")
-    return 1 if failed else 0
+    print(f"Pythons {', '.join(results)}: {said} ({time.monotonic() - start:.0f} s)")
+    return 1 if failed or (named and missing) else 0
 
 
 if __name__ == "__main__":

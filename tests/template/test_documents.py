@@ -20,8 +20,10 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.commands.cli import parse_command
+from ctl_core.hooks.table import SPECS
 from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli, cli  # noqa: F401
 from tests.helpers.rendering import ROOT, TEMPLATE, Project, Render
@@ -77,14 +79,21 @@ def test_every_document_is_linked_from_the_readme() -> None:
 
 
 def test_what_a_projects_readme_names(projects: list[Project]) -> None:
-    """Files of the project, and documents of this repository; in at most 500 words."""
+    """Files, hooks and documents that are there, as AGENTS.md does; in at most 500 words."""
     for project in projects:
         readme = project.folder / "README.md"
         engine = project.folder / "ctl_core" / "README.md"
         assert find_broken(readme) == [] == find_broken(engine), project.answers
         seen = re.sub("<!--.*?-->", "", readme.read_text("utf-8"), flags=re.S)
         assert len(seen.split()) <= 500, project.answers
-        code = [token.content for token in read_tokens(readme) if token.type == "code_inline"]
+        agents = project.folder / "AGENTS.md"
+        assert agents.read_text("utf-8").count("\n") <= 60
+        tokens = [*read_tokens(readme), *read_tokens(agents)]
+        code = [token.content for token in tokens if token.type == "code_inline"]
+        public = {name for text in code for name in re.findall(r"\bctl\.(\w+)", text)}
+        hooks = {text for text in code if re.fullmatch("[a-z]+_[a-z_]+", text)}
+        assert public <= {*ctl_core.__all__}
+        assert hooks - {"train_loss", "batch_size"} <= SPECS.keys(), project.answers
         pattern = r"[\w./-]+\.(md|py|toml|yaml|npz)|LICENSE"
         named = {text for text in code if re.fullmatch(pattern, text)}
         assert {"callbacks.py", "docs/hooks.md", "ctl_core/README.md"} < named

@@ -34,7 +34,7 @@ def test_files(projects: list[Project]) -> None:
     """A project holds what its answers need, no mark of the template, and the engine's bytes."""
     engine = {f"ctl_core/{name}": content for name, content in files(ROOT / "ctl_core").items()}
     always = "callbacks.py config.yaml train.sh tests/test_callbacks.py pyproject.toml README.md"
-    always += " .gitignore .pre-commit-config.yaml .github/workflows/ci.yml"
+    always += " AGENTS.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml"
     for project in projects:
         answers, found = project.answers, project.files
         expected = {*always.split(), *engine}
