@@ -88,14 +88,16 @@ def test_what_a_projects_readme_names(projects: list[Project]) -> None:
         assert len(seen.split()) <= 500, project.answers
         agents = project.folder / "AGENTS.md"
         assert agents.read_text("utf-8").count("\n") <= 60
-        tokens = [*read_tokens(readme), *read_tokens(agents)]
-        code = [token.content for token in tokens if token.type == "code_inline"]
-        public = {name for text in code for name in re.findall(r"\bctl\.(\w+)", text)}
-        hooks = {text for text in code if re.fullmatch("[a-z]+_[a-z_]+", text)}
+        code, told = (
+            [token.content for token in read_tokens(page) if token.type == "code_inline"]
+            for page in (readme, agents)
+        )
+        public = {name for text in told for name in re.findall(r"\bctl\.(\w+)", text)}
+        hooks = {text for text in told if re.fullmatch("[a-z]+_[a-z_]+", text)}
         assert public <= {*ctl_core.__all__}
         assert hooks - {"train_loss", "batch_size"} <= SPECS.keys(), project.answers
         pattern = r"[\w./-]+\.(md|py|toml|yaml|npz)|LICENSE"
-        named = {text for text in code if re.fullmatch(pattern, text)}
+        named = {text for text in [*code, *told] if re.fullmatch(pattern, text)}
         assert {"callbacks.py", "docs/hooks.md", "ctl_core/README.md"} < named
         places = {file: ROOT if file[:5] == "docs/" else project.folder for file in named}
         assert [file for file, place in places.items() if not (place / file).exists()] == []
