@@ -5,7 +5,8 @@
 # make test-all    both; each test once
 # make golden      what must not change; MARK="not slow" leaves out what takes long
 # make lint        ruff, mypy, shellcheck
-# make bench       time the engine beside Keras fit and custom loops on the CPU
+# make bench       time the engine beside Keras fit and custom loops on the CPU; DEVICE=gpu: on a GPU
+# make test-gpu    the tests that need a GPU
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
 # make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
 # make generated   write the tables of docs and the data of the example digits anew
@@ -22,6 +23,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 MARK ?= slow or not slow
+DEVICE ?= cpu
 WITH ?= tensorflow-cpu
 PIP = -m pip install --quiet --disable-pip-version-check
 # A process that crashes ends the tests: with another in its place they would wait for ever.
@@ -29,7 +31,7 @@ PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 
 	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers,--ignore tests/on_$(place))
 
 .PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines generated python \
-	test-pythons test-compat test-slurm test-ray test-clouds test-trackers
+	test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -62,8 +64,11 @@ lint: $(VENV)/.made
 	"$(VENV)/bin/mypy"
 	"$(VENV)/bin/shellcheck" .ci/run "{{cookiecutter.project_slug}}/train.sh" "{{cookiecutter.project_slug}}/launch/slurm.sh"
 
-bench: $(VENV)/.made
-	"$(VENV)/bin/python" -m benchmarks
+bench: $(if $(filter gpu,$(DEVICE)),.venv-gpu,$(VENV))/.made
+	"$(<D)/bin/python" -m benchmarks --device $(DEVICE)
+
+test-gpu: .venv-gpu/.made
+	$(<D)/bin/python -m pytest tests/engine/test_gpu.py
 
 bench-engines: $(VENV)/.made
 	"$(VENV)/bin/python" -m benchmarks.engines "$(OTHER)"
@@ -94,6 +99,10 @@ packages_ray = --editable . "ray[default,train,tune]>=2.60"
 packages_clouds = google-cloud-aiplatform "skypilot>=0.10"
 packages_trackers = --editable . "wandb>=0.26" "mlflow-skinny>=3.10" "sqlalchemy>=2" \
 	"alembic>=1.13" "comet_ml>=3.50" "trackio>=0.40"
+
+# Without --editable ., which asks for tensorflow-cpu: the two are in each other's way.
+packages_gpu = "tensorflow[and-cuda]>=2.21,<3" "keras>=3.15,<4" "pydantic-settings>=2.15,<3" \
+	"rich>=13" pyyaml "tensorboard>=2.21"
 
 .venv-%/.made: pyproject.toml | python
 	"$(PYTHON)" -m venv $(@D)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: the engine beside Keras ``fit`` and custom loops, on the CPU.
+"""``python -m benchmarks``: the engine beside Keras ``fit`` and custom loops, on CPU or GPU.
 
 Every peer trains the same model from the same weights, on the same data in the same order, with
 the same update; that their weights are equal is checked before they are timed, in turn.
@@ -33,6 +33,7 @@ SECTIONS: list[tuple[int, list[str]]] = [
     (4, ["cnn/50"]),
     (1, ["memory"]),
 ]
+MIXED = ["mlp/50/mixed_float16", "cnn/50/mixed_float16", "transformer/50/mixed_float16"]
 OWN_PROCESS, CLUSTER = "start", "processes"
 NAMES = sorted({section.split("/")[0] for _, names in SECTIONS for section in names})
 
@@ -46,12 +47,19 @@ def main(argv: list[str] | None = None) -> int:
     timings: list[Timing] = []
     memory = None
     failed = False
+    device = arguments.device
+    of_device, heading = SECTIONS, "## The report"
+    if device == "gpu":  # the first one
+        of_device, heading = [*(one for one in SECTIONS if one[0] == 1), (1, MIXED)], "## On a GPU"
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results"
         file.touch()
-        for devices, sections in SECTIONS:
+        for devices, sections in of_device:
             wanted = [section for section in sections if section.split("/")[0] in chosen]
-            if wanted and not _measure(devices, rounds, file, *wanted):
+            if wanted and not _measure(device, devices, rounds, file, *wanted):
                 text = f"error: on {devices} devices, {', '.join(wanted)} ended early, see above."
                 print(text, file=sys.stderr)
                 failed = True
@@ -62,13 +70,13 @@ def main(argv: list[str] | None = None) -> int:
                 memory = Memory(**values)
     if OWN_PROCESS in chosen:
         timings += first_step.measure(max(1, rounds // 2))
-    if CLUSTER in chosen:
+    if CLUSTER in chosen and device == "cpu":
         timings += processes.measure(rounds)
     results = Results(timings, memory)
-    notes = _notes(rounds, time.monotonic() - begun)
+    notes = _notes(device, rounds, time.monotonic() - begun)
     print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)
     if arguments.into:
-        put_into(arguments.into, results, notes)
+        put_into(arguments.into, heading, results, notes)
     return int(failed)
 
 
@@ -80,9 +88,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         choices=[*NAMES, OWN_PROCESS, CLUSTER],
         help="one workload or measurement (may be given several times)",
     )
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--rounds", type=int, default=5, help="how often each peer is timed")
     parser.add_argument(
-        "--into", type=Path, metavar="FILE.md", help="put the report at the end of a document"
+        "--into", type=Path, metavar="FILE.md", help="put the report into a document"
     )
     return parser.parse_args(argv)
 
@@ -93,9 +102,12 @@ def _measure(*words: Any) -> bool:
     return subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def _notes(rounds: int, seconds: float) -> list[str]:
+def _notes(device: str, rounds: int, seconds: float) -> list[str]:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     machine = f"{os.cpu_count()} cores, {platform.machine()}, load {load}"
+    if device == "gpu":
+        ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        machine = f"{subprocess.check_output(ask, text=True).splitlines()[0]}, {machine}"
     return [
         f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians; a goal is the median "
         "of each round's ratio, beside its quartiles.",

@@ -62,15 +62,10 @@ def fit() -> None:
     from benchmarks.peers import compiled
     from benchmarks.workloads import mlp
 
-    class First(keras.callbacks.Callback):
-        """Notes the first step."""
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            note_first_step()
-
     work = mlp()
+    first = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: note_first_step())
     model = compiled(work, 1)
-    model.fit(work.endless(), steps_per_epoch=1, verbose=0, shuffle=False, callbacks=[First()])
+    model.fit(work.endless(), steps_per_epoch=1, verbose=0, shuffle=False, callbacks=[first])
 
 
 if __name__ == "__main__":

@@ -27,8 +27,6 @@ class Pace:
 
     def __init__(self, loop: Callable[[Pace], Any], segment: int) -> None:
         """The loop has to call ``stop`` after each step that is ``due``."""
-        if segment < CHECKED or segment % CHECKED:
-            raise ValueError(f"segment: expected a multiple of {CHECKED}, got {segment}.")
         self.segment = segment
         self.weights: Callable[[], list[Any]] | None = None
         self._loop = loop

@@ -22,7 +22,6 @@ from benchmarks.report import COMPILED, FIT, FLOOR, INPUT, MANY, TEXTBOOK
 from benchmarks.workloads import LEARNING_RATE, Workload, losses
 
 Peer = Callable[[Workload, tf.distribute.Strategy, int, Pace], None]
-STEPS_PER_CALL = 50
 
 
 def callbacks(work: Workload, **hooks: Any) -> SimpleNamespace:
@@ -42,7 +41,7 @@ def callbacks(work: Workload, **hooks: Any) -> SimpleNamespace:
 def settings(work: Workload, folder: str, **others: Any) -> ctl_core.Config:
     """Settings of a run that neither evaluates nor saves by itself."""
     base = {"batch_size": work.batch_size, "learning_rate": LEARNING_RATE, "runs_dir": folder}
-    quiet = {"ckpt_every": 0, "eval_every": 0}
+    quiet = {"ckpt_every": 0, "eval_every": 0, "precision": work.policy.removeprefix("mixed_")}
     return ctl_core.Config(**{"steps": 2**40, **base, **quiet, **others})
 
 
@@ -76,31 +75,9 @@ def engine(
     raise Over
 
 
-class _Stops(keras.callbacks.Callback):
-    """Times epochs, each of which is a segment; that leaves out what Keras does between them."""
-
-    def __init__(self, pace: Pace) -> None:
-        super().__init__()
-        self._pace = pace
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._pace.stop()
-
-
-class _Reads(keras.callbacks.Callback):
-    """Reads the loss every so many steps."""
-
-    def __init__(self, every: int) -> None:
-        super().__init__()
-        self._every = every
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if (batch + 1) % self._every == 0:
-            float(logs["loss"])
-
-
 def compiled(work: Workload, steps_per_call: int, **others: Any) -> keras.Model:
-    """The workload as a compiled Keras model."""
+    """The workload as a compiled Keras model, which scales the loss where it has to."""
+    keras.config.set_dtype_policy(work.policy)
     optimizer = work.create_opt(LEARNING_RATE)
     optimizer.global_clipnorm = work.clip
     model = work.create_model()
@@ -116,11 +93,22 @@ def compiled(work: Workload, steps_per_call: int, **others: Any) -> keras.Model:
 def fit(
     work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace, per_call: int = 1
 ) -> None:
-    """Keras ``fit`` without its progress bar: a callback reads the loss."""
+    """Keras ``fit`` without its progress bar: a callback reads the loss.
+
+    Epochs are segments: what Keras does between them is not timed.
+    """
+
+    def read(batch: int, logs: Any) -> None:
+        if (batch + 1) % every == 0:
+            float(logs["loss"])
+
+    def stop(epoch: int, logs: Any) -> None:
+        pace.stop()
+
     with strategy.scope():
         model = compiled(work, per_call)
     pace.weights = model.get_weights
-    calls = [_Reads(every), _Stops(pace)]
+    calls = [keras.callbacks.LambdaCallback(on_train_batch_end=read, on_epoch_end=stop)]
     data = work.endless()
     quiet = {"callbacks": calls, "verbose": 0, "shuffle": False}  # Keras warns of its own default
     model.fit(data, steps_per_epoch=CHECKED, **quiet)
@@ -129,7 +117,7 @@ def fit(
 
 def fit_many(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
     """Keras ``fit`` with many steps a call: 50, or fewer where the loss is read more often."""
-    fit(work, strategy, every, pace, math.gcd(every, STEPS_PER_CALL))
+    fit(work, strategy, every, pace, math.gcd(every, CHECKED))
 
 
 def clipped(work: Workload, gradients: Any) -> Any:
@@ -178,39 +166,34 @@ def floor(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pa
     batches = list(work.dataset(work.batch_size))
     all_inputs, all_labels = (tf.stack(parts) for parts in zip(*batches, strict=True))
 
-    def body(step: Any) -> Any:
+    def take(step: Any) -> None:
         index = step % len(batches)
         with tf.GradientTape() as tape:
             logits = model(tf.gather(all_inputs, index), training=True)
             loss = tf.reduce_sum(losses(tf.gather(all_labels, index), logits)) / work.batch_size
         gradients = clipped(work, tape.gradient(loss, model.trainable_variables))
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    _loop_in_graph(take, pace)
+
+
+def drain(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+    """What the input costs: a loop in the graph that draws batches and trains nothing."""
+    iterator = iter(work.endless())
+    _loop_in_graph(lambda step: next(iterator), pace)
+
+
+def _loop_in_graph(take: Callable[[Any], Any], pace: Pace) -> None:
+    """Takes the steps of a segment in one call."""
+
+    def body(step: Any) -> Any:
+        take(step)
         return (step + 1,)
 
     @tf.function(autograph=False)
     def run(first: Any, last: Any) -> None:
         tf.while_loop(lambda step: step < last, body, (first,))
 
-    _in_segments(run, pace)
-
-
-def drain(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
-    """What the input costs: a loop in the graph that draws batches and trains nothing."""
-    iterator = iter(work.endless())
-
-    @tf.function(autograph=False)
-    def run(first: Any, last: Any) -> None:
-        def body(step: Any) -> Any:
-            next(iterator)
-            return (step + 1,)
-
-        tf.while_loop(lambda step: step < last, body, (first,))
-
-    _in_segments(run, pace)
-
-
-def _in_segments(run: Callable[[Any, Any], None], pace: Pace) -> None:
-    """Lets a graph loop take the steps from one to another, a segment in one call."""
     step = 0
     while True:
         last = CHECKED if step == 0 else step - step % pace.segment + pace.segment

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -25,7 +24,6 @@ IN_GRAPH = "textbook loop in the graph"
 EVALUATE, EVALUATE_MANY = "Keras evaluate", "Keras evaluate, many steps"
 OURS = ("engine", COMPILED, SAVING)
 PARTS = (FLOOR, INPUT)  # not a whole training each
-WORKLOADS_COMPILED = ("mlp", "lstm", "transformer", "embedding")
 BEST = "best peer"
 # Of the table of times: a column has the one of its peers that a section has.
 COLUMNS = {
@@ -121,7 +119,6 @@ GOALS = [
     Goal(("checkpoints of cnn", 1, 50), (SAVING,), ENGINE, 1.05, at_most=True),
     *(Goal((f"evaluation of {name}", 1, 0), (EVALUATE,), ENGINE, 1.0) for name in ("mlp", "cnn")),
 ]
-MEMORY_GROWTH = 1.02
 
 
 class Reached(NamedTuple):
@@ -172,7 +169,7 @@ class Results:
                 yield Reached(text, ratios, goal.needed, goal.at_most)
         if self.memory is not None:
             text = f"memory after {self.memory.steps} steps / before"
-            yield Reached(text, [self.memory.after / self.memory.before], MEMORY_GROWTH, True)
+            yield Reached(text, [self.memory.after / self.memory.before], 1.02, True)
 
     def _find_best(self, key: Key) -> str:
         """Returns who took the least, of those that train from data that has to be read."""
@@ -184,29 +181,26 @@ class Results:
         return min(medians, key=medians.__getitem__, default="")
 
 
-def put_into(file: Path, results: Results, notes: Iterable[str]) -> None:
-    """Puts the report into a Markdown file, in place of its last block of text."""
+def put_into(file: Path, heading: str, results: Results, notes: Iterable[str]) -> None:
+    """Puts the report into a Markdown file, in place of the first block of text below a heading."""
     with io.StringIO() as said:
         print_report(results, Console(file=said, width=160), notes, all_goals=False)
         lines = [line.rstrip() for line in said.getvalue().splitlines()]
-    before, fence, _ = file.read_text(encoding="utf-8").rpartition("```text\n")
+    before, found, below = file.read_text(encoding="utf-8").partition(f"\n{heading}\n")
+    between, fence, after = below.partition("```text\n")
     if not fence:
-        raise SystemExit(f"error: {file}: expected a block that begins with ```text")
+        raise SystemExit(f"error: {file}: expected {heading}, and below it a block of ```text")
     report = "\n".join(line for line in lines if line)
-    file.write_text(f"{before}{fence}{report}\n```\n", encoding="utf-8")
+    after = after.partition("```\n")[2]
+    file.write_text(f"{before}{found}{between}{fence}{report}\n```\n{after}", encoding="utf-8")
 
 
 def print_report(
     results: Results, console: Console, notes: Iterable[str] = (), all_goals: bool = True
 ) -> None:
     """Prints a line of times for each section, and the goals, all or those that were missed."""
-    # In a pipe no lines, and a width that wraps nothing.
-    form: dict[str, Any] = {
-        "title_justify": "left",
-        "box": box.SQUARE if console.is_terminal else box.SIMPLE,
-    }
-    title = "Time: µs a step, of the first step s"
-    table = Table("section", "devices", "read every", title=title, **form)
+    console.print("Time: µs a step, of the first step s")
+    table = Table("section", "devices", "read every", box=box.SIMPLE)
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for key in dict.fromkeys(timing.key for timing in results.timings):
@@ -219,8 +213,7 @@ def print_report(
             f"{memory.steps} steps and {memory.checkpoints} checkpoints"
         )
     goals = list(results.goals())
-    reached = sum(goal.reached for goal in goals)
-    table = Table("goal", title=f"Goals: {reached} of {len(goals)} reached", **form)
+    table = Table("goal", box=box.SIMPLE)
     for name in ("needed", "measured", "rounds", ""):
         table.add_column(name, justify="right")
     for goal in goals:
@@ -233,6 +226,7 @@ def print_report(
                 "" if goal.reached else "missed",
             )
     if goals:
+        console.print(f"Goals: {sum(goal.reached for goal in goals)} of {len(goals)} reached")
         console.print(table)
     for note in notes:
         console.print(note)
@@ -250,9 +244,3 @@ def _range(values: list[float]) -> str:
         return ""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return f"{low:.2f}–{high:.2f}"
-
-
-def memory_used() -> float:
-    """What this process holds in memory now, MiB, by Linux's /proc."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

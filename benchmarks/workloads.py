@@ -32,6 +32,7 @@ class Workload:
             gradients of each replica, not their sum, so that with several, nobody clips.
         tolerance: by how much of themselves, or of the model's largest, weights of two peers may
             differ after 50 steps: far below what another update would make
+        policy: of Keras: what layers compute in
     """
 
     name: str
@@ -43,10 +44,18 @@ class Workload:
     clip: float | None = 1.0
     tolerance: float = 1e-5
     compiled_segment: int = 0
+    policy: str = "float32"
 
     def segment_of(self, compiled: bool) -> int:
         """Steps that are timed at a time."""
         return max(self.segment, self.compiled_segment) if compiled else self.segment
+
+    def on_gpu(self, policy: str) -> Workload:
+        """The workload as it is trained on a GPU, which multiplies matrices in TF32 or less."""
+        mixed = policy != "float32"
+        tolerance = max(self.tolerance, 1e-2 if mixed else 2e-3)
+        name = f"{self.name}, {policy}" if mixed else self.name
+        return dataclasses.replace(self, name=name, policy=policy, tolerance=tolerance)
 
     def on(self, replicas: int) -> Workload:
         """The workload as it is trained on several replicas, where steps take longer."""
@@ -61,6 +70,7 @@ class Workload:
 
 def losses(labels: Any, logits: Any) -> Any:
     """Cross-entropy, a number per example."""
+    logits = tf.cast(logits, tf.float32)
     return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
 
 

@@ -42,7 +42,7 @@ def prepare(config: Config) -> Task:
     task, devices = read_task(config), config.virtual_devices
     gpus = tf.config.list_physical_devices("GPU")
     with contextlib.suppress(RuntimeError):  # TensorFlow has started, in a notebook say
-        if task.shares_gpus:
+        if devices > 1 or task.shares_gpus:  # some Keras layers choose their op by what is there
             gpus = [] if devices > 1 else _take_share(gpus, task)
             tf.config.set_visible_devices(gpus, "GPU")
         for gpu in gpus:  # and not nearly all memory at once

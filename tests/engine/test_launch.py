@@ -145,16 +145,16 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda *_: None)
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda *own: seen.append(own))
 
-    def prepare(workers: int, devices: int = 1) -> list[Any]:
+    def prepare(workers: int, devices: int = 1, shares: bool = True) -> list[Any]:
         seen.clear()
         cluster = {"worker": [f"localhost:{n}" for n in range(workers)]}
-        place = {"cluster": cluster, "task": {"type": "worker", "index": 1}, "shares_gpus": True}
+        place = {"cluster": cluster, "task": {"type": "worker", "index": 1}, "shares_gpus": shares}
         monkeypatch.setenv("TF_CONFIG", json.dumps(place))
         strategy.prepare(Config(run_name="a", virtual_devices=devices))
         return seen
 
     assert prepare(2) == [(gpus[2:], "GPU"), (gpus[2], True), (gpus[3], True)]
-    assert prepare(2, devices=2) == [([], "GPU")]
+    assert prepare(2, devices=2) == prepare(2, devices=2, shares=False) == [([], "GPU")]
     with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; take"):
         prepare(3)
 

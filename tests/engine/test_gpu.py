@@ -1,0 +1,91 @@
+"""On a GPU: the weights of a plain loop on it; a checkpoint's way to the CPU and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.golden import small
+from tests.golden.compare import assert_close
+from tests.golden.reference import Reference
+from tests.helpers.fixtures import Train
+
+GPUS = tf.config.list_physical_devices("GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="TensorFlow finds no GPU")]
+SETTINGS = small.settings(20)
+
+
+@pytest.fixture(autouse=True)
+def whole_float32() -> Iterator[None]:
+    """Multiplies matrices without rounding to TF32, so that weights can be compared."""
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    yield
+    tf.config.experimental.enable_tensor_float_32_execution(True)
+
+
+def images(per_replica_batch_size: int) -> tf.data.Dataset:
+    """Pictures and words, as indices, with a class."""
+    random = np.random.default_rng(2)
+    pictures = random.normal(size=(96, 8, 8, 1)).astype("float32")
+    words, classes = random.integers(0, 50, (96, 6)), random.integers(0, 3, 96)
+    examples = tf.data.Dataset.from_tensor_slices(((pictures, words), classes))
+    return examples.batch(per_replica_batch_size, drop_remainder=True)
+
+
+def mixed_model() -> keras.Model:
+    """Convolution, batch normalisation, LSTM, and an embedding, whose gradients are sparse."""
+    layer = keras.layers
+    picture, words = keras.Input((8, 8, 1)), keras.Input((6,), dtype="int64")
+    seen = layer.BatchNormalization()(layer.Conv2D(4, 3, activation="relu")(picture))
+    read = layer.LSTM(5, use_cudnn=False)(layer.Embedding(50, 4)(words))
+    logits = layer.Dense(3)(layer.Concatenate()([layer.Flatten()(seen), read]))
+    model = keras.Model([picture, words], logits)
+    random = np.random.default_rng(1)
+    model.set_weights([random.normal(1, 0.1, w.shape) for w in model.get_weights()])
+    return model
+
+
+MIXED = small.hooks(
+    create_dataset=images,
+    create_model=mixed_model,
+    create_loss=lambda: small.crossentropy,
+    update_pre=lambda gradients: (tf.clip_by_global_norm(gradients, 0.1)[0], gradients),
+)
+
+
+@pytest.mark.parametrize("hooks", [small.hooks(), MIXED], ids=["dense", "mixed"])
+@pytest.mark.parametrize("ways", [{}, {"jit_compile": True}], ids=["graph", "executable"])
+def test_weights_are_those_of_a_plain_loop(train: Train, hooks: Any, ways: Any) -> None:
+    state = train(hooks, **SETTINGS, **ways)
+    assert {one.value.device[-5:] for one in state.train_model.weights} == {"GPU:0"}
+    batches = hooks.create_dataset(small.BATCH).repeat().take(SETTINGS["steps"])
+    plain = Reference(hooks).train(batches).parts.train_model
+    assert_close(state.train_model.weights, plain.weights, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("ways", [{}, {"jit_compile": True}], ids=["graph", "executable"])
+def test_half_precision_is_near_the_whole(train: Train, ways: Any) -> None:
+    """With the loss scaled: an update that is not unscaled is 32768 times as large."""
+    rounded = train(small.hooks(), precision="float16", **SETTINGS, **ways)
+    assert rounded.train_model.layers[0].compute_dtype == "float16"
+    start, plain = small.create_model(), small.plain(SETTINGS["steps"])
+    trained = zip(rounded.train_model.weights, plain.weights, start.weights, strict=True)
+    for found, whole, before in trained:
+        far = np.abs(whole.numpy() - before.numpy()).max()
+        np.testing.assert_allclose(found.numpy(), whole.numpy(), rtol=0, atol=0.05 * far)
+
+
+def test_a_checkpoint_goes_to_the_cpu_and_back(train: Train) -> None:
+    own = small.hooks(create_eval_dataset=small.create_eval_dataset)
+    for steps, settings in ((7, {}), (13, {"virtual_devices": 2}), (20, {"jit_compile": True})):
+        state = train(own, **{**SETTINGS, "steps": steps}, **settings)
+        place = "CPU" if "virtual_devices" in settings else "GPU"
+        assert place in state.strategy.extended.worker_devices[0]
+    plain = small.plain(SETTINGS["steps"])
+    assert_close(state.train_model.weights, plain.weights, 1e-4, 1e-5)
+    assert state.evaluation.evaluate()["loss"] == pytest.approx(small.errors(plain)["loss"], 1e-4)
