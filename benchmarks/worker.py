@@ -67,7 +67,7 @@ def steps(
     names = names or tuple(name for name in PEERS if _fits(name, device, work, devices, every))
     loops = {name: functools.partial(PEERS[name], work, strategy, every) for name in names}
     paces = {name: Pace(loop, work.segment_of(name == COMPILED)) for name, loop in loops.items()}
-    yield from _rounds(work.name, devices, every, paces, rounds, tolerance=work.tolerance)
+    yield from _rounds(work.name, devices, every, paces, rounds, work.tolerance)
 
 
 def _fits(name: str, device: str, work: Workload, devices: int, every: int) -> bool:
@@ -102,8 +102,8 @@ def _rounds(
     every: int,
     paces: dict[str, Pace],
     rounds: int,
+    tolerance: float,
     warm: int = 1,
-    tolerance: float = 1e-5,
 ) -> Iterator[Timing]:
     """Checks, warms up, times and ends the loops."""
     reference: list[Any] | None = None
@@ -131,16 +131,17 @@ def check_equal(weights: list[Any], reference: list[Any], what: str, tolerance: 
         np.testing.assert_allclose(weight, other, tolerance, tolerance * largest, err_msg=what)
 
 
-def evaluation(rounds: int) -> Iterator[Timing]:
+def evaluation(rounds: int, *workloads: Workload) -> Iterator[Timing]:
     """Times evaluations of the same weights on the same data; a step is a batch."""
-    for work in (WORKLOADS["mlp"](), WORKLOADS["cnn"]()):
+    for work in workloads:
         loops: dict[str, Callable[[Pace], None]] = {
             "engine": functools.partial(_evaluate, work),
             EVALUATE: functools.partial(_evaluate_by_keras, work, 1),
             EVALUATE_MANY: functools.partial(_evaluate_by_keras, work, 50),
         }
         paces = {name: Pace(loop, EVALUATED) for name, loop in loops.items()}
-        yield from _rounds(f"evaluation of {work.name}", 1, 0, paces, rounds)
+        title = f"evaluation of {work.name}"
+        yield from _rounds(title, 1, 0, paces, rounds, work.tolerance)
 
 
 def _evaluated(work: Workload, batch_size: int) -> tf.data.Dataset:
@@ -171,11 +172,11 @@ def _evaluate_by_keras(work: Workload, steps_per_call: int, pace: Pace) -> None:
         pace.stop()
 
 
-def checkpoints(rounds: int) -> Iterator[Timing]:
-    """Times the engine on the CNN, without checkpoints and with one every 100 steps."""
+def checkpoints(rounds: int, work: Workload) -> Iterator[Timing]:
+    """Times the engine on a workload, without checkpoints and with one every 100 steps."""
     # Ten checkpoints in a segment: what is still written when the training stands still is not
     # timed, so that of one checkpoint alone a part would be missing.
-    work, strategy = dataclasses.replace(WORKLOADS["cnn"](), segment=1000), _strategy(1)
+    work, strategy = dataclasses.replace(work, segment=1000), _strategy(1)
     saving = functools.partial(engine, ckpt_every=100)
     loops: dict[str, Callable[..., None]] = {"engine": engine, SAVING: saving}
     paces = {
@@ -183,7 +184,8 @@ def checkpoints(rounds: int) -> Iterator[Timing]:
         for name, loop in loops.items()
     }
     # The first two checkpoints of a run are others, and not timed: their graphs are traced.
-    yield from _rounds("checkpoints of cnn", 1, 50, paces, rounds, warm=2)
+    title = f"checkpoints of {work.name}"
+    yield from _rounds(title, 1, 50, paces, rounds, work.tolerance, warm=2)
 
 
 def memory(warm: int = 2000, steps_between: int = 20_000) -> Memory:
@@ -208,9 +210,14 @@ def main(device: str, devices: int, rounds: int, file: Path, sections: list[str]
         raise SystemExit("error: TensorFlow finds no GPU.")
     if devices > 1:  # as the engine would, for all peers
         prepare(ctl_core.Config(steps=1, virtual_devices=devices))
+
+    def find(name: str, policy: str = "float32") -> Workload:
+        work = WORKLOADS[name]()
+        return work.on_gpu(policy) if device == "gpu" else work
+
     others: dict[str, Callable[[], Any]] = {
-        "evaluation": lambda: evaluation(rounds),
-        "checkpoints": lambda: checkpoints(rounds),
+        "evaluation": lambda: evaluation(rounds, find("mlp"), find("cnn")),
+        "checkpoints": lambda: checkpoints(rounds, find("cnn")),
         "memory": lambda: [memory()],
     }
     with file.open("a", encoding="utf-8") as out:
@@ -218,10 +225,8 @@ def main(device: str, devices: int, rounds: int, file: Path, sections: list[str]
             if section in others:
                 results = others[section]()
             else:
-                name, every, policy = [*section.split("/"), "float32"][:3]
-                work = WORKLOADS[name]()
-                work = work.on_gpu(policy) if device == "gpu" else work
-                results = steps(work, devices, int(every), rounds, device=device)
+                name, every, *policy = section.split("/")
+                results = steps(find(name, *policy), devices, int(every), rounds, device=device)
             for result in results:
                 print(json.dumps(dataclasses.asdict(result)), file=out, flush=True)
 

@@ -52,10 +52,8 @@ class Workload:
 
     def on_gpu(self, policy: str) -> Workload:
         """The workload as it is trained on a GPU, which multiplies matrices in TF32 or less."""
-        mixed = policy != "float32"
-        tolerance = max(self.tolerance, 1e-2 if mixed else 2e-3)
-        name = f"{self.name}, {policy}" if mixed else self.name
-        return dataclasses.replace(self, name=name, policy=policy, tolerance=tolerance)
+        name = f"{self.name}, {policy}".removesuffix(", float32")
+        return dataclasses.replace(self, name=name, policy=policy, tolerance=1e-2)
 
     def on(self, replicas: int) -> Workload:
         """The workload as it is trained on several replicas, where steps take longer."""
