@@ -63,7 +63,7 @@ def fit() -> None:
     from benchmarks.workloads import mlp
 
     work = mlp()
-    first = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: note_first_step())
+    first = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: note_first_step())
     model = compiled(work, 1)
     model.fit(work.endless(), steps_per_epoch=1, verbose=0, shuffle=False, callbacks=[first])
 
