@@ -90,9 +90,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--rounds", type=int, default=5, help="how often each peer is timed")
-    parser.add_argument(
-        "--into", type=Path, metavar="FILE.md", help="put the report into a document"
-    )
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help="a document for the report")
     return parser.parse_args(argv)
 
 

@@ -93,10 +93,7 @@ def compiled(work: Workload, steps_per_call: int, **others: Any) -> keras.Model:
 def fit(
     work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace, per_call: int = 1
 ) -> None:
-    """Keras ``fit`` without its progress bar: a callback reads the loss.
-
-    Epochs are segments: what Keras does between them is not timed.
-    """
+    """Keras ``fit`` without its progress bar: a callback reads the loss; epochs are segments."""
 
     def read(batch: int, logs: Any) -> None:
         if (batch + 1) % every == 0:
