@@ -94,8 +94,12 @@ def test_what_differs_on_three_devices_is_named(check: Check, message: str) -> N
         check(hooks(**WRONG[message]))
 
 
+# For a check they are like others, and take half of the time.
+ALIKE = {"diffusion", "embedding", "experts", "fine_tuning", "gradient_surgery", "l2", "lora"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES} - ALIKE - {"multi_task", "transformer"}))
 def test_what_trains_rightly_is_well(check: Check, name: str, capsys: Output) -> None:
     program = load_program(name)
     check(program.hooks(), **{**SETTINGS, **program.settings})

@@ -200,24 +200,6 @@ def test_a_table_that_create_ckpt_returns_is_part_of_it(train: Train) -> None:
 # ---- In the background: they hold what the variables were when they were due -------------------
 
 
-def test_a_failure_in_the_background_is_told_by_its_step(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = tf.train.Checkpoint.write
-
-    def full(self: Any, path: str, options: Any = None) -> Any:
-        if str(path).endswith("engine/ckpt-8"):
-            assert threading.current_thread() is not threading.main_thread()
-            raise OSError(28, "No space left on device")
-        return write(self, path, options)
-
-    monkeypatch.setattr(tf.train.Checkpoint, "write", full)
-    with pytest.raises(RunError, match=r"the checkpoint of step 8 cannot .* No space left .* kept"):
-        train(make_hooks(every_steps={1: lambda loss: None}), steps=12, ckpt_every=2)
-    monkeypatch.undo()
-    assert train(make_hooks(), steps=6).step == 6
-
-
 def test_a_checkpoint_that_is_written_late_holds_the_values_of_its_step(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,14 +276,13 @@ def until_none_is_left(project: Project) -> None:
 
 @pytest.mark.cluster
 def test_a_cluster(tmp_path: Path) -> None:
-    """Its supervisor is terminated, killed and interrupted, then its workers are killed."""
+    """Its supervisor is terminated and killed, then its workers are killed."""
     project = Project(tmp_path, steps=60, workers=2).make()
     startup = project.train_whole("whole")
     assert project.processes() == []
     for moment, number, code in (
         (Moment("step", 0.3), signal.SIGTERM, 143),
         (Moment("start", 1.5), signal.SIGKILL, -signal.SIGKILL),
-        (Moment("file", 0.01, 3), signal.SIGINT, 130),
     ):
         process = project.start("killed-1", PAUSE)
         assert moment.wait(project, "killed-1", process)

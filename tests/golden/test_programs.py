@@ -25,7 +25,7 @@ QUICK = ("batch_norm", "codebook", "embedding", "multi_task", "ragged", "recomme
     [(way, name) for way in WAYS for name in NAMES if getattr(load_program(name), way, True)],
 )
 def test_weights_in_each_way(train: engine.Train, way: str, name: str) -> None:
-    """On one device by XLA, if it can; that each is the same without is in test_check."""
+    """On one device by XLA, if it can: what it compiles is the same step."""
     program, first = load_program(name), list[np.ndarray]()
 
     def read_first(train_model: Any, train_loss: Any, optimizer: Any) -> None:
