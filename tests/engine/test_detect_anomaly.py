@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.golden import small
 from tests.golden.engine import locate, read_table
 from tests.helpers.cases import assert_weights, make_hooks, norm_model, regression_data, sliced
 from tests.helpers.fixtures import Train
-from tests.helpers.project import PIECES, Cli, failed, read_hooks_source
+from tests.helpers.project import Cli, failed
 
 # Of 40 examples in batches of 8, one of the second batch is 0.
-DATA = PIECES["imports"].replace("y = x.sum", "x[:] += 0.1\nx[13] = 0.0\ny = x.sum")
+DATA = f"""{small.CALLBACKS}
+x, y = small.data(40)
+x[13] = 0.0
+create_dataset = small.slices((x, y), drop_remainder=True)
+def create_model():
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+"""
 PROGRAMS = read_table(
     """
 == a layer -> step 2: NaN from RealDiv ( | norm
@@ -21,7 +28,7 @@ class Norm(keras.layers.Layer):
     def call(self, inputs):
         return inputs / tf.reduce_sum(inputs, 1, keepdims=True)  # here
 def create_model():
-    return keras.Sequential([keras.Input((2,)), Norm(name="norm"), keras.layers.Dense(1)])
+    return keras.Sequential([keras.Input((5,)), Norm(name="norm"), keras.layers.Dense(1)])
 == grad_pre -> step 1: infinity from SqrtGrad ( | ), in the gradient of | , grad_pre (
 def grad_pre(loss, train_model):
     norm = tf.norm(train_model.trainable_variables[1])  # here
@@ -43,7 +50,7 @@ def create_dataset(per_replica_batch_size):  # here
     return data.batch(per_replica_batch_size, drop_remainder=True)
 == a weight that a host hook has spoilt -> step 4: NaN from ReadVariableOp ( | dense
 def spoil(train_model):
-    train_model.layers[0].kernel.assign([[np.nan], [0.0]])
+    train_model.layers[0].kernel.assign(np.full([5, 1], np.nan))
 every_steps = {3: spoil}
 """
 )
@@ -52,7 +59,7 @@ every_steps = {3: spoil}
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_step_op_hook_and_line(cli: Cli, name: str) -> None:
     code, words = PROGRAMS[name]
-    source = read_hooks_source(imports=DATA, program=code)
+    source = f"{DATA}{code}\n"
     flags = ("--virtual-devices", "1" if name == "a layer" else "2")
     failed(cli(source, "--detect-anomaly", *flags), *words, *locate(source))
     tf.math.log(tf.constant(-1.0))  # what is no part of that training is not checked

@@ -21,7 +21,7 @@ from ctl_core.run.console import Console
 from tests.golden import small
 from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.fixtures import Train
-from tests.helpers.project import EVALUATED, Cli, read_hooks_source, refused
+from tests.helpers.project import EVALUATED, Cli, refused
 
 
 class Heard(ctl_core.Listener):
@@ -143,7 +143,7 @@ def test_one_that_the_settings_name_hears_what_metrics_jsonl_holds(cli: Cli) -> 
 
 @pytest.mark.parametrize("name", [f"{__name__}.Hears", f"{__name__}.Path", "a_lacking_service.Any"])
 def test_what_cannot_be_one_is_refused_before_there_is_a_run(name: str, cli: Cli) -> None:
-    refused(cli(read_hooks_source(), "--listener", name), f"error: listener: {name}")
+    refused(cli(small.CALLBACKS, "--listener", name), f"error: listener: {name}")
     assert not Path("runs").exists()
 
 
@@ -155,17 +155,13 @@ STOPPED = """
 import signal
 
 every_steps = {6: lambda step: signal.raise_signal(signal.SIGINT)}
-
-
-def create_eval_dataset(per_replica_batch_size):
-    return data.batch(per_replica_batch_size)
+create_eval_dataset = create_dataset
 """
 
 
 def test_an_entry_at_the_start_and_a_line_at_each_end(cli: Cli) -> None:
     """What the user has written between stays; the same note again is the same entry."""
-    source = read_hooks_source(every_steps=STOPPED)
-    assert cli(source, "--eval-every", "4", "--note", "wider\nhelps").code == 130
+    assert cli(small.CALLBACKS + STOPPED, "--eval-every", "4", "--note", "wider\nhelps").code == 130
     text = LOG.read_text()
     expected = (
         "# Training log\n\n## runs/a\n\n- Expected: wider helps\n"
@@ -183,10 +179,10 @@ def test_an_entry_at_the_start_and_a_line_at_each_end(cli: Cli) -> None:
 
 
 def test_no_entry_without_a_note_and_a_failure_is_a_result(cli: Cli) -> None:
-    assert cli(read_hooks_source(), "--run-name", "b").code == 0
+    assert cli(small.CALLBACKS, "--run-name", "b").code == 0
     assert not LOG.exists()
     failing = "def fail(step):\n    raise ValueError('enough')\n\n\nevery_steps = {5: fail}\n"
-    assert cli(read_hooks_source(every_steps=failing), "--note", "x").code == 1
+    assert cli(small.CALLBACKS + failing, "--note", "x").code == 1
     assert LOG.read_text().endswith("runs/a failed at step 5\n")
 
 

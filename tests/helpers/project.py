@@ -7,44 +7,7 @@ import pytest
 
 from tests.golden import engine, small
 
-# A project that trains: 40 examples of 2 features, global batches of 8.
-PIECES = {
-    "imports": """\
-import keras
-import numpy as np
-import tensorflow as tf
-
-import ctl_core
-
-x = np.arange(80, dtype="float32").reshape(40, 2) / 80
-y = x.sum(1, keepdims=True)
-data = tf.data.Dataset.from_tensor_slices((x, y))
-""",
-    "create_dataset": """\
-def create_dataset(per_replica_batch_size):
-    return data.batch(per_replica_batch_size, drop_remainder=True)
-""",
-    "create_model": """\
-def create_model():
-    kernel = keras.initializers.Constant(0.5)
-    return keras.Sequential(
-        [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer=kernel, name="dense")]
-    )
-""",
-    "create_loss": """\
-def create_loss():
-    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2)
-""",
-    "every_steps": "every_steps = {}\n",
-}
-
-
 FLAGS = ("--steps", "10", "--batch-size", "8", "--run-name", "a")
-
-
-def read_hooks_source(**pieces: str | None) -> str:
-    """Returns a callbacks.py: the pieces above, some replaced, left out or added."""
-    return "\n\n".join(piece for piece in {**PIECES, **pieces}.values() if piece is not None)
 
 
 def line_of(source: str, fragment: str) -> int:
@@ -85,6 +48,4 @@ def failed(outcome: engine.Outcome, *words: str, code: int = 1) -> None:
         assert word in lines[0]
 
 
-# What a test adds to a callbacks.py goes below it.
-REGRESSION = small.CALLBACKS
-EVALUATED = REGRESSION + small.EVALUATED
+EVALUATED = small.CALLBACKS + small.EVALUATED
