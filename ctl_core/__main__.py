@@ -146,11 +146,7 @@ def _run(command: Command, argv: list[str], supervised: bool) -> int:
 
 
 def _await_run(config: Config) -> Command:
-    """Returns the command of an evaluator in the cluster of a training, when the run has begun.
-
-    Raises:
-        PeerLost: it has not begun after as long as workers wait for each other.
-    """
+    """Returns the command of an evaluator in the cluster of a training, when the run has begun."""
     run, end = Path(config.runs_dir, str(config.run_name)), time.monotonic() + LONGEST
     while not (run / "config.yaml").is_file():
         if time.monotonic() > end:

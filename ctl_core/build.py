@@ -18,6 +18,7 @@ from ctl_core.cluster.collectives import Alone
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
 from ctl_core.compat import (
+    convert_variables,
     find_captured_variables,
     keep_large_sums_whole,
     make_scratch_graph,
@@ -69,7 +70,7 @@ def prepare_process(config: Config) -> Iterator[None]:
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     try:
-        with separate_losses():
+        with separate_losses(), convert_variables():
             yield
     finally:
         keras.config.set_dtype_policy(before)
@@ -178,7 +179,6 @@ class _Builder:
         with self.recording.record_as("create_dataset"):
             first = read_first_batch_size(start.folder) if start else None
             data = Input(self.hooks, config, strategy, shape, first)
-            self.cluster.check_data(self.hooks.create_dataset, data.make_pass)
         return data
 
     def _create_parts(self, step: tf.Variable, rate: LearningRate) -> Parts:
@@ -270,9 +270,6 @@ class _Builder:
         Returns:
             The parts with the variables that the forward pass writes and the means of the loss's
             parts; by objective the variables, frozen or not; and those of the model.
-
-        Raises:
-            SetupError: an objective has no variables, or some that cannot be trained.
         """
         hooks, recording, model = self.hooks, self.recording, parts.train_model
         traced: list[tuple[str, Objective]] = []
@@ -288,7 +285,7 @@ class _Builder:
             own = one.variables if name else [*one.variables, *weights]
             variables.setdefault(name, {}).update({id(v): v for v in own})
         for name, several in variables.items():
-            if why := find_untrainable(several.values()):
+            if why := find_untrainable(several.values(), self.strategy):
                 raise hooks.grad_pre.reject(f"returned{f' for {name!r}' * bool(name)} {why}.")
         with recording.record_as("create_train_metrics"):
             names = dict.fromkeys(part for _, one in traced for part in one.parts)
@@ -327,17 +324,14 @@ class _Builder:
     def _create_optimizers(
         self, parts: Parts, rate: LearningRate, variables: dict[str, list[Any]]
     ) -> Parts:
-        """Calls ``create_opt``, and lets each optimizer make what it keeps of its variables.
-
-        Raises:
-            SetupError: the objectives have other names.
-        """
+        """Calls ``create_opt``, and lets each optimizer make what it keeps of its variables."""
         hooks, hook = self.hooks, self.hooks.create_opt
         if hooks.turns and self.config.accumulate_steps > 1:
             raise SetupError(
                 f"accumulate_steps: {self.config.accumulate_steps} micro-batches cannot go with "
                 "turns, in which several updates are made on one batch; leave one of the two out."
             )
+        is_made_here = self.strategy.extended.variable_created_in_scope
         with self.recording.record_as("create_opt"):
             made = hook(lr=rate, train_model=parts.train_model)
             optimizer = OptimizerGroups(made) if is_pairs(made) else made
@@ -349,7 +343,9 @@ class _Builder:
                     "must be the same, or '' for a single one without."
                 )
             for name, one in optimizers.items():
-                build = getattr(one, "build", None)
+                number, build = getattr(one, "iterations", None), getattr(one, "build", None)
+                if number is not None and not is_made_here(unwrap(number)):
+                    raise hook.reject("returned an optimizer that was made before; make it there.")
                 if callable(build) and not getattr(one, "built", False):
                     call_made(hook, build, variables[name])
         lr = make_rate_for_hooks(rate, optimizers)
@@ -378,14 +374,18 @@ class _Builder:
                     add_batch(parts, one, batch, None)
 
 
-def find_untrainable(variables: Collection[Any]) -> str | None:
+def find_untrainable(variables: Collection[Any], strategy: tf.distribute.Strategy) -> str | None:
     """Says which of the variables of an objective cannot be trained, and why."""
     if not variables:
         return (
             "no trainable_vars: nothing to train; Keras knows the variables that add_weight and "
             "layers of __init__ or build make, and no tf.Variable"
         )
+    is_made_here = strategy.extended.variable_created_in_scope
     for variable in variables:
+        if strategy.num_replicas_in_sync > 1 and not is_made_here(unwrap(variable)):
+            why = "was made outside of the hooks, and so on no replica; make it in create_model"
+            return f"{name_variable(variable)}, which {why}"
         if tf.as_dtype(variable.dtype) == tf.float16:
             why = "is in float16, in which most updates are lost; use mixed_float16"
             return f"{name_variable(variable)}, which {why}"

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import auto_control_deps_utils
@@ -160,6 +161,17 @@ def separate_losses() -> Within:
         vars(layer)["_losses"] = losses
 
     return _replaced(keras.Layer, "_losses", lambda _: property(of_replica, of_all))
+
+
+@contextlib.contextmanager
+def convert_variables() -> Iterator[None]:
+    """Within, ``float`` and ``int`` take a variable of several replicas as that of one."""
+    convert = [
+        lambda _, kind=kind: lambda variable: kind(variable.numpy()) for kind in (float, int)
+    ]
+    of_float = _replaced(DistributedVariable, "__float__", convert[0])
+    with of_float, _replaced(DistributedVariable, "__int__", convert[1]):
+        yield
 
 
 def name_anew() -> None:

@@ -116,13 +116,15 @@ def pack_inputs(spec: Any, values: Mapping[str, Any]) -> Any:
     return keras.tree.pack_sequence_as(spec, [values[name] for name in list_input_names(spec)])
 
 
-def name_outputs(output: Any) -> dict[str, tf.Tensor]:
+def name_outputs(
+    output: Any, alone: str = "output", numbered: str = "output_"
+) -> dict[str, tf.Tensor]:
     """Returns the dense parts of an output by name: ``output``, or ``output_0``, as of an input.
 
     Ragged ones are padded; ``NAME.lengths`` says how much of each example is its own, along axis 1.
     """
     found = {}
-    for name, part in _name_parts(output, "output", "output_").items():
+    for name, part in _name_parts(output, alone, numbered).items():
         if isinstance(part, tf.RaggedTensor):
             found[f"{name}.lengths"] = part.row_lengths()
             part = part.to_tensor()

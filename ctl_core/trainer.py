@@ -7,6 +7,7 @@ hooks, evaluation, checkpoints, signals.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -204,10 +205,11 @@ class Trainer:
         self.functions.refresh()
         return ended
 
-    def _sync(self, status: LoopStatus) -> LoopStatus:
+    def _sync(self, status: LoopStatus, hook: Hook | None = None) -> LoopStatus:
         """Takes this process's status, adds the signal it received, and returns that of all."""
         received = self._signal or self._signals.received or 0
-        status = self.state.cluster.sync(dataclasses.replace(status, signal=received))
+        hook = hook or self.state.hooks.create_dataset  # whose data have to be the same
+        status = self.state.cluster.sync(dataclasses.replace(status, signal=received), hook)
         self._signal = status.signal
         return status
 
@@ -217,9 +219,6 @@ class Trainer:
         Args:
             step: that was taken last
             ended: whether it is to be the last of all
-
-        Raises:
-            RunError: the loss is not finite and ``on_nan`` is stop; or the processes differ.
         """
         notes, self.functions.notes = self.functions.notes, []
         noted = NonFinite()
@@ -231,6 +230,7 @@ class Trainer:
             end=ended,
             step=step,
             frozen=self.functions.frozen,
+            data=hash((self.state.data.digest, self._schedule.last)),
             first=noted.first,
             latest=noted.latest,
             bad=noted.steps,
@@ -259,7 +259,8 @@ class Trainer:
                 state.clock.pause(),
                 self.checkpoints.statistics.hold_averages(),
             ):
-                values = state.evaluation.evaluate(self._sync)
+                sync = functools.partial(self._sync, hook=state.hooks.create_eval_dataset)
+                values = state.evaluation.evaluate(sync)
             if values is None:
                 return
             progress.metrics, progress.evaluated = values, step
@@ -294,11 +295,7 @@ class Trainer:
             self._schedule.note_saved()
 
     def _check_step(self) -> None:
-        """Traces the graphs that training begins with, so that their hooks are checked before.
-
-        Raises:
-            SetupError: a hook cannot work, or the step writes what no checkpoint would hold.
-        """
+        """Traces the graphs that training begins with, so that their hooks are checked before."""
         state = self.state
         try:
             graph = self.functions.trace(self._schedule.find_fetches(self.start + 1)).graph

@@ -93,7 +93,7 @@ class Checkpoints:
         self._created = {n: v for n, v in variables.items() if id(v) not in left_out}
         self._engine_part = tf.train.Checkpoint(created=self._created)
         of_tensorflow = [v for name, v in variables.items() if "/StateVar" in name]
-        generators = [*recording.generators, *of_tensorflow]
+        self._generators = generators = [*recording.generators, *of_tensorflow]
         sums = filter(is_summed, (*self._created.values(), *self._held))
         self.statistics = MovingStatistics(recording.layers, state.strategy, [*generators, *sums])
         drawn = set(map(id, generators))
@@ -138,7 +138,7 @@ class Checkpoints:
         """
         self._writer.wait()
         state = self._state
-        kept = [state.parts.step_variable, *state.recording.generators]
+        kept = [state.parts.step_variable, *self._generators]
         with ReplicaCopies(state.strategy, kept).put_back_after():
             status = restore(path, *args, **options)
             folder, _, number = str(path).rpartition("-")

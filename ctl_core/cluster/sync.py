@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,7 @@ class LoopStatus:
         steps_per_call: most steps of the next graph call; the lowest counts
         signal: the signal it received, or 0; the highest counts
         save, end: whether a hook asked for a checkpoint, or for the end; one is enough
-        more: whether there is more to evaluate; one is enough
-        step, frozen: must be the same everywhere
+        step, frozen, data: a number of what was drawn; must be the same everywhere
         first, latest, bad: of the steps whose loss was not finite, as ``NonFinite`` has them; the
             lowest, the highest and the highest count
     """
@@ -48,9 +47,9 @@ class LoopStatus:
     signal: int = 0
     save: bool = False
     end: bool = False
-    more: bool = False
     step: int = 0
     frozen: int = 0
+    data: int = 0
     first: int = 2**62  # NEVER, as numerics/not_finite.py has it
     latest: int = 0
     bad: int = 0
@@ -92,11 +91,12 @@ class Cluster:
 
         return gather
 
-    def sync(self, status: LoopStatus) -> LoopStatus:
+    def sync(self, status: LoopStatus, hook: object) -> LoopStatus:
         """Takes this process's status and returns that of all of them.
 
         Raises:
             RunError: hooks have frozen other layers, or taken other steps, than elsewhere.
+            SetupError: ``hook`` gives other data than elsewhere.
         """
         if self.task.processes == 1:
             return status
@@ -109,6 +109,11 @@ class Cluster:
                     f"after step {status.step}, the {what} differ between the processes: a hook "
                     "must decide alike on each of them, not by its own output or batch."
                 )
+        if len({*columns["data"]}) > 1:
+            raise SetupError(
+                f"{hook}: the processes of the cluster read different data, or in another order: "
+                "sort files that are listed, give shuffles a seed, leave deterministic=False out."
+            )
         agreed = {name: (min if name in _LOWEST else max)(columns[name]) for name in own}
         return LoopStatus(**{name: type(own[name])(value) for name, value in agreed.items()})
 
@@ -129,21 +134,6 @@ class Cluster:
             raise SetupError(
                 "the settings are not the same on every process of the cluster: give each of them "
                 "the same config.yaml, CTL_ variables and flags."
-            )
-
-    def check_data(self, hook: object, create: Callable[[], tf.data.Dataset]) -> None:
-        """Refuses data, which ``create`` makes, whose first batch is another on another process."""
-        if self.task.processes == 1:
-            return
-        tensors = [
-            tf.io.serialize_tensor(part).numpy()
-            for element in create().take(1)
-            for part in tf.nest.flatten(element, expand_composites=True)
-        ]
-        if not self.has_same(b"".join(tensors)):
-            raise SetupError(
-                f"{hook}: the processes of the cluster read different data, or in another order: "
-                "sort files that are listed, give shuffles a seed, leave deterministic=False out."
             )
 
 

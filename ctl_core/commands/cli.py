@@ -42,6 +42,7 @@ _OPTIONS: dict[str, Any] = {
     "watch": (bool, declare(False, "evaluate each checkpoint of a run that is being trained")),
     "input": (_File | None, declare(None, "a .npy file, or a .npz file of named inputs")),
     "dataset": (str | None, declare(None, "which set, if create_eval_dataset has several")),
+    "include": (list[str] | None, declare(None, "part of the batches, as label, to write, too")),
     "output": (_File | None, declare(None, "where to write; null: in the folder of the run")),
 }
 _OF_ALL = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
@@ -66,7 +67,8 @@ COMMANDS = {
     ),
     "predict": Flags(
         "write a run's predictions to a file",
-        ("config", "checkpoint", "input", "dataset", "output"),
+        ("config", "checkpoint", "input", "dataset", "include", "output"),
+        (*_OF_ALL, "eval_batch_size"),
     ),
     "export": Flags(
         "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
@@ -164,9 +166,6 @@ def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[
 
     Returns:
         The settings of the environment, those of the flags, and the command's own options.
-
-    Raises:
-        SetupError: a flag is unknown, lacks its value, or has a wrong one.
     """
     words, hparams = _split_hparams(words)
     text, own, names = COMMANDS[command]

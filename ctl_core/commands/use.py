@@ -1,7 +1,7 @@
 """``evaluate``, ``predict`` and ``export``: using checkpoints of a run, which is only read."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,7 @@ def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
     """Evaluates each checkpoint as it comes, in the order of their steps, until nobody trains.
 
     Those that an earlier watch has evaluated are left out, and one that is deleted before its turn.
-    The run is only read, but for two places that training never touches: watch.jsonl, with lines
-    like those of metrics.jsonl, and tb/watch. Returns the values of the last checkpoint.
+    The run is only read, but for watch.jsonl and tb/watch. Returns the values of the last one.
     """
     file, values, number = run.path / "watch.jsonl", dict[str, float](), 0
     console.say(f"{run.shown}: watching; the values go to {relative_path(file)}.")
@@ -88,7 +87,7 @@ def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
                 if step in list_saved_steps(run.ckpt):
                     raise
                 continue  # deleted while it was read
-            number += 1
+            number, held_at = number + 1, time.monotonic()  # also where there are no locks
             console.say(f"step {step}  eval: {format_values(values)}")
             for listener in (metrics, run.summaries):
                 listener.values(step, "watch", values)
@@ -106,8 +105,11 @@ def predict(
     input: str | None = None,
     dataset: str | None = None,
     output: str | None = None,
+    include: Sequence[str] | None = None,
 ) -> Path:
     """Writes the model's outputs for a file, or for a set of evaluation data, as a .npz file.
+
+    ``include`` names parts of the batches that are written beside them, row by row.
 
     Raises:
         SetupError: the file does not fit the model, or there is no data or no checkpoint.
@@ -120,15 +122,17 @@ def predict(
         model = create_inference(state)
         if input:
             name, size = Path(input).stem, config.eval_batch_size or config.batch_size
-            outputs = map(model, _read_batches(Path(input), model.input_spec, size))
+            run, batches = model, _read_batches(Path(input), model.input_spec, size)
         else:
             sets = state.evaluation.sets if state.evaluation is not None else {}
             name = dataset or ""
             if name not in sets:
                 there = ", ".join(sets) or "none, without create_eval_dataset"
                 raise SetupError(f"dataset: expected one of {there}, got {dataset!r}.")
-            outputs = map(model.run_batch, sets[name].make())
-        arrays = _join(outputs)
+            run, batches = model.run_batch, sets[name].make()
+        arrays = _join(
+            {**name_outputs(run(batch)), **_choose_parts(batch, include or ())} for batch in batches
+        )
         path = Path(output or state.run_dir / f"predictions{f'-{name}' * bool(name)}.npz")
         with atomic_write(path) as beside, beside.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -138,11 +142,7 @@ def predict(
 
 
 def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
-    """Yields batches of what a client would send: a .npy file, or .npz with ``list_input_names``.
-
-    Raises:
-        SetupError: the file does not hold what the model takes.
-    """
+    """Yields batches of what a client would send: of a .npy or .npz file."""
     names, content = list_input_names(spec), np.load(path)
     arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
     if len(names) == len(arrays) == 1:
@@ -160,12 +160,20 @@ def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
         yield pack_inputs(spec, batch)
 
 
-def _join(outputs: Iterable[Any]) -> dict[str, np.ndarray]:
-    """Joins the outputs of batches by name; those of other sizes are padded, as ragged ones are."""
+def _choose_parts(batch: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Returns parts of a batch: as ``batch/label`` the one of a dict, ``batch/1`` of a tuple."""
+    parts = name_outputs(batch, "0", "")
+    if unknown := [name for name in names if name not in parts]:
+        raise SetupError(f"include: expected some of {', '.join(parts)}, got {unknown[0]!r}.")
+    return {f"batch/{n}": part for n, part in parts.items() if n.removesuffix(".lengths") in names}
+
+
+def _join(outputs: Iterable[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """Joins what batches have by name; parts of other sizes are padded, as ragged ones are."""
     found: dict[str, list[np.ndarray]] = {}
     for output in outputs:
-        for name, value in name_outputs(output).items():
-            array = np.atleast_1d(value.numpy())
+        for name, value in output.items():
+            array = np.atleast_1d(value)
             is_text = array.dtype == object
             found.setdefault(name, []).append(array.astype(bytes) if is_text else array)
     arrays = {}

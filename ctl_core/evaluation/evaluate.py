@@ -21,6 +21,7 @@ from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import Recording, read_flags
 from ctl_core.input.batches import (
     Share,
+    add_to_digest,
     count_rows,
     distribute_shares,
     find_first_replica,
@@ -49,7 +50,8 @@ class EvaluationSet:
         spec: of its elements
         metrics: the user's metrics by name
         total, examples: sums in float64, of the loss and of what it is the mean over
-        run_steps: the graph function (iterator, steps) -> whether there may be more, once traced
+        run_steps: the graph function (iterator, steps) -> whether there may be more, and a digest
+            of them where other processes should read the same; once traced
         exchanges: whether processes exchange something in it
         copies: of what the evaluation writes, once traced
     """
@@ -145,11 +147,11 @@ def _add_batches(one: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]) -
     steps_per_call = StepsPerCall(most=1 if one.exchanges else 100_000)
     while True:
         with steps_per_call.measure(steps_per_call.limit) as steps:
-            more = bool(one.run_steps(iterator, tf.constant(steps, tf.int64)))
-        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, more=more))
+            more, digest = map(int, one.run_steps(iterator, tf.constant(steps, tf.int64)))
+        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, data=digest))
         steps_per_call.limit = status.steps_per_call
-        if status.signal or not status.more:
-            return not status.more
+        if status.signal or not more:
+            return not more
 
 
 def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Evaluation | None:
@@ -223,27 +225,30 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
             return take_share(batch, count_rows(batch), replica, replicas, replicas)
         return Share(batch, tf.constant(int(replica == 0)), tf.constant(replica == 0))
 
-    def take_step(batch: Any) -> tf.Tensor:
+    def take_step(batch: Any, digest: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         first = find_first_replica(strategy)
         shares = [share_of(batch, first + i) for i in range(count_local_replicas(strategy))]
         strategy.run(on_replica, args=tuple(distribute_shares(strategy, shares)))
-        return tf.constant(True)
+        if replicas > len(shares):  # other processes read the same, or should
+            with tf.device("CPU:0"):
+                digest = add_to_digest(digest, batch)
+        return tf.constant(True), digest
 
     spec = [tf.data.IteratorSpec(one.spec), tf.TensorSpec([], tf.int64)]
 
     @tf.function(autograph=False, input_signature=spec)
-    def run_steps(iterator: Any, steps: tf.Tensor) -> tf.Tensor:
-        def body(done: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def run_steps(iterator: Any, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def body(done: tf.Tensor, _: tf.Tensor, digest: tf.Tensor) -> Any:
             drawn = iterator.get_next_as_optional()
-            more = tf.cond(
+            after = tf.cond(
                 drawn.has_value(),
-                lambda: take_step(drawn.get_value()),
-                lambda: tf.constant(False),
+                lambda: take_step(drawn.get_value(), digest),
+                lambda: (tf.constant(False), digest),
             )
-            return done + 1, more
+            return done + 1, *after
 
-        start = tf.constant(0, tf.int64), tf.constant(True)
-        return tf.while_loop(lambda done, more: (done < steps) & more, body, start)[1]
+        start = tf.constant(0, tf.int64), tf.constant(True), tf.constant(0, tf.int64)
+        return tf.while_loop(lambda done, more, _: (done < steps) & more, body, start)[1:]
 
     return run_steps
 

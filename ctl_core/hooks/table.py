@@ -1,10 +1,16 @@
 """The table of hooks: each one's name, the arguments it may name, what it returns.
 
-This text is the source of what hooks are called with, of the check of what they return, of messages
+Its text is the source of what hooks are called with, of the check of what they return, of messages
 about them, of ``ctl_core hooks`` and of the documentation. Behind a hook's name and arguments
 stands whether it is required, traced into the graph, a dict of functions by step, one function or
 several, or a list of names. What one does that callbacks.py leaves out is in defaults.py.
+"""
 
+import dataclasses
+import re
+from collections.abc import Iterator
+
+TEXT = """\
 create_dataset(per_replica_batch_size, global_batch_size, input_context) required
     The training data, one pass; the engine repeats it. Each process of a cluster reads all of it,
     and takes its rows of each batch.
@@ -164,14 +170,6 @@ at_end(reason, metrics, dev, step, train_model, train_loss, eval_model, lr, opti
 A hook names only the arguments that it uses, in any order, and may also name config and hparams.
 One that callbacks.py leaves out is the default.
 """
-
-import dataclasses
-import re
-from collections.abc import Iterator
-
-assert __doc__  # python -OO would drop it
-# As it is shown: without what is said above about the table itself.
-TEXT = __doc__[__doc__.index("create_dataset(") :]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,6 +146,17 @@ def count_rows(batch: Any) -> tf.Tensor:
     return tf.cast(get_first_dimension(first), tf.int32)
 
 
+def add_to_digest(digest: Any, batch: Any) -> tf.Tensor:
+    """Returns a number that differs, all but surely, where batches so far differed.
+
+    Of each it has the sizes and the first row.
+    """
+    parts = tf.nest.flatten(batch, expand_composites=True)
+    seen = [tf.io.serialize_tensor(part[:1] if part.shape.rank else part) for part in parts]
+    seen += [tf.io.serialize_tensor(tf.shape(part)) for part in parts]
+    return 31 * digest + tf.strings.to_hash_bucket_fast(tf.strings.join(seen), 2**40)
+
+
 def find_static_rows(spec: Any) -> int | None:
     """Returns the first dimension of a structure's tensors or specs, if it is fixed."""
     sizes = (part.shape[0] for part in tf.nest.flatten(spec) if part.shape.rank)

@@ -71,6 +71,7 @@ class Reader:
             ValueError: there is none; or whatever the reader raises.
         """
         self.made, self._remake = made, remake
+        self._goes_on = False  # whether passes were read one after the other
         source = _read_passes(made)
         first = next(source)
         if first is None:
@@ -83,7 +84,9 @@ class Reader:
         self.why_not = why_not if self._start is None else None
 
     def _open(self, state: Any) -> Iterator[Any]:
-        """Calls the hook again and reads from a state; an object made outside of it is put back."""
+        """Reads from a state; what has none, or may have changed, the hook has to make anew."""
+        if self._start is not None and not self._can_have_changed():
+            return _read_passes(self.made, state)
         made = self._remake()
         is_used_up = self.why_not is not None and hasattr(made, "__next__")
         if made is self.made and (is_used_up or isinstance(made, keras.utils.PyDataset)):
@@ -93,6 +96,13 @@ class Reader:
             )
         self.made = made
         return _read_passes(made, state)
+
+    def _can_have_changed(self) -> bool:
+        kind, base = type(self.made), keras.utils.PyDataset
+        names = ("on_epoch_begin", "on_epoch_end")[: 1 + self._goes_on]
+        return hasattr(kind, "__next__") or (
+            issubclass(kind, base) and any(getattr(kind, n) is not getattr(base, n) for n in names)
+        )
 
     def _begin(self, source: Iterator[Any], position: Any = None, skip: int = 0) -> None:
         """Notes what the next dataset reads, of whose first element ``skip`` examples are used."""
@@ -115,6 +125,7 @@ class Reader:
         """
         source: Any = None
         number = 0
+        self._goes_on |= goes_on
 
         def read_pass() -> Iterator[Any]:
             nonlocal source, number
@@ -231,11 +242,11 @@ class _Passes:
     """Makes of a ``PyDataset`` an iterable with a state, read by as many threads as it has workers.
 
     The state is how many elements were read. ``on_epoch_begin`` and ``on_epoch_end`` lead to it:
-    they do again what they did in the passes before.
+    they do again what they did in the passes before. A pass ends when the next one begins.
     """
 
     def __init__(self, made: keras.utils.PyDataset) -> None:
-        self._made, self._number = made, 0
+        self._made, self._number, self._has_begun = made, 0, False
         self._size = sys.maxsize if made.num_batches is None else made.num_batches
 
     def get_state(self) -> int:
@@ -250,6 +261,9 @@ class _Passes:
         self._number = number
 
     def __iter__(self) -> Iterator[Any]:
+        if self._has_begun:
+            self._made.on_epoch_end()
+        self._has_begun = True
         self._made.on_epoch_begin()
         threads = max(self._made.workers, 1)
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
@@ -258,7 +272,6 @@ class _Passes:
                 for element in pool.map(self._made.__getitem__, indices):
                     self._number += 1
                     yield element
-        self._made.on_epoch_end()
 
 
 def _make_arrays(element: Any) -> Any:

@@ -27,6 +27,7 @@ from ctl_core.hooks.hooks import Hooks, describe
 from ctl_core.input.batches import (
     BatchShape,
     Share,
+    add_to_digest,
     count_rows,
     distribute_shares,
     find_first_replica,
@@ -80,6 +81,7 @@ class Input:
         self.unit = 0
         self._hooks, self._config, self._strategy = hooks, config, strategy
         self._opened: Reader | None = None
+        self._second: tf.data.Dataset | None = None
         self._makes_batches = not hooks.make_batches.is_default
         self._hook = hooks.make_batches if self._makes_batches else hooks.create_dataset
         made = self._call_hooks()
@@ -93,9 +95,12 @@ class Input:
         self._open(made)
         self._rows = shape.batch if self.whole else find_static_rows(self.dataset.element_spec)
         self._counted: Any = None
-        if self._rows is None:
-            with tf.device("CPU:0"):
+        self._digest: Any = None  # of what was drawn, where other processes should draw the same
+        with tf.device("CPU:0"):
+            if self._rows is None:
                 self._counted = tf.Variable(0, dtype=tf.int64, trainable=False, name="examples")
+            if shape.replicas > count_local_replicas(strategy):
+                self._digest = tf.Variable(made.cardinality(), trainable=False, name="digest")
         self.share_spec = self.dataset.element_spec
         if not self.whole:
             rows, more = divmod(self._rows or 0, shape.shares)
@@ -110,7 +115,7 @@ class Input:
             value for each replica of this process; and how many examples the global batch has,
             a number or an int32 tensor.
         """
-        return self.deal_out(None if self.whole else next(self.iterator))
+        return self.deal_out(None if self.whole else self._read())
 
     def deal_out(self, batch: Any) -> tuple[Callable[[Any], Any], Any]:
         """Returns the same, of a global batch that is drawn; None: of shares, drawn as dealt."""
@@ -123,13 +128,25 @@ class Input:
 
         def deal(micro_batch: Any) -> Any:
             if self.whole:  # those of other processes are read, too
-                dealt = [Share(next(self.iterator)) for _ in range(replicas)][own]
+                dealt = [Share(self._read()) for _ in range(replicas)][own]
             else:
                 numbers = [micro_batch * replicas + replica for replica in range(replicas)][own]
                 dealt = [take_share(batch, examples, i, shares, replicas) for i in numbers]
             return distribute_shares(self._strategy, dealt)
 
         return deal, examples
+
+    def _read(self) -> Any:
+        element = next(self.iterator)
+        if self._digest is not None:
+            with tf.device("CPU:0"):
+                self._digest.assign(add_to_digest(self._digest, element))
+        return element
+
+    @property
+    def digest(self) -> int:
+        """A number that differs, all but surely, where processes have drawn different data."""
+        return 0 if self._digest is None else int(self._digest.numpy())
 
     def count_new_examples(self, steps: int) -> int:
         """Returns how many examples so many steps had, since it was last asked."""
@@ -162,14 +179,24 @@ class Input:
             self.reader.note_used(skip)
 
     def make_pass(self) -> tf.data.Dataset:
-        """Returns a pass, or all that has no end, of what ``dataset`` has, to look at."""
-        return self._batch(self._call_hooks())
+        """Returns a pass, or all that has no end, of what ``dataset`` has, to look at.
+
+        The hook is called once for all that looks before training; then its data are let go.
+        """
+        look, self._second = self._look(), None
+        return self._batch(look)
 
     def describe_shortage(self) -> str:
         """Says, after the name of the hook, that a pass has less than a global batch; reads it."""
         examples = self._count_examples() or "an empty dataset, no"
         size = f"one global batch of {self.shape.batch}"
         return f"returned {examples} examples, fewer than {size}; lower --batch-size."
+
+    def _look(self) -> tf.data.Dataset:
+        if self._second is None:
+            opened, self._second = self._opened, self._call_hooks()
+            self._opened = opened  # which training reads
+        return self._second
 
     def _call_hooks(self) -> tf.data.Dataset:
         """Returns what the hooks of the data return; ``_opened`` is what reads it, if need be."""
@@ -192,15 +219,11 @@ class Input:
 
     def _count_examples(self, elements: int = -1) -> int:
         """Returns how many examples the first elements have, or all of a pass."""
-        count, first = self._hooks.count_examples, self._call_hooks().take(elements)
+        count, first = self._hooks.count_examples, self._look().take(elements)
         return sum(int(count.trace(batch=element)) for element in first)
 
     def _inspect(self, spec: Any) -> int | None:
-        """Returns how many examples an element has that is used as it is; None: they are joined.
-
-        Raises:
-            SetupError: it is not clear how many examples elements hold, or they are no shares.
-        """
+        """Returns how many examples an element has that is used as it is; None: they are joined."""
         batch, shares = self.shape.batch, self.shape.shares
         if self.whole:
             if (size := self._count_examples(1)) * shares != batch:
@@ -209,11 +232,13 @@ class Input:
                     "count_examples counts, each is the share of a replica."
                 )
             return size
-        sizes = {part.shape[0] for part in tf.nest.flatten(spec) if part.shape.rank != 0}
+        parts = tf.nest.flatten(spec)
+        are_tensors = all(hasattr(part, "shape") for part in parts)
+        sizes = {part.shape[0] for part in parts if are_tensors and part.shape.rank != 0}
         if not sizes or len(sizes - {None}) > 1:
             raise self._hook.reject(
-                f"returned elements {describe(spec)}, expected batches, whose tensors have a row "
-                "for each example: use dataset.batch(per_replica_batch_size), or write "
+                f"returned elements {describe(spec)}, expected batches of tensors that have a "
+                "row for each example: use dataset.batch(per_replica_batch_size), or write "
                 "count_examples."
             )
         return batch if has_varying_widths(spec) and self._count_examples(1) == batch else None
@@ -276,7 +301,7 @@ class Input:
         if examples >= 0:
             steps = (examples + (batch - 1) * config.keeps_last_batch) // batch
         else:
-            count = self.make_pass().reduce(np.int64(0), lambda count, *_: count + 1)
+            count = self._batch(self._look()).reduce(np.int64(0), lambda count, *_: count + 1)
             steps = int(count) // (self.shape.shares if self.whole else 1)
         if steps == 0:
             raise self._hook.reject(self.describe_shortage())

@@ -87,13 +87,12 @@ def format_name(text: object) -> str:
     return quote(str(text))[1:-1]
 
 
-def suggest(name: str, names: Iterable[str], mark: str = "", cutoff: float = 0.5) -> str:
-    """Returns ``"; did you mean 'x'?"`` for the nearest of ``names``, or an empty string.
-
-    ``mark`` is put before it, and is no part of what is compared.
-    """
-    close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=cutoff)
-    return f"; did you mean '{mark}{close[0]}'?" if close else ""
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Returns ``"; did you mean 'x'?"`` for the nearest of ``names``, or an empty string."""
+    names = list(names)
+    close = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
+    close += [other for other in names if len(name) > 2 and name in other]
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def format_error(error: BaseException, limit: int = 300) -> str:

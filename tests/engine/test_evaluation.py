@@ -82,9 +82,15 @@ def create_eval_dataset():
 def test_evaluate_and_predict_with_several_sets(cli: Cli) -> None:
     assert "eval: val/loss " in cli(CHOOSING, "--limit-eval", "1").out
     assert "  test/error " in cli(None, command=("evaluate",)).out
-    assert cli(None, "--dataset", "test", command=("predict",)).code == 0
+    flags = ["--dataset", "test", "--include", "1", "--include", "0"]
+    assert cli(None, *flags, command=("predict",)).code == 0
+    inputs, target = (part[37:] for part in small.data())  # all, whatever limit_eval says
     with np.load("runs/a/predictions-test.npz") as file:
-        assert file["output"].shape == (63, 1)  # whatever limit_eval says
+        np.testing.assert_array_equal(file["batch/0"], inputs)
+        np.testing.assert_array_equal(file["batch/1"], target)
+        np.testing.assert_allclose(file["output"], ctl_core.load("runs/a")(inputs), rtol=1e-5)
+    outcome = cli(None, *flags, "--include", "label", command=("predict",))
+    refused(outcome, "include: expected some of 0, 1, got 'label'")
     for flags in ([], ["--dataset", "tset"]):
         refused(cli(None, *flags, command=("predict",)), "dataset: expected one of val, test")
 

@@ -166,6 +166,69 @@ def test_hooks_restore_and_keep_checkpoints_by_themselves(train_small: engine.Tr
     compare.assert_close(seen[0], plain.weights)
 
 
+def test_the_data_are_made_twice_at_most(train_small: engine.Train) -> None:
+    """Also where a pass is counted, and a loss of one number tried, before training."""
+    calls: list[int] = []
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        calls.append(1)
+        data = tf.data.Dataset.from_tensor_slices(small.data()).shuffle(50, seed=2)
+        return data.filter(lambda x, y: y[0] < 9).batch(per_replica_batch_size)
+
+    hooks = small.hooks(create_dataset=create_dataset)
+    hooks.create_loss = lambda: lambda pair: tf.reduce_sum(small.squared_error(pair))
+    for epochs in (1, 2):
+        train_small(hooks, steps=None, epochs=epochs)
+    assert len(calls) == 4
+
+
+class Noise(keras.layers.Layer):
+    """Dropout, and beside it noise of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = tf.random.Generator.from_seed(3)
+        self.dropout = keras.layers.Dropout(0.5)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        noise = self.generator.normal(tf.shape(inputs)) if training else 0.0
+        return tf.concat([self.dropout(inputs, training=training), inputs + noise], axis=1)
+
+
+def test_replicas_that_a_hook_restores_keep_random_numbers_of_their_own(
+    train_small: engine.Train,
+) -> None:
+    seen: list[np.ndarray] = []
+    hooks = small.hooks(
+        create_model=lambda: keras.Sequential([keras.layers.Dense(1), Noise()]),
+        input_pre=lambda batch: tf.ones_like(batch[0]),
+        every_steps={1: lambda output: seen.append(np.array(output))},
+        at_step={4: lambda manager: manager.restore()},
+    )
+    train_small(hooks, virtual_devices=2, ckpt_every=2)
+    for output in seen:  # of a replica's rows, then of the other's
+        assert (output[:8] != output[8:]).any(axis=0).all()
+
+
+def test_numbers_of_variables(train_small: engine.Train) -> None:
+    """On two devices as on one."""
+    found = []
+
+    def look(optimizer: Any, train_model: Any) -> None:
+        found.append((int(optimizer.iterations), float(train_model.scale), float(train_model.own)))
+
+    def create_model() -> Any:
+        model = small.create_model()
+        model.scale = model.add_weight(shape=(), initializer="ones", trainable=False)
+        model.own = tf.Variable(2.0, trainable=False)
+        return model
+
+    for devices in (1, 2):
+        hooks = small.hooks(create_model=create_model, at_step={2: look})
+        train_small(hooks, run_name=f"on-{devices}", virtual_devices=devices)
+    assert found == [(2, 1.0, 2.0)] * 2
+
+
 def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train_small: engine.Train) -> None:
     """Also with all that hooks may ask of the manager."""
 

@@ -39,6 +39,11 @@ def create_dataset():  # here
 == create_dataset returns single examples -> create_dataset | batch(
 def create_dataset():  # here
     return tf.data.Dataset.range(99)
+== create_dataset returns an extension type -> create_dataset | Spec | tensors
+class Masked(tf.experimental.BatchableExtensionType):
+    values: tf.Tensor
+def create_dataset():  # here
+    return tf.data.Dataset.from_tensors(Masked(np.zeros([40, 5]))).unbatch().batch(16)
 == there is no example -> create_dataset | empty
 def create_dataset():  # here
     return tf.data.Dataset.from_tensor_slices(small.data()).take(0).batch(16)
@@ -106,6 +111,10 @@ def create_opt():  # here
 == create_opt returns a class -> create_opt | class Adam | optimizer
 def create_opt():  # here
     return keras.optimizers.Adam
+== an optimizer is made outside of the hook -> create_opt | made before
+made = keras.optimizers.SGD(0.1)
+def create_opt():  # here
+    return made
 == create_opt raises -> create_opt | ValueError | momentum
 def create_opt(lr):
     return keras.optimizers.SGD(lr, momentum=3)  # here
@@ -284,6 +293,16 @@ def test_commands(tmp_path: Path, command: Command) -> None:
     for name in ("evaluate", "predict", "export"):
         assert_one_line(command(name, "--run-name=frist"), 2, "'first'")
     assert not (tmp_path / "runs" / "frist").exists()
+
+
+def test_a_model_that_is_made_outside_of_the_hooks(tmp_path: Path, command: Command) -> None:
+    """On one device it is as good as any; on two, it would be on neither."""
+    made = "model = small.create_model()\ncreate_model = lambda: model\n"
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + made)
+    outcome = command("train", *FLAGS, "--virtual-devices=2")
+    assert_one_line(outcome, 2, "hidden/kernel", "made outside of the hooks")
+    assert_nothing_trained(tmp_path)
+    assert command("train", *FLAGS).code == 0
 
 
 def test_a_slip_in_the_name_of_an_optional_hook_is_a_warning(

@@ -329,11 +329,21 @@ def test_compiled_stretches(train: engine.Train) -> None:
 def test_evaluations_read_each_example_once_and_the_same_each_time(
     train: engine.Train, kind: str
 ) -> None:
-    """On a part of the data, so that their order shows; a set by name has a reader of its own."""
+    """On a part of the data, so that their order shows; a set by name has a reader of its own.
+
+    What has a state is made once: it may hold gigabytes.
+    """
     found: list[Any] = []
+    calls: list[int] = []
+    sets = {"a": KINDS[kind], "b": generate}
+
+    def create_eval_dataset() -> Any:
+        calls.append(1)
+        return {name: make() for name, make in sets.items()}
+
     hooks = hooks_of(
         Batches,
-        create_eval_dataset=lambda: {"a": KINDS[kind](), "b": generate()},
+        create_eval_dataset=create_eval_dataset,
         create_metrics=lambda: {"y": keras.metrics.Mean()},
         metric_pre=lambda batch: {"y": (batch[1],)},
         after_eval=lambda metrics: found.append(metrics),
@@ -344,6 +354,8 @@ def test_evaluations_read_each_example_once_and_the_same_each_time(
     for metrics in found:
         np.testing.assert_allclose(metrics["a/y"], small.data()[1].mean(), rtol=1e-4)
         np.testing.assert_allclose(metrics["b/y"], small.data()[1].mean(), rtol=1e-4)
+    del sets["b"], calls[:]
     train(hooks, steps=4, run_name="few", limit_eval=3, **more)
+    assert len(calls) == (2 if kind == "grain's iterator" else 1)
     assert found[2]["a/y"] == pytest.approx(found[3]["a/y"], rel=1e-6)
     assert found[2]["a/y"] != pytest.approx(found[0]["a/y"], rel=1e-3)

@@ -1,6 +1,7 @@
 """Runs as their users see them: resumed by name, their settings, signals, disks, two at once."""
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import time
@@ -51,6 +52,42 @@ def test_a_run_goes_on_by_its_name_with_its_own_settings(project: Path, command:
 
     assert command("train", "--run-name=b", "--steps=1").code == 0
     assert read_settings(project / "runs" / "b")["seed"] == 6
+
+
+COPIED = """
+from pathlib import Path
+
+
+def read(path):
+    row = tf.strings.to_number(tf.strings.split(tf.io.read_file(path)))
+    return row[:5], tf.ensure_shape(row[5:], [1])
+
+
+def create_dataset():
+    paths = sorted(map(str, Path(__file__).resolve().with_name("rows").iterdir()))
+    return tf.data.Dataset.from_tensor_slices(paths).shuffle(100, seed=4).map(read).batch(16)
+"""
+
+
+def test_a_copied_project_reads_its_own_files(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shuffle's saved position names the other project's; those are changed meanwhile."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    (one / "rows").mkdir(parents=True)
+    (one / "callbacks.py").write_text(small.CALLBACKS + COPIED)
+    for number, row in enumerate(np.hstack(small.data())):
+        (one / "rows" / f"{number:03}").write_text(" ".join(map(str, row)))
+    monkeypatch.chdir(one)
+    assert command("train", *FLAGS, "--steps=3").code == 0
+    shutil.copytree(one, two)
+    for path in (one / "rows").iterdir():
+        path.write_text("1 1 1 1 1 1")
+    monkeypatch.chdir(two)
+    (warning, *_) = command("train", *FLAGS, "--steps=9").out.splitlines()
+    assert "dropping 48 examples, since it may name files of " in warning and str(one) in warning
+    assert command("train", *FLAGS[:2], "--run-name=whole", "--steps=9").code == 0
+    compare.assert_same_checkpoint(two / "runs/a", two / "runs/whole", 9)
 
 
 def test_without_a_name_a_run_is_named_by_the_time(project: Path, command: Command) -> None:

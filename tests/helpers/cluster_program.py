@@ -94,9 +94,19 @@ def settings_differ(folder: Path) -> None:
 
 
 def data_differs(folder: Path) -> None:
-    """Each process has the examples in an order of its own."""
-    own = tuple(part[TASK:] for part in cases.regression_data())
-    keep_message(folder, "data", make_hooks(create_dataset=cases.sliced(own)), steps=1)
+    """One process lacks the first example, later ones, or some that are evaluated."""
+    data = cases.regression_data()
+
+    def cut(first: int, last: int | None) -> Any:
+        return cases.sliced(tuple(np.concatenate([p[:first], p[last:]]) for p in data))
+
+    for name, hooks, how_long in (
+        ("data", make_hooks(create_dataset=cut(0, TASK)), {"steps": 1}),
+        ("later", make_hooks(create_dataset=cut(50, 50 + TASK)), {"steps": 4}),
+        ("fewer", make_hooks(create_dataset=cut(72, 72 + 24 * TASK)), {"epochs": 2}),
+        ("evaluated", make_hooks(create_eval_dataset=cut(48, 48 + TASK)), {"steps": 1}),
+    ):
+        keep_message(folder, name, hooks, **how_long)
 
 
 def folders_differ(folder: Path) -> None:
