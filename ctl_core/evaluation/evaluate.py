@@ -50,8 +50,7 @@ class EvaluationSet:
         spec: of its elements
         metrics: the user's metrics by name
         total, examples: sums in float64, of the loss and of what it is the mean over
-        run_steps: the graph function (iterator, steps) -> whether there may be more, and a digest
-            of them where other processes should read the same; once traced
+        run_steps: the graph function (iterator, steps) -> (may be more, digest), once traced
         exchanges: whether processes exchange something in it
         copies: of what the evaluation writes, once traced
     """

@@ -147,10 +147,7 @@ def count_rows(batch: Any) -> tf.Tensor:
 
 
 def add_to_digest(digest: Any, batch: Any) -> tf.Tensor:
-    """Returns a number that differs, all but surely, where batches so far differed.
-
-    Of each it has the sizes and the first row.
-    """
+    """Returns a number that differs, all but surely, if sizes or first rows so far differed."""
     parts = tf.nest.flatten(batch, expand_composites=True)
     seen = [tf.io.serialize_tensor(part[:1] if part.shape.rank else part) for part in parts]
     seen += [tf.io.serialize_tensor(tf.shape(part)) for part in parts]

@@ -37,11 +37,7 @@ _NO_READERS = (str, bytes, list, tuple, dict, set, np.ndarray, tf.Tensor, type)
 def open_reader(
     hook: Hook, made: Any, remake: Callable[[], Any], before: Reader | None = None
 ) -> Reader | None:
-    """Returns what reads what a hook made, the same as before of the same object; None: tf.data.
-
-    Raises:
-        SetupError: it cannot be read.
-    """
+    """Returns what reads what a hook made, the same as before of the same object; None: tf.data."""
     if isinstance(made, tf.data.Dataset):
         return None
     readable = isinstance(made, Iterable | keras.utils.PyDataset)

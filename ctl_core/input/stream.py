@@ -179,10 +179,7 @@ class Input:
             self.reader.note_used(skip)
 
     def make_pass(self) -> tf.data.Dataset:
-        """Returns a pass, or all that has no end, of what ``dataset`` has, to look at.
-
-        The hook is called once for all that looks before training; then its data are let go.
-        """
+        """Returns a pass, or all that has no end, to look at; its data are let go afterwards."""
         look, self._second = self._look(), None
         return self._batch(look)
 
