@@ -130,7 +130,8 @@ def accumulate(run: Callable[..., Any], steps: int, contribute: Callable[[Any], 
     def body(done: tf.Tensor, totals: list[Any]) -> tuple[tf.Tensor, list[Any]]:
         return done + 1, run(add, totals, contribute(done), done)
 
-    first = contribute(0)
+    # No constant, or its static shape would be asked of micro-batches that have a row less.
+    first = contribute(tf.compat.v1.placeholder_with_default(0, []))
     totals = run(begin, first)
     with tf.control_dependencies(_flatten(first["gradients"])):
         _, totals = tf.while_loop(

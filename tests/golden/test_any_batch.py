@@ -68,8 +68,11 @@ def test_batches_that_do_not_divide(
     if scale > 1:
         del hooks.update_pre
     more = {"accumulate_steps": accumulate, "last_batch": last_batch}
+    seen: list[int] = []
+    hooks.at_step = {1: lambda batch, output: seen.extend([len(batch[0]), len(output)])}
     state = train_on(train, hooks, devices, batch, steps=8, **more)
     batches = batches_of(shuffled(examples), batch, last_batch)
+    assert seen == [batch, batch]
     assert_trained(state, train_plainly(hooks, 8, batches))
 
 
