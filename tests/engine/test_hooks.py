@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import optuna
 import pytest
 import tensorflow as tf
 
@@ -274,6 +275,24 @@ def test_the_gan_that_is_shown_trains(train: Train, tmp_path: Path) -> None:
     state = train(make_hooks(**own, **hooks_of(block, tmp_path)), steps=12)
     updates = {name: int(one.iterations) for name, one in state.optimizer.items()}
     assert updates == {"critic": 36, "generator": 12}
+
+
+def test_what_else_is_shown_is_understood(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The listener hears a run, and the flags of a sweep's trial are settings."""
+    shown: dict[str, Any] = {}
+    for block in read_blocks("recipes.md"):
+        if "Listener" in block or "def flags" in block:
+            exec(block, shown)
+    config = ctl_core.Config(steps=2, runs_dir=str(tmp_path), run_name="a", eval_every=1)
+    hooks = make_hooks(create_eval_dataset=sliced(regression_data()))
+    ctl_core.train(hooks, config, listeners=[shown["Heard"]()])
+    out = capsys.readouterr().out
+    assert "a eval 1 {'loss': " in out and "a is done" in out
+    trial = optuna.trial.FixedTrial({"learning_rate": 0.01, "width": 32})
+    config = parse_command(["train", *shown["flags"](trial)]).config
+    assert (config.learning_rate, config.hparams) == (0.01, {"width": 32})
 
 
 def test_the_loop_that_is_shown_has_the_weights_of_its_hooks(
