@@ -203,49 +203,19 @@ def draw_moments(seed: int, startup: float) -> Iterator[Moment]:
         yield draw.choices(moments, [25, 30, 20, 25])[0]
 
 
-def train_and_kill(project: Project, plan: Iterator[Moment], kills: int, seed: int) -> list[str]:
-    """Trains runs ``killed-1``, ``killed-2``, ... until so many kills are spent.
-
-    Of a cluster, one of the workers is killed, and the supervisor starts all again.
-
-    Returns:
-        The names of the runs, each trained to its end.
-    """
-    draw, runs, done = random.Random(seed), list[str](), 0
+def train_and_kill(project: Project, plan: Iterator[Moment], kills: int) -> list[str]:
+    """Trains runs until so many kills are spent; returns their names, each trained to its end."""
+    runs, done = list[str](), 0
     while done < kills:
-        run = f"killed-{len(runs) + 1}"
-        runs.append(run)
-        code = -signal.SIGKILL
-        while code == -signal.SIGKILL:
-            process = project.start(run, PAUSE)
-            while process.poll() is None and done < kills:
-                done += kill_once(project, run, process, next(plan), draw)
-            code = process.wait(timeout=600)
-        assert code == 0, (project.folder / f"{run}.log").read_text(errors="replace")[-3000:]
+        runs.append(run := f"killed-{len(runs) + 1}")
+        process = project.start(run, PAUSE)
+        while done < kills and next(plan).wait(project, run, process):
+            process.kill()
+            process.wait()
+            process, done = project.start(run, PAUSE), done + 1
+        log = project.folder / f"{run}.log"
+        assert process.wait(timeout=600) == 0, log.read_text(errors="replace")[-3000:]
     return runs
-
-
-def kill_once(
-    project: Project,
-    run: str,
-    process: subprocess.Popen[bytes],
-    moment: Moment,
-    draw: random.Random,
-) -> bool:
-    """Waits for the moment and kills; returns whether the run had not ended before."""
-    victims = [process.pid]
-    while project.workers > 1 and len(victims := find_workers(process.pid)) < project.workers:
-        if process.poll() is not None:
-            return False
-        time.sleep(0.01)
-    if not moment.wait(project, run, process):
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(draw.choice(victims), signal.SIGKILL)
-    # Those that share its fate are gone before the next ones start.
-    while process.poll() is None and {*victims} & {process.pid, *find_workers(process.pid)}:
-        time.sleep(0.01)
-    return True
 
 
 def find_workers(supervisor: int) -> list[int]:
@@ -263,7 +233,7 @@ def find_workers(supervisor: int) -> list[int]:
 def test_one_process(tmp_path: Path) -> None:
     project = Project(tmp_path, steps=300).make()
     startup = project.train_whole("whole")
-    for run in train_and_kill(project, draw_moments(3, startup), kills=10, seed=3):
+    for run in train_and_kill(project, draw_moments(3, startup), kills=10):
         project.compare(run, "whole")
 
 
@@ -278,7 +248,7 @@ def until_none_is_left(project: Project) -> None:
 def test_a_cluster(tmp_path: Path) -> None:
     """Its supervisor is terminated and killed, then its workers are killed."""
     project = Project(tmp_path, steps=60, workers=2).make()
-    startup = project.train_whole("whole")
+    project.train_whole("whole")
     assert project.processes() == []
     for moment, number, code in (
         (Moment("step", 0.3), signal.SIGTERM, 143),
@@ -289,8 +259,11 @@ def test_a_cluster(tmp_path: Path) -> None:
         process.send_signal(number)
         assert process.wait() == code
         until_none_is_left(project)
-    plan = iter([Moment("start", 0.3 * startup), Moment("step", 0.2), Moment("file", 0.005, 5)])
-    assert train_and_kill(project, plan, kills=3, seed=1) == ["killed-1"]
+    process = project.start("killed-1", PAUSE)
+    for worker, moment in enumerate([Moment("step", 0.2), Moment("file", 0.005, 5)]):
+        assert moment.wait(project, "killed-1", process)
+        os.kill(find_workers(process.pid)[worker], signal.SIGKILL)
+    assert process.wait(timeout=600) == 0
     until_none_is_left(project)
     project.compare("killed-1", "whole")
 
