@@ -279,8 +279,10 @@ def test_early_stop_stops_where_that_of_keras_does(
 
 def test_a_metric_that_is_none_or_has_no_better(train: Train) -> None:
     metrics = {"error": keras.metrics.MeanAbsoluteError(), "own": keras.metrics.Mean()}
+    metrics["val/accuracy"] = keras.metrics.Mean()
     own = evaluated_hooks(create_metrics=lambda: metrics, metric_pre=lambda output, batch: {
-        "error": (batch[1], output), "own": (output,)})  # fmt: skip
-    for keep_best, words in (("eror", "did you mean 'error'"), ("own", "own:max")):
+        "error": (batch[1], output), "own": (output,), "val/accuracy": (output,)})  # fmt: skip
+    words_of = {"eror": "mean 'error'", "acc": "mean 'val/accuracy'", "own": "own:max"}
+    for keep_best, words in words_of.items():
         with pytest.raises(ctl_core.SetupError, match=words):
             train(own, keep_best=keep_best)

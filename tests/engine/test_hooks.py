@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from ctl_core.commands.cli import parse_command
 from ctl_core.hooks import defaults
 from ctl_core.hooks.callbacks_file import Source, load_callbacks
 from ctl_core.hooks.load import is_default
-from ctl_core.hooks.table import SPECS
+from ctl_core.hooks.table import SPECS, TEXT
 from tests.golden import compare, small
 from tests.helpers.cases import (
     Followed,
@@ -71,6 +72,12 @@ def test_every_hook_may_name_config_and_hparams(train: Train) -> None:
     state = train(hooks, steps=1, seed=3, hparams={"rate": 0.5})
     assert_weights(state, [w - 1.5 for w in small_model().get_weights()])
     assert seen == [1.5]
+
+
+def test_the_table_is_there_without_docstrings() -> None:
+    """As Python leaves them out with ``-OO``."""
+    command = [sys.executable, "-OO", "-m", "ctl_core", "hooks"]
+    assert subprocess.check_output(command, cwd=ROOT, text=True) == TEXT
 
 
 @pytest.mark.parametrize("stub", ["digits.py", "blank.py"])

@@ -29,11 +29,11 @@ def create_model():
     layers = keras.layers.RandomFlip(seed=1), keras.layers.Flatten(), keras.layers.Dense(3)
     return keras.Sequential([keras.Input((8, 8, 1)), *layers])
 """
-# A model of a dict within a dict, whose outputs are one, too.
+# A model of a dict within a dict, whose outputs are one, too; it gets a label that it does not use.
 NESTED = f"""{small.CALLBACKS}
 x = np.random.default_rng(0).normal(size=(3, 32, 4)).astype("float32")
 create_dataset = small.slices(
-    {{"anchor": x[0], "others": {{"positive": x[1], "negative": x[2]}}}}
+    {{"anchor": x[0], "label": x[0], "others": {{"positive": x[1], "negative": x[2]}}}}
 )
 
 

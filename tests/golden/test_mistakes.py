@@ -326,6 +326,16 @@ def input_pre(batch, lr):
     tf.debugging.assert_less(lr.value, 1.0, message="too fast")  # here
     return batch[0]
 at_step = {7: lambda lr: lr.assign(2.0)}
+== a damaged record -> create_dataset | corrupted record at 1501
+def create_dataset():  # here
+    with tf.io.TFRecordWriter("records") as file:
+        for number in range(100):
+            file.write(b"%03d" % number)
+    with open("records", "r+b") as file:
+        file.seek(1510)
+        file.write(b"xxx")
+    numbers = tf.data.TFRecordDataset("records").map(tf.strings.to_number)
+    return numbers.map(lambda number: (tf.fill([5], number), [number])).batch(16)
 == Python in the pipeline -> create_dataset | OSError: no such image
 def check(number):
     if number == 6:
