@@ -13,7 +13,6 @@ import keras
 import tensorflow as tf
 
 from ctl_core.checkpoint.folder import Run
-from ctl_core.checkpoint.record import read_first_batch_size
 from ctl_core.cluster.collectives import Alone
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
@@ -173,12 +172,11 @@ class _Builder:
 
     def _create_data(self) -> Input:
         """Calls the hooks of the data; all processes compare what they read."""
-        config, strategy, start = self.config, self.strategy, self.run.start
+        config, strategy = self.config, self.strategy
         replicas = strategy.num_replicas_in_sync
         shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
         with self.recording.record_as("create_dataset"):
-            first = read_first_batch_size(start.folder) if start else None
-            data = Input(self.hooks, config, strategy, shape, first)
+            data = Input(self.hooks, config, strategy, shape)
         return data
 
     def _create_parts(self, step: tf.Variable, rate: LearningRate) -> Parts:

@@ -216,7 +216,7 @@ def find_written_resources(graph: Any) -> list[Any]:
 
 def find_called_graphs(op: Any) -> list[Any]:
     """Returns the graphs of the functions that an op calls."""
-    attributes = op.node_def.attr.values()
+    attributes = [value for _, value in sorted(op.node_def.attr.items())]  # in one order for all
     named = [f for a in attributes for f in (*([a.func] * a.HasField("func")), *a.list.func)]
     functions = [op.graph._get_function(function.name) for function in named]
     # Those of the older kind, as in TensorFlow's CTC loss, keep none: no hook is in them.

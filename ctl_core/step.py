@@ -79,9 +79,7 @@ def make_gradients(
     """Sums what replicas contribute, once, and calls ``update_pre``; nothing is applied yet.
 
     Args:
-        parts: of the step
         contributed: what ``forward_backward`` returned, or the sum of several
-        trained: by objective, the variables of the gradients
         examples: how many the global batch has
         asks_for_loss: whether a host hook that is due names ``loss``
     """
@@ -180,7 +178,6 @@ def train_step(
     """Takes a step: one update on a global batch, or one on the same batch for each turn.
 
     Args:
-        parts: what the step is made of
         deal: deals out micro-batches of the global batch, see ``Input.deal_out``
         examples: how many it has
         fetches: names of the values that are wanted, out of ``table.OBSERVED``; what nobody wants

@@ -47,7 +47,6 @@ class InputPosition:
         config, data = self._state.config, self._state.data
         return {
             "batch_size": config.batch_size,
-            "per_replica_batch_size": data.per_replica_batch_size,
             "last_batch": config.last_batch,
             "overfit_batches": config.overfit_batches,
             "unit": 0 if data.reader else data.unit,

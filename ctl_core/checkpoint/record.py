@@ -1,6 +1,5 @@
 """Records, which make checkpoints count; the files that belong to one; which is kept as best."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -108,14 +107,6 @@ def read_record(folder: Path, step: int) -> Record:
     if record.step != step:
         raise Damaged(f"its record is that of step {record.step}")
     return record
-
-
-def read_first_batch_size(folder: Path) -> int | None:
-    """Returns the ``per_replica_batch_size`` of a run's first start; None if there is none."""
-    for step in list_saved_steps(folder):
-        with contextlib.suppress(Damaged):
-            return read_record(folder, step).input["per_replica_batch_size"]  # type: ignore[no-any-return]
-    return None
 
 
 def _files_of(folder: Path, step: int) -> list[Path]:

@@ -8,6 +8,7 @@ The run itself, if it is there, is neither read nor locked.
 import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import tempfile
 import time
@@ -53,12 +54,7 @@ def check(callbacks: Any, config: Config) -> State:
     at the end, and each command. Then it takes steps and evaluates on one CPU device and on three.
     Hooks that write files or call services do so.
 
-    Returns:
-        The state, as ``train`` returns it; of the run's folder nothing is left.
-
-    Raises:
-        SetupError: devices differ; and as ``train`` does.
-        RunError: as ``train`` does; also where it would do so later.
+    It returns and raises what ``train`` does, and a SetupError where devices differ.
     """
     begun, console, name = time.monotonic(), _Console(), config.run_name or "run"
     if config.listener is not None:  # which hears nothing of a check
@@ -105,12 +101,18 @@ def _train(hooks: Hooks, config: Config, console: _Console) -> State:
         def run(**values: Any) -> None:
             if at is not None and "step" in values:
                 values["step"] = at
-            ended = ""
+            ended, before = "", read_memory(hook.function)
             try:
                 hook.function(**values)
             except StopTraining as asked:  # the others are to run, too
                 ended = f"; it ends training there. {asked}".rstrip()
             console.print(f"  {hook} ran{f', as after step {at}' * (at is not None)}{ended}")
+            after = read_memory(hook.function)
+            if changed := [name for name in after if after[name] != before.get(name)]:
+                console.warn(
+                    f"{hook} remembers {', '.join(changed)} in Python, which no checkpoint holds; "
+                    "keep in state what training depends on."
+                )
 
         return dataclasses.replace(hook, function=run)
 
@@ -133,6 +135,21 @@ def _train(hooks: Hooks, config: Config, console: _Console) -> State:
         trainer.restore()
         trainer.train()
     return state
+
+
+def read_memory(function: Any) -> dict[str, str]:
+    """Returns the numbers and arrays in what a hook of the host reaches in Python, as texts."""
+    own = getattr(function, "__self__", function)
+    code = function if inspect.isroutine(function) else type(function).__call__
+    held = dict(getattr(own, "__dict__", {}))
+    with contextlib.suppress(TypeError, ValueError):  # it is not written in Python
+        found = inspect.getclosurevars(code)
+        held |= {**found.globals, **found.nonlocals}
+    for name, one in list(held.items()):
+        inner = one if isinstance(one, dict) else {}
+        held |= {f"{name}[{key!r}]": value for key, value in inner.items()}
+    kinds = (int, float, np.generic, np.ndarray)
+    return {name: repr(value) for name, value in held.items() if isinstance(value, kinds)}
 
 
 def _use(hooks: Hooks, state: State, config: Config, console: _Console) -> None:

@@ -30,7 +30,6 @@ def train(
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes
-        config: the settings
         go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
             otherwise takes more steps than it was to take then
         note: what is expected of the run, for its entry in training_log.md

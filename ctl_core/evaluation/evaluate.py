@@ -162,14 +162,14 @@ def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Eva
                 "there is no evaluation that it could run after; write create_eval_dataset."
             )
         return None
-    per_replica = parts.shape.per_replica
-    if config.eval_batch_size is not None:
-        per_replica = max(1, config.eval_batch_size // parts.shape.replicas)
+    size = config.eval_batch_size or parts.shape.batch
+    if not hooks.count_examples.is_default:  # each is a replica's share
+        size = max(1, size // parts.shape.replicas)
 
     def call() -> dict[str, Any]:
         with keep_seeds():
             keras.utils.set_random_seed(config.seed)
-            made = hook(per_replica_batch_size=per_replica)
+            made = hook(per_replica_batch_size=size)
         return made if isinstance(made, dict) else {"": made}
 
     def create(name: str, made: Any) -> EvaluationSet:

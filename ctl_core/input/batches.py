@@ -35,12 +35,8 @@ class BatchShape:
 
     @property
     def per_replica(self) -> int:
-        """The largest divisor of B that is no more than a share: what hooks of the data batch by.
-
-        A divisor, so that a remainder which a hook drops is what the global batches leave over.
-        """
-        most = max(1, self.batch // self.shares)
-        return next(size for size in range(most, 0, -1) if self.batch % size == 0)
+        """How many examples a share has, at least."""
+        return max(1, self.batch // self.shares)
 
     def count_rows_of(self, replica: Any, examples: Any) -> tuple[Any, Any]:
         """Returns how many rows of a global batch a replica has, and whether there are any.

@@ -46,7 +46,7 @@ class Input:
 
     Attributes:
         shape: of a global batch
-        per_replica_batch_size: what hooks of the data are given
+        per_replica_batch_size: that hooks of the data are given, the same on any devices if joined
         whole: whether each element is a share by itself
         endless: whether a pass has no end
         steps_per_epoch: global batches in a pass; None without an end, and until they are counted
@@ -63,20 +63,15 @@ class Input:
         config: Config,
         strategy: tf.distribute.Strategy,
         shape: BatchShape,
-        per_replica: int | None = None,
     ) -> None:
         """Inspects what the hooks return; ``begin`` begins to read.
-
-        Where ``per_replica`` is given, it is the ``per_replica_batch_size`` of the run's first
-        start, which hooks get again on any devices; but shares have to be those of these.
 
         Raises:
             SetupError: what the hooks return is no dataset, or not batched as it should be.
         """
         self.shape = shape
         self.whole = not hooks.count_examples.is_default
-        first = None if self.whole else per_replica
-        self.per_replica_batch_size = first or shape.per_replica
+        self.per_replica_batch_size = shape.per_replica if self.whole else shape.batch
         self.iterator: Any = None
         self.unit = 0
         self._hooks, self._config, self._strategy = hooks, config, strategy

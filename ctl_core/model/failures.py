@@ -74,7 +74,6 @@ def describe_anomaly(error: BaseException, hooks: Hooks, ops: Iterable[Any]) -> 
 
     Args:
         error: what a graph call raised; of one about something else, None is returned
-        hooks: of the run
         ops: of such calls
     """
     if (found := _FOUND.search(str(error))) is None:

@@ -185,7 +185,6 @@ def forward_backward(
     """Differentiates the share of one replica in a micro-batch; nothing is summed or updated yet.
 
     Args:
-        parts: of the step
         examples: how many examples the global batch has
         kept: which of ``output`` and ``batch`` are needed afterwards
         share: the fields of a ``batches.Share``
@@ -251,7 +250,6 @@ def settle_written(
     has none gets what the first has, which has some if any has.
 
     Args:
-        parts: of the step
         contributed: what ``forward_backward`` returned; returned without rows of a stand-in
         before: what the written variables held before it
         rows, present, together: see ``batches.Share``
@@ -269,10 +267,12 @@ def settle_written(
     context = tf.distribute.get_replica_context()
     if shared := [one.variable for one in parts.written if one.is_shared]:
         is_first = tf.equal(context.replica_id_in_sync_group, 0)
-        firsts = context.all_reduce(
-            tf.distribute.ReduceOp.SUM, [keep_if(is_first, one.read_value()) for one in shared]
-        )
+        values = [keep_if(is_first, one.read_value()) for one in shared]
+        # TensorFlow sums int32 on the host, and nothing else together with it.
+        values = [tf.cast(one, tf.int64) if one.dtype == tf.int32 else one for one in values]
+        firsts = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
         for variable, first in zip(shared, firsts, strict=True):
-            variable.assign(tf.where(present, variable.read_value(), first))
+            value = variable.read_value()
+            variable.assign(tf.where(present, value, tf.cast(first, value.dtype)))
     cut = {name: keep_rows_if(present, contributed[name]) for name in PIECES if name in contributed}
     return {**contributed, **cut}

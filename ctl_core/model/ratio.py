@@ -1,4 +1,4 @@
-"""Whether a loss that is one number is the sum over its batch: looked at before each training.
+"""Whether a loss that is one number, and a weight, are sums over a batch: before each training.
 
 A mean would make gradients smaller by the size of the batch. Nothing tells the two apart but their
 values: the gradient of a sum over a batch is that of the sums over its halves, that of a mean is
@@ -6,6 +6,7 @@ half of it. The ratio decides, not equality: noise, smoothing and negatives out 
 it.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -16,55 +17,60 @@ import tensorflow as tf
 from ctl_core.cluster.collectives import Alone
 from ctl_core.compat import add_called_ops, draw_from, get_seed_generator
 from ctl_core.input.batches import count_rows, find_first_replica, take_rows
-from ctl_core.model.forward import compute_objectives
+from ctl_core.model.forward import compute_objectives, run_model, weigh_batch
 from ctl_core.model.parts import Parts
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.run.console import Console
 
-BATCHES, MOST_ROWS = 3, 64
+BATCHES, MOST_ROWS, WEIGHED = 3, 64, 8
+_WEIGHT = "batch_weight"  # among objectives
 DRAWS = 20  # of a loss that has noise of its own
 MEAN = 0.45, 0.55  # ratios of a mean, with noise and smoothing
 WHOLE = 0.85  # up to here, a loss is no sum over the examples
 
 
 def check_losses(state: State, console: Console) -> None:
-    """Tries the losses of some batches beside those of their halves, without training.
+    """Tries the losses of some batches beside those of their halves, weights beside those of rows.
 
-    Costs nothing where each example has a loss, otherwise two small graphs and one more call of
-    ``create_dataset``. What cannot be tried gives no verdict. Variables and random numbers are as
-    before.
-
-    Raises:
-        SetupError: a loss is a mean.
+    Costs nothing where each example has a loss, and no hook weighs; otherwise small graphs and one
+    more call of ``create_dataset``. What cannot be tried gives no verdict. Nothing is changed. A
+    mean, or a weight that is no sum, is a SetupError.
     """
     hooks = state.hooks
-    if not state.parts.scalar_losses or not hooks.count_examples.is_default:
+    if not (state.parts.scalar_losses or hooks.batch_weight) or not hooks.count_examples.is_default:
         return
     try:
         with keep_seeds():
             ratios = _try_batches(state)
     except Exception:  # the trial's own: half a batch may not do; training says what is wrong
         return
+    for ratio in ratios.pop(_WEIGHT, []):
+        if hooks.batch_weight and (ratio < WHOLE or ratio * WHOLE > 1):
+            raise hooks.batch_weight.reject(
+                f"some examples together weigh {ratio:.2f} times what they do one by one; return a "
+                "sum, which may be 0: a mean or a maximum with 1 would count for each replica."
+            )
     hook = hooks.create_loss if hooks.grad_pre.is_default else hooks.grad_pre
     for objective, several in ratios.items():
+        ratio = np.median(several)
         said = (
             f"the gradient of the loss{f' of {objective!r}' * bool(objective)} of a batch is "
-            f"{np.median(several):.2f} times that of the sum of those of its halves, "
+            f"{ratio:.2f} times that of the sum of those of its halves, "
         )
-        if all(MEAN[0] <= ratio <= MEAN[1] for ratio in several):
+        if MEAN[0] <= ratio <= MEAN[1]:
             raise hook.reject(
                 f"{said}as of a mean over the batch; return one number per example, as Keras' "
                 "losses with reduction=None do of values of shape [b, 1], or their sum "
                 "(tf.reduce_sum): the engine divides by the global batch size itself, or by what "
                 "batch_weight says."
             )
-        if MEAN[0] <= np.median(several) <= WHOLE:
+        if MEAN[0] <= ratio <= WHOLE:
             console.warn(
-                f"{hook}: {said}so it is of a batch as a whole: weights depend on the number of "
-                "devices and micro-batches, unless these exchange what it is made of, by "
-                "ctl_core.all_gather or all_reduce."
+                f"{hook}: {said}so it is of a batch as a whole, and divided by its size once more: "
+                "weights depend on the number of devices and micro-batches, unless these exchange "
+                "what it is made of, by ctl_core.all_gather or all_reduce."
             )
 
 
@@ -73,20 +79,20 @@ def _try_batches(state: State) -> dict[str, list[float]]:
     generator, parts = get_seed_generator(), dataclasses.replace(state.parts, quiet=True)
 
     @tf.function(autograph=False)
-    def measure(batch: Any, half: int) -> dict[str, list[tf.Tensor]]:
+    def try_batch(batch: Any, half: int) -> dict[str, list[tf.Tensor]]:
         with Alone(parts.strategy, find_first_replica(parts.strategy)), draw_from(generator):
-            return measure_gradients(parts, batch, half)
+            return measure(parts, batch, half)
 
     batches = [batch for batch in state.data.make_pass().take(BATCHES) if count_rows(batch) > 1]
     tried = [(batch, min(int(count_rows(batch)), MOST_ROWS) // 2) for batch in batches]
     found: dict[str, list[float]] = {}
     with parts.strategy.scope():
-        graph = measure.get_concrete_function(*tried[0]).graph
+        graph = try_batch.get_concrete_function(*tried[0]).graph
         copies = ReplicaCopies(parts.strategy, state.recording.find_written(graph, parts.strategy))
         draws = DRAWS if has_random_ops(add_called_ops(graph.get_operations())) else 1
         with copies.put_back_after():
             for batch, half in tried:
-                drawn = [measure(batch, half) for _ in range(draws)]
+                drawn = [try_batch(batch, half) for _ in range(draws)]
                 for name in drawn[0]:
                     whole, halves = np.sum([one[name] for one in drawn], axis=0)
                     found.setdefault(name, []).append(
@@ -95,19 +101,21 @@ def _try_batches(state: State) -> dict[str, list[float]]:
     return found
 
 
-def measure_gradients(parts: Parts, batch: Any, half: int) -> dict[str, list[tf.Tensor]]:
-    """Measures the losses that are one number, by objective; as for an evaluation.
-
-    Returns:
-        Squared norms: of the gradient of so many rows twice, and of that of both halves' sum.
-    """
+def measure(parts: Parts, batch: Any, half: int) -> dict[str, list[Any]]:
+    """Measures, squared, the gradient's norm by objective, and a weight: of rows, and of parts."""
 
     def take(first: int, rows: int) -> Any:
         return tf.nest.map_structure(lambda part: take_rows(part, first, rows), batch)
 
-    found: dict[str, list[tf.Tensor]] = {}
+    def weigh(turn: Parts, first: int, rows: int) -> tf.Tensor:
+        part = take(first, rows)
+        output = run_model(turn, part, training=True) if needs_output else None
+        return tf.cast(weigh_batch(turn, part, output, None), tf.float64)
+
+    needs_output = "output" in getattr(parts.hooks.batch_weight, "arguments", ())
+    found: dict[str, list[Any]] = collections.defaultdict(lambda: [0.0, 0.0])
     for turn in parts.list_turns():
-        for batches in ([take(0, 2 * half)], [take(0, half), take(half, half)]):
+        for i, batches in enumerate(([take(0, 2 * half)], [take(0, half), take(half, half)])):
             with tf.GradientTape(persistent=True) as tape:
                 tried = [compute_objectives(turn, one, 1, 0)[0] for one in batches]
                 totals = {
@@ -116,9 +124,12 @@ def measure_gradients(parts: Parts, batch: Any, half: int) -> dict[str, list[tf.
                 }
             for name, total in totals.items():
                 gradients = tape.gradient(total, tried[0][name].variables)
-                square = tf.cast(tf.linalg.global_norm(gradients), tf.float64) ** 2
-                found.setdefault(name, []).append(square)
-    return found
+                found[name][i] += tf.cast(tf.linalg.global_norm(gradients), tf.float64) ** 2
+        if parts.hooks.batch_weight is not None:
+            rows = min(2 * half, WEIGHED)
+            found[_WEIGHT][0] += weigh(turn, 0, rows) ** 2
+            found[_WEIGHT][1] += tf.add_n([weigh(turn, n, 1) for n in range(rows)]) ** 2
+    return dict(found)
 
 
 def has_random_ops(operations: Iterable[Any]) -> bool:

@@ -120,6 +120,12 @@ def in_buckets(global_batch_size: int) -> tf.data.Dataset:
     return ctl_core.data.bucket_by_length(of_lengths(), length_of, [4, 7], global_batch_size)
 
 
+def numbered(per_replica_batch_size: int) -> tf.data.Dataset:
+    """Batches that are made by their size: each is multiplied by a number of its own."""
+    batches = split(50).batch(per_replica_batch_size).enumerate(1)
+    return batches.map(lambda number, pair: (pair[0] / tf.cast(number, tf.float32), pair[1]))
+
+
 def mean_of_words(batch: Any) -> Any:
     return tf.reduce_mean(batch[0], axis=1)
 
@@ -136,6 +142,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
         lambda batch: tf.sparse.to_dense(batch[0]),
     ),
     "buckets": (in_buckets, mean_of_words),
+    "numbered batches": (numbered, lambda batch: batch[0]),
 }
 
 
@@ -144,14 +151,14 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 def test_elements(train: engine.Train, kind: str, devices: int, last_batch: str) -> None:
     """Leftovers of several widths cannot be joined: they are left out, or each is a step."""
     create, prepare = KINDS[kind]
-    dataset = create(12) if kind == "buckets" else create().rebatch(12)
-    batches = list(dataset)
+    is_sized = kind in ("buckets", "numbered batches")
+    batches = list(create(12) if is_sized else create().rebatch(12))
     if last_batch == "drop":
         assert len(batches[-1][1]) < 12
         batches = [batch for batch in batches if len(batch[1]) == 12]
     hooks = small.hooks(create_dataset=create, input_pre=prepare)
     if last_batch == "keep":
-        hooks.create_eval_dataset = lambda: create(12) if kind == "buckets" else create()
+        hooks.create_eval_dataset = lambda: create(12) if is_sized else create()
     more: dict[str, Any] = {"steps": None, "epochs": 2, "last_batch": last_batch}
     state = train_on(train, hooks, devices, 12, **more)
     assert state.step == 2 * len(batches)
@@ -199,17 +206,19 @@ def scale_by_mean(gradients: Any, output: Any) -> Any:
 
 
 class Centre(keras.layers.Layer):
-    """Takes off a moving average, which it keeps, and adds a loss that is a mean."""
+    """Takes off a moving average, ever less of it, and adds a loss that is a mean."""
 
     def build(self, shape: Any) -> None:
         self.average = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+        self.calls = self.add_weight(dtype="int32", initializer="zeros", trainable=False)
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         self.add_loss(0.1 * tf.reduce_mean(inputs**2))
         if training:
             mean = ctl_core.all_reduce(tf.reduce_mean(inputs, 0), "mean")
             self.average.assign(0.9 * self.average + 0.1 * mean)
-        return inputs - self.average
+            self.calls.assign_add(1)
+        return inputs - self.average / tf.sqrt(1.0 + tf.cast(self.calls, tf.float32))
 
 
 def with_norm() -> keras.Model:

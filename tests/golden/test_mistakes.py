@@ -105,6 +105,15 @@ def loss_pre(output, batch):
     return output, batch[1][:, 0]
 def create_loss():
     return lambda pair: (pair[0] - pair[1]) ** 2  # here
+== a loss is a mean in a turn that comes twice -> create_loss | mean
+turns = ["fit", "fit"]
+def create_opt(lr):
+    return {"fit": keras.optimizers.SGD(lr)}
+def create_loss():  # here
+    return lambda pair: tf.reduce_mean((pair[0] - pair[1]) ** 2)
+== a weight is no sum -> batch_weight | sum | 0.12
+def batch_weight(batch):  # here
+    return tf.maximum(1.0, tf.reduce_sum(0.1 * tf.ones_like(batch[1])))
 == create_opt returns a name -> create_opt | a str | optimizer
 def create_opt():  # here
     return "adam"

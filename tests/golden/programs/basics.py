@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests.golden import small
-from tests.golden.catalogue import Program
+from tests.golden.catalogue import Program, whole_batches
+from tests.golden.reference import RATE
 
 
 def clip_at(limit: float, gradients: Any) -> Any:
@@ -49,6 +50,36 @@ def l2() -> Program:
         "update_pre": lambda gradients: clip_at(0.05, gradients),
     }
     return Program(lambda: small.hooks(**hooks))
+
+
+def lazy_penalty() -> Program:
+    """The slope of what the model says, held down in each third step, after StyleGAN2."""
+
+    def grad_pre(loss: Any, batch: Any, train_model: Any, step: Any) -> Any:
+        if step % 3 == 0:
+            loss += 1.5 * steepness(train_model, batch[0])
+        return loss, 0.0, train_model.trainable_variables
+
+    def train_plainly() -> Any:
+        model = small.create_model()
+        for step, (inputs, target) in enumerate(whole_batches(read), 1):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.reduce_sum((model(inputs) - target) ** 2, axis=1))
+                if step % 3 == 0:
+                    loss += 3 * 0.5 * tf.reduce_mean(steepness(model, inputs))
+            keras.optimizers.SGD(RATE).apply(tape.gradient(loss, model.weights), model.weights)
+        return model.weights, {}
+
+    read = small.slices(small.data(44))
+    hooks = {"create_dataset": read, "grad_pre": grad_pre}
+    return Program(lambda: small.hooks(**hooks), train_plainly)
+
+
+def steepness(model: Any, inputs: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        said = model(inputs)
+    return tf.reduce_sum(tape.gradient(said, inputs) ** 2, axis=1)
 
 
 NUMBERS = np.random.default_rng(3).integers(0, 7, (44, 3)).astype("int32")
