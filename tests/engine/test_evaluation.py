@@ -79,6 +79,7 @@ def create_eval_dataset():
 )
 
 
+@pytest.mark.slow
 def test_evaluate_and_predict_with_several_sets(cli: Cli) -> None:
     assert "eval: val/loss " in cli(CHOOSING, "--limit-eval", "1").out
     assert "  test/error " in cli(None, command=("evaluate",)).out

@@ -134,6 +134,7 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
         np.testing.assert_allclose(file["output"][:16], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_read_is_not_written_over(cli: Cli) -> None:
     assert cli(EVALUATED, "--steps", "2").code == 0
     np.savez("x.npz", small.data()[0])

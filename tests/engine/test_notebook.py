@@ -162,6 +162,7 @@ def test_each_run_trains_as_in_a_process_of_its_own(
         np.testing.assert_array_equal(ours, again)
 
 
+@pytest.mark.slow
 def test_in_a_thread_and_after_a_cell_that_was_interrupted(folder: Path) -> None:
     """Which saves the run."""
     expected, found = weights_of(train(str(folder), "expected", width=8)), []

@@ -100,6 +100,7 @@ def test_folders_of_a_run_may_be_links_and_hooks_change_the_folder(
     assert_trained("a", step=6)
 
 
+@pytest.mark.slow
 def test_another_file_is_used_and_one_that_has_changed_or_gone_is_said(
     project: Path,
     ctl: Ctl,

@@ -132,6 +132,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.slow
 def test_a_run_by_the_clock_is_the_one_without(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

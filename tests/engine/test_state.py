@@ -208,6 +208,7 @@ def hooks_of(**more: Any) -> Any:
     return make_hooks(**{"create_model": build_model, "create_opt": nadam, **more})
 
 
+@pytest.mark.slow
 def test_a_fork_goes_on_as_the_other_run_does(train: Train) -> None:
     """Optimizer, position in the data and random numbers; killed and started again, too."""
     whole = train(hooks_of(), run_name="a", steps=8, **SHORT)
@@ -254,6 +255,7 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
     assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_what_is_named(train: Train, tmp_path: Path) -> None:
     """All of them, on both replicas; what has another shape, or is not there, is refused."""
     state = train(hooks_of(), run_name="a", steps=4, **SHORT)

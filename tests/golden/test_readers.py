@@ -297,7 +297,7 @@ OWN_ELEMENTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", OWN_ELEMENTS)
+@pytest.mark.parametrize("kind", small.slow_but("graphs", of=OWN_ELEMENTS))
 def test_elements_that_are_batches_as_they_are(
     train: engine.Train, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_run_that_is_done_trains_nothing_more(project: Path, command: Command)
     assert small.read_files(project / "runs" / "a" / "ckpt") == before
 
 
+@pytest.mark.slow
 def test_two_trainings_of_one_run(project: Path, command: Command) -> None:
     """The second is refused; the first goes on as if it had not been."""
     second = """

@@ -147,6 +147,7 @@ def test_zip_archive(
     assert "ctl_core/" in run("git", "ls-files", "ctl_core", cwd=project).stdout
 
 
+@pytest.mark.slow
 def test_cruft_create_and_update(
     run: Run,
     template_repository: Path,
