@@ -30,7 +30,7 @@ from ctl_core.graph import is_executable
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.hooks.recording import Recording, unfreeze
-from ctl_core.input.batches import BatchShape, Share, make_placeholders
+from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
 from ctl_core.model.forward import (
@@ -250,7 +250,7 @@ class _Builder:
         spec = self.data.share_spec if spec is None else spec
         with (
             recording.record_as(hook),
-            Alone(strategy, 0),
+            Alone(strategy, find_first_replica(strategy)),
             make_scratch_graph("build").as_default() as g,
         ):
             yield g, make_placeholders(spec)

@@ -59,11 +59,11 @@ def create_dataset():
 
 
 def test_any_batch_goes_on_on_another_number_of_processes(tmp_path: Path) -> None:
-    """40 examples over six replicas of two processes, of the last batch of a pass 20."""
+    """40 examples over six replicas of three processes, of the last batch of a pass 20."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + SHUFFLED)
     flags = ["--batch-size", "40", "--learning-rate", "0.05", "--last-batch", "keep"]
     one = ["--workers", "1", "--virtual-devices", "1"]
-    six = ["--workers", "2", "--virtual-devices", "3"]
+    six = ["--workers", "3", "--virtual-devices", "2"]
     starts = [("alone", "8", one), ("fewer", "2", six), ("fewer", "8", one)]
     starts += [("more", "2", one), ("more", "8", six)]
     for name, steps, devices in starts:
