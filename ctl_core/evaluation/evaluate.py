@@ -169,7 +169,7 @@ def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Eva
     def call() -> dict[str, Any]:
         with keep_seeds():
             keras.utils.set_random_seed(config.seed)
-            made = hook(per_replica_batch_size=size)
+            made = hook(global_batch_size=size, per_replica_batch_size=size)
         return made if isinstance(made, dict) else {"": made}
 
     def create(name: str, made: Any) -> EvaluationSet:

@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterator
 
 TEXT = """\
-create_dataset(per_replica_batch_size, global_batch_size, input_context) required
+create_dataset(global_batch_size, per_replica_batch_size, input_context) required
     The training data, one pass; the engine repeats it. Each process of a cluster reads all of it,
-    and takes its rows of each batch.
-    returns: tf.data.Dataset of batches of either size; or a reader in Python of such
+    and takes its rows of each batch. per_replica_batch_size is the same number, so that what is
+    done with a batch does not depend on devices; but a replica's share where count_examples counts.
+    returns: tf.data.Dataset of batches of any size; or a reader in Python of such
 
-make_batches(dataset, per_replica_batch_size, global_batch_size, input_context)
+make_batches(dataset, global_batch_size, per_replica_batch_size, input_context)
     Last change to the repeated dataset, before it is dealt out to the replicas.
-    returns: dataset, one element = one replica's batch, or the global one
+    returns: tf.data.Dataset of batches of any size
     default: the dataset unchanged
 
 count_examples(batch) in the graph
@@ -132,7 +133,7 @@ at_step(dev, step, update_gradients, loss, output, batch, train_model, train_los
     {N: function or list of functions}, run once after step N, never again.
     default: {}
 
-create_eval_dataset(per_replica_batch_size)
+create_eval_dataset(global_batch_size, per_replica_batch_size)
     The evaluation data, one pass; each example is used exactly once. With several sets by name,
     values are called NAME/loss and so on.
     returns: tf.data.Dataset or reader in Python of batches, the last one may be smaller; or a dict

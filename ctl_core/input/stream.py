@@ -230,7 +230,7 @@ class Input:
         if not sizes or len(sizes - {None}) > 1:
             raise self._hook.reject(
                 f"returned elements {describe(spec)}, expected batches of tensors that have a "
-                "row for each example: use dataset.batch(per_replica_batch_size), or write "
+                "row for each example: use dataset.batch(global_batch_size), or write "
                 "count_examples."
             )
         return batch if has_varying_widths(spec) and self._count_examples(1) == batch else None

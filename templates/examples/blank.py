@@ -10,15 +10,15 @@ import ctl_core as ctl
 # Required: one pass over the training data, which the engine repeats. Random changes of examples
 # take seeds from ctl.data.with_seeds, after the shuffle: a resumed run sees the same examples.
 #
-# def create_dataset(per_replica_batch_size):
+# def create_dataset(global_batch_size):
 #     examples = tf.data.Dataset.from_tensor_slices((inputs, targets)).shuffle(1000)
-#     return examples.batch(per_replica_batch_size, drop_remainder=True)
+#     return examples.batch(global_batch_size, drop_remainder=True)
 
 
 # One pass over the evaluation data. Without this hook there is no evaluation.
 #
-# def create_eval_dataset(per_replica_batch_size):
-#     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(per_replica_batch_size)
+# def create_eval_dataset(global_batch_size):
+#     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(global_batch_size)
 
 
 # Required: a Keras model, or any callable: output = train_model(inputs).

@@ -47,7 +47,7 @@ def augment(picture, seed):
 
 # A full shuffle of the pictures' numbers, worked out from how many there were before: a checkpoint
 # holds that count, and no buffer. It never ends, so config.yaml says steps: 390 are a pass.
-def create_dataset(per_replica_batch_size, config):
+def create_dataset(global_batch_size, config):
     pictures, labels = load_pictures("train")
 
     def look_up(numbers, seeds):
@@ -55,12 +55,12 @@ def create_dataset(per_replica_batch_size, config):
         changed = tf.map_fn(lambda pair: augment(*pair), pairs, fn_output_signature=tf.uint8)
         return changed, tf.gather(labels, numbers)
 
-    shuffled = ctl.data.index_shuffle_with_seeds(len(pictures), per_replica_batch_size, config.seed)
+    shuffled = ctl.data.index_shuffle_with_seeds(len(pictures), global_batch_size, config.seed)
     return shuffled.map(look_up, tf.data.AUTOTUNE)
 
 
-def create_eval_dataset(per_replica_batch_size):
-    return tf.data.Dataset.from_tensor_slices(load_pictures("test")).batch(per_replica_batch_size)
+def create_eval_dataset(global_batch_size):
+    return tf.data.Dataset.from_tensor_slices(load_pictures("test")).batch(global_batch_size)
 
 
 # Exported with the model: a client sends pictures as bytes.

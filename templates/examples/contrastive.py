@@ -35,7 +35,7 @@ def view(image, seed):
     return tf.ensure_shape((1.0 + 0.4 * change[6]) * moved[0], [8, 8, 1])
 
 
-def create_dataset(per_replica_batch_size, config, hparams):
+def create_dataset(global_batch_size, config, hparams):
     def two_views(example, seed):
         image, label = example
         return tf.stack([view(image, each) for each in tf.unstack(tf.random.split(seed, 2))]), label
@@ -44,11 +44,11 @@ def create_dataset(per_replica_batch_size, config, hparams):
     labels[hparams["labels"] :] = -1  # few labels are shown, and to the probes only
     examples = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(2000, config.seed)
     # A seed for each example: views are the same on any number of devices, and after a resume.
-    return ctl.data.with_seeds(examples, config.seed).map(two_views).batch(per_replica_batch_size)
+    return ctl.data.with_seeds(examples, config.seed).map(two_views).batch(global_batch_size)
 
 
-def create_eval_dataset(per_replica_batch_size):
-    return tf.data.Dataset.from_tensor_slices(load_digits("test")).batch(per_replica_batch_size)
+def create_eval_dataset(global_batch_size):
+    return tf.data.Dataset.from_tensor_slices(load_digits("test")).batch(global_batch_size)
 
 
 # ---- Model: an encoder, which is what is wanted; a head that trains it, and the probes ----------

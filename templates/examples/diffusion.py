@@ -30,13 +30,13 @@ def digits(part, config):
     return ctl.data.with_seeds(shuffled, config.seed).map(add_noise), len(images)
 
 
-def create_dataset(per_replica_batch_size, config):
-    return digits("train", config)[0].batch(per_replica_batch_size)
+def create_dataset(global_batch_size, config):
+    return digits("train", config)[0].batch(global_batch_size)
 
 
-def create_eval_dataset(per_replica_batch_size, config):
+def create_eval_dataset(global_batch_size, config):
     endless, one_pass = digits("test", config)
-    return endless.take(one_pass).batch(per_replica_batch_size)
+    return endless.take(one_pass).batch(global_batch_size)
 
 
 # ---- The network: from a noisy image, and how noisy it is, to the noise -------------------------

@@ -23,16 +23,16 @@ def load_digits(part):
 
 # One pass over the training data, which the engine repeats. Random changes of examples take seeds
 # from ctl.data.with_seeds, after the shuffle, so that a resumed run sees the very same examples.
-def create_dataset(per_replica_batch_size, config):
+def create_dataset(global_batch_size, config):
     images, labels = load_digits("train")
     examples = tf.data.Dataset.from_tensor_slices((images, labels))
     shuffled = examples.shuffle(len(images), seed=config.seed)
-    return shuffled.batch(per_replica_batch_size, drop_remainder=True)
+    return shuffled.batch(global_batch_size, drop_remainder=True)
 
 
 # One pass over the evaluation data. Without this hook there is no evaluation.
-def create_eval_dataset(per_replica_batch_size):
-    return tf.data.Dataset.from_tensor_slices(load_digits("test")).batch(per_replica_batch_size)
+def create_eval_dataset(global_batch_size):
+    return tf.data.Dataset.from_tensor_slices(load_digits("test")).batch(global_batch_size)
 
 
 def create_model(hparams):

@@ -39,15 +39,15 @@ def load_clothes(part):
 # run goes on with the next image: shuffled here are the images' numbers, which take less of it, and
 # the images are looked up after that. `last_batch: keep` in config.yaml makes the last 32 images of
 # a pass a batch of their own, as in the tutorial.
-def create_dataset(per_replica_batch_size, config):
+def create_dataset(global_batch_size, config):
     images, labels = map(tf.constant, load_clothes("train"))
     numbers = tf.data.Dataset.range(len(images)).shuffle(len(images), seed=config.seed)
-    batches = numbers.batch(per_replica_batch_size)
+    batches = numbers.batch(global_batch_size)
     return batches.map(lambda number: (tf.gather(images, number), tf.gather(labels, number)))
 
 
-def create_eval_dataset(per_replica_batch_size):
-    return tf.data.Dataset.from_tensor_slices(load_clothes("t10k")).batch(per_replica_batch_size)
+def create_eval_dataset(global_batch_size):
+    return tf.data.Dataset.from_tensor_slices(load_clothes("t10k")).batch(global_batch_size)
 
 
 # What comes before the model comes before an exported model, too: whoever uses it sends bytes, and

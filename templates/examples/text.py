@@ -46,14 +46,14 @@ def packed(texts):
     return dict(zip(("byte", "next", "piece", "place"), arrays, strict=True))
 
 
-def create_dataset(per_replica_batch_size, config, hparams):
+def create_dataset(global_batch_size, config, hparams):
     rows = tf.data.Dataset.from_tensor_slices(packed(texts("train", hparams)))
-    return rows.shuffle(len(rows), config.seed).batch(per_replica_batch_size)
+    return rows.shuffle(len(rows), config.seed).batch(global_batch_size)
 
 
-def create_eval_dataset(per_replica_batch_size, hparams):
+def create_eval_dataset(global_batch_size, hparams):
     rows = tf.data.Dataset.from_tensor_slices(packed(texts("test", hparams)))
-    return rows.batch(per_replica_batch_size)
+    return rows.batch(global_batch_size)
 
 
 # ---- The network: bytes see those before them in their piece ------------------------------------

@@ -54,12 +54,12 @@ def parse_and_shift(example, seed):
 # All files are read side by side. The buffer of the shuffle is part of a checkpoint, so that a
 # resumed run goes on with the very next example: 1000 images as the files have them, half a
 # megabyte here. `with_seeds` goes from pass to pass without end: a run is measured in steps.
-def create_dataset(per_replica_batch_size, config):
+def create_dataset(global_batch_size, config):
     paths = files("train")
     read, parallel = tf.data.TFRecordDataset, tf.data.AUTOTUNE
     examples = tf.data.Dataset.from_tensor_slices(paths).interleave(read, len(paths), 1, parallel)
     seeded = ctl.data.with_seeds(examples.shuffle(1000, config.seed), config.seed)
-    return seeded.map(parse_and_shift, parallel).batch(per_replica_batch_size)
+    return seeded.map(parse_and_shift, parallel).batch(global_batch_size)
 
 
 def read_once(split, batch_size):
@@ -68,8 +68,8 @@ def read_once(split, batch_size):
 
 # Several sets by name: their values are called validation/loss, test/accuracy and so on, which is
 # what `keep_best` and `early_stop` in config.yaml go by.
-def create_eval_dataset(per_replica_batch_size):
-    return {split: read_once(split, per_replica_batch_size) for split in ("validation", "test")}
+def create_eval_dataset(global_batch_size):
+    return {split: read_once(split, global_batch_size) for split in ("validation", "test")}
 
 
 # A part of what is exported, so that a client sends pixels as they are, uint8.
