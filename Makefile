@@ -84,7 +84,9 @@ test-compat: | python
 	"$(PYTHON)" -m venv --clear .venv-compat
 	".venv-compat/bin/python" $(PIP) --no-deps --editable .
 	".venv-compat/bin/python" $(PIP) $(WITH) pydantic-settings pytest pyyaml rich
-	.venv-compat/bin/python -m pytest tests/engine/test_compat.py
+	.venv-compat/bin/python -m pytest -m "not slow" $(patsubst %,tests/%.py,engine/test_compat \
+		engine/test_reading engine/test_schedule golden/test_any_batch golden/test_hidden_state \
+		golden/test_hooks golden/test_mistakes golden/test_models)
 
 # A machine without Slurm is told what to install, and .ci/run goes on without.
 test-slurm: $(VENV)/.made
