@@ -14,7 +14,7 @@ from tests.helpers import lean
 LONGEST = """
     test_kills test_cluster test_processes test_documents test_check test_programs test_readers
     test_any_batch test_program_extras test_state test_step test_checkpoint test_digits
-    test_hidden_state test_evaluation test_listeners test_reduction test_mistakes test_load
+    test_hidden_state test_evaluation test_run_output test_reduction test_mistakes test_load
     test_hooks test_launch test_run_files test_schedule test_models test_files test_every_step
     test_notebook test_reading test_runs test_detect_anomaly test_sweep_file test_train_sh
 """

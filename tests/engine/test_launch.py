@@ -1,4 +1,7 @@
-"""The supervisor of a cluster here, with workers of a few lines of plain Python; all of stderr."""
+"""How processes start as a cluster: the supervisor of one here, TF_CONFIG, waiting for the others.
+
+The supervisor's workers are a few lines of plain Python.
+"""
 
 import json
 import os
@@ -23,7 +26,6 @@ from ctl_core.cluster.signals import SAME_SIGNAL
 from ctl_core.cluster.task import Task, read_task
 from ctl_core.run.errors import PeerLost, RunError, SetupError
 from ctl_core.run.settings import Config
-from tests.golden import small
 from tests.helpers import lean
 
 Captured = pytest.CaptureFixture[str]
@@ -284,64 +286,7 @@ def test_no_process_is_left_when_the_supervisor_is_killed() -> None:
     until(lambda: not any(map(alive, pids())))
 
 
-def test_workers_of_the_command_line_die_with_it() -> None:
-    """Each gets the same command line and one name, and dies while it is importing."""
-    Path("callbacks.py").write_text(
-        "import os, sys, time\n"
-        "open(f'pids/x-{os.getpid()}', 'w').write(' '.join(sys.argv[1:]))\n"
-        "time.sleep(600)\n"
-    )
-    argv = ["train", "--workers", "2", "--steps", "1"]
-    parent = subprocess.Popen([sys.executable, "-m", "ctl_core", *argv])
-    until(lambda: len(pids()) == 2 and all(p.read_text() for p in Path("pids").iterdir()))
-    (name,) = os.listdir("runs")
-    for path in Path("pids").iterdir():
-        assert path.read_text().split() == [*argv, "--workers", "2", "--run-name", name]
-    parent.kill()
-    parent.wait()
-    until(lambda: not any(map(alive, pids())))
-
-
-# ---- Standard error -----------------------------------------------------------------------------
-
-NOTES = """
-import ctl_core
-
-
-class Notes(ctl_core.Listener):
-    def start(self, folder, config, step):
-        self.file = (folder / "notes").open("a")
-        print("start", step, file=self.file)
-
-    def end(self, step, how):
-        print(how, step, file=self.file, flush=True)
-"""
-
-
-@pytest.mark.cluster
-def test_commands_that_go_well_say_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second training finds the list of checkpoints gone; a cluster's chief is heard."""
-    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # the engine's own choice counts
-    Path("callbacks.py").write_text(small.CALLBACKS + small.EVALUATED)
-    Path("own.py").write_text(NOTES)
-    ctl = [sys.executable, "-W", "default::DeprecationWarning:__main__", "-m", "ctl_core"]
-    train = ("train", "--batch-size=16", "--run-name=a")
-    for words in (
-        (*train, "--steps=2", "--virtual-devices=2"),
-        (*train, "--steps=4", "--virtual-devices=1", "--workers=2", "--listener=own.Notes"),
-        *(("evaluate",), ("predict",), ("export",)),
-    ):
-        done = subprocess.run([*ctl, *words], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, ""), words
-        (RUN / "ckpt/checkpoint").unlink(missing_ok=True)
-    assert (RUN / "notes").read_text() == "start 2\ndone 4\n"
-    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "1")
-    done = subprocess.run([*ctl, "evaluate", "--debug"], capture_output=True, text=True, check=True)
-    assert "oneDNN" in done.stderr
-
-
 # ---- What TF_CONFIG makes of a process, and how processes wait for each other --------------------
-
 
 HOSTS = ["a:1", "b:2", "c:3"]
 
@@ -414,17 +359,12 @@ def test_a_ps_ends_at_once_and_an_evaluator_watches_the_run(
     assert called == [("a", 1, {"checkpoint": None, "watch": True})]
 
 
-def waiting_for(others: int) -> Task:
-    addresses = tuple(f"127.0.0.1:{port}" for port in supervisor.find_free_ports(1 + others))
-    return Task(1 + others, 0, addresses)
-
-
 def test_a_wait_names_who_does_not_answer_and_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tasks, "PATIENCE", 0.1)
     monkeypatch.setattr(tasks, "LONGEST", 0.5)
-    task = waiting_for(2)
+    task = Task(3, 0, tuple(f"127.0.0.1:{port}" for port in supervisor.find_free_ports(3)))
     with tasks._listen(task.addresses[1]):
         with pytest.raises(PeerLost, match=f"no answer .* from process 2 at {task.addresses[2]}."):
             tasks.wait_for_others(task)

@@ -1,10 +1,12 @@
-"""What a run says: who hears what of it, and when; what ends no run; TensorBoard and console."""
+"""What a run says: to listeners, training_log.md, TensorBoard, the console and standard error."""
 
 import contextlib
 import io
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -19,6 +21,7 @@ import ctl_core
 from ctl_core.evaluation import summaries
 from ctl_core.run.console import Console
 from tests.golden import small
+from tests.helpers import lean
 from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.fixtures import Train
 from tests.helpers.project import EVALUATED, Cli, refused
@@ -307,10 +310,10 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LONG = "a name [red]of some length[/] :smile:"
 
 
-def terminal(width: int, term: str = "xterm-256color") -> tuple[Console, io.StringIO]:
+def terminal(width: int) -> tuple[Console, io.StringIO]:
     """Returns the console of a pretended terminal, and what is written to it."""
-    written = io.StringIO()
-    pretended = Terminal(force_terminal=True, width=width, file=written, _environ={"TERM": term})
+    written, environ = io.StringIO(), {"TERM": "xterm-256color"}
+    pretended = Terminal(force_terminal=True, width=width, file=written, _environ=environ)
     return Console(pretended), written
 
 
@@ -319,19 +322,15 @@ def screen(text: str) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", ESCAPE.sub("", text)) if line.strip()]
 
 
-def show_run(console: Console) -> None:
+@pytest.mark.parametrize("width", [10, 40, 200])
+def test_the_progress_line_stays_within_the_terminal(width: int) -> None:
+    console, written = terminal(width)
     console.start(0, 1000)
     for step in range(1, 1001):
         console.step(step)
         if step % 100 == 0:
             console.values(step, "train", {"loss": 1.0 / step, LONG: 12345.678})
     console.stop()
-
-
-@pytest.mark.parametrize("width", [10, 40, 200])
-def test_the_progress_line_stays_within_the_terminal(width: int) -> None:
-    console, written = terminal(width)
-    show_run(console)
     lines = screen(written.getvalue())
     assert lines and max(map(len, lines)) <= width
     if width >= 40:
@@ -356,13 +355,6 @@ def test_messages_appear_above_the_progress_line_as_they_are() -> None:
     assert lines[-1] == "done" and lines[-2].startswith("step 10/10")
 
 
-def test_a_dumb_terminal_gets_plain_lines() -> None:
-    console, written = terminal(80, "dumb")
-    show_run(console)
-    assert "\x1b" not in written.getvalue() and "\r" not in written.getvalue()
-    assert len(written.getvalue().splitlines()) <= 15
-
-
 def test_in_a_pipe_there_are_plain_lines(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     """The default hooks: a line for each loss, and no line for each step."""
     train(make_hooks(every_steps=ctl_core.hooks.defaults.every_steps), steps=40)
@@ -373,3 +365,45 @@ def test_in_a_pipe_there_are_plain_lines(train: Train, capfd: pytest.CaptureFixt
     losses = [line for line in others if re.match(r"step \d+/40  loss [0-9.e+-]+(  |$)", line)]
     assert [int(re.split("[ /]", line)[1]) for line in losses] == [10, 20, 30, 40]
     assert others[-1].startswith("done: step 40")
+
+
+# ---- Standard error ------------------------------------------------------------------------------
+
+NOTES = """
+import ctl_core
+
+
+class Notes(ctl_core.Listener):
+    def start(self, folder, config, step):
+        self.file = (folder / "notes").open("a")
+        print("start", step, file=self.file)
+
+    def end(self, step, how):
+        print(how, step, file=self.file, flush=True)
+"""
+
+
+@pytest.mark.cluster
+def test_commands_that_go_well_say_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second training finds the list of checkpoints gone; a cluster's chief is heard."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", lean.PYTHONPATH)
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # the engine's own choice counts
+    Path("callbacks.py").write_text(EVALUATED)
+    Path("own.py").write_text(NOTES)
+    ctl = [sys.executable, "-W", "default::DeprecationWarning:__main__", "-m", "ctl_core"]
+    train = ("train", "--batch-size=16", "--run-name=a")
+    for words in (
+        (*train, "--steps=2", "--virtual-devices=2"),
+        (*train, "--steps=4", "--virtual-devices=1", "--workers=2", "--listener=own.Notes"),
+        *(("evaluate",), ("predict",), ("export",)),
+    ):
+        done = subprocess.run([*ctl, *words], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), words
+        Path("runs/a/ckpt/checkpoint").unlink(missing_ok=True)
+    assert Path("runs/a/notes").read_text() == "start 2\ndone 4\n"
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "1")
+    done = subprocess.run([*ctl, "evaluate", "--debug"], capture_output=True, text=True, check=True)
+    assert "oneDNN" in done.stderr
