@@ -21,10 +21,9 @@ from ctl_core.data import (
     with_seeds,
 )
 from ctl_core.input.readers import decode, encode
-from tests.helpers.cases import make_hooks
+from tests.helpers.cases import assert_resumes, make_hooks
 from tests.helpers.fixtures import Train
 from tests.helpers.rendering import ROOT, TEMPLATE
-from tests.helpers.resume import assert_resumes
 
 EXAMPLES = 60
 

@@ -23,14 +23,7 @@ from ctl_core.hooks.callbacks_file import Source, load_callbacks
 from ctl_core.hooks.load import is_default
 from ctl_core.hooks.table import SPECS, TEXT
 from tests.golden import compare, small
-from tests.helpers.cases import (
-    Followed,
-    assert_weights,
-    make_hooks,
-    regression_data,
-    sliced,
-    small_model,
-)
+from tests.helpers.cases import Followed, assert_weights, make_hooks, regression_data, sliced
 from tests.helpers.fixtures import Train
 
 ROOT = Path(__file__).parents[2]
@@ -57,21 +50,6 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
     hooks.make_batches = lambda dataset: dataset.batch(16).take(4)
     with pytest.raises(ctl_core.SetupError, match=r"^make_batches .* ends; repeat it"):
         train(hooks, run_name="ends")
-
-
-def test_every_hook_may_name_config_and_hparams(train: Train) -> None:
-    seen: list[float] = []
-    hooks = make_hooks(
-        create_opt=lambda lr, hparams: keras.optimizers.SGD(hparams["rate"]),
-        update_pre=lambda gradients, config: (
-            [g * 0.0 + config.seed for g in gradients],
-            gradients,
-        ),
-        every_steps={1: lambda config, hparams: seen.append(hparams["rate"] * config.seed)},
-    )
-    state = train(hooks, steps=1, seed=3, hparams={"rate": 0.5})
-    assert_weights(state, [w - 1.5 for w in small_model().get_weights()])
-    assert seen == [1.5]
 
 
 def test_the_table_is_there_without_docstrings() -> None:

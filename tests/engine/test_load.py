@@ -1,6 +1,5 @@
 """What load, predict and export make of a run is the same, bit for bit."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from ctl_core.commands import use
 from tests.golden import small
 from tests.helpers.cases import make_hooks, sgd
 from tests.helpers.fixtures import Train
-from tests.helpers.project import EVALUATED, Cli, refused
+from tests.helpers.project import Cli, refused
 
 FLAGS = ("train", "--run-name", "a", "--steps", "6", "--batch-size", "16")
 IMAGES = f"""{small.CALLBACKS}
@@ -132,23 +131,6 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     with np.load("runs/a/predictions.npz") as file:  # of batches, which are no files: input_pre
         expected = tf.nn.softmax(network(sys.modules["callbacks"].x[:16], training=False))
         np.testing.assert_allclose(file["output"][:16], expected, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_what_is_read_is_not_written_over(cli: Cli) -> None:
-    assert cli(EVALUATED, "--steps", "2").code == 0
-    np.savez("x.npz", small.data()[0])
-    os.symlink("x.npz", "soft.npz")
-    before = Path("x.npz").read_bytes()
-    for output, code in (("./x.npz", 2), ("soft.npz", 0)):  # a link is replaced, not followed
-        outcome = cli(None, "--input", "x.npz", "--output", output, command=("predict",))
-        assert outcome.code == code
-        assert Path("x.npz").read_bytes() == before
-    assert cli(None, command=("predict",)).code == 0
-    first = Path("runs/a/predictions.npz").read_bytes()
-    outcome = cli(None, "--input", "x.npz", command=("predict",))
-    assert outcome.code == 0 and "to runs/a/predictions-x.npz" in outcome.out
-    assert Path("runs/a/predictions.npz").read_bytes() == first
 
 
 # ---- Layers inside functions: in training as in training, elsewhere never ------------------------

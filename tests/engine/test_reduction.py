@@ -92,8 +92,12 @@ def test_an_update_by_one_replicas_batch_is_found_and_named(train: Train, tmp_pa
 # ---- Optimizers that hooks apply ---------------------------------------------------------------
 
 
-def applying(made: SimpleNamespace) -> SimpleNamespace:
-    """Hooks of which ``grad_pre`` applies an optimizer of its own to ``made.scale``."""
+def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: Train) -> None:
+    """In ``grad_pre`` nothing is summed yet: Keras' own sum is what a critic needs there.
+
+    For each micro-batch it is refused, and has taken no step then.
+    """
+    made = SimpleNamespace()
 
     def create_model() -> keras.Model:
         made.scale, made.optimizer = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
@@ -105,21 +109,12 @@ def applying(made: SimpleNamespace) -> SimpleNamespace:
         made.optimizer.apply_gradients([(gradient, made.scale)])
         return loss, 0.0, train_model.trainable_variables
 
-    return make_hooks(create_model=create_model, grad_pre=grad_pre)
-
-
-def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: Train) -> None:
-    """In ``grad_pre`` nothing is summed yet: Keras' own sum is what a critic needs there."""
-    made = SimpleNamespace()
-    train(applying(made), steps=1, virtual_devices=2)
+    hooks = make_hooks(create_model=create_model, grad_pre=grad_pre)
+    train(hooks, steps=1, virtual_devices=2)
     expected = 1.0 - 0.1 * regression_data()[1][:BATCH].mean()
     np.testing.assert_allclose(made.scale.numpy(), [expected], rtol=1e-5)
-
-
-def test_an_optimizer_that_a_hook_applies_to_each_micro_batch_is_refused(train: Train) -> None:
-    made = SimpleNamespace()
     with pytest.raises(ctl_core.SetupError, match="grad_pre: applies an optimizer by itself"):
-        train(applying(made), steps=1, accumulate_steps=2)
+        train(hooks, steps=1, accumulate_steps=2, run_name="refused")
     assert made.scale.numpy() == [1.0]
 
 

@@ -12,16 +12,13 @@ from ctl_core.input import prefetch
 from ctl_core.run.errors import RunError
 from tests.golden import small
 from tests.golden.programs import wgan_gp
-from tests.golden.reference import Reference
 from tests.helpers.cases import (
     FEATURES,
     Followed,
     assert_weights,
     dropout_model,
     make_hooks,
-    nadam,
     norm_model,
-    set_weights,
     small_model,
 )
 from tests.helpers.fixtures import Train
@@ -75,21 +72,6 @@ def test_an_update_that_is_skipped_has_nothing_after_it(train: Train) -> None:
     own = small.hooks(create_model=model, update_post=count, grad_pre=grad_pre)
     state = train(own, steps=6, precision="float16", on_nan="ignore")
     assert float(state.train_model.count) == int(state.optimizer.iterations) < 6
-
-
-def test_the_number_of_the_step_in_the_graph(train: Train) -> None:
-    """A warm-up, with steps of their own and many in one call."""
-
-    def update_pre(gradients: Any, step: Any) -> Any:
-        share = tf.minimum(tf.cast(step, tf.float32) / 6.0, 1.0)
-        return [gradient * share for gradient in gradients], gradients
-
-    seen: list[int] = []
-    every = {3: lambda loss: None, 5: lambda step: seen.append(step)}
-    own = small.hooks(update_pre=update_pre, every_steps=every)
-    state = train(own, steps=STEPS, learning_rate=RATE, virtual_devices=2)
-    assert seen == [5, 10] and all(type(step) is int for step in seen)
-    assert_weights(state, small.plain(STEPS, lambda step: RATE * min(step / 6, 1)), rtol=2e-5)
 
 
 def test_training_may_be_named(train: Train) -> None:
@@ -188,9 +170,6 @@ def test_after_each_turn_and_the_average_after_the_step(train: Train) -> None:
 
 # ---- Freezing and unfreezing layers from hooks, also across a resume -----------------------------
 
-LENGTH = 14
-TRAINABLE = {3: True, 7: False, 10: True}  # from the step after
-
 
 def set_hidden(value: bool) -> Any:
     def change(train_model: Any) -> None:
@@ -200,80 +179,32 @@ def set_hidden(value: bool) -> Any:
     return change
 
 
-CHANGES = {step: set_hidden(value) for step, value in TRAINABLE.items()}
-
-
 def test_a_frozen_layer_keeps_its_statistics_from_the_next_step_on(train: Train) -> None:
     seen: list[list[np.ndarray]] = []
     hooks = make_hooks(
         create_model=norm_model,
-        at_step=CHANGES,
+        at_step={3: set_hidden(True), 7: set_hidden(False), 10: set_hidden(True)},
         every_steps={1: lambda train_model: seen.append(train_model.get_weights())},
     )
-    train(hooks, steps=LENGTH)
-    for step in range(1, LENGTH):
+    train(hooks, steps=14)
+    for step in range(1, 14):
         moved = [not np.array_equal(*pair) for pair in zip(*seen[step - 1 : step + 1], strict=True)]
         assert moved == [not 7 <= step < 10] * 6 + [True] * 2, step
 
 
-# ---- A dict of optimizers ---------------------------------------------------------------------
+def test_an_objective_whose_variables_are_all_frozen_waits(train: Train) -> None:
+    """Also where the run goes on."""
 
+    def freeze(train_model: Any) -> None:
+        train_model.generator.trainable = False
 
-def frozen_model() -> keras.Model:
-    model = small.create_model()
-    model.layers[0].trainable = False
-    return model
-
-
-def each_by_its_own(lr: Any) -> dict[str, keras.Optimizer]:
-    return {
-        "hidden": keras.optimizers.SGD(lr, momentum=0.9),
-        "out": keras.optimizers.SGD(lr, momentum=0.5),
-    }
-
-
-def losses(loss: Any, train_model: Any) -> Any:
-    hidden, out = (layer.trainable_variables for layer in train_model.layers)
-    return {"hidden": (2.0 * loss, 0.0, hidden), "out": (loss, 0.0, out)}
-
-
-def train_each() -> keras.Model:
-    model, optimizers = small.create_model(), each_by_its_own(small.RATE)
-    hidden, out = (layer.trainable_variables for layer in model.layers)
-    trained = False
-    batches = small.create_dataset(small.BATCH).repeat().take(LENGTH)
-    for step, (inputs, target) in enumerate(batches):
-        trained = TRAINABLE.get(step, trained)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(small.squared_error((model(inputs), target)))
-        of_hidden, of_out = tape.gradient(loss, [hidden, out])
-        if trained:
-            optimizers["hidden"].apply([2.0 * gradient for gradient in of_hidden], hidden)
-        optimizers["out"].apply(of_out, out)
-    return model
-
-
-def test_an_objective_whose_variables_are_all_frozen_waits_until_they_are_unfrozen(
-    train: Train,
-) -> None:
-    hooks = make_hooks(
-        create_model=frozen_model, create_opt=each_by_its_own, grad_pre=losses, at_step=CHANGES,
-        update_pre=small.update_pre,
-    )  # fmt: skip
-    settings = {"learning_rate": small.RATE, "virtual_devices": 2}
-    for steps in (5, LENGTH):
-        state = train(hooks, steps=steps, **settings)
-    assert_weights(state, train_each(), rtol=1e-5)
-    assert [int(o.iterations.numpy()) for o in state.optimizer.values()] == [8, LENGTH]
+    own = gan_hooks(at_step={3: freeze})
+    for steps in (4, 6):
+        state = train(own, steps=steps, batch_size=8)
+    assert [int(state.optimizer[name].iterations) for name in TURNS] == [6, 3]
 
 
 # ---- Lower precision, and many steps in one XLA executable ---------------------------------------
-
-
-def float64_model() -> keras.Model:
-    """Sets a policy of Keras', too."""
-    keras.config.set_dtype_policy("float64")
-    return set_weights(keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)]))
 
 
 @pytest.mark.slow
@@ -292,27 +223,6 @@ def test_a_run_is_used_in_its_own_precision(cli: Cli) -> None:
     np.testing.assert_array_equal(served, output)
 
 
-@pytest.mark.slow
-def test_variables_of_another_type_are_trained_in_it(train: Train) -> None:
-    def loss_of(pair: Any) -> Any:
-        return tf.reduce_sum((pair[0] - tf.cast(pair[1], pair[0].dtype)) ** 2, axis=1)
-
-    hooks = make_hooks(
-        create_model=float64_model,
-        create_loss=lambda: loss_of,
-        create_opt=lambda lr: keras.optimizers.SGD(0.125),
-    )
-    before = keras.config.dtype_policy()
-    state = train(hooks, steps=4, virtual_devices=2)
-    assert keras.config.dtype_policy() == before
-    reference = Reference(hooks)
-    keras.config.set_dtype_policy(before)
-    plain = reference.train(small.create_dataset(small.BATCH).take(4)).parts.train_model
-    for variable, other in zip(state.train_model.variables, plain.variables, strict=True):
-        assert variable.dtype == "float64"
-        np.testing.assert_allclose(variable.numpy(), other.numpy(), rtol=1e-12)
-
-
 # ---- With --jit-compile, many steps in one executable: the same weights, wherever it is cut ------
 
 FEW = 8
@@ -328,7 +238,7 @@ def test_where_it_is_cut_changes_no_bit(
     Ten steps are read at once: at a resume they are used in part, as a whole, and not begun. Or
     batches are too large to be read many at once: then each step is by itself.
     """
-    own = {"create_model": dropout_model, "create_opt": nadam, "at_step": {6: set_hidden(False)}}
+    own = {"create_model": dropout_model, "at_step": {6: set_hidden(False)}}
     settings = {"batch_size": FEW, "jit_compile": True, "deterministic": True}
     whole = train(make_hooks(**own), steps=23, run_name="whole", **settings)
     every = {7: lambda loss, output: None}

@@ -11,18 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import ctl_core
 from tests.golden import compare, small
 
-EXAMPLES, FEATURES = small.EXAMPLES, small.FEATURES
-regression_data, small_model, squared_error = small.data, small.create_model, small.squared_error
+FEATURES = small.FEATURES
+regression_data, small_model = small.data, small.create_model
 sgd = small.create_opt
-
-
-def set_weights(model: keras.Model, seed: int = 1) -> keras.Model:
-    """Gives a model weights that depend on nothing but their shapes."""
-    random = np.random.default_rng(seed)
-    model.set_weights([random.normal(scale=0.3, size=w.shape) for w in model.get_weights()])
-    return model
 
 
 def norm_model() -> keras.Model:
@@ -64,11 +58,6 @@ def make_hooks(**hooks: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**base, **hooks})
 
 
-def nadam(lr: Any) -> keras.optimizers.Optimizer:
-    """The default of create_opt."""
-    return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
-
-
 # ---- Evaluation --------------------------------------------------------------------------------
 
 
@@ -95,25 +84,6 @@ def evaluated_by_hand(size: int) -> dict[str, float]:
     return {"loss": (error**2).mean(), "error": abs(error).mean(), "seen": size}
 
 
-# ---- Random numbers ---------------------------------------------------------------------------
-
-
-def dropout_hooks(seen: list[Any]) -> SimpleNamespace:
-    """Writes down what Dropout makes of ones."""
-
-    def create_model() -> keras.Model:
-        inputs = keras.Input((FEATURES,))
-        dropped = keras.layers.Dropout(0.5)(inputs)
-        return keras.Model(inputs, [dropped, keras.layers.Dense(1)(dropped)])
-
-    return make_hooks(
-        create_model=create_model,
-        input_pre=lambda batch: tf.ones_like(batch[0]),
-        loss_pre=lambda output, batch: (output[1], batch[1]),
-        every_steps={1: lambda output: seen.append(output[0].numpy())},
-    )
-
-
 class Followed(keras.Model):
     """A network with a copy that follows it."""
 
@@ -124,3 +94,32 @@ class Followed(keras.Model):
 
     def call(self, inputs: Any) -> Any:
         return self.online(inputs) + 0.1 * tf.stop_gradient(self.target(inputs))
+
+
+# ---- A run in one go beside the same run in two parts -------------------------------------------
+
+
+def values(state: ctl_core.State) -> dict[str, np.ndarray]:
+    """Everything that is recorded, as it is on the first replica and in sum."""
+    read = state.strategy.experimental_local_results
+    return {
+        path: np.sum([part.numpy() for part in read(variable)], axis=0)
+        for path, variable in state.recording.variables.items()
+    }
+
+
+def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+def assert_resumes(
+    train: Callable[..., ctl_core.State], program: Callable[[], SimpleNamespace], **settings: Any
+) -> dict[str, np.ndarray]:
+    """Compares 12 steps in one go with 5 and 7, each by objects made anew; returns the former."""
+    whole = values(train(program(), steps=12, run_name="whole", **settings))
+    for steps in (5, 12):
+        parts = values(train(program(), steps=steps, run_name="parts", **settings))
+    assert_equal(parts, whole)
+    return whole

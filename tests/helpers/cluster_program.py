@@ -12,6 +12,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -45,10 +46,23 @@ def keep_message(folder: Path, name: str, hooks: Any, **settings: Any) -> None:
 
 def random_numbers(folder: Path) -> None:
     """What three steps of Dropout on ones give; also resumed."""
+
+    def create_model() -> keras.Model:
+        inputs = keras.Input((cases.FEATURES,))
+        dropped = keras.layers.Dropout(0.5)(inputs)
+        return keras.Model(inputs, [dropped, keras.layers.Dense(1)(dropped)])
+
+    seen: list[Any] = []
+    hooks = make_hooks(
+        create_model=create_model,
+        input_pre=lambda batch: tf.ones_like(batch[0]),
+        loss_pre=lambda output, batch: (output[1], batch[1]),
+        every_steps={1: lambda output: seen.append(output[0].numpy())},
+    )
     for name, cuts in (("whole", [3]), ("parts", [1, 3])):
-        seen: list[Any] = []
+        seen.clear()
         for steps in cuts:
-            run(folder, f"dropout-{name}", cases.dropout_hooks(seen), steps=steps)
+            run(folder, f"dropout-{name}", hooks, steps=steps)
         keep(folder, f"dropout-{name}", seen=np.stack(seen))
 
 
