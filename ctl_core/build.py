@@ -342,7 +342,7 @@ class _Builder:
                 )
             for name, one in optimizers.items():
                 number, build = getattr(one, "iterations", None), getattr(one, "build", None)
-                if number is not None and not is_made_here(unwrap(number)):
+                if isinstance(number, keras.Variable) and not is_made_here(unwrap(number)):
                     raise hook.reject("returned an optimizer that was made before; make it there.")
                 if callable(build) and not getattr(one, "built", False):
                     call_made(hook, build, variables[name])
