@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import engines, worker
+from benchmarks import worker
 from benchmarks.pace import CHECKED
 from benchmarks.workloads import mlp
 
@@ -29,12 +29,3 @@ def test_peers_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compared == [f"mlp: {name}" for name in NAMES]
     assert [timing.peer for timing in timings] == list(NAMES)
     assert all(len(timing.seconds) == 1 for timing in timings)
-
-
-@pytest.mark.slow
-def test_an_engine_is_timed_beside_another() -> None:
-    """Each in a process of its own, which finds its ctl_core in the folder that is named."""
-    (ratio,) = engines.compare(engines.ROOT, engines.ROOT, row=0, rounds=1)
-    assert ratio > 0
-    with pytest.raises(SystemExit, match="ended early"):
-        engines.compare(engines.ROOT, engines.ROOT / "docs", row=0, rounds=1)

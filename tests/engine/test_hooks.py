@@ -164,10 +164,6 @@ def test_an_optimizer_of_ones_own_is_saved(train: Train) -> None:
 # ---- state and chief, arguments of host hooks ----------------------------------------------------
 
 
-def record(run: Path, step: int) -> Path:
-    return run / "ckpt" / "engine" / f"ckpt-{step}.json"
-
-
 def test_a_run_that_falls_back_to_an_earlier_checkpoint_has_what_that_one_holds(
     train: Train,
 ) -> None:
@@ -175,12 +171,12 @@ def test_a_run_that_falls_back_to_an_earlier_checkpoint_has_what_that_one_holds(
         state.setdefault("steps", []).append(step)
 
     hooks = make_hooks(every_steps={1: count})
-    run = train(hooks, steps=9, ckpt_every=3).run_dir
+    records = train(hooks, steps=9, ckpt_every=3).run_dir / "ckpt" / "engine"
     # Written in the background, while hooks went on: each holds what was there at its step.
     for step in (3, 6, 9):
-        kept = json.loads(record(run, step).read_text())["progress"]["hook_state"]
+        kept = json.loads((records / f"ckpt-{step}.json").read_text())["progress"]["hook_state"]
         assert kept == {"steps": list(range(1, step + 1))}
-    record(run, 9).write_text("{")
+    (records / "ckpt-9.json").write_text("{")
     assert train(hooks, steps=8).hook_state == {"steps": list(range(1, 9))}
 
 

@@ -1,13 +1,11 @@
 """What scripts/ makes is what stands there; which Pythons are allowed is said alike everywhere."""
 
-import json
 import re
 import runpy
 import tomllib
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,22 +13,10 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from scripts.make_digits import FILE, make
-from scripts.pictures import draw
 from scripts.tables import DOCS, TABLES
 from tests.helpers.rendering import ROOT
 
 NEEDED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
-
-
-def test_the_picture_shows_what_the_terminal_said_and_one_curve_on_another(tmp_path: Path) -> None:
-    lines = [{"step": step, "split": "train", "loss": 1 / step} for step in (10, 20, 30)]
-    lines.append({"step": 30, "split": "eval", "loss": 0.1})
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    picture = ElementTree.fromstring(draw(["$ ./train.sh", "<done>"], tmp_path, tmp_path))
-    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"$ ./train.sh", "<done>", "0.1", "step"} <= {*texts}
-    whole, parts, _ = picture.iter("{http://www.w3.org/2000/svg}polyline")
-    assert whole.get("points") == parts.get("points")
 
 
 def test_the_tables_are_what_the_engine_says() -> None:
