@@ -1,5 +1,6 @@
 """Several sets of data, models of their own, metrics of training; what an evaluation decides."""
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,7 +12,6 @@ import ctl_core
 from tests.golden import small
 from tests.helpers.cases import (
     assert_weights,
-    dropout_model,
     eval_hooks,
     evaluated_by_hand,
     make_hooks,
@@ -48,19 +48,6 @@ def test_each_set_equals_numpy(train: Train) -> None:
     assert seen == [state.metrics]
 
 
-def test_the_values_of_a_set_decide_and_training_goes_on_as_without(train: Train) -> None:
-    hooks = sets_hooks(a=small.data(50), b=small.data(9))
-    hooks.create_model = dropout_model
-    settings = {"steps": 40, "learning_rate": 0.3, "ckpt_every": 0}
-    deciding = {"eval_every": 5, "keep_best": "b/loss", "early_stop": "a/error:max:2"}
-    state = train(hooks, run_name="with", **settings, **deciding)
-    best = min(state.history, key=lambda line: line["b/loss"])["step"]
-    assert state.ended and (state.run_dir / f"ckpt/best/engine/ckpt-{best}.json").exists()
-    plain = make_hooks(create_model=dropout_model)
-    settings["steps"] = state.step
-    assert_weights(state, train(plain, run_name="without", **settings), rtol=0)
-
-
 def test_eval_pre_says_what_the_loss_is(train: Train) -> None:
     hooks = eval_hooks(23)
     hooks.eval_pre = lambda loss: (3 * loss, 0.5)
@@ -80,8 +67,12 @@ def create_eval_dataset():
 
 
 @pytest.mark.slow
-def test_evaluate_and_predict_with_several_sets(cli: Cli) -> None:
-    assert "eval: val/loss " in cli(CHOOSING, "--limit-eval", "1").out
+def test_several_sets_decide_and_are_evaluated_and_predicted(cli: Cli) -> None:
+    """An error that falls is not better where the most is."""
+    flags = ["--limit-eval=1", "--eval-every=5", "--keep-best=test/loss"]
+    out = cli(CHOOSING, *flags, "--steps=20", "--early-stop=val/error:max:1").out
+    assert "eval: val/loss " in out and "ended early: step 10" in out
+    assert Path("runs/a/ckpt/best/engine/ckpt-10.json").exists()
     assert "  test/error " in cli(None, command=("evaluate",)).out
     flags = ["--dataset", "test", "--include", "1", "--include", "0"]
     assert cli(None, *flags, command=("predict",)).code == 0
