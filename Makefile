@@ -9,6 +9,7 @@
 # make test-gpu    the tests that need a GPU
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
 # make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
+# make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
 # make generated   write the tables of docs and the data of the example digits anew
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
@@ -30,7 +31,7 @@ PIP = -m pip install --quiet --disable-pip-version-check
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers,--ignore tests/on_$(place))
 
-.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines generated python \
+.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove generated python \
 	test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers
 
 demo: $(DEMO_VENV)/.made
@@ -72,6 +73,10 @@ test-gpu: .venv-gpu/.made
 
 bench-engines: $(VENV)/.made
 	"$(VENV)/bin/python" -m benchmarks.engines "$(OTHER)"
+
+# What it prints goes into docs/guarantees.md by --into docs/guarantees.md.
+prove: $(VENV)/.made
+	TF_CPP_MIN_LOG_LEVEL=3 "$(VENV)/bin/python" -m scripts.prove
 
 generated: $(VENV)/.made
 	"$(VENV)/bin/python" -m scripts.tables

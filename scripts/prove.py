@@ -1,0 +1,267 @@
+"""``make prove``: trains one program in many ways, and kills it, beside what people use otherwise.
+
+The programs are in proof/. A difference is the largest one of a variable by that variable's largest
+value, from the same trainer's undisturbed run on one device. Which examples were used follows from
+the steps that the weights are made of: of one that was taken again, the last time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.cluster.supervisor import find_free_ports
+from scripts.proof import callbacks as program
+
+ROOT = Path(__file__).parents[1]
+MARKS = "<!-- make prove -->\n", "<!-- /make prove -->"
+LIMIT = 1e-5  # of the engine's differences; on one device there is to be none
+PAUSE = 0.06  # seconds a step of a run that is killed
+PATIENCE = 240  # seconds for a first step, and for an end
+ENGINE, FIT, LOOP = "ctl_core", "Keras `fit`", "textbook loop"
+ONE, KILLED, KILLED_ONE = "one device", "killed {}×", "killed {}×, on one device"
+HEAD = "| who | what was done | difference | used twice | never used |\n|---|---|---|---|---|"
+SETTINGS: dict[str, Any] = {
+    "steps": program.STEPS,
+    "batch_size": program.BATCH,
+    "learning_rate": program.RATE,
+    "seed": program.SEED,
+    "run_name": "run",
+}
+
+
+class Run(NamedTuple):
+    """What is trained by processes of their own.
+
+    Attributes:
+        who: trains
+        what: is done, for the table
+        ways: numbers of devices and processes, for each attempt; all but the last are killed
+        how: what a peer is told
+    """
+
+    who: str
+    what: str
+    ways: Sequence[tuple[int, int]]
+    how: Sequence[str] = ()
+
+    def command(self, devices: int) -> list[str]:
+        """Returns what starts an attempt, in a folder of the run's own."""
+        if self.who == ENGINE:
+            words = ["ctl_core", "train", f"--callbacks={program.__file__}", "--runs-dir=."]
+            words += [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+            words += [f"--virtual-devices={devices}", f"--ckpt-every={program.SAVE_EVERY}"]
+            words += ["--deterministic"]
+        else:
+            name = "fit" if self.who == FIT else "loop"
+            words = ["scripts.proof.peers", name, str(devices), *self.how]
+        return [sys.executable, "-m", *words]
+
+
+class Trained(NamedTuple):
+    """What was done, and what it has led to; of what failed, the message alone."""
+
+    who: str
+    what: str
+    message: str = ""
+    weights: Sequence[np.ndarray] = ()
+    twice: int = 0
+    never: int = 0
+    clipped: int = 0
+
+
+def list_runs() -> Iterator[Run]:
+    """Yields what is trained by processes of their own."""
+    choice, ways = random.Random(program.SEED), [(1, 1)]
+    for _ in range(10):
+        others = {(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3)} - {ways[-1]}
+        ways.append(choice.choice(sorted(others)))
+    four, various = [(1, 1)] * 4, [(1, 1), (2, 1), (4, 1), (1, 1)]
+    other = f"{KILLED}, each time on another number of devices"
+    yield Run(ENGINE, f"{other} or processes", ways)
+    yield Run(ENGINE, KILLED_ONE, four)
+    yield from (Run(ENGINE, f"{number} processes", [(1, number)]) for number in (2, 3))
+    for who, save in ((FIT, "epoch"), (LOOP, "nothing")):
+        yield Run(who, ONE, [(1, 1)], [save])
+        yield from (Run(who, f"{number} devices", [(number, 1)], [save]) for number in (2, 3, 4))
+        yield from (Run(who, f"{number} processes", [(1, number)], [save]) for number in (2, 3))
+        if who == FIT:
+            yield Run(FIT, "2 micro-batches", [(1, 1)], [save, "2"])
+            yield Run(FIT, f"{KILLED_ONE}, saved each epoch", four, [save])
+            yield Run(FIT, f"{KILLED_ONE}, saved every {program.SAVE_EVERY} steps", four, ["steps"])
+            yield Run(FIT, other, various, [save])
+        else:
+            yield Run(LOOP, f"{KILLED_ONE}, the iterator saved", four, ["iterator"])
+            yield Run(LOOP, f"{other}, the iterator saved", various, ["iterator"])
+            yield Run(LOOP, other, various, ["weights"])
+
+
+def train_all(folder: Path) -> Iterator[Trained]:
+    """Trains in every way: by the engine in this process, then by processes, a few at a time."""
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+    )
+    ways = {ONE: (1, 1)} | {f"{number} devices": (number, 1) for number in (2, 3, 4)}
+    for what, (devices, micro_batches) in {**ways, "3 micro-batches": (1, 3)}.items():
+        place = tempfile.mkdtemp(dir=folder)
+        os.environ["PROOF"] = f"{place}/0"
+        settings = {"virtual_devices": devices, "accumulate_steps": micro_batches, **SETTINGS}
+        settings |= {"deterministic": True, "ckpt_every": 0, "runs_dir": place}
+        ctl_core.train(program, ctl_core.Config(**settings))
+        yield read(Path(place), ENGINE, what)
+    with ThreadPoolExecutor(3) as pool:
+        yield from pool.map(lambda run: train(Path(tempfile.mkdtemp(dir=folder)), run), list_runs())
+
+
+def train(folder: Path, run: Run) -> Trained:
+    """Trains by processes of their own, which are killed at random moments after a first step."""
+    moments, hits, kills = random.Random(program.SEED), 0, len(run.ways) - 1
+    for number, way in enumerate(run.ways):
+        start, is_killed = folder / str(number), number < kills
+        started = start_processes(run, way, start, PAUSE * bool(kills))
+        if is_killed:
+            wait_for(start.with_suffix(".ids"), started)
+            time.sleep(moments.uniform(0, 1.5 * program.STEPS * PAUSE / kills))
+            hits += is_running(started)
+            for process in started:
+                process.kill()
+        if {find_code(process) for process in started} - {0, -signal.SIGKILL * is_killed}:
+            return Trained(run.who, run.what.format(hits), find_message(start))
+        if start.with_suffix(".npz").exists():
+            break
+    return read(folder, run.who, run.what.format(hits))
+
+
+def start_processes(
+    run: Run, way: tuple[int, int], start: Path, pause: float
+) -> list[subprocess.Popen[bytes]]:
+    """Starts an attempt: one process, or a cluster on loopback."""
+    devices, processes = way
+    environ = {**os.environ, "PROOF": str(start), "PAUSE": str(pause)}
+    environ |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    hosts, started = [f"127.0.0.1:{port}" for port in find_free_ports(processes)], []
+    for index in range(processes):
+        if processes > 1:
+            place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
+            environ["TF_CONFIG"] = json.dumps(place)
+        with start.with_suffix(f".log{index}").open("wb") as log:
+            how: dict[str, Any] = {"stdout": log, "stderr": log, "cwd": start.parent}
+            started.append(subprocess.Popen(run.command(devices), env=environ, **how))
+    return started
+
+
+def wait_for(file: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not file.exists() and is_running(started) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def is_running(started: Sequence[subprocess.Popen[bytes]]) -> bool:
+    return all([process.poll() is None for process in started])
+
+
+def find_code(process: subprocess.Popen[bytes]) -> int:
+    """Returns the exit code of a process, which is ended if it does not end."""
+    try:
+        return process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        return process.wait()
+
+
+def find_message(start: Path) -> str:
+    """Returns the last line of an attempt's logs that names an error, short."""
+    text = "\n".join(path.read_text() for path in sorted(start.parent.glob(f"{start.name}.log*")))
+    lines = re.findall(r"^(?:[\w.]+\.)?(\w*[Ee]rror: .*)", text, re.M)
+    message = lines[-1] if lines else f"no end within {PATIENCE} s"
+    message = re.sub(r"\{\{.*?\}\} |\[Op.*|\|", "", message)
+    return textwrap.shorten(message, 120, placeholder=" ...")
+
+
+def read(folder: Path, who: str, what: str) -> Trained:
+    """Reads what a run has left: its weights, and the examples of all attempts."""
+    steps: dict[int, list[list[Any]]] = {}
+    attempts = sorted(folder.glob("*.ids"), key=lambda path: int(path.stem))
+    for path in attempts:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        steps |= {step: [line for line in lines if line[0] == step] for step, *_ in lines}
+    taken = [*itertools.chain(*steps.values())]  # of several processes, or micro-batches
+    used = collections.Counter((epoch, each) for _, epoch, ids, _ in taken for each in ids)
+    clipped = sum(norm > program.CLIP for *_, norm in taken)
+    never = program.EPOCHS * program.EXAMPLES - len(used)
+    with np.load(attempts[-1].with_suffix(".npz")) as file:
+        weights = [file[name] for name in file.files]
+    return Trained(who, what, "", weights, used.total() - len(used), never, clipped)
+
+
+def measure(weights: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> float:
+    pairs = zip(weights, expected, strict=True)
+    return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
+
+
+def main() -> int:
+    """Trains, prints the table, and puts it into a document; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.prove", description=__doc__)
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help="put the table into it")
+    into, begun, broken = parser.parse_args().into, time.monotonic(), False
+    undisturbed: dict[str, Trained] = {}
+    lines = [HEAD]
+    print(HEAD)
+    tf.get_logger().setLevel("ERROR")  # many runs look to it like one that is traced anew
+    with tempfile.TemporaryDirectory() as folder:
+        for one in train_all(Path(folder)):
+            first = undisturbed.setdefault(one.who, one)
+            cells = [f"*fails*: {one.message}", "", ""]
+            difference = np.inf
+            if not one.message:
+                expected = undisturbed[ENGINE] if one is first else first
+                difference = measure(one.weights, expected.weights)
+                cells = [f"{difference:.0e}" if difference else "0", str(one.twice), str(one.never)]
+                cells[0] += " from ctl_core's" * (one is first and one.who != ENGINE)
+            lines.append(f"| {' | '.join([one.who, one.what, *cells])} |")
+            print(lines[-1], flush=True)
+            limit = 0 if one.what.endswith(ONE) else LIMIT
+            broken |= one.who == ENGINE and bool(difference > limit or one.twice or one.never)
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    lines += [
+        "",
+        f"TensorFlow {tf.__version__}, Keras {keras.__version__}. "
+        f"{undisturbed[ENGINE].clipped} of {program.STEPS} gradients were clipped. "
+        f"It took {time.monotonic() - begun:.0f} s, and "
+        f"{sum(one.ru_utime + one.ru_stime for one in usage):.0f} s of a core.",
+    ]
+    print(lines[-1])
+    if into:
+        before, _, rest = into.read_text(encoding="utf-8").partition(MARKS[0])
+        text = "\n".join([*lines, ""])
+        into.write_text(
+            f"{before}{MARKS[0]}{text}{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8"
+        )
+    if broken:
+        print(f"error: {ENGINE} has not kept its promise.", file=sys.stderr)
+    return int(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
