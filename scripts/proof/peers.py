@@ -2,6 +2,17 @@
 
 ``python -m scripts.proof.peers fit 2 epoch`` is one attempt on two devices: it goes on with what
 it finds in the folder where it runs.
+
+Both do as their documentation says, with the model, data and seeds of callbacks.py. On one device
+they train the weights of ctl_core, bit for bit. Otherwise they differ, since
+
+- Keras clips the gradients of each replica before they are summed; unclipped, the loop on two
+  devices is off by 3e-6;
+- on several devices, ``fit`` begins the data once more to build the model, so that a shuffle has
+  another order then, and it cannot build it of batches that do not divide;
+- a killed ``fit`` begins the data anew, and the epoch, too, if it is saved within one; it has
+  ``double_checkpoint``, as a kill may damage the file that is being written;
+- a loop on several devices cannot save its iterator; without it, it begins the data anew.
 """
 
 from __future__ import annotations
