@@ -15,7 +15,7 @@ import ctl_core
 from ctl_core.run.errors import RunError
 from tests.golden import engine, small
 from tests.helpers.cases import FEATURES, assert_weights, dropout_model, make_hooks, sgd
-from tests.helpers.fixtures import Train
+from tests.helpers.project import Train
 
 
 def numbers(folder: Path, pattern: str) -> list[int]:

@@ -114,12 +114,6 @@ def test_large_sums_are_kept_whole() -> None:
     assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
 
 
-def test_stages() -> None:
-    dataset = tf.data.Dataset.zip(tf.data.Dataset.range(4).shuffle(2), tf.data.Dataset.range(4))
-    names = [type(stage).__name__ for stage in compat.list_stages(dataset)]
-    assert names == ["_ZipDataset", "_ShuffleDataset", "_RangeDataset", "_RangeDataset"]
-
-
 def test_cpu_devices_of_worker() -> None:
     from tensorflow.python.distribute import collective_all_reduce_strategy as module
 

@@ -22,7 +22,7 @@ from ctl_core.data import (
 )
 from ctl_core.input.readers import decode, encode
 from tests.helpers.cases import assert_resumes, make_hooks
-from tests.helpers.fixtures import Train
+from tests.helpers.project import Train
 from tests.helpers.rendering import ROOT, TEMPLATE
 
 EXAMPLES = 60

@@ -9,8 +9,7 @@ import tensorflow as tf
 from tests.golden import small
 from tests.golden.engine import locate, read_table
 from tests.helpers.cases import assert_weights, make_hooks, norm_model, regression_data, sliced
-from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli, failed
+from tests.helpers.project import Cli, Train, failed
 
 # Of 40 examples in batches of 8, one of the second batch is 0.
 DATA = f"""{small.CALLBACKS}

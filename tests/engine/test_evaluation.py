@@ -19,8 +19,7 @@ from tests.helpers.cases import (
     sliced,
     small_model,
 )
-from tests.helpers.fixtures import Train
-from tests.helpers.project import EVALUATED, Cli, refused
+from tests.helpers.project import EVALUATED, Cli, Train, refused
 
 
 def sets_hooks(**sets: Any) -> Any:

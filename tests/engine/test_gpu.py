@@ -13,7 +13,7 @@ import tensorflow as tf
 from tests.golden import small
 from tests.golden.compare import assert_close
 from tests.golden.reference import Reference
-from tests.helpers.fixtures import Train
+from tests.helpers.project import Train
 
 GPUS = tf.config.list_physical_devices("GPU")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="TensorFlow finds no GPU")]

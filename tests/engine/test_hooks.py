@@ -24,7 +24,7 @@ from ctl_core.hooks.load import is_default
 from ctl_core.hooks.table import SPECS, TEXT
 from tests.golden import compare, small
 from tests.helpers.cases import Followed, assert_weights, make_hooks, regression_data, sliced
-from tests.helpers.fixtures import Train
+from tests.helpers.project import Train
 
 ROOT = Path(__file__).parents[2]
 

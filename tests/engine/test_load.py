@@ -15,8 +15,7 @@ import ctl_core
 from ctl_core.commands import use
 from tests.golden import small
 from tests.helpers.cases import make_hooks, sgd
-from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli, refused
+from tests.helpers.project import Cli, Train, refused
 
 FLAGS = ("train", "--run-name", "a", "--steps", "6", "--batch-size", "16")
 IMAGES = f"""{small.CALLBACKS}

@@ -74,7 +74,7 @@ RUNS: list[dict[str, Any]] = [
 ]
 PROGRAM = """
 import sys
-from tests.helpers import fixtures
+from tests.helpers import project
 from tests.engine.test_notebook import RUNS, hooks_of, train, weights_of
 import numpy as np
 for index in map(int, sys.argv[2:]):

@@ -16,7 +16,7 @@ import tensorflow as tf
 import ctl_core
 from tests.golden import small
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, sgd
-from tests.helpers.fixtures import Train
+from tests.helpers.project import Train
 
 EXAMPLES, BATCH = 50, 8
 

@@ -22,7 +22,7 @@ from tests.helpers.cases import (
     sgd,
     sliced,
 )
-from tests.helpers.fixtures import Train
+from tests.helpers.project import Train
 
 STEPS, BATCH, RATE = 12, 16, 0.02
 

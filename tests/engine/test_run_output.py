@@ -23,8 +23,7 @@ from ctl_core.run.console import Console
 from tests.golden import small
 from tests.helpers import lean
 from tests.helpers.cases import assert_weights, make_hooks
-from tests.helpers.fixtures import Train
-from tests.helpers.project import EVALUATED, Cli, refused
+from tests.helpers.project import EVALUATED, Cli, Train, refused
 
 
 class Heard(ctl_core.Listener):

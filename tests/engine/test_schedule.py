@@ -15,7 +15,7 @@ import ctl_core
 from ctl_core import schedule, trainer
 from tests.golden import small
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, sliced
-from tests.helpers.fixtures import Train
+from tests.helpers.project import Train
 
 BATCH = 16
 

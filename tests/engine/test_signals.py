@@ -15,7 +15,7 @@ from ctl_core.checkpoint import writer
 from ctl_core.cluster import signals
 from tests.golden import small
 from tests.helpers.cases import assert_weights, make_hooks
-from tests.helpers.fixtures import Train
+from tests.helpers.project import Train
 
 SETTINGS = {"ckpt_every": 4, "eval_every": 6}
 Kill = Callable[[], None]

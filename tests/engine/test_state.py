@@ -23,8 +23,7 @@ from tests.helpers.cases import (
     regression_data,
     values,
 )
-from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli, refused
+from tests.helpers.project import Cli, Train, refused
 
 
 class Counting(keras.layers.Layer):

@@ -21,8 +21,7 @@ from tests.helpers.cases import (
     norm_model,
     small_model,
 )
-from tests.helpers.fixtures import Train
-from tests.helpers.project import EVALUATED, Cli
+from tests.helpers.project import EVALUATED, Cli, Train
 
 STEPS, BATCH, RATE = 12, 16, 0.1
 

@@ -1,6 +1,5 @@
 """The fixtures that the examples' tests share."""
 
-from tests.helpers.fixtures import train
-from tests.helpers.project import cli
+from tests.helpers.project import cli, train
 
 __all__ = ["cli", "train"]

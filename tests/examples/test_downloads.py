@@ -14,8 +14,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.helpers.example import Example, assert_lives
-from tests.helpers.fixtures import Train
-from tests.helpers.project import Cli
+from tests.helpers.project import Cli, Train
 
 SMALL = ("--batch-size", "8", "--hparams.width", "4", "--learning-rate", "0.02")
 

@@ -14,7 +14,6 @@ import tensorflow as tf
 import ctl_core
 from tests.golden.compare import read_checkpoint
 from tests.golden.engine import Outcome
-from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli
 from tests.helpers.rendering import ROOT, TEMPLATE
 

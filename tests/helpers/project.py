@@ -1,5 +1,9 @@
-"""A small project for the command line, trained in this process; what its commands leave behind."""
+"""Training in this process: by hooks, or by a project's command line; what its commands leave.
 
+Devices are fixed before TensorFlow starts, so that one process can test 1, 2 and 4 replicas.
+"""
+
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,6 +11,8 @@ import pytest
 
 from tests.golden import engine, small
 
+engine.start_devices()
+Train = engine.Train
 FLAGS = ("--steps", "10", "--batch-size", "8", "--run-name", "a")
 
 
@@ -14,6 +20,12 @@ def line_of(source: str, fragment: str) -> int:
     """Returns the number of the one line that holds the fragment."""
     (number,) = [n for n, line in enumerate(source.splitlines(), 1) if fragment in line]
     return number
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Returns ``train(hooks, **settings)``, with small settings and a run folder of the test's."""
+    return functools.partial(engine.train, runs=tmp_path / "runs", steps=20)
 
 
 Cli = Callable[..., engine.Outcome]

@@ -24,7 +24,6 @@ import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.commands.cli import parse_command
 from ctl_core.hooks.table import SPECS
-from tests.helpers import fixtures  # noqa: F401  its devices, before TensorFlow starts
 from tests.helpers.project import Cli, cli  # noqa: F401
 from tests.helpers.rendering import ROOT, TEMPLATE, Project, Render
 
