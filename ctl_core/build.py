@@ -20,6 +20,7 @@ from ctl_core.compat import (
     convert_variables,
     find_captured_variables,
     keep_large_sums_whole,
+    keep_means,
     make_scratch_graph,
     name_anew,
     run_layers,
@@ -50,7 +51,7 @@ from ctl_core.numerics.replicas import WeightAverage, find_moving_statistics
 from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap, walk
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
-from ctl_core.run.settings import Config
+from ctl_core.run.settings import SETTINGS, Config
 from ctl_core.step import change_gradients
 
 
@@ -69,7 +70,7 @@ def prepare_process(config: Config) -> Iterator[None]:
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     try:
-        with separate_losses(), convert_variables():
+        with separate_losses(), keep_means(), convert_variables():
             yield
     finally:
         keras.config.set_dtype_policy(before)
@@ -124,7 +125,10 @@ class _Builder:
     def build(self) -> State:
         """Returns the state of a run that has not begun."""
         config, recording = self.config, self.recording
-        self.data = data = self._create_data()
+        replicas = self.strategy.num_replicas_in_sync
+        shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
+        with recording.record_as("create_dataset"):
+            self.data = data = Input(self.hooks, config, self.strategy, shape)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
@@ -132,7 +136,17 @@ class _Builder:
         with self.strategy.scope():
             with recording.record_as("engine"):
                 rate = LearningRate(config.learning_rate)
-            parts = self._create_parts(step, rate)
+            parts = Parts(
+                hooks=self.hooks,
+                strategy=self.strategy,
+                shape=shape,
+                train_model=self._create("create_model", per_replica_batch_size=shape.per_replica),
+                train_loss=self._create("create_loss"),
+                lr=rate,
+                step_variable=step,
+                jit_compile=config.jit_compile,
+                train_metrics=self._create("create_train_metrics"),
+            )
             parts, objectives, weights = self._trace_forward(parts)
             parts = self._create_optimizers(parts, rate, objectives)
             self._trace_update(parts)
@@ -170,40 +184,19 @@ class _Builder:
             computed_in=precisions,
         )
 
-    def _create_data(self) -> Input:
-        """Calls the hooks of the data; all processes compare what they read."""
-        config, strategy = self.config, self.strategy
-        replicas = strategy.num_replicas_in_sync
-        shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
-        with self.recording.record_as("create_dataset"):
-            data = Input(self.hooks, config, strategy, shape)
-        return data
-
-    def _create_parts(self, step: tf.Variable, rate: LearningRate) -> Parts:
-        """Creates model, loss and metrics of training."""
-        shape = self.data.shape
-        return Parts(
-            hooks=self.hooks,
-            strategy=self.strategy,
-            shape=shape,
-            train_model=self._create("create_model", per_replica_batch_size=shape.per_replica),
-            train_loss=self._create("create_loss"),
-            lr=rate,
-            step_variable=step,
-            jit_compile=self.config.jit_compile,
-            train_metrics=self._create("create_train_metrics"),
-        )
-
     def _choose_schedule(self, parts: Parts, rate: LearningRate) -> Any:
         """Returns what assigns the learning rate of each step, if the settings ask for it."""
-        if self.config.lr_schedule == "constant" and self.config.warmup == 0:
-            return None
-        if parts.lr is rate:
-            return RateSchedule(self.config, rate).apply
-        self.console.warn(
-            "lr_schedule and warmup change nothing: create_opt gives the optimizer a schedule of "
-            "its own, which goes before."
-        )
+        config, hooks = self.config, [self.hooks.create_opt, *self.hooks.list_graph_hooks()]
+        is_named = any("lr" in hook.arguments for hook in hooks)
+        is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
+        why = "gives the optimizer a schedule of its own" if parts.lr is not rate else ""
+        why = why or "does not use lr" * (not is_named)
+        if is_scheduled:
+            if not why:
+                return RateSchedule(config, rate).apply
+            self.console.warn(f"lr_schedule and warmup change nothing: create_opt {why}.")
+        elif not is_named and config.learning_rate != SETTINGS["learning_rate"].default:
+            self.console.warn("learning_rate changes nothing: create_opt does not use lr.")
         return None
 
     def _create_evaluation(self, parts: Parts) -> tuple[Parts, Evaluation | None]:

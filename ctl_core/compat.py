@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.losses import loss as keras_losses
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
@@ -163,14 +164,17 @@ def separate_losses() -> Within:
     return _replaced(keras.Layer, "_losses", lambda _: property(of_replica, of_all))
 
 
+def keep_means() -> Within:
+    """Within, a mean of Keras' losses is that of its values, not also divided by the replicas."""
+    return _replaced(keras_losses, "scale_loss_for_distribution", lambda _: lambda value: value)
+
+
 @contextlib.contextmanager
 def convert_variables() -> Iterator[None]:
     """Within, ``float`` and ``int`` take a variable of several replicas as that of one."""
-    convert = [
-        lambda _, kind=kind: lambda variable: kind(variable.numpy()) for kind in (float, int)
-    ]
-    of_float = _replaced(DistributedVariable, "__float__", convert[0])
-    with of_float, _replaced(DistributedVariable, "__int__", convert[1]):
+    of_float = _replaced(DistributedVariable, "__float__", lambda _: lambda v: float(v.numpy()))
+    of_int = _replaced(DistributedVariable, "__int__", lambda _: lambda v: int(v.numpy()))
+    with of_float, of_int:
         yield
 
 

@@ -65,8 +65,8 @@ class Trainer:
         self._console = console
         self._signals, self._signal = signals, 0  # that ends training, on every process
         self._steps_per_call = StepsPerCall(1 if state.config.detect_anomaly else MOST_STEPS)
-        marks = state.config.profile_steps if state.cluster.task.chief else None
-        self._profile = Profile(marks or (), run.path / "tb" / "train")
+        profile = (state.config.profile or "") if state.cluster.task.chief else ""
+        self._profile = Profile(profile, run.path / "tb" / "train")
         self._schedule = Schedule(state, self._profile.marks)
         names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, names)

@@ -34,7 +34,9 @@ class Vocabularies:
 
     def __init__(self, state: State) -> None:
         models = _find_learning([state.train_model, state.parts.eval_model])
-        functions = state.hooks.list_data_functions()
+        hooks = state.hooks
+        of_data = hooks.create_dataset, hooks.make_batches, hooks.create_eval_dataset
+        functions = [hook.function for hook in of_data if hook is not None]
         named = [value for one in functions for value in getattr(one, "__globals__", {}).values()]
         named = [value for value in named if isinstance(value, keras.Layer)]
         recorded = [layer for layer in state.recording.layers if isinstance(layer, _LOOKUPS)]

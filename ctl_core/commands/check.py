@@ -218,6 +218,7 @@ _BLAMED: dict[str, tuple[tuple[str, ...], str]] = {
     "update": (("update_pre", "grad_pre", "create_loss"), _EXCHANGE),
     "variable": (("create_model",), _EXCHANGE),
     "train metric": (("train_metric_pre",), _METRIC),
+    "part of the loss": (("grad_pre",), "give it one number per example"),
     "loss of an evaluation": (("eval_pre", "create_loss"), _NO_SUM),
     "metric": (("metric_pre",), _METRIC),
 }
@@ -316,9 +317,9 @@ def _read_step(state: State, fetched: dict[str, Any]) -> Iterator[tuple[tuple[st
         for variable, value in zip(trained[objective], several, strict=True):
             if value is not None:
                 yield ("update", name_variable(variable)), [tf.convert_to_tensor(value).numpy()]
-    metrics = read_results(state.parts.train_metrics)
-    for name, value in metrics.items():
-        yield ("train metric", name), [np.array(value)]
+    for name, value in read_results(state.parts.list_logged()).items():
+        kind = "part of the loss" if name in state.parts.loss_parts else "train metric"
+        yield (kind, name), [np.array(value)]
 
 
 def find_differences(

@@ -133,6 +133,9 @@ def predict(
         arrays = _join(
             {**name_outputs(run(batch)), **_choose_parts(batch, include or ())} for batch in batches
         )
+        if len({len(array) for array in arrays.values()}) > 1:
+            got = {name: list(array.shape) for name, array in arrays.items()}
+            raise SetupError(f"predict: expected a row for each example, got {got}.")
         path = Path(output or state.run_dir / f"predictions{f'-{name}' * bool(name)}.npz")
         with atomic_write(path) as beside, beside.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -163,9 +166,15 @@ def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
 def _choose_parts(batch: Any, names: Sequence[str]) -> dict[str, Any]:
     """Returns parts of a batch: as ``batch/label`` the one of a dict, ``batch/1`` of a tuple."""
     parts = name_outputs(batch, "0", "")
-    if unknown := [name for name in names if name not in parts]:
-        raise SetupError(f"include: expected some of {', '.join(parts)}, got {unknown[0]!r}.")
-    return {f"batch/{n}": part for n, part in parts.items() if n.removesuffix(".lengths") in names}
+    chosen: dict[str, Any] = {}
+    for name in names:
+        found = [
+            part for part in parts if part.startswith((f"{name}.", f"{name}/")) or part == name
+        ]
+        if not found:
+            raise SetupError(f"include: expected some of {', '.join(parts)}, got {name!r}.")
+        chosen |= {f"batch/{part}": parts[part] for part in found}
+    return chosen
 
 
 def _join(outputs: Iterable[Mapping[str, Any]]) -> dict[str, np.ndarray]:

@@ -126,8 +126,9 @@ class Profile:
         marks: it begins after the first step, and ends after the second; empty: no profile
     """
 
-    def __init__(self, marks: tuple[int, ...], folder: Path) -> None:
-        self.marks = marks
+    def __init__(self, steps: str, folder: Path) -> None:
+        """``steps`` is such as 50:60, or empty."""
+        self.marks = tuple(map(int, steps.split(":"))) if steps else ()
         self._folder, self._running = folder, False
 
     def follow(self, step: int) -> None:

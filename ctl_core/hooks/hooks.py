@@ -167,11 +167,6 @@ class Hooks:
         """The hooks that are traced, but for those that the engine does without."""
         return [hook for hook in vars(self).values() if isinstance(hook, Hook) and hook.is_traced]
 
-    def list_data_functions(self) -> list[Callable[..., Any]]:
-        """The functions of the hooks that make data."""
-        hooks = (self.create_dataset, self.make_batches, self.create_eval_dataset)
-        return [hook.function for hook in hooks if hook is not None]
-
     def attribute_error(self, error: BaseException, otherwise: str = "the step") -> str:
         """Says in one line which hook an op belongs to that failed while a graph was running.
 

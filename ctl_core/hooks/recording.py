@@ -108,9 +108,8 @@ class Recording:
 
         ``name`` is given where its own says nothing that another process would say, too.
         """
-        if id(variable) in self._known:
+        if (identity := id(variable)) in self._known:
             return
-        identity = id(variable)
         name = name or f"{self._hook}/{variable.name.split(':')[0]}"
         self._known.add(identity)
         self._variables.append((name, weakref.ref(variable, lambda _: self._drop(identity))))

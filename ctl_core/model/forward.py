@@ -90,7 +90,10 @@ def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
     Raises:
         SetupError: the loss has another shape or type.
     """
-    create_loss, loss = parts.hooks.create_loss, tf.convert_to_tensor(loss)
+    create_loss = parts.hooks.create_loss
+    if isinstance(loss, dict):
+        raise create_loss.reject("the loss is a dict; return the sum of its parts.")
+    loss = tf.convert_to_tensor(loss)
     examples = parts.count_examples(batch)
     shape = [examples if isinstance(examples, int) else None]
     fits = loss.shape.rank == 0 or loss.shape.is_compatible_with(shape)

@@ -162,14 +162,6 @@ class Config:
             self, steps=None, epochs=None, ckpt_every=0, eval_every=0, max_time=None
         )
 
-    @property
-    def profile_steps(self) -> tuple[int, int] | None:
-        """The steps to profile: after the first up to the second; None for none."""
-        if self.profile is None:
-            return None
-        first, last = map(int, self.profile.split(":"))
-        return first, last
-
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
 # What is expected where pydantic finds an error whose name begins like this.

@@ -1,5 +1,4 @@
 """Searches settings by trials, each a run of its own: python sweep.py --trials 20 --parallel 2.
-
 Started again, it goes on, as do its trials. What trial 7 prints is in runs/sweep-007.log."""
 
 import argparse
@@ -56,7 +55,7 @@ def report(trial: Trial, file: Path) -> bool:
     """Tells Optuna of new evaluations; returns whether most trials were better at that step."""
     known = trial.study.trials[trial.number].intermediate_values
     lines = re.findall('.*"eval".*\n', file.read_text() if file.exists() else "")
-    rows = [row for row in map(json.loads, lines) if row[METRIC] is not None]
+    rows = [row for row in map(json.loads, lines) if row.get(METRIC) is not None]
     new = [row for row in rows if row["step"] not in known]
     for row in new:
         trial.report(row[METRIC], row["step"])
@@ -93,8 +92,9 @@ if __name__ == "__main__":
         while any(going := [next(worker, None) for worker in workers]):
             time.sleep(0.5)
     finally:
-        for process in filter(None, going):
-            process.terminate()  # saves; it goes on with the sweep
-        for process in filter(None, going):
-            process.wait()
+        for end in (subprocess.Popen.terminate, subprocess.Popen.wait):  # it saves, to go on later
+            for process in filter(None, going):
+                end(process)
+    if not study.get_trials(states=[TrialState.COMPLETE]):
+        sys.exit(f"no trial has come to an end with a {METRIC!r}: runs/{NAME}-*.log say why")
     print(f"best: {NAME}-{study.best_trial.number:03d}, {METRIC} {study.best_value}")

@@ -121,3 +121,12 @@ def test_cpu_devices_of_worker() -> None:
         replaced = module.CollectiveAllReduceExtended._initialize_local_devices
         assert replaced(None, None, "/job:worker")[0][1] == "/job:worker/device:CPU:1"
     assert module.CollectiveAllReduceExtended._initialize_local_devices is not replaced
+
+
+def test_means_of_losses_are_not_divided_by_the_replicas() -> None:
+    strategy, loss = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), keras.losses.Huber()
+    with strategy.scope():
+        ones = tf.ones([4, 1])
+        assert float(loss(ones, ones + 2.0)) == 1.5 / 2
+        with compat.keep_means():
+            assert float(loss(ones, ones + 2.0)) == 1.5

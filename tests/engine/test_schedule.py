@@ -234,3 +234,9 @@ def test_a_schedule_of_create_opt_goes_before(
         assert rate == used == pytest.approx(RATE * 0.9**step)  # of the next update
         assert in_graph == pytest.approx(RATE * 0.9 ** (step - 1))  # of this one
     assert_weights(state, small.plain(STEPS, lambda step: RATE * 0.9 ** (step - 1)), rtol=1e-5)
+
+
+def test_a_rate_that_no_hook_uses_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    own = small.hooks(create_opt=lambda: keras.optimizers.SGD(0.1))
+    train(own, steps=1, learning_rate=0.5)
+    assert "learning_rate changes nothing: create_opt does not use lr." in capsys.readouterr().out

@@ -105,6 +105,9 @@ def loss_pre(output, batch):
     return output, batch[1][:, 0]
 def create_loss():
     return lambda pair: (pair[0] - pair[1]) ** 2  # here
+== a loss is a dict -> create_loss | a dict | sum
+def create_loss():  # here
+    return lambda pair: {"error": tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)}
 == a loss is a mean in a turn that comes twice -> create_loss | mean
 turns = ["fit", "fit"]
 def create_opt(lr):
@@ -124,6 +127,9 @@ def create_opt():  # here
 made = keras.optimizers.SGD(0.1)
 def create_opt():  # here
     return made
+== an optimizer averages weights -> create_opt | averages weights | ema
+def create_opt(lr):  # here
+    return keras.optimizers.SGD(lr, use_ema=True)
 == create_opt raises -> create_opt | ValueError | momentum
 def create_opt(lr):
     return keras.optimizers.SGD(lr, momentum=3)  # here

@@ -28,6 +28,19 @@ def test_extra_loss_counts_once(train_small: engine.Train) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 3])
+def test_a_mean_of_keras_within_a_loss_is_one_on_any_devices(
+    train_small: engine.Train, devices: int
+) -> None:
+    """Of a head beside others: Keras would divide it by the replicas, too."""
+    mean = keras.losses.MeanSquaredError()
+    own = lambda: lambda pair: small.squared_error(pair) + mean(pair[1], pair[0])  # noqa: E731
+    state = train_small(small.hooks(create_loss=own), batch_size=15, virtual_devices=devices)
+    batches = small.slices(small.data(), drop_remainder=True)(15)
+    plain = small.plain(6, lambda _: 2 * small.RATE, batches=batches)
+    compare.assert_close(state.train_model.weights, plain.weights)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
 def test_the_default_update_drops_nan_and_clips_the_sum(
     train_small: engine.Train, devices: int
 ) -> None:
