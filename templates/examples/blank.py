@@ -85,7 +85,7 @@ def loss_pre(output, batch):
 #     return tf.reduce_sum(batch["mask"])
 
 
-# The loss summed over the batch, terms that do not depend on the batch, and what to train.
+# The loss of each example, terms that do not depend on the batch, and what to train.
 def grad_pre(loss, batch, train_model):
     return (
         ctl.weighted(loss, batch),
