@@ -57,7 +57,7 @@ create_loss() required
 create_opt(lr, train_model)
     The optimizer; with pairs, each variable has that of its group.
     returns: optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by
-        objective; none that scales the loss or averages weights, as precision and ema do
+        objective; none that scales the loss, as precision float16 does
     default: Nadam(learning_rate=lr, epsilon=0.001)
 
 create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss)

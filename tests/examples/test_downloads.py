@@ -115,7 +115,10 @@ def clothes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exampl
 
 def tutorials_loop(hooks: dict[str, Any]) -> list[Any]:
     """The loop as the tutorial has it, but for its data's order, which is that of the hooks."""
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(DEVICES)])
+    # TensorFlow's own choice collides with strategies of another size in the same process.
+    on_one = tf.distribute.ReductionToOneDevice()
+    devices = [f"CPU:{i}" for i in range(DEVICES)]
+    strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=on_one)
     config = ctl_core.Config(steps=STEPS)
     keras.utils.set_random_seed(config.seed)  # which a shuffle with a seed looks at, too
     dataset = hooks["create_dataset"](16, config).repeat()

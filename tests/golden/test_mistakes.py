@@ -127,9 +127,6 @@ def create_opt():  # here
 made = keras.optimizers.SGD(0.1)
 def create_opt():  # here
     return made
-== an optimizer averages weights -> create_opt | averages weights | ema
-def create_opt(lr):  # here
-    return keras.optimizers.SGD(lr, use_ema=True)
 == create_opt raises -> create_opt | ValueError | momentum
 def create_opt(lr):
     return keras.optimizers.SGD(lr, momentum=3)  # here
