@@ -55,21 +55,17 @@ def check_losses(state: State, console: Console) -> None:
     hook = hooks.create_loss if hooks.grad_pre.is_default else hooks.grad_pre
     for objective, several in ratios.items():
         ratio = np.median(several)
-        said = (
-            f"the gradient of the loss{f' of {objective!r}' * bool(objective)} of a batch is "
-            f"{ratio:.2f} times that of the sum of those of its halves, "
-        )
+        loss = f"the loss{f' of {objective!r}' * bool(objective)}"
+        found = f"a batch's gradient is {ratio:.2f} times that of its halves"
         if MEAN[0] <= ratio <= MEAN[1]:
             raise hook.reject(
-                f"{said}as of a mean over the batch; return one number per example, as Keras' "
-                "losses with reduction=None do of values of shape [b, 1], or their sum "
-                "(tf.reduce_sum): the engine divides by the global batch size itself, or by what "
-                "batch_weight says."
+                f"{loss} is a mean: {found}; return one number per example (Keras: "
+                "reduction=None, of [b, 1]), or their sum."
             )
         if MEAN[0] <= ratio <= WHOLE:
             console.warn(
-                f"{hook}: {said}so it is of a batch as a whole, and divided by its size once more: "
-                "weights depend on the number of devices and micro-batches, unless these exchange "
+                f"{hook}: {loss} is of a batch as a whole: {found}. It is divided by the batch "
+                "size once more, and depends on devices and micro-batches, unless these exchange "
                 "what it is made of, by ctl_core.all_gather or all_reduce."
             )
 
