@@ -189,11 +189,11 @@ class _Builder:
         config, hooks = self.config, [self.hooks.create_opt, *self.hooks.list_graph_hooks()]
         is_named = any("lr" in hook.arguments for hook in hooks)
         is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
-        why = "gives the optimizer a schedule of its own" if parts.lr is not rate else ""
-        why = why or "does not use lr" * (not is_named)
+        if is_scheduled and parts.lr is rate and is_named:
+            return RateSchedule(config, rate).apply
         if is_scheduled:
-            if not why:
-                return RateSchedule(config, rate).apply
+            has_own = parts.lr is not rate
+            why = "gives the optimizer a schedule of its own" if has_own else "does not use lr"
             self.console.warn(f"lr_schedule and warmup change nothing: create_opt {why}.")
         elif not is_named and config.learning_rate != SETTINGS["learning_rate"].default:
             self.console.warn("learning_rate changes nothing: create_opt does not use lr.")

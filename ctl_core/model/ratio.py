@@ -110,8 +110,9 @@ def measure(parts: Parts, batch: Any, half: int) -> dict[str, list[Any]]:
 
     needs_output = "output" in getattr(parts.hooks.batch_weight, "arguments", ())
     found: dict[str, list[Any]] = collections.defaultdict(lambda: [0.0, 0.0])
+    compared = [take(0, 2 * half)], [take(0, half), take(half, half)]
     for turn in parts.list_turns():
-        for i, batches in enumerate(([take(0, 2 * half)], [take(0, half), take(half, half)])):
+        for i, batches in enumerate(compared if parts.scalar_losses else ()):
             with tf.GradientTape(persistent=True) as tape:
                 tried = [compute_objectives(turn, one, 1, 0)[0] for one in batches]
                 totals = {
