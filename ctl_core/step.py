@@ -34,9 +34,8 @@ from ctl_core.numerics.reduction import (
 from ctl_core.numerics.variables import unwrap
 
 _ONCE_IN_MICRO_BATCH = (
-    "grad_pre: applies an optimizer by itself, which with accumulate_steps would be once for each "
-    "micro-batch; make it an objective of its own (create_opt and grad_pre return dicts with the "
-    "same names), or leave out accumulate_steps."
+    "grad_pre: applies an optimizer by itself, with accumulate_steps in each micro-batch; return "
+    "dicts by objective from create_opt and grad_pre, or leave out accumulate_steps."
 )
 
 
@@ -140,10 +139,12 @@ def change_gradients(
             update, displays[name] = hook.trace(**values)
         shapes = [tf.TensorShape(getattr(gradient, "shape", None)) for gradient in update]
         own = [tf.TensorShape(variable.shape) for variable in trained[name]]
-        if len(shapes) != len(own) or not all(map(tf.TensorShape.is_compatible_with, shapes, own)):
+        pairs = zip(shapes, own, strict=False)
+        wrong = [f" ({a} for {b})" for a, b in pairs if not a.is_compatible_with(b)]
+        if wrong or len(shapes) != len(own):
             raise hook.reject(
-                f"returned {len(shapes)} update_gradients, of the shapes {shapes}, for {len(own)} "
-                "gradients; return one for each, of its shape, in the same order."
+                f"returned {len(shapes)} update_gradients for {len(own)} gradients"
+                f"{''.join(wrong[:1])}; return one for each, of its shape, in the same order."
             )
         updates[name] = list(update)
     return updates, displays

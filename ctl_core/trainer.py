@@ -306,8 +306,7 @@ class Trainer:
         if found := find_random_ops(graph):
             self._console.warn(
                 f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
-                "checkpoint can hold: a resumed run will draw others. Use a "
-                "keras.random.SeedGenerator of the model, or tf.random.stateless_*."
+                "checkpoint holds: use a keras.random.SeedGenerator, or tf.random.stateless_*."
             )
         self.checkpoints.check_written(graph)
 

@@ -119,9 +119,8 @@ class Checkpoints:
             unsaved += ["a lookup table" for table in tables if id(table) not in named]
         if unsaved:
             raise SetupError(
-                f"the step writes {unsaved[0]}, which was made outside of the hooks, so that no "
-                "checkpoint would hold it, or replicas share it; make a variable in create_model, "
-                "and return a lookup table from create_ckpt."
+                f"the step writes {unsaved[0]}, which was made outside of the hooks, and is in no "
+                "checkpoint; make variables in create_model, return lookup tables from create_ckpt."
             )
 
     def _request(self, *_: Any, **__: Any) -> str:

@@ -68,8 +68,7 @@ class InputPosition:
         if why is not None:
             self._console.warn(
                 f"the position in the training data cannot be saved exactly ({why}); a resumed "
-                "run will read and drop what was used. For random changes to examples, see "
-                "ctl_core.data.with_seeds."
+                "run will read and drop. For random changes to examples, see ctl.data.with_seeds."
             )
 
     def restore(self, record: Record, prefix: Path) -> None:

@@ -67,9 +67,9 @@ class Vocabularies:
             then, today = (len(next(iter(learnt.values()))) for learnt in (before, now))
             if path.startswith("data/"):
                 raise SetupError(
-                    f"{path}, with which the data are read, has learnt something else than it had "
-                    f"when the run began ({then} entries then, {today} now); make it from the "
-                    "same, or choose another run_name."
+                    f"{path}, with which the data are read, has learnt something else than when "
+                    f"the run began ({then} entries then, {today} now); adapt it to the same, or "
+                    "choose another run_name."
                 )
             if isinstance(layer, keras.layers.Discretization):
                 layer.bin_boundaries = before["bin_boundaries"]

@@ -161,12 +161,9 @@ class Divergence:
         if not differs.any():
             return
         raise RunError(
-            f"after step {step}, {self._names[differs.any(axis=0).argmax()]} is no longer the same "
-            f"on all replicas (replica {differs.any(axis=1).argmax()} differs from replica 0): "
-            "something changed it by what only one replica sees, such as output or batch in "
-            "update_pre or in an assign of a layer's (use the summed gradients and loss, or "
-            "all_reduce it first), or devices of different kinds round differently. Earlier "
-            "checkpoints are kept."
+            f"after step {step}, {self._names[differs.any(axis=0).argmax()]} differs between "
+            f"replicas 0 and {differs.any(axis=1).argmax()}: a hook or an assign used what only "
+            "one sees, such as output or batch; all_reduce it first."
         )
 
 

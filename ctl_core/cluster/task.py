@@ -82,8 +82,8 @@ def _parse(environ: Mapping[str, str]) -> Task:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise SetupError(
             'TF_CONFIG: expected {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
-            '"worker", "index": 0}} with different addresses and an index into them, or no '
-            f"TF_CONFIG to train in one process, got {make_line(text, 300)}"
+            '"worker", "index": 0}} with different addresses and an index into them, got '
+            f"{make_line(text, 300)}"
         ) from None
     own, shares = addresses.index(jobs[job][index]), bool(content.get("shares_gpus"))
     return Task(len(addresses), own, addresses, shares_gpus=shares)

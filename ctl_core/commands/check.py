@@ -182,9 +182,8 @@ def check_traces(state: State) -> None:
         if describe(first) != describe(second):
             where = state.hooks.find_owner(read_frames(first)) or state.hooks.create_model
             raise SetupError(
-                f"{where}: has other numbers each time that it is traced, which is once in a run: "
-                "all steps would have the same. Random numbers are those of tf.random or "
-                "keras.random, or of the data; Python's and NumPy's are fixed here."
+                f"{where}: draws random numbers of Python or NumPy when it is traced, once for all "
+                "steps; take those of tf.random or keras.random, or draw them with the data."
             )
 
 

@@ -146,8 +146,13 @@ def predict(
 
 def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
     """Yields batches of what a client would send: of a .npy or .npz file."""
-    names, content = list_input_names(spec), np.load(path)
-    arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
+    names = list_input_names(spec)
+    try:
+        content = np.load(path)
+        arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
+    except ValueError as error:
+        kinds = "numbers, texts or bytes, as np.array(LIST) makes them, not of objects"
+        raise SetupError(f"input: {relative_path(path)}: expected arrays of {kinds}.") from error
     if len(names) == len(arrays) == 1:
         arrays = dict(zip(names, arrays.values(), strict=True))
     numbers = {len(array) for array in arrays.values() if array.ndim}

@@ -23,9 +23,8 @@ def nan_to_zero(gradient: Any) -> Any:
 
 
 DIFFER = (
-    "the tensors of a batch differ in their first dimension, so that it is not clear how many "
-    "examples it holds; batch after zip(), not before, or write a hook that says so, such as "
-    "def count_examples(batch): return tf.shape(batch[1])[0]"
+    "the tensors of a batch differ in their first dimension; batch after zip(), not before, or "
+    "say how many examples it holds: def count_examples(batch): return tf.shape(batch[1])[0]"
 )
 
 
@@ -72,9 +71,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     weight, is_sequence = find_sample_weight(batch), isinstance(batch, tuple | list)
     if not is_sequence or len(batch) != (2 if weight is None else 3):
         raise ValueError(
-            "the default takes a batch of two elements, inputs and targets, or of three; the third "
-            "element of a batch means sample weights, floating-point numbers of shape [b] or "
-            "[b, 1]; for another batch write input_pre, loss_pre and metric_pre"
+            "expected a batch (inputs, targets), perhaps with sample weights, floats of [b] or "
+            "[b, 1]; for another one write input_pre, loss_pre, metric_pre"
         )
     return batch[0], batch[1], weight
 
@@ -102,8 +100,8 @@ def weighted(loss: Any, batch: Any) -> Any:
     loss = tf.convert_to_tensor(loss)
     if loss.shape.rank == 0:
         raise ValueError(
-            "the loss is one number for the whole batch, which the sample weights in it cannot "
-            "weight; return one per example (reduction='none'), or write this hook"
+            "sample weights need a loss of each example, not one number of the whole batch "
+            "(reduction='none')"
         )
     return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
 

@@ -47,8 +47,8 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     if missing := [spec for spec in required if not hasattr(callbacks, spec.name)]:
         first = missing[0]
         raise SetupError(
-            f"{origin}: {', '.join(one.name for one in missing)} still to be written; the first "
-            f"is def {first.name}({', '.join(first.arguments)}), which returns {first.returns}. "
+            f"{origin}: missing {', '.join(one.name for one in missing)}; write "
+            f"def {first.name}({', '.join(first.arguments)}), which returns {first.returns}. "
             + " ".join(misspelt)
         )
     found: dict[str, Any] = {}
@@ -104,10 +104,11 @@ def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[s
     for parameter in parameters.values():
         optional = parameter.default is not parameter.empty or "*" in str(parameter)
         if parameter.name not in valid and not optional:
+            near = not deferred and suggest(parameter.name, valid)
             raise SetupError(
                 f"{locate(function) if find_code(function) else origin}: "
                 f"{name}{' is @deferred and' * deferred} asks for '{parameter.name}'"
-                f"{suggest(parameter.name, valid) or ';'} it may name {', '.join(valid)}."
+                f"{near or '; it may name ' + ', '.join(valid) + '.'}"
             )
     return tuple(argument for argument in parameters if argument in valid)
 

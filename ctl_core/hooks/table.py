@@ -51,13 +51,13 @@ serve(inputs) in the graph
 
 create_loss() required
     The loss: one number per example, or their sum.
-    returns: train_loss, callable with one argument: loss = train_loss(loss_input); of Keras, lambda
-        pair: loss(pair[1], pair[0]) with reduction="sum" or "none"
+    returns: train_loss of one argument, loss_input; of Keras, lambda pair: loss(pair[1], pair[0])
+        with reduction="sum" or "none"
 
 create_opt(lr, train_model)
     The optimizer; with pairs, each variable has that of its group.
     returns: optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by
-        objective; none that scales the loss, as precision float16 does
+        objective; no LossScaleOptimizer
     default: Nadam(learning_rate=lr, epsilon=0.001)
 
 create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss)
@@ -82,23 +82,23 @@ batch_weight(batch, output, objective, turn) in the graph
     default: the number of examples
 
 grad_pre(loss, output, batch, train_model, train_loss, lr, step, objective, turn) in the graph
-    What is differentiated (the loss summed over the batch, plus terms that do not depend on the
-    batch), and by which variables.
-    returns: 3 values: loss_per_batch, extra_loss, a number, trainable_vars, a list; 4 with a dict
-        of the loss's parts to log; or a dict of such by objective
+    What is differentiated, and by which variables. The loss of the batch is summed; extra_loss are
+    terms that do not depend on it.
+    returns: 3 values: loss_per_batch, extra_loss (a number), trainable_vars (a list); 4 with a dict
+        to log; or a dict by objective
     default: weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
 
 update_pre(gradients, variables, loss, output, batch, train_model, train_loss, lr, optimizer, step,
     objective, turn, all_gradients) in the graph
-    From the gradients, summed over the replicas, to those that the optimizer applies, each in the
-    order of variables; called once for each objective, with its name; all_gradients are those of
-    all, a dict by objective.
-    returns: 2 values: update_gradients, a list; display_gradients
+    What the optimizer applies, made from the gradients summed over the replicas; both are in the
+    order of variables. It is called once for each objective, with its name; all_gradients are those
+    of all, a dict by objective.
+    returns: 2 values: update_gradients (a list), display_gradients
     default: NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display
 
 update_post(train_model, train_loss, eval_model, optimizer, lr, step, objective, turn) in the graph
-    What is done after each update, in the graph, on each replica with its own variables: averages
-    and target networks, weights clipped or projected.
+    What is done after each update, on each replica with its own variables: averages and target
+    networks, weights clipped or projected.
     default: nothing is done
 
 turns() names
@@ -110,8 +110,8 @@ turns() names
     default: one forward pass, then all objectives at once
 
 create_train_metrics()
-    What is measured while training, without leaving the graph for it: over all examples since the
-    last line, which comes every log_every steps.
+    What is measured while training: over all examples since the last line, which comes every
+    log_every steps.
     returns: dict of Keras metrics by name, none of them loss
     default: {}
 
@@ -122,7 +122,7 @@ train_metric_pre(loss, output, batch, train_model, step, objective, turn) in the
 
 every_steps(dev, step, update_gradients, loss, output, batch, train_model, train_loss, eval_model,
     lr, optimizer, display_gradients, gradients, variables, ckpt, manager, chief, state) by step
-    {N: function or list of functions}, run on the host after every N-th step, in every process of a
+    {N: function or list of functions}, run after every N-th step; in every process of a
     cluster: what writes a file or calls a service asks chief first, a bool. gradients are what
     update_pre was given, of the variables in that order, update_gradients and display_gradients
     what it returned. state is a dict that checkpoints keep.
@@ -152,19 +152,19 @@ metric_pre(output, batch, train_model) in the graph
 
 eval_pre(loss, output, batch, train_model, train_loss, lr, step) in the graph
     The loss that the evaluation reports.
-    returns: 2 values: loss_per_batch, extra_loss, a number
+    returns: 2 values: loss_per_batch, extra_loss (a number)
     default: weighted(loss, batch), regularization(train_model)
 
 after_eval(metrics, dev, step, train_model, train_loss, eval_model, lr, optimizer, ckpt, manager,
     chief, state) one or several
-    A function or a list of functions, run on the host after each evaluation: metrics has its values
+    Function or list of functions, run on the host after each evaluation: metrics has its values
     by name. It may do what every_steps may, such as lr.assign, manager.save or raise StopTraining;
     a checkpoint of the step holds what it has done.
     default: nothing is done
 
 at_end(reason, metrics, dev, step, train_model, train_loss, eval_model, lr, optimizer, ckpt,
     manager, chief, state) one or several
-    A function or a list of functions, run on the host once training has ended and everything is
+    Function or list of functions, run on the host once training has ended and everything is
     saved: reason is done, ended (by StopTraining or early_stop), stopped (by a signal) or failed.
     default: nothing is done
 

@@ -159,8 +159,8 @@ class Reader:
         fits = tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), self.spec, found)
         if not all(tf.nest.flatten(fits)):
             raise ValueError(
-                f"an element is {describe(found)}, expected {describe(self.spec)}; where sizes "
-                "vary, give the reader an attribute element_spec of tf.TensorSpec with None"
+                f"an element is {describe(found)}, expected {describe(self.spec)}; sizes that vary "
+                "need an element_spec with None"
             )
 
     # ---- Checkpoints -----------------------------------------------------------------------

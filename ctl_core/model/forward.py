@@ -106,8 +106,8 @@ def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
     if not fits or not loss.dtype.is_floating:
         raise create_loss.reject(
             f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
-            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); batch_weight says what it "
-            "is divided by, if not by the number of examples."
+            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); batch_weight says what "
+            "divides it."
         )
     return tf.reduce_sum(cast_to_float32(loss))
 

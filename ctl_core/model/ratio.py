@@ -50,7 +50,7 @@ def check_losses(state: State, console: Console) -> None:
         if hooks.batch_weight and (ratio < WHOLE or ratio * WHOLE > 1):
             raise hooks.batch_weight.reject(
                 f"some examples together weigh {ratio:.2f} times what they do one by one; return a "
-                "sum, which may be 0: a mean or a maximum with 1 would count for each replica."
+                "sum, which may be 0, and no mean or maximum."
             )
     hook = hooks.create_loss if hooks.grad_pre.is_default else hooks.grad_pre
     for objective, several in ratios.items():
@@ -60,13 +60,12 @@ def check_losses(state: State, console: Console) -> None:
         if MEAN[0] <= ratio <= MEAN[1]:
             raise hook.reject(
                 f"{loss} is a mean: {found}; return one number per example (Keras: "
-                "reduction=None, of [b, 1]), or their sum."
+                "reduction=None, of [b, 1])."
             )
         if MEAN[0] <= ratio <= WHOLE:
             console.warn(
-                f"{hook}: {loss} is of a batch as a whole: {found}. It is divided by the batch "
-                "size once more, and depends on devices and micro-batches, unless these exchange "
-                "what it is made of, by ctl_core.all_gather or all_reduce."
+                f"{hook}: {loss} is of a batch as a whole: {found}. It depends on devices, unless "
+                "these exchange what it is made of, by ctl_core.all_gather or all_reduce."
             )
 
 

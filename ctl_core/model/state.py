@@ -68,9 +68,8 @@ def check_hook_state(values: dict[str, Any], where: str) -> None:
         same = False
     if not same:
         raise RunError(
-            f"{where}: state holds {quote(values, 120)}, which would not come back from a "
-            "checkpoint as it is; use numbers, texts, lists, and dicts whose keys are texts: "
-            "float(x), array.tolist()."
+            f"{where}: state holds {quote(values, 120)}, which no checkpoint brings back as it is; "
+            "use numbers, texts, lists and dicts: float(x), array.tolist()."
         )
 
 

@@ -25,7 +25,8 @@ _PLACES = re.compile(
     r"|\n\t \[\[(?:(?:\{\{[^}]*\}\})+|[\w./-]*)\]\]"
     r"|\{\{function_node [^}]*\}\} ?|\[Op:\w+\]( name:[^\n]*)?"
     r"|Error in user-defined function passed to \S+ transformation with iterator: \S+: "
-    r"|Could not automatically infer .*?\bError encountered:\s*",  # of a layer, by Keras
+    r"|Could not automatically infer .*?\bError encountered:\s*"  # of a layer, by Keras
+    r"|Exception encountered when calling [\w.]+\(\)\.\s*| with name 'None'",
     re.DOTALL,
 )
 # What follows a message: another one, and what only helps beside the traceback.

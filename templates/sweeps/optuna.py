@@ -1,5 +1,5 @@
 """Searches settings by trials, each a run of its own: python sweep.py --trials 20 --parallel 2.
-Started again, it goes on, as do its trials. What trial 7 prints is in runs/sweep-007.log."""
+Started again, it goes on; failed trials do not count. What trial 7 prints: runs/sweep-007.log."""
 
 import argparse
 import fcntl
@@ -54,9 +54,8 @@ def train(trials: Iterator[Trial], options: dict) -> Iterator[subprocess.Popen]:
 def report(trial: Trial, file: Path) -> bool:
     """Tells Optuna of new evaluations; returns whether most trials were better at that step."""
     known = trial.study.trials[trial.number].intermediate_values
-    lines = re.findall('.*"eval".*\n', file.read_text() if file.exists() else "")
-    rows = [row for row in map(json.loads, lines) if row.get(METRIC) is not None]
-    new = [row for row in rows if row["step"] not in known]
+    rows = map(json.loads, re.findall('.*"eval".*\n', file.read_text() if file.exists() else ""))
+    new = [row for row in rows if row.get(METRIC) is not None and row["step"] not in known]
     for row in new:
         trial.report(row[METRIC], row["step"])
     return bool(new) and trial.should_prune()
@@ -80,7 +79,8 @@ if __name__ == "__main__":
         direction="maximize" if HIGHEST else "minimize", load_if_exists=True,
     )  # fmt: skip
     old = [Trial(study, t._trial_id) for t in study.trials if t.state == TrialState.RUNNING]
-    trials = (old.pop(0) if old else study.ask() for _ in range(len(study.trials) - len(old), most))
+    ended = study.get_trials(states=[TrialState.COMPLETE, TrialState.PRUNED])
+    trials = (old.pop(0) if old else study.ask() for _ in range(len(ended), most))
     gpus = re.findall(r"^GPU (\d+):", subprocess.getoutput("nvidia-smi -L"), re.M)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus)).split(",")
     cores = str(-(-(os.cpu_count() or 1) // parallel))

@@ -123,6 +123,9 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     np.savez("x.npz", np.array(sent, object).astype(bytes))
     for words in (("predict", "--input", "x.npz"), ("predict",), ("export",)):
         assert cli(None, *words[1:], command=words[:1]).code == 0
+    np.save("o.npy", np.array(sent, object))
+    outcome = cli(None, "--input", "o.npy", command=("predict",))
+    assert outcome.code == 2 and "o.npy: expected arrays of numbers, texts or bytes" in outcome.err
     exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
     np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], found)
     with np.load("runs/a/predictions-x.npz") as file:

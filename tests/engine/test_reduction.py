@@ -83,7 +83,7 @@ def test_an_update_by_one_replicas_batch_is_found_and_named(train: Train, tmp_pa
 
     hooks = make_hooks(update_pre=by_own_batch)
     train(hooks, steps=4, ckpt_every=2)  # on one replica, that is as good as any
-    with pytest.raises(ctl_core.RunError, match=r"after step 6, .*/hidden/kernel .*replica 1"):
+    with pytest.raises(ctl_core.RunError, match=r"after step 6, .*/hidden/kernel .*s 0 and 1"):
         train(hooks, steps=9, ckpt_every=2, virtual_devices=2)
     records = sorted(path.name for path in tmp_path.glob("runs/run/ckpt/engine/*.json"))
     assert records == ["ckpt-2.json", "ckpt-4.json"]
@@ -302,13 +302,13 @@ NO_WEIGHTS: dict[str, SimpleNamespace] = {
     r"^batch_weight \(test_reduction.py:\d+\): returned float32\[8\], expected how much a b": (
         make_hooks(batch_weight=lambda batch: tf.ones_like(batch[1][:, 0]))
     ),
-    "^input_pre .*the third element of a batch means sample weights, floating-point numbers": (
+    "^input_pre .*expected a batch .inputs, targets., perhaps with sample weights, floats of": (
         weighted_hooks(np.arange(48))  # numbers of the examples
     ),
-    "^input_pre .*the default takes a batch of two elements, inputs and targets, or of three": (
+    "^input_pre .*for another one write input_pre, loss_pre, metric_pre": (
         make_hooks(create_dataset=sliced((*regression_data(), *regression_data())))
     ),
-    "^grad_pre .*the loss is one number for the whole batch, which the sample weights in it": (
+    "^grad_pre .*sample weights need a loss of each example, not one number of the whole": (
         weighted_hooks(WEIGHTS, create_loss=lambda: sum_error)
     ),
 }

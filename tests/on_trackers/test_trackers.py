@@ -6,7 +6,6 @@ back by its own tool, and compared with metrics.jsonl. docs/recipes.md says what
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -140,9 +139,3 @@ def test_a_run_that_is_killed_goes_on_in_the_same_place(
     again = Rows({("train/loss", step): 1 for step in range(2 * SAVED + 1, 46)})
     assert rows == lines + again if keeps else lines - before <= rows <= lines
     assert b"width" in sent and b"a-secret-word" not in sent and b"--eval-every" not in sent
-
-    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(), re.S)
-    (replay,) = (code for code in found if "from tracker import Tracker" in code)
-    (project / "replay.py").write_text(replay)
-    subprocess.run([sys.executable, "replay.py", "runs/a"], cwd=project, check=True)
-    assert read(folder, (folder / "tracker_id").read_text())[0] == lines

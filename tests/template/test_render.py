@@ -296,7 +296,7 @@ def test_generating_over_a_project_keeps_its_data(render: Render, run: Run, tmp_
 def test_a_projects_own_tests(
     render: Render, run: Run, tmp_path: Path, example: str, code: int
 ) -> None:
-    """They pass as they are; of a blank project, one line names a hook still to be written."""
+    """They pass as they are; of a blank project, one line names a hook to be written."""
     project = render(tmp_path, example=example)
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"]
     done = run(*command, cwd=project, check=False)

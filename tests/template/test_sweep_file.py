@@ -147,10 +147,13 @@ def test_a_trial_worse_than_most_is_told_to_end(folder: Path) -> None:
 
 
 def test_failures_are_said_with_a_log(folder: Path) -> None:
+    """They do not count: the same command trains others once the mistake is mended."""
     out = sweep(folder, "--trials", "2", code=1, FAILS="1")
     assert [trial.state.name for trial in trials(folder)] == ["FAIL", "FAIL"]
     assert "sweep-001: fail, loss None" in out and "sweep-*.log say why" in out
     assert (folder / "runs" / "sweep-001.log").read_text() == "error: a hook that fails\n"
+    sweep(folder, "--trials", "2")
+    assert [trial.state.name for trial in trials(folder)] == 2 * ["FAIL"] + 2 * ["COMPLETE"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
