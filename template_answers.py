@@ -116,11 +116,13 @@ def checked(answers: Mapping[str, Any]) -> str:
 
 
 class Answers(Extension):
-    """Gives the template the filter ``checked``, and which Pythons this repository allows."""
+    """Gives the template the filter ``checked``, and this repository's Pythons and packages."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         environment.filters["checked"] = checked
         pyproject = Path(__file__).with_name("pyproject.toml").read_text(encoding="utf-8")
         (pythons,) = re.findall(r'^requires-python = "(.+)"$', pyproject, re.M)
+        (packages,) = re.findall(r"^dependencies = \[\n(.+?)\n\]$", pyproject, re.M | re.S)
         environment.globals["requires_python"] = pythons
+        environment.globals["packages"] = packages.splitlines()

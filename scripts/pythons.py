@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = (
@@ -195,9 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     tried = [version for version in results if version not in missing]
     failed = [version for version in tried if not results[version]] + (missing if named else [])
     after = beside(newest, 1)
-    wheels = ["--only-binary", ":all:", "--python-version", after, "tensorflow-cpu"]
-    if output_of([sys.executable, "-m", "pip", "index", "versions", *wheels]):
-        print(f"TensorFlow has come to Python {after}: requires-python in pyproject.toml may, too")
+    wheels = ["--pre", "--only-binary", ":all:", "--python-version", after, "tensorflow-cpu"]
+    if found := output_of([sys.executable, "-m", "pip", "index", "versions", *wheels]):
+        newest = Version(found.partition("(")[2].partition(")")[0])
+        then = "is awaited" if newest.is_prerelease else "allows it in requires-python, too"
+        print(f"TensorFlow {newest} has wheels for Python {after}; its release {then}")
     for what in [*(f"Python {version}" for version in missing), *["uv"] * (not shutil.which("uv"))]:
         print(f"missing, and not tried: {what}")
     said = f"FAILED: {', '.join(failed)}" if failed else "all as it should be"
