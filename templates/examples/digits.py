@@ -10,50 +10,42 @@ import tensorflow as tf
 
 import ctl_core as ctl
 
-DIGITS = Path(__file__).parent / "data/digits.npz"
+DIGITS = np.load(Path(__file__).parent / "data/digits.npz")
 
 
-# Images, float32 [n, 8, 8, 1] from 0 to 1, and labels, int64 [n].
-def load_digits(part):
-    with np.load(DIGITS) as file:
-        rows = file[part]
-        images = file["images"][rows, :, :, None].astype(np.float32) / 16.0
-        return images, file["labels"][rows].astype(np.int64)
+def load_digits(part):  # images, float32 [n, 8, 8, 1] from 0 to 1, and labels
+    images = DIGITS["images"][DIGITS[part], ..., None] / np.float32(16)
+    return images, DIGITS["labels"][DIGITS[part]]
 
 
-# One pass over the training data, which the engine repeats. Random changes of examples take seeds
-# from ctl.data.with_seeds, after the shuffle, so that a resumed run sees the very same examples.
+# One pass; the engine repeats it. Random changes of examples: see ctl.data.with_seeds.
 def create_dataset(global_batch_size, config):
-    images, labels = load_digits("train")
-    examples = tf.data.Dataset.from_tensor_slices((images, labels))
-    shuffled = examples.shuffle(len(images), seed=config.seed)
+    examples = tf.data.Dataset.from_tensor_slices(load_digits("train"))
+    shuffled = examples.shuffle(len(examples), seed=config.seed)
     return shuffled.batch(global_batch_size, drop_remainder=True)
 
 
-# One pass over the evaluation data. Without this hook there is no evaluation.
 def create_eval_dataset(global_batch_size):
     return tf.data.Dataset.from_tensor_slices(load_digits("test")).batch(global_batch_size)
 
 
 def create_model(hparams):
     width = hparams["width"]
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(width, 3, padding="same", activation="gelu"),
-            keras.layers.Conv2D(2 * width, 3, padding="same", activation="gelu"),
-            keras.layers.MaxPooling2D(),
-            keras.layers.Flatten(),
-            keras.layers.Dense(10),
-        ]
-    )
+    layers = [
+        keras.Input((8, 8, 1)),
+        keras.layers.Conv2D(width, 3, padding="same", activation="gelu"),
+        keras.layers.Conv2D(2 * width, 3, padding="same", activation="gelu"),
+        keras.layers.MaxPooling2D(),
+        keras.layers.Flatten(),
+        keras.layers.Dense(10),
+    ]
+    return keras.Sequential(layers)
 
 
-# Of (output, target), one number per example, never a mean: the engine divides their sum by the
-# global batch size.
+# One number per example, never a mean: the engine divides their sum by the global batch size.
 def create_loss():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-    return lambda pair: loss(pair[1], pair[0])
+    return lambda pair: loss(pair[1], pair[0])  # pair: output and target
 
 
 def create_metrics():
