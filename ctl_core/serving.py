@@ -81,7 +81,7 @@ class LoadedModel:
         except (TypeError, ValueError) as error:
             parts = list_input_names(spec).items()
             expected = ", ".join(f"{name} {part.dtype.name} {part.shape}" for name, part in parts)
-            raise SetupError(f"input: expected {expected}: {format_error(error)}") from error
+            raise SetupError(f"input: expected {expected}: {format_error(error, 120)}") from error
 
 
 def _convert_to_tensor(spec: Any, value: Any) -> Any:

@@ -71,8 +71,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     weight, is_sequence = find_sample_weight(batch), isinstance(batch, tuple | list)
     if not is_sequence or len(batch) != (2 if weight is None else 3):
         raise ValueError(
-            "expected a batch (inputs, targets), perhaps with sample weights, floats of [b] or "
-            "[b, 1]; for another one write input_pre, loss_pre, metric_pre"
+            "expected (inputs, targets) or (inputs, targets, weights), floats of [b] or [b, 1]; "
+            "for other batches write input_pre, loss_pre, metric_pre"
         )
     return batch[0], batch[1], weight
 

@@ -302,10 +302,10 @@ NO_WEIGHTS: dict[str, SimpleNamespace] = {
     r"^batch_weight \(test_reduction.py:\d+\): returned float32\[8\], expected how much a b": (
         make_hooks(batch_weight=lambda batch: tf.ones_like(batch[1][:, 0]))
     ),
-    "^input_pre .*expected a batch .inputs, targets., perhaps with sample weights, floats of": (
+    "^input_pre .*expected .inputs, targets. or .inputs, targets, weights., floats of .b. or": (
         weighted_hooks(np.arange(48))  # numbers of the examples
     ),
-    "^input_pre .*for another one write input_pre, loss_pre, metric_pre": (
+    "^input_pre .*for other batches write input_pre, loss_pre, metric_pre": (
         make_hooks(create_dataset=sliced((*regression_data(), *regression_data())))
     ),
     "^grad_pre .*sample weights need a loss of each example, not one number of the whole": (
