@@ -10,12 +10,13 @@ import tensorflow as tf
 
 import ctl_core as ctl
 
-DIGITS = np.load(Path(__file__).parent / "data/digits.npz")
+DIGITS = Path(__file__).parent / "data/digits.npz"
 
 
 def load_digits(part):  # images, float32 [n, 8, 8, 1] from 0 to 1, and labels
-    images = DIGITS["images"][DIGITS[part], ..., None] / np.float32(16)
-    return images, DIGITS["labels"][DIGITS[part]]
+    file = np.load(DIGITS)
+    images = file["images"][file[part], ..., None] / np.float32(16)
+    return images, file["labels"][file[part]]
 
 
 # One pass; the engine repeats it. Random changes of examples: see ctl.data.with_seeds.
