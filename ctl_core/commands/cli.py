@@ -148,9 +148,9 @@ def parse_command(argv: Sequence[str]) -> Command:
         differ = [name for name in now if before.get(name, now[name]) != now[name]]
         if training and not named and (differ := [name for name in differ if name not in told]):
             notes.append(
-                f"{format_name(relative_path(source))} goes on with its own settings; in "
-                f"config.yaml differ {make_line(', '.join(differ), 100)}, which "
-                "--config config.yaml takes."
+                f"{format_name(relative_path(source))} goes on with its own settings; "
+                f"config.yaml differs in {make_line(', '.join(differ), 100)}: to take it, "
+                "--config config.yaml."
             )
     config = resolve(files, above)
     if run is not None:
