@@ -198,9 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     after = beside(newest, 1)
     wheels = ["--pre", "--only-binary", ":all:", "--python-version", after, "tensorflow-cpu"]
     if found := output_of([sys.executable, "-m", "pip", "index", "versions", *wheels]):
-        newest = Version(found.partition("(")[2].partition(")")[0])
-        then = "is awaited" if newest.is_prerelease else "allows it in requires-python, too"
-        print(f"TensorFlow {newest} has wheels for Python {after}; its release {then}")
+        come = Version(found.partition("(")[2].partition(")")[0])
+        then = "is awaited" if come.is_prerelease else "allows it in requires-python, too"
+        print(f"TensorFlow {come} has wheels for Python {after}; its release {then}")
     for what in [*(f"Python {version}" for version in missing), *["uv"] * (not shutil.which("uv"))]:
         print(f"missing, and not tried: {what}")
     said = f"FAILED: {', '.join(failed)}" if failed else "all as it should be"
