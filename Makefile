@@ -102,7 +102,7 @@ test-ray test-clouds test-trackers: test-%: .venv-%/.made
 	$(<D)/bin/python -m pytest tests/on_$*
 
 # The packages are those of the template's pyproject.toml.
-packages_ray = --editable . "ray[default,train,tune]>=2.60"
+packages_ray = --editable . "ray[default,train]>=2.60"
 packages_clouds = google-cloud-aiplatform "skypilot>=0.10"
 packages_trackers = --editable . "wandb>=0.26" "mlflow-skinny>=3.10" "sqlalchemy>=2" \
 	"alembic>=1.13" "comet_ml>=3.50" "trackio>=0.40"
