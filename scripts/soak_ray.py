@@ -5,11 +5,8 @@ one run, the number of workers is fixed, and a node comes for each that is lost;
 are 1 to 3, and nodes come at random. Each run adds a line to FOLDER/log.jsonl.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
-import itertools
 import json
 import os
 import random
@@ -27,40 +24,39 @@ from scripts.proof import callbacks as program
 from scripts.prove import ENGINE, LIMIT, ROOT, Run, measure
 
 NODES, KILLS = 3, 3  # of a run, kills at most
+TRAIN = Run(ENGINE, "", []).command(1)
 
 
 def kill(cluster: Cluster, what: str, draw: random.Random) -> None:
-    """Kills all processes of a node, or the training on it if there is any."""
+    """Kills all processes of a node, or the training on one."""
     import psutil  # type: ignore[import-untyped]  # Ray brings it along
 
-    node = draw.choice(sorted(cluster.worker_nodes, key=lambda node: str(node.unique_id)))
-    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    for process in [raylet, *raylet.children(recursive=True)]:
-        if what == "node" or "ctl_core" in process.cmdline():
+    for node in draw.sample([*cluster.worker_nodes], len(cluster.worker_nodes)):
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        there = [raylet, *raylet.children(recursive=True)]
+        some = [each for each in there if what == "node" or "ctl_core" in each.cmdline()]
+        for process in some:
             process.kill()
-    if what == "node":
-        cluster.remove_node(node, allow_graceful=False)
-
-
-def count_lines(ids: Path) -> int:
-    return ids.read_text().count("\n") if ids.exists() else 0
+        if what == "node":
+            cluster.remove_node(node, allow_graceful=False)
+        if some:
+            break
 
 
 def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.Random) -> Any:
     """Trains one run to its end, killed on the way; returns what there is to say of it."""
-    fixed, ids, lines, killed_at = number % 2 == 0, folder / "now.ids", 0, 0.0
-    found: dict[str, Any] = {"fixed": fixed, "process": 0, "node": 0, "early": 0, "seconds": []}
+    fixed, ids, size, killed_at = number % 2 == 0, folder / "now.ids", 0, 0.0
+    ids.write_text("")
+    found: Any = {"fixed": fixed, "process": 0, "node": 0, "early": 0, "seconds": []}
     command = [sys.executable, "launch/ray_job.py", "--max-failures", "-1", "--num-workers"]
-    command += ["3" if fixed else "1-3", "--", *Run(ENGINE, "", []).command(1)[4:]]
-    environ = {**os.environ, "RAY_ADDRESS": cluster.address}
+    command += ["3" if fixed else "1-3", "--", *TRAIN[4:], f"--run-name={number}"]
     while len(cluster.worker_nodes) < NODES:
         cluster.add_node(num_cpus=1)
     with (folder / f"{number}.log").open("wb") as log:
-        how: dict[str, Any] = {"cwd": folder, "env": environ, "stdout": log, "stderr": log}
-        job = subprocess.Popen([*command, f"--run-name={number}"], **how)
+        job = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     for left in range(kills, -1, -1):
         early = killed_at > 0 and left > 0 and draw.random() < 0.2  # while it starts again
-        while not early and job.poll() is None and count_lines(ids) <= lines:
+        while not early and job.poll() is None and ids.stat().st_size <= size:
             time.sleep(0.02)
         if killed_at and not early and job.poll() is None:
             found["seconds"].append(round(time.monotonic() - killed_at, 1))
@@ -68,26 +64,25 @@ def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.
             time.sleep(draw.uniform(0, 12))
             if job.poll() is not None:
                 break
-            what, killed_at = draw.choice(("process", "node")), time.monotonic()
+            what = "node" if early else draw.choice(("process", "node"))
+            killed_at = time.monotonic()
             kill(cluster, what, draw)
             found[what], found["early"] = found[what] + 1, found["early"] + early
             if what == "node" and (fixed or draw.random() < 0.5 or not cluster.worker_nodes):
                 cluster.add_node(num_cpus=1)
             time.sleep(2)  # what was under way has ended
-            lines = count_lines(ids)
-    if code := job.wait():
-        raise AssertionError(f"{folder}/{number}.log: exit code {code}")
+            size = ids.stat().st_size
+    assert job.wait() == 0, f"{folder}/{number}.log: exit code {job.returncode}"
     return found
 
 
 def count_used(ids: Path) -> tuple[int, int]:
     """Counts examples of an epoch that were used twice, and never; of a step, the last time."""
-    steps: dict[int, list[int]] = collections.defaultdict(list)
+    steps: Any = collections.defaultdict(list)
     for step, _, some, _ in map(json.loads, reversed(ids.read_text().splitlines())):
         if len(steps[step]) < program.BATCH:
             steps[step] += some
-    pairs = (((step - 1) // program.BATCHES, each) for step in steps for each in steps[step])
-    used = collections.Counter(pairs)
+    used = collections.Counter(((s - 1) // program.BATCHES, i) for s in steps for i in steps[s])
     return used.total() - len(used), program.EPOCHS * program.EXAMPLES - len(used)
 
 
@@ -95,34 +90,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.soak_ray", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6)
     options = parser.parse_args()
-    folder, draw, done = options.folder.absolute(), random.Random(options.seed), 0
+    folder, draw, done = options.folder.absolute(), random.Random(options.kills), 0
     (folder / "launch").mkdir(parents=True)
     shutil.copy(ROOT / "{{cookiecutter.project_slug}}/launch/ray_job.py", folder / "launch")
     (folder / "ctl_core").symlink_to(ROOT / "ctl_core")
-    for workers in (1, NODES):
-        os.environ["PROOF"] = str(folder / f"whole{workers}")
-        words = [f"--run-name=whole{workers}", f"--workers={workers}"]
-        subprocess.run([*Run(ENGINE, "", []).command(1), *words], cwd=folder, check=True)
+    for n in (1, NODES):
+        os.environ["PROOF"] = str(folder / f"whole{n}")
+        subprocess.run([*TRAIN, f"--run-name=whole{n}", f"--workers={n}"], cwd=folder, check=True)
     os.environ |= {"PROOF": str(folder / "now"), "PAUSE": "0.2", "RAY_AUTH_MODE": "disabled"}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for number in itertools.count():
+    os.environ["RAY_ADDRESS"], number = cluster.address, 0
+    while done < options.kills:
         found = train(folder, number, min(KILLS, options.kills - done), cluster, draw)
-        whole = folder / f"whole{NODES if found['fixed'] else 1}.npz"
-        difference = measure(np.load(folder / "now.npz").values(), np.load(whole).values())
-        found |= {"difference": difference, "twice, never": count_used(folder / "now.ids")}
+        files = (folder / "now.npz", folder / f"whole{NODES if found['fixed'] else 1}.npz")
+        found["difference"] = measure(*(np.load(file).values() for file in files))
+        found["twice, never"] = used = count_used(folder / "now.ids")
         with (folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(found) + "\n")
         print(found, flush=True)
-        assert difference <= (0 if found["fixed"] else LIMIT)
-        assert found["twice, never"] == (0, 0)
-        (folder / "now.ids").unlink()
-        done += found["process"] + found["node"]
-        if done == options.kills:
-            cluster.shutdown()
-            return 0
-    raise AssertionError
+        assert found["difference"] <= LIMIT * (not found["fixed"]) and used == (0, 0), folder
+        number, done = number + 1, done + found["process"] + found["node"]
+    cluster.shutdown()
+    return 0
 
 
 if __name__ == "__main__":
