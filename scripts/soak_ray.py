@@ -45,7 +45,7 @@ def kill(cluster: Cluster, what: str, draw: random.Random) -> None:
 
 def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.Random) -> Any:
     """Trains one run to its end, killed on the way; returns what there is to say of it."""
-    fixed, ids, size, killed_at = number % 2 == 0, folder / "now.ids", 0, 0.0
+    fixed, ids, size, killed_at, what = number % 2 == 0, folder / "now.ids", 0, 0.0, ""
     ids.write_text("")
     found: Any = {"fixed": fixed, "process": 0, "node": 0, "early": 0, "seconds": []}
     command = [sys.executable, "launch/ray_job.py", "--max-failures", "-1", "--num-workers"]
@@ -59,7 +59,7 @@ def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.
         while not early and job.poll() is None and ids.stat().st_size <= size:
             time.sleep(0.02)
         if killed_at and not early and job.poll() is None:
-            found["seconds"].append(round(time.monotonic() - killed_at, 1))
+            found["seconds"].append((what, round(time.monotonic() - killed_at, 1)))
         if left:
             time.sleep(draw.uniform(0, 12))
             if job.poll() is not None:

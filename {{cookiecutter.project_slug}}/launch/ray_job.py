@@ -17,8 +17,6 @@ import sys
 import time
 from pathlib import Path
 
-# How long Ray waits for a lost node before it takes those that are left; it would be 60 seconds.
-os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "5")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ray.train.collective
@@ -92,6 +90,8 @@ def main() -> int:
     own = ["--run-name", name, "--runs-dir", str(runs), "--workers", "1"]
     job = {"settings": [*options.settings, *own], "metrics": runs / name / "metrics.jsonl"}
     least, _, most = options.num_workers.partition("-")
+    if most:  # Ray would wait 60 seconds for a lost node before it takes those that are left
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "5")
     ray.init(logging_level=logging.WARNING)
     trainer = TensorflowTrainer(
         train,
