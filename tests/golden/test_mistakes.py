@@ -1,4 +1,5 @@
-"""The commonest mistakes: one line that names hook, line or setting, a code, and nothing trained.
+"""The commonest mistakes: a line of at most 30 words that names hook, line or setting, a code, and
+nothing trained.
 
 Each case is what a user adds to callbacks.py of a project that trains, the line to be named marked
 by ``# here``, or words of the command line; after its name and an arrow stand words of the message.
@@ -204,6 +205,7 @@ def create_dataset():
 def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
     assert outcome.code == code and re.fullmatch("error: [^\n]+\n", outcome.err), outcome
     assert "Traceback" not in outcome.out
+    assert len(outcome.err.removeprefix("error: ").split()) <= 30, outcome.err
     for word in words:
         assert word in outcome.err
 
