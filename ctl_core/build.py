@@ -20,7 +20,6 @@ from ctl_core.compat import (
     convert_variables,
     find_captured_variables,
     keep_large_sums_whole,
-    keep_means,
     make_scratch_graph,
     name_anew,
     run_layers,
@@ -70,7 +69,7 @@ def prepare_process(config: Config) -> Iterator[None]:
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     try:
-        with separate_losses(), keep_means(), convert_variables():
+        with separate_losses(), convert_variables():
             yield
     finally:
         keras.config.set_dtype_policy(before)

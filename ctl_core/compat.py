@@ -34,6 +34,7 @@ class _Thread(threading.local):
 
     training: bool | None = None
     reduce: Callable[[Any], Any] | None = None
+    keeps_means = False
 
     def __init__(self) -> None:
         self.losses: Any = weakref.WeakKeyDictionary()
@@ -164,9 +165,16 @@ def separate_losses() -> Within:
     return _replaced(keras.Layer, "_losses", lambda _: property(of_replica, of_all))
 
 
-def keep_means() -> Within:
-    """Within, a mean of Keras' losses is that of its values, not also divided by the replicas."""
-    return _replaced(keras_losses, "scale_loss_for_distribution", lambda _: lambda value: value)
+@contextlib.contextmanager
+def keep_means() -> Iterator[None]:
+    """Within, in this thread, Keras does not also divide means of losses by the replicas."""
+
+    def replace(of_keras: Any) -> Any:
+        return lambda value: value if _thread.keeps_means else of_keras(value)
+
+    function = _replaced(keras_losses, "scale_loss_for_distribution", replace)
+    with function, _set(_thread, keeps_means=True):
+        yield
 
 
 @contextlib.contextmanager

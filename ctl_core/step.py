@@ -16,6 +16,7 @@ from ctl_core.compat import (
     GraphWriter,
     draw_from,
     get_seed_generator,
+    keep_means,
     mute_other_summaries,
     refuse_optimizers,
     skip_reduction,
@@ -210,7 +211,7 @@ def make_update(
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
         def on_replica(*args: Any) -> Any:
-            with draw_from(generator), mute_other_summaries(parts.step):
+            with draw_from(generator), keep_means(), mute_other_summaries(parts.step):
                 return function(*args)
 
         with tf.name_scope(""):  # a summary's name begins with it; a loop's would be part of that

@@ -16,7 +16,14 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
-from ctl_core.compat import add_called_ops, draw_from, get_seed_generator, list_stages, run_layers
+from ctl_core.compat import (
+    add_called_ops,
+    draw_from,
+    get_seed_generator,
+    keep_means,
+    list_stages,
+    run_layers,
+)
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import Recording, read_flags
 from ctl_core.input.batches import (
@@ -214,6 +221,7 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
         with (
             draw_from(generator),
+            keep_means(),
             weigh_by_rows(rows, present, together),
             run_layers(training=False),
         ):

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import ctl_core
 from tests.golden import compare, engine, small
@@ -162,3 +163,30 @@ def test_a_part_of_a_loss_is_logged(train: engine.Train, runs: Path) -> None:
     logged = [line["penalty"] for line in lines if line["split"] == "train"]
     np.testing.assert_allclose(logged, wgan_gp.train_plainly()[1], rtol=1e-4)
     assert len(logged) == STEPS
+
+
+@pytest.mark.parametrize("hook", ["create_model", "at_step"])
+def test_what_keras_fits_in_a_hook_is_as_without_the_engine(train: engine.Train, hook: str) -> None:
+    fitted = {}
+
+    def fit(strategy: tf.distribute.Strategy) -> None:
+        with strategy.scope():
+            model = small.create_model()
+            model.compile("sgd", "mse")
+        model.fit(*small.data(16), batch_size=8, shuffle=False, verbose=0)
+        fitted[strategy.num_replicas_in_sync] = model.get_weights()
+
+    def fit_in_create_model() -> keras.Model:
+        fit(tf.distribute.get_strategy())
+        return small.create_model()
+
+    def fit_at_step() -> None:
+        reduction = tf.distribute.ReductionToOneDevice()
+        fit(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], reduction))
+
+    own: dict[str, Any] = {"create_model": fit_in_create_model}
+    if hook == "at_step":
+        own = {"at_step": {1: fit_at_step}}
+    train(small.hooks(**own), virtual_devices=2, steps=2)
+    fit(tf.distribute.get_strategy())
+    compare.assert_close(fitted[2], fitted[1])
