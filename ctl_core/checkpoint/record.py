@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,13 @@ class Record:
 
 def list_saved_steps(folder: Path) -> list[int]:
     """Returns the steps of which a folder of checkpoints has records, newest first."""
-    numbers = (_number_of(path) for path in folder.glob("engine/ckpt-*.json"))
-    return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
+    numbers = re.findall(r"^ckpt-(\d+)\.json$", "\n".join(_list(folder / "engine")), re.MULTILINE)
+    return sorted(map(int, numbers), reverse=True)
 
 
-def _number_of(path: Path) -> str:
-    return path.stem.rpartition("-")[2]
+def _list(folder: Path) -> list[str]:
+    """Returns the names in a folder, if it is there; pathlib's glob takes five times as long."""
+    return os.listdir(folder) if folder.is_dir() else []
 
 
 def find_user_part(folder: Path, step: int) -> Path:
@@ -111,13 +113,15 @@ def read_record(folder: Path, step: int) -> Record:
 
 def _files_of(folder: Path, step: int) -> list[Path]:
     """Returns the files of a checkpoint, the record last."""
-    found = [*folder.glob(f"*-{step}.*"), *folder.glob(f"engine/*-{step}[-.]*")]
+    engine, own = folder / "engine", re.compile(rf"\w+-{step}\b")  # of process 0: statistics-8-0
+    found = [folder / name for name in _list(folder) if f"-{step}." in name]
+    found += [engine / name for name in _list(engine) if own.match(name)]
     return sorted(found, key=lambda path: path.suffix == ".json")
 
 
 def remove_orphans(folder: Path) -> None:
     """Removes the engine's files of checkpoints whose user's part the manager has deleted."""
-    kept = {_number_of(path) for path in folder.glob("*.index")}
+    kept = {name[:-6].rpartition("-")[2] for name in _list(folder) if name.endswith(".index")}
     for step in list_saved_steps(folder):
         if str(step) not in kept:
             for path in reversed(_files_of(folder, step)):
