@@ -166,18 +166,6 @@ def separate_losses() -> Within:
 
 
 @contextlib.contextmanager
-def keep_means() -> Iterator[None]:
-    """Within, in this thread, Keras does not also divide means of losses by the replicas."""
-
-    def replace(of_keras: Any) -> Any:
-        return lambda value: value if _thread.keeps_means else of_keras(value)
-
-    function = _replaced(keras_losses, "scale_loss_for_distribution", replace)
-    with function, _set(_thread, keeps_means=True):
-        yield
-
-
-@contextlib.contextmanager
 def convert_variables() -> Iterator[None]:
     """Within, ``float`` and ``int`` take a variable of several replicas as that of one."""
     of_float = _replaced(DistributedVariable, "__float__", lambda _: lambda v: float(v.numpy()))
@@ -199,6 +187,18 @@ def get_seed_generator() -> keras.random.SeedGenerator | None:
 def draw_from(generator: keras.random.SeedGenerator | None) -> Within:
     """Within this thread, ``keras.random`` draws without a seed from a generator."""
     return _set(global_state.GLOBAL_STATE_TRACKER, global_seed_generator=generator)
+
+
+@contextlib.contextmanager
+def trace_replica(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
+    """Within this thread, the same; and a mean of Keras' losses is not divided by the replicas."""
+
+    def replace(of_keras: Any) -> Any:
+        return lambda value: value if _thread.keeps_means else of_keras(value)
+
+    divide = _replaced(keras_losses, "scale_loss_for_distribution", replace)
+    with draw_from(generator), divide, _set(_thread, keeps_means=True):
+        yield
 
 
 def keep_op_seed() -> Within:

@@ -14,12 +14,11 @@ import tensorflow as tf
 from ctl_core.cluster.collectives import replica_id, weigh_by_rows
 from ctl_core.compat import (
     GraphWriter,
-    draw_from,
     get_seed_generator,
-    keep_means,
     mute_other_summaries,
     refuse_optimizers,
     skip_reduction,
+    trace_replica,
 )
 from ctl_core.model.forward import call_made, forward_backward, settle_written
 from ctl_core.model.parts import Parts
@@ -211,7 +210,7 @@ def make_update(
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
         def on_replica(*args: Any) -> Any:
-            with draw_from(generator), keep_means(), mute_other_summaries(parts.step):
+            with trace_replica(generator), mute_other_summaries(parts.step):
                 return function(*args)
 
         with tf.name_scope(""):  # a summary's name begins with it; a loop's would be part of that

@@ -18,11 +18,10 @@ from ctl_core.cluster.collectives import count_local_replicas, weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compat import (
     add_called_ops,
-    draw_from,
     get_seed_generator,
-    keep_means,
     list_stages,
     run_layers,
+    trace_replica,
 )
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import Recording, read_flags
@@ -220,8 +219,7 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
         if present is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
         with (
-            draw_from(generator),
-            keep_means(),
+            trace_replica(generator),
             weigh_by_rows(rows, present, together),
             run_layers(training=False),
         ):

@@ -217,14 +217,6 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
-def _is_evaluated(value: Any) -> bool:
-    return _is_pair(value) and _is_number(value[1])
-
-
-def _is_update(value: Any) -> bool:
-    return _is_pair(value) and isinstance(value[0], tuple | list)
-
-
 def _is_saved(value: Any) -> bool:
     """Whether a value is a checkpoint and a manager that keeps one while it saves the next."""
     kinds = (tf.train.Checkpoint, tf.train.CheckpointManager)
@@ -259,10 +251,10 @@ CONTRACT: dict[str, Callable[[Any], bool]] = {
     "loss_pre": _is_given,
     "batch_weight": _is_number,
     "grad_pre": _are_objectives,
-    "update_pre": _is_update,
+    "update_pre": lambda value: _is_pair(value) and isinstance(value[0], tuple | list),
     "create_train_metrics": _are_metrics,
     "train_metric_pre": _is_given,
     "create_metrics": _are_metrics,
     "metric_pre": _is_given,
-    "eval_pre": _is_evaluated,
+    "eval_pre": lambda value: _is_pair(value) and _is_number(value[1]),
 }
