@@ -190,7 +190,7 @@ def draw_from(generator: keras.random.SeedGenerator | None) -> Within:
 
 
 @contextlib.contextmanager
-def trace_replica(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
+def run_replica(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
     """Within this thread, the same; and a mean of Keras' losses is not divided by the replicas."""
 
     def replace(of_keras: Any) -> Any:

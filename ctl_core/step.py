@@ -17,8 +17,8 @@ from ctl_core.compat import (
     get_seed_generator,
     mute_other_summaries,
     refuse_optimizers,
+    run_replica,
     skip_reduction,
-    trace_replica,
 )
 from ctl_core.model.forward import call_made, forward_backward, settle_written
 from ctl_core.model.parts import Parts
@@ -210,7 +210,7 @@ def make_update(
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
         def on_replica(*args: Any) -> Any:
-            with trace_replica(generator), mute_other_summaries(parts.step):
+            with run_replica(generator), mute_other_summaries(parts.step):
                 return function(*args)
 
         with tf.name_scope(""):  # a summary's name begins with it; a loop's would be part of that

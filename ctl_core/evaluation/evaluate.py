@@ -16,13 +16,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
-from ctl_core.compat import (
-    add_called_ops,
-    get_seed_generator,
-    list_stages,
-    run_layers,
-    trace_replica,
-)
+from ctl_core.compat import add_called_ops, get_seed_generator, list_stages, run_layers, run_replica
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import Recording, read_flags
 from ctl_core.input.batches import (
@@ -219,7 +213,7 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
         if present is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
         with (
-            trace_replica(generator),
+            run_replica(generator),
             weigh_by_rows(rows, present, together),
             run_layers(training=False),
         ):

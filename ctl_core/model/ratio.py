@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import Alone
-from ctl_core.compat import add_called_ops, get_seed_generator, trace_replica
+from ctl_core.compat import add_called_ops, get_seed_generator, run_replica
 from ctl_core.input.batches import count_rows, find_first_replica, take_rows
 from ctl_core.model.forward import compute_objectives, run_model, weigh_batch
 from ctl_core.model.parts import Parts
@@ -76,7 +76,7 @@ def _try_batches(state: State) -> dict[str, list[float]]:
     @tf.function(autograph=False)
     def try_batch(batch: Any, half: int) -> dict[str, list[tf.Tensor]]:
         alone = Alone(parts.strategy, find_first_replica(parts.strategy))
-        with alone, trace_replica(generator):
+        with alone, run_replica(generator):
             return measure(parts, batch, half)
 
     batches = [batch for batch in state.data.make_pass().take(BATCHES) if count_rows(batch) > 1]

@@ -128,5 +128,5 @@ def test_means_of_losses_are_not_divided_by_the_replicas() -> None:
     with strategy.scope():
         ones = tf.ones([4, 1])
         assert float(loss(ones, ones + 2.0)) == 1.5 / 2
-        with compat.trace_replica(None):
+        with compat.run_replica(None):
             assert float(loss(ones, ones + 2.0)) == 1.5
