@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorboard.plugins.hparams import api as hp
 
 from ctl_core.compat import GraphWriter
 from ctl_core.run.listeners import Listener, find_changes
@@ -52,6 +51,8 @@ class Summaries(Listener):
         """
         if not self._settings:
             return
+        from tensorboard.plugins.hparams import api  # takes its time
+
         values = {
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
             for name, value in find_changes(self._settings).items()
@@ -61,7 +62,7 @@ class Summaries(Listener):
             path.unlink()
         writer = tf.summary.create_file_writer(str(self._folder), filename_suffix=".hparams")
         with contextlib.closing(writer), writer.as_default(step=0):
-            hp.hparams(values, trial_id=self._folder.parent.name)
+            api.hparams(values, trial_id=self._folder.parent.name)
 
     def open_writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer of ``train`` or ``eval``, created on first use."""
