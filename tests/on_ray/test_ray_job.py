@@ -29,6 +29,18 @@ __all__ = ["environment", "render"]
 
 Job = Callable[..., "subprocess.Popen[str]"]
 STEPS = ("--steps", "1500", "--ckpt-every", "100", "--eval-every", "0")
+# So few steps that rounding stays small, and slow ones.
+SLOW_STEPS = ("--callbacks", "slow.py", "--steps", "150", "--ckpt-every", "10")
+SLOW = """
+import time
+
+
+def wait(step):
+    time.sleep(0.1)
+
+
+every_steps = {1: wait}
+"""
 # Writes down what reaches Ray.
 RECORDER = """
 import json
@@ -109,16 +121,17 @@ def test_a_worker_that_is_killed_changes_no_bit(project: Path, job: Job) -> None
 
 
 def test_a_run_goes_on_with_the_nodes_that_are_left(project: Path, job: Job, cluster: Any) -> None:
-    process, run = job("--run-name", "node", *STEPS, workers="1-2"), project / "runs" / "node"
-    trained_to(run, 300)
+    write_hooks(project, "slow.py", SLOW)
+    process, run = job("--run-name", "node", *SLOW_STEPS, workers="1-2"), project / "runs" / "node"
+    trained_to(run, 30)
     cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
-    trained_to(run, 800)
+    trained_to(run, 80)
     cluster.add_node(num_cpus=1)
     said = ended(process)
-    assert "training, to step 1500, batch size 64, 2 replicas" in said
+    assert "training, to step 150, batch size 64, 2 replicas" in said
     assert re.search("resuming at step .*, 1 replica ", said), said
-    train_here(project, "--run-name", "alone", *STEPS)
-    assert_rounded_alike(run, project / "runs" / "alone", 1500)
+    train_here(project, "--run-name", "alone", *SLOW_STEPS)
+    assert_rounded_alike(run, project / "runs" / "alone", 150)
 
 
 def test_a_hook_that_fails_ends_the_job_and_is_not_tried_again(project: Path, job: Job) -> None:
