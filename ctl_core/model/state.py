@@ -200,13 +200,13 @@ def describe_start(state: State, start: int, last: int) -> str:
         done = f"{early}at step {start} of {last}, nothing left to train"
         return f"{run}: {done}; more steps{go_on} let it go on."
     doing = f"resuming at step {start}" if start else "training"
-    batch = f"batch size {config.batch_size}"
-    if config.accumulate_steps > 1:
-        batch += f" in {config.accumulate_steps} micro-batches"
+    count = config.accumulate_steps
+    batch = f"batch size {config.batch_size}" + f" in {count} micro-batches" * (count > 1)
     kinds = {d.split("device:")[-1].split(":")[0] for d in state.strategy.extended.worker_devices}
     where = f"{replicas} replica{'s' * (replicas > 1)} on {', '.join(sorted(kinds))}"
-    if state.computed_in:
-        where += f", in {' and '.join(state.computed_in)}"
+    where += f", in {' and '.join(state.computed_in)}" * bool(state.computed_in)
+    if "GPU" in kinds and not config.jit_compile:
+        where += "; --jit-compile trains small models several times as fast"
     nature = describe_nature(state.recording.layers) if replicas > 1 else ""
     return f"{run}: {doing}, to step {last}, {batch}, {where}.{nature}"
 

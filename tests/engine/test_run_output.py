@@ -19,6 +19,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 import ctl_core
 from ctl_core.evaluation import summaries
+from ctl_core.model.state import describe_start
 from ctl_core.run.console import Console
 from tests.golden import small
 from tests.helpers import lean
@@ -354,9 +355,11 @@ def test_messages_appear_above_the_progress_line_as_they_are() -> None:
     assert lines[-1] == "done" and lines[-2].startswith("step 10/10")
 
 
-def test_in_a_pipe_there_are_plain_lines(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+def test_in_a_pipe_there_are_plain_lines(
+    train: Train, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The default hooks: a line for each loss, and no line for each step."""
-    train(make_hooks(every_steps=ctl_core.hooks.defaults.every_steps), steps=40)
+    state = train(make_hooks(every_steps=ctl_core.hooks.defaults.every_steps), steps=40)
     out, err = capfd.readouterr()
     assert err == "" and "\x1b" not in out and "\r" not in out
     first, *others = out.splitlines()
@@ -364,6 +367,10 @@ def test_in_a_pipe_there_are_plain_lines(train: Train, capfd: pytest.CaptureFixt
     losses = [line for line in others if re.match(r"step \d+/40  loss [0-9.e+-]+(  |$)", line)]
     assert [int(re.split("[ /]", line)[1]) for line in losses] == [10, 20, 30, 40]
     assert others[-1].startswith("done: step 40")
+    kind = type(state.strategy.extended)  # as it is where there is a GPU
+    monkeypatch.setattr(kind, "worker_devices", ("/replica:0/task:0/device:GPU:0",))
+    said = "1 replica on GPU; --jit-compile trains small models several times as fast."
+    assert describe_start(state, 0, 41).endswith(said)
 
 
 # ---- Standard error ------------------------------------------------------------------------------
