@@ -372,6 +372,18 @@ def is_tuned(dataset: tf.data.Dataset) -> bool:
     return any(n is not None and tf.get_static_value(n) == tf.data.AUTOTUNE for n in numbers)
 
 
+def cut_join(seconds: float) -> Within:
+    """Within, processes that join a cluster wait so long for one that has gone, not an hour."""
+    own, milliseconds = context.context(), int(1000 * seconds)
+
+    def configure(*args: Any, **how: Any) -> None:
+        how["cluster_register_timeout_in_ms"] = milliseconds
+        context.Context.configure_coordination_service(own, *args, **how)
+        own.coordination_service.cluster_register_with_barrier = True
+
+    return _set(own, configure_coordination_service=configure)
+
+
 def list_cpu_devices(count: int) -> Within:
     """Lets MultiWorkerMirroredStrategy have ``count`` replicas on a CPU, instead of one."""
 

@@ -218,10 +218,8 @@ def cut_to_used_part(
             needed.add(op.name)
             waiting += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
 
-    def is_needed(part: Any) -> bool:
-        return any(t.op.name in needed for t in tf.nest.flatten(part, expand_composites=True))
-
-    used = [is_needed(part) for part in tf.nest.flatten(batch)]
+    parts = (tf.nest.flatten(part, expand_composites=True) for part in tf.nest.flatten(batch))
+    used = [any(tensor.op.name in needed for tensor in part) for part in parts]
     leaves = tf.nest.flatten(element)
     kept = [leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)]
 

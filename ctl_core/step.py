@@ -262,7 +262,8 @@ def finish_update(parts: Parts, trained: dict[str, list[Any]]) -> None:
     No value passes between replicas: all compute the same from the same variables.
     """
     hook = parts.hooks.update_post
-    average = parts.update_average if parts.is_end_of_step else None
+    is_last = parts.turn in (None, len(parts.hooks.turns) - 1)  # of its step
+    average = parts.update_average if is_last else None
     some = [variable for several in trained.values() for variable in several]
     if (hook is None and average is None) or not some:
         return

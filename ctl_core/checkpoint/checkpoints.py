@@ -76,7 +76,7 @@ class Checkpoints:
         self.manager = Facade(
             manager,
             save=self._request,
-            restore=self._restore,
+            restore=lambda path=None: self.ckpt.restore(path or manager.latest_checkpoint),
             max_to_keep=read_max_to_keep(manager),
         )
         self.saved_step, self.save_requested = -1, False
@@ -126,9 +126,6 @@ class Checkpoints:
     def _request(self, *_: Any, **__: Any) -> str:
         self.save_requested = True
         return str(self._folder / f"ckpt-{self._state.step}")
-
-    def _restore(self, path: str | None = None) -> Any:
-        return self.ckpt.restore(path or self.manager.latest_checkpoint)
 
     def _go_back(self, restore: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
         """Restores what a hook asks for: weights and optimizer go back, step and data do not.

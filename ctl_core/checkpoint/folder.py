@@ -23,7 +23,7 @@ from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.run.console import LOG, Console, activate
 from ctl_core.run.errors import CtlError, SetupError
-from ctl_core.run.files import choose_run_name, is_stdout, lock_file, relative_path
+from ctl_core.run.files import choose_run_name, lock_file, relative_path
 from ctl_core.run.listeners import Listener, Listeners, MetricsFile, TrainingLog
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import write_config
@@ -86,11 +86,6 @@ class Run:
             )
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         LOG.addHandler(handler)
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether what it says is printed: by the chief, and not into the log, which has it."""
-        return self.task.chief and not is_stdout(self.path / "train.log")
 
     @property
     def shown(self) -> str:

@@ -19,7 +19,7 @@ from ctl_core.compat import GraphCheckpoint, hold_objects, make_node
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import define_copy
 from ctl_core.numerics.variables import name_variable, unwrap
-from ctl_core.run.errors import RunError, find_reason
+from ctl_core.run.errors import RunError, format_error
 from ctl_core.run.files import relative_path
 
 _ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
@@ -191,7 +191,8 @@ def write_together(state: State, step: int) -> Iterator[None]:
             raise
         failure = error
     if not state.cluster.agree(failure is None):
-        why = " by another process" if failure is None else f": {find_reason(failure)}"
+        said = getattr(failure, "strerror", None) or (failure and format_error(failure, 400))
+        why = f": {said.split('; ')[-1]}" if said else " by another process"
         raise RunError(
             f"the checkpoint of step {step} cannot be written to "
             f"{relative_path(state.manager.directory)}{why}; earlier checkpoints are kept."

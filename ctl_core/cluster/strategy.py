@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.cluster.task import Task, read_task, wait_for_others
-from ctl_core.compat import list_cpu_devices
-from ctl_core.run.errors import PeerLost, SetupError, format_error
+from ctl_core.cluster.task import JOIN, Task, describe_loss, read_task, wait_for_others
+from ctl_core.compat import cut_join, list_cpu_devices
+from ctl_core.run.errors import PeerLost, SetupError
 from ctl_core.run.settings import Config
 
 
@@ -108,7 +108,7 @@ def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
         cluster, task_type="worker", task_id=task.index, rpc_layer="grpc"
     )
     try:
-        with list_cpu_devices(virtual_devices):
+        with list_cpu_devices(virtual_devices), cut_join(JOIN):
             return tf.distribute.MultiWorkerMirroredStrategy(resolver)
     except tf.errors.OpError as error:
-        raise PeerLost(f"cluster: cannot be joined: {format_error(error, 200)}.") from error
+        raise PeerLost(describe_loss(task, error)) from error

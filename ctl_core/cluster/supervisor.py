@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctl_core.cluster.signals import Signals
-from ctl_core.run.errors import RunError, SetupError
+from ctl_core.run.errors import PeerLost, RunError, SetupError
 
 if TYPE_CHECKING:
     from ctl_core.run.settings import Config
@@ -85,9 +85,11 @@ def supervise(
             crashed = [index for index, code in codes.items() if code not in ORDERLY]
             if not crashed:
                 return codes[0]
-            ended = ", ".join(_describe_end(index, codes[index]) for index in crashed)
+            if {codes[index] for index in crashed} == {PeerLost.exit_code}:  # whom they miss
+                crashed += [index for index in range(workers) if index not in codes]
+            ended = ", ".join(_describe_end(index, codes.get(index)) for index in crashed)
             ended += f" (see {folder})"
-            if failed := [index for index in sorted(crashed) if codes[index] in FAILED]:
+            if failed := [index for index in sorted(crashed) if codes.get(index) in FAILED]:
                 if failed[0] > 0:  # the chief has shown its own error
                     print(f"error: {ended}", file=sys.stderr, flush=True)
                 return codes[failed[0]]
@@ -99,7 +101,9 @@ def supervise(
     raise RunError(f"{ended}, and max_restarts is {max_restarts}; giving up.")
 
 
-def _describe_end(index: int, code: int) -> str:
+def _describe_end(index: int, code: int | None) -> str:
+    if code is None:
+        return f"worker {index} did not end"
     if code < 0:
         return f"worker {index} was killed by {signal.Signals(-code).name}"
     return f"worker {index} ended with exit code {code}"

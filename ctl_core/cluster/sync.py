@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster.task import Task
+from ctl_core.cluster.task import Task, describe_loss
 from ctl_core.run.errors import CtlError, PeerLost, RunError, SetupError
 from ctl_core.run.settings import Config
 
@@ -24,10 +24,6 @@ from ctl_core.run.settings import Config
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _ABORTED = "Collective ops is aborted by"
 _UNLIKE = re.compile("mismatch in the collective|is joining a group with size")
-_GONE = (
-    "another process of the cluster is gone; started again, all of them, the run goes on from its "
-    "last checkpoint."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +144,7 @@ def join_peers(task: Task) -> Iterator[None]:
         ours = cause is error or _ABORTED in str(cause) or "/job:" in str(cause)
         if not (ours and is_peer_lost(task, cause)):
             raise
-        raise PeerLost(_GONE) from error
+        raise PeerLost(describe_loss(task, cause)) from error
 
 
 def is_peer_lost(task: Task, error: BaseException | None) -> bool:

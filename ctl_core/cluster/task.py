@@ -8,6 +8,7 @@ cluster itself. The form is TensorFlow's: ``{"cluster": {"worker": ["host1:2222"
 import dataclasses
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -16,8 +17,11 @@ from typing import Literal
 from ctl_core.run.errors import PeerLost, SetupError, make_line
 from ctl_core.run.settings import Config
 
-# After which a process says whom it is waiting for, and after which it ends (seconds).
-PATIENCE, LONGEST = 10.0, 600.0
+# After which a process says whom it is waiting for, after which it ends once all have answered,
+# and after which it ends before (seconds).
+PATIENCE, JOIN, LONGEST = 10.0, 20.0, 600.0
+# Whom an error of TensorFlow's names; those of heartbeats may not name process 0, where they go.
+_LOST = re.compile(r"(?:timed out task names:|reported from|remote target)\s+/job:\S+/task:(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,13 @@ def _parse(environ: Mapping[str, str]) -> Task:
         ) from None
     own, shares = addresses.index(jobs[job][index]), bool(content.get("shares_gpus"))
     return Task(len(addresses), own, addresses, shares_gpus=shares)
+
+
+def describe_loss(task: Task, error: object) -> str:
+    """Says which process does not answer this one, if an error tells, and what to do."""
+    lost = next(iter(_LOST.findall(str(error))), "0" if "/Heartbeat" in str(error) else None)
+    name = "another process of the cluster" if lost is None else task.describe(int(lost))
+    return f"no answer from {name}; start all again: the run goes on from its last checkpoint."
 
 
 def wait_for_others(task: Task) -> None:

@@ -14,6 +14,7 @@ from ctl_core.hooks.callbacks_file import read_hooks_source
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
 from ctl_core.run.console import Console
+from ctl_core.run.files import is_stdout
 from ctl_core.run.listeners import Listener, find_listener
 from ctl_core.run.settings import Config
 from ctl_core.trainer import Trainer
@@ -47,7 +48,7 @@ def train(
     task, source = find_task(config), read_hooks_source(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []
     run = Run(config, task, note, listeners=[*listeners, *named])
-    console = Console(shown=run.is_shown)
+    console = Console(shown=task.chief and not is_stdout(run.path / "train.log"))
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
         open_session(run, console),

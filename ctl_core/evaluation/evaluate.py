@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import count_local_replicas, weigh_by_rows
+from ctl_core.cluster.collectives import all_reduce, count_local_replicas, weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compat import add_called_ops, get_seed_generator, list_stages, run_layers, run_replica
 from ctl_core.hooks.hooks import Hook
@@ -51,7 +51,7 @@ class EvaluationSet:
         metrics: the user's metrics by name
         total, examples: sums in float64, of the loss and of what it is the mean over
         run_steps: the graph function (iterator, steps) -> (may be more, digest), once traced
-        exchanges: whether processes exchange something in it
+        exchanges: whether hooks or layers exchange something in it
         copies: of what the evaluation writes, once traced
     """
 
@@ -110,7 +110,8 @@ class Evaluation:
             written = self._recording.find_written(graph, self._parts.strategy)
             one.copies = ReplicaCopies(self._parts.strategy, written)
             ops = add_called_ops(graph.get_operations())
-            one.exchanges = any(op.type.startswith("Collective") for op in ops)
+            names = (op.name for op in ops if op.type.startswith("Collective"))
+            one.exchanges = not all("have_all" in name for name in names)
 
     def evaluate(
         self, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
@@ -235,14 +236,23 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
 
     spec = [tf.data.IteratorSpec(one.spec), tf.TensorSpec([], tf.int64)]
 
+    def have_all(own: tf.Tensor) -> tf.Tensor:
+        """Whether every process has a batch: in a step, one would wait for the others for ever."""
+        if replicas == count_local_replicas(strategy):
+            return own
+        with tf.name_scope("have_all"):
+            count = strategy.run(all_reduce, (tf.cast(own, tf.int64),))
+            return strategy.experimental_local_results(count)[0] == replicas
+
     @tf.function(autograph=False, input_signature=spec)
     def run_steps(iterator: Any, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         def body(done: tf.Tensor, _: tf.Tensor, digest: tf.Tensor) -> Any:
             drawn = iterator.get_next_as_optional()
+            more = drawn.has_value()
             after = tf.cond(
-                drawn.has_value(),
+                have_all(more),
                 lambda: take_step(drawn.get_value(), digest),
-                lambda: (tf.constant(False), digest),
+                lambda: (tf.constant(False), digest + tf.cast(more, tf.int64)),
             )
             return done + 1, *after
 

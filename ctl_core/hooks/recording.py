@@ -163,10 +163,6 @@ class Recording:
         of_keras = "seed_generator_state"  # so Keras names them, whoever makes the generator
         return [v for v in self.variables.values() if v.name.split(":")[0].endswith(of_keras)]
 
-    def list_keras_variables(self) -> list[keras.Variable]:
-        """The variables of the layers, each once; unlike tf.Variables they can be frozen."""
-        return list({id(v): v for layer in self.layers for v in layer.variables}.values())
-
 
 def find_tables(graph: Any) -> list[Any]:
     """Returns the tables that a graph captures, wherever hooks, or their file, have made them."""
@@ -177,8 +173,9 @@ def find_tables(graph: Any) -> list[Any]:
 
 
 def list_freezable(recording: Recording) -> list[Any]:
-    """Returns the layers, then their variables: what can be frozen."""
-    return [*recording.layers, *recording.list_keras_variables()]
+    """Returns the layers, then their variables, each once: what can be frozen."""
+    variables = {id(v): v for layer in recording.layers for v in layer.variables}
+    return [*recording.layers, *variables.values()]
 
 
 def read_flags(recording: Recording) -> list[bool]:

@@ -150,12 +150,6 @@ def add_to_digest(digest: Any, batch: Any) -> tf.Tensor:
     return 31 * digest + tf.strings.to_hash_bucket_fast(tf.strings.join(seen), 2**40)
 
 
-def find_static_rows(spec: Any) -> int | None:
-    """Returns the first dimension of a structure's tensors or specs, if it is fixed."""
-    sizes = (part.shape[0] for part in tf.nest.flatten(spec) if part.shape.rank)
-    return next(sizes, None)
-
-
 def has_varying_widths(spec: Any) -> bool:
     """Whether dense parts of elements may differ in more than their first dimension."""
     dense = [part for part in tf.nest.flatten(spec) if isinstance(part, tf.TensorSpec)]

@@ -145,7 +145,7 @@ class Reader:
                 if not used:
                     yield element
                 elif used < examples:
-                    yield _drop_rows(element, used)
+                    yield tf.nest.map_structure(lambda a, n=used: a[n:] if a.ndim else a, element)
                 drawn = next(source) if source is self._source else None
 
         dataset = tf.data.Dataset.from_generator(read_pass, output_signature=self.spec)
@@ -162,8 +162,6 @@ class Reader:
                 f"an element is {describe(found)}, expected {describe(self.spec)}; sizes that vary "
                 "need an element_spec with None"
             )
-
-    # ---- Checkpoints -----------------------------------------------------------------------
 
     def note_used(self, examples: int) -> None:
         """Notes that training has used so many more; elements before their last are dropped."""
@@ -283,10 +281,6 @@ def _describe(part: Any) -> tf.TensorSpec:
     """Returns the specification of an array, or of another one, with any number of rows."""
     shape = [None, *part.shape[1:]] if len(part.shape) else []
     return tf.TensorSpec(shape, tf.as_dtype(part.dtype))
-
-
-def _drop_rows(element: Any, first: int) -> Any:
-    return tf.nest.map_structure(lambda part: part[first:] if part.ndim else part, element)
 
 
 def _compute_checksum(element: Any) -> int:

@@ -31,7 +31,6 @@ from ctl_core.input.batches import (
     count_rows,
     distribute_shares,
     find_first_replica,
-    find_static_rows,
     has_varying_widths,
     set_rows,
     take_share,
@@ -88,7 +87,9 @@ class Input:
         self._size: Any = size if self.whole or self._joins else None
         self.steps_per_epoch = self._count_steps(made)
         self._open(made)
-        self._rows = shape.batch if self.whole else find_static_rows(self.dataset.element_spec)
+        parts = tf.nest.flatten(self.dataset.element_spec)
+        fixed = next((part.shape[0] for part in parts if part.shape.rank), None)
+        self._rows = shape.batch if self.whole else fixed
         self._counted: Any = None
         self._digest: Any = None  # of what was drawn, where other processes should draw the same
         with tf.device("CPU:0"):

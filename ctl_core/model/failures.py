@@ -18,10 +18,10 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.run.errors import (
     ENGINE,
+    NOT_THE_USERS,
     RunError,
     SetupError,
     format_file_name,
-    is_own_file,
     read_frames,
 )
 
@@ -98,5 +98,6 @@ def _find_line(op: Any, hooks: Hooks) -> str | None:
         return made
     # Before the engine there may be lines of the program that called it.
     first = max((n for n, frame in enumerate(frames) if frame[0].startswith(ENGINE)), default=0)
-    own = [f"{format_file_name(file)}:{line}" for file, line in frames[first:] if is_own_file(file)]
+    users = [at for at in frames[first:] if not any(part in at[0] for part in NOT_THE_USERS)]
+    own = [f"{format_file_name(file)}:{line}" for file, line in users]
     return own[-1] if own else None

@@ -94,11 +94,6 @@ class Parts:
         """Whose turn it is, or None."""
         return None if self.turn is None else self.hooks.turns[self.turn]
 
-    @property
-    def is_end_of_step(self) -> bool:
-        """Whether this update is the last one of its step."""
-        return self.turn in (None, len(self.hooks.turns) - 1)
-
     def count_examples(self, batch: Any) -> Any:
         """Returns how many examples a batch holds, an int64 tensor; where it is fixed, a number."""
         number = self.hooks.count_examples.trace(batch=batch)

@@ -9,8 +9,6 @@ import tensorflow as tf
 
 PIECES = ("output", "batch")  # what hooks are given of each replica and micro-batch
 
-# ---- Of replicas ---------------------------------------------------------------------------------
-
 
 class Merged(tf.IndexedSlices):  # type: ignore[misc]
     """A sparse gradient that has each index once; ``parts`` is the one that may have it often."""

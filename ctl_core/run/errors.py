@@ -33,6 +33,7 @@ _PLACES = re.compile(
 _APPENDED = (
     "\n  (1) ",
     "Arguments received by ",
+    " Hint: If you want to see",
     "You can attempt the following resolutions",
     "\n\nStack trace for op definition: ",
 )
@@ -115,13 +116,8 @@ def format_error(error: BaseException, limit: int = 300) -> str:
     return f"{kind}: {text}" if text else kind
 
 
-def find_reason(error: Exception) -> str:
-    """Says in a few words why a file could not be read or written."""
-    return getattr(error, "strerror", None) or format_error(error, 400).split("; ")[-1]
-
-
 ENGINE = str(Path(__file__).parents[1])
-_NOT_OURS = (
+NOT_THE_USERS = (  # in the names of source files
     ENGINE,
     sysconfig.get_paths()["stdlib"],
     "site-packages",
@@ -157,11 +153,6 @@ def format_file_name(path: str) -> str:
     name_cell = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(path)
     number = re.search(r"\d+", " ".join(name_cell or ()))
     return f"cell {number[0]}" if number else "cell" if "ipykernel" in path else Path(path).name
-
-
-def is_own_file(name: str) -> bool:
-    """Whether a source file is the user's own: of no library, and not made by AutoGraph."""
-    return not any(part in name for part in _NOT_OURS)
 
 
 def read_frames(op: Any) -> list[tuple[str, int]]:

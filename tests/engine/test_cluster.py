@@ -47,13 +47,14 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("drift", ("after step 3, sequential", "out/bias", "on all replicas (replica 1 differs")),
+        ("drift", ("after step 3, sequential", "out/bias", "between replicas 0 and 1")),
         ("stopped", ("the loss of step 3 is not finite",)),
         ("settings", ("the settings are not the same on every process",)),
         ("data", ("create_dataset (small.py:", "different data")),
         ("later", ("create_dataset (small.py:", "different data")),
         ("fewer", ("create_dataset (small.py:", "different data")),
         ("evaluated", ("create_eval_dataset (small.py:", "different data")),
+        ("exchanged", ("create_eval_dataset (small.py:", "different data")),
         ("apart", ("runs_dir: ", "has other checkpoints on another process")),
         ("frozen", ("after step 2, the frozen layers differ",)),
     ],

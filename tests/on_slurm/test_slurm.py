@@ -99,6 +99,24 @@ def test_preempted_and_killed_changes_no_bit(
     assert log_of(run).count("stopped by SIGTERM, saved") == 1
 
 
+def test_takes_the_nodes_that_are_there(project: Path, slurm: Slurm) -> None:
+    """Started again, the job has one node while the other is drained, and two after that."""
+    steps, run = (*STEPS, "--steps=300", "--ckpt-every=50"), project / "runs" / "elastic"
+    settings = ("launch/slurm.sh", "--run-name", "elastic", *steps)
+    job = slurm.submit(project, "--nodes=1-2", *SMALL, *settings)
+    trained_to(run, 50)
+    slurm.call("scontrol", "update", "NodeName=node10", "State=drain", "Reason=test")
+    os.kill(find_training("elastic", "SLURM_PROCID=0"), signal.SIGKILL)
+    trained_to(run, 150)
+    slurm.call("scontrol", "update", "NodeName=node10", "State=resume")
+    slurm.call("scontrol", "requeue", job)
+    assert slurm.wait(job)["Restarts"] == "2"
+    nodes = re.findall(rf"job {job} on (\S+), start", printed(project, job))
+    assert nodes == ["node[9-10]", "node9", "node[9-10]"]
+    train_here(project, "--run-name", "alone", *steps)
+    assert_rounded_alike(run, project / "runs" / "alone", 300)
+
+
 def test_a_hook_that_fails_ends_the_job(project: Path, slurm: Slurm) -> None:
     settings = ("--run-name", "fails", "--callbacks", "failing.py", "--steps", "60")
     job = slurm.submit(project, *SMALL, "launch/slurm.sh", *settings)

@@ -13,7 +13,6 @@
 #
 #SBATCH --job-name=train
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=8
 #SBATCH --time=04:00:00
 #SBATCH --signal=TERM@120
@@ -70,6 +69,7 @@ process='
 code=0
 # --wait: where one process has ended, the others are given this long to find out (seconds).
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --distribution=block \
+  --ntasks="$((SLURM_NNODES * ${SLURM_NTASKS_PER_NODE:-1}))" --ntasks-per-node="${SLURM_NTASKS_PER_NODE:-1}" \
   --kill-on-bad-exit=0 --wait=120 --output="$runs/$name/slurm.log" --open-mode=append \
   bash -c "$process" "${workers#, }" "$@" || code=$?
 

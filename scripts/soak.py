@@ -1,0 +1,178 @@
+"""Kills the training of ``make prove`` very often, and compares its weights when it has ended.
+
+``python -m scripts.soak FOLDER --kills 20 --of clusters`` adds a line for each run to
+FOLDER/log.jsonl; without ``--kills`` it sums them up. Kills come while a process starts, between
+two steps, or while a checkpoint is written; of a cluster, at one process or at all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core import __version__
+from scripts.proof.callbacks import STEPS
+from scripts.prove import (
+    ENGINE,
+    LIMIT,
+    PATIENCE,
+    PAUSE,
+    Run,
+    find_code,
+    is_running,
+    measure,
+    start_processes,
+    wait_for,
+)
+
+Way = tuple[int, int]  # devices of each process, processes
+KINDS: dict[str, list[list[Way]]] = {  # what a start of a run may be
+    "one": [[(1, 1)], [(1, 1)], [(1, 1), (2, 1), (3, 1), (4, 1)]],
+    "clusters": [[(1, 2)], [(1, 3)], [(1, 2), (1, 3)]],
+}
+KILLS = 8  # of a run at most
+SILENCE = 30  # seconds after which what is left of a cluster has to have ended
+WAITS = "cluster: waiting; no answer from"
+
+
+def train(folder: Path, ways: Sequence[Way], kills: int, draw: random.Random) -> dict[str, Any]:
+    """Trains one run to its end, killed on the way; returns what there is to say of it.
+
+    Raises:
+        AssertionError: it has not ended as it should.
+    """
+    run, found, slowest, startup = Run(ENGINE, "soak", ways), {"start": 0}, 0.0, 5.0
+    found |= {"step": 0, "save": 0, "unfinished": 0}
+    for number in itertools.count():
+        start, begun = folder / str(number), time.monotonic()
+        started = start_processes(run, draw.choice(ways), start, PAUSE)
+        moment = draw.choice(("start", "step", "save"))
+        if kills == 0:
+            moment = ""
+        elif moment == "start":
+            time.sleep(draw.uniform(0, startup))
+        else:
+            wait_for(start.with_suffix(".ids"), started)
+            startup = time.monotonic() - begun
+            if moment == "step":
+                time.sleep(draw.uniform(0, 3))
+            else:
+                wait_for_files(folder, draw.randint(1, 20), started)
+                time.sleep(draw.uniform(0, 0.01))
+        killed = []
+        if moment and is_running(started):
+            killed = started if draw.random() < 0.5 else [draw.choice(started)]
+            for process in killed:
+                process.kill()
+            kills, found[moment] = kills - 1, found[moment] + 1
+        killed_at = time.monotonic()
+        others = [process for process in started if process not in killed]
+        while killed and any(process.poll() is None for process in others):
+            logs = [path.read_text() for path in folder.glob(f"{number}.log*")]
+            if moment == "start" and any(WAITS in text for text in logs):
+                for process in others:  # what never came is waited for, and named
+                    process.kill()
+                killed = started
+            assert time.monotonic() < killed_at + SILENCE, f"{folder}: {number} waits for ever"
+            time.sleep(0.1)
+        if killed and others and killed != started:
+            slowest = max(slowest, time.monotonic() - killed_at)
+        codes = {find_code(process) for process in others if killed != started}
+        assert codes <= {0, 75 * bool(killed)}, f"{folder}: {number} ended with {codes}"
+        found["unfinished"] += bool(killed) and is_unfinished(folder / "run/ckpt")
+        if not killed:
+            return {**found, "slowest": round(slowest, 1)}
+    raise AssertionError
+
+
+def wait_for_files(folder: Path, count: int, started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Waits until so many files of checkpoints have come."""
+    known, until = list_files(folder), time.monotonic() + PATIENCE
+    while count > 0 and is_running(started) and time.monotonic() < until:
+        now = list_files(folder)
+        count, known = count - len(now - known), now
+        time.sleep(0.001)
+
+
+def list_files(folder: Path) -> set[str]:
+    walk = os.walk(folder / "run/ckpt")
+    return {name for _, folders, files in walk for name in (*folders, *files)}
+
+
+def is_unfinished(ckpt: Path) -> bool:
+    """Whether there are files of a checkpoint that has no record."""
+    records = {path.stem for path in ckpt.glob("engine/*.json")}
+    return any(path.name.split(".")[0] not in records for path in ckpt.glob("**/ckpt-*"))
+
+
+def read_weights(folder: Path) -> list[np.ndarray]:
+    """Returns the weights of a run's last checkpoint."""
+    reader = tf.train.load_checkpoint(str(folder / f"run/ckpt/ckpt-{STEPS}"))
+    names = [name for name in reader.get_variable_to_shape_map() if "_trainable_variables" in name]
+    return [reader.get_tensor(name) for name in sorted(names)]
+
+
+def soak(folder: Path, of: str, kills: int, seed: int) -> bool:
+    """Trains runs until so many kills are spent; returns whether all are as they should be."""
+    draw, done, well = random.Random(seed), 0, True
+    for number in itertools.count():
+        if done >= kills:
+            return well
+        ways = KINDS[of][number % len(KINDS[of])]
+        devices, processes = ways[0]
+        whole = folder / f"whole-{devices}-{processes}"
+        if not whole.exists():
+            whole.mkdir()
+            train(whole, ways[:1], 0, draw)
+        place = folder / f"{of}-{seed}-{number}"
+        place.mkdir()
+        line = train(place, ways, min(KILLS, kills - done), draw)
+        done += line["start"] + line["step"] + line["save"]
+        difference = measure(read_weights(place), read_weights(whole))
+        well &= difference <= (LIMIT if len(ways) > 1 else 0)
+        line |= {"of": of, "ways": ways, "difference": difference, "engine": __version__}
+        with (folder / "log.jsonl").open("a") as log:
+            log.write(json.dumps(line) + "\n")
+        print(line, flush=True)
+    raise AssertionError
+
+
+def sum_up(folder: Path) -> None:
+    """Prints how many kills there were, and the largest differences."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    for of, is_same in itertools.product(KINDS, (True, False)):
+        some = [line for line in lines if line["of"] == of and (len(line["ways"]) == 1) == is_same]
+        sums = {key: sum(line[key] for line in some) for key in ("start", "step", "save")}
+        sums["unfinished"] = sum(line["unfinished"] for line in some)
+        largest = {key: max(line[key] for line in some) for key in ("difference", "slowest")}
+        print(of, "as many" if is_same else "other numbers", f"{len(some)} runs", sums, largest)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.soak", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--of", choices=KINDS, default="one")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6)
+    settings = parser.parse_args()
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    if settings.kills:
+        return int(not soak(settings.folder, settings.of, settings.kills, settings.seed))
+    sum_up(settings.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
