@@ -159,13 +159,11 @@ def _import_libraries(debug: bool) -> None:
     """Imports TensorFlow and Keras: quietly, and without looking for garbage, a sixth of the time.
 
     As it is imported, TensorFlow's C++ says what processor it runs on, whatever its log level is;
-    what it has made stays to the end, and later searches for garbage leave it out. Scikit-learn,
-    another quarter, is there for callbacks.py, but not for Keras' wrappers around ``fit``.
+    what it has made stays to the end, and later searches for garbage leave it out.
     """
     if "tensorflow" in sys.modules:
         return
     gc.disable()
-    sys.modules["sklearn"] = None  # type: ignore[assignment]
     stderr = os.dup(2)
     if not debug:
         with open(os.devnull, "w") as nowhere:
@@ -175,7 +173,6 @@ def _import_libraries(debug: bool) -> None:
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        del sys.modules["sklearn"]
         gc.enable()
     gc.freeze()
 

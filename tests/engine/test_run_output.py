@@ -397,8 +397,7 @@ def test_commands_that_go_well_say_nothing_there(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", lean.PYTHONPATH)
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # the engine's own choice counts
-    found = "import importlib.util\n\nassert importlib.util.find_spec('sklearn')\n"
-    Path("callbacks.py").write_text(EVALUATED + found)
+    Path("callbacks.py").write_text(EVALUATED)
     Path("own.py").write_text(NOTES)
     ctl = [sys.executable, "-W", "default::DeprecationWarning:__main__", "-m", "ctl_core"]
     train = ("train", "--batch-size=16", "--run-name=a")
