@@ -17,9 +17,9 @@ from typing import Literal
 from ctl_core.run.errors import PeerLost, SetupError, make_line
 from ctl_core.run.settings import Config
 
-# After which a process says whom it is waiting for, after which it ends once all have answered,
-# and after which it ends before (seconds).
-PATIENCE, JOIN, LONGEST = 10.0, 20.0, 600.0
+# After which a process says whom it is waiting for, after which it ends once all have answered
+# (their GPUs start meanwhile), and after which it ends before (seconds).
+PATIENCE, JOIN, LONGEST = 10.0, 60.0, 600.0
 # Whom an error of TensorFlow's names; those of heartbeats may not name process 0, where they go.
 _LOST = re.compile(r"(?:timed out task names:|reported from|remote target)\s+/job:\S+/task:(\d+)")
 

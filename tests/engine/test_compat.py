@@ -114,6 +114,17 @@ def test_large_sums_are_kept_whole() -> None:
     assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
 
 
+def test_who_joins_waits_so_long() -> None:
+    from tensorflow.python.eager import context
+
+    own = context.context()
+    with compat.cut_join(2.5):
+        own.configure_coordination_service("standalone", "/job:worker/task:0")
+    config, own._coordination_service_config = own.coordination_service, None
+    assert (config.service_type, config.cluster_register_timeout_in_ms) == ("standalone", 2500)
+    assert config.cluster_register_with_barrier
+
+
 def test_cpu_devices_of_worker() -> None:
     from tensorflow.python.distribute import collective_all_reduce_strategy as module
 
