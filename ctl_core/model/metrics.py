@@ -28,6 +28,8 @@ def update_metrics(metrics: Metrics, hook: Hook, arguments: Any, present: tf.Ten
     if not isinstance(arguments, Mapping):
         arguments = dict.fromkeys(metrics, arguments)
     for name, own in arguments.items():
+        if name not in metrics:
+            raise HookFailed(f"{hook}: '{name}' is none of the metrics {', '.join(metrics)}.")
         values = own if isinstance(own, tuple | list) else (own,)
         try:
             update_if(present, metrics[name].update_state, *widen(metrics[name], values))

@@ -83,6 +83,8 @@ def write_records(examples, output):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     source, output = map(Path, sys.argv[1:])
     if output.exists():
         sys.exit(f"{output} is there: delete it, or name another folder")
