@@ -105,13 +105,14 @@ class Evaluation:
             return
         self._frozen = frozen
         for one in self.sets.values():
-            one.run_steps = define_run_steps(self._parts, one)
-            graph = one.run_steps.get_concrete_function().graph
+            for one.exchanges in (False, True):  # where nothing is exchanged, nobody waits
+                one.run_steps = define_run_steps(self._parts, one)
+                graph = one.run_steps.get_concrete_function().graph
+                ops = add_called_ops(graph.get_operations())
+                if not any(op.type.startswith("Collective") for op in ops):
+                    break
             written = self._recording.find_written(graph, self._parts.strategy)
             one.copies = ReplicaCopies(self._parts.strategy, written)
-            ops = add_called_ops(graph.get_operations())
-            names = (op.name for op in ops if op.type.startswith("Collective"))
-            one.exchanges = not all("have_all" in name for name in names)
 
     def evaluate(
         self, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
@@ -238,11 +239,10 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
 
     def have_all(own: tf.Tensor) -> tf.Tensor:
         """Whether every process has a batch: in a step, one would wait for the others for ever."""
-        if replicas == count_local_replicas(strategy):
+        if not one.exchanges or replicas == count_local_replicas(strategy):
             return own
-        with tf.name_scope("have_all"):
-            count = strategy.run(all_reduce, (tf.cast(own, tf.int64),))
-            return strategy.experimental_local_results(count)[0] == replicas
+        count = strategy.run(all_reduce, (tf.cast(own, tf.int64),))
+        return strategy.experimental_local_results(count)[0] == replicas
 
     @tf.function(autograph=False, input_signature=spec)
     def run_steps(iterator: Any, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
