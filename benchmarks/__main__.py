@@ -4,8 +4,6 @@ Every peer trains the same model from the same weights, on the same data in the 
 the same update; that their weights are equal is checked before they are timed, in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

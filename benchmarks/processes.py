@@ -5,8 +5,6 @@ each loop, since a process has one cluster in its life. The chief writes down th
 one for each segment.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -206,7 +206,9 @@ def images() -> Workload:
     def dataset(batch_size: int) -> tf.data.Dataset:
         examples = tf.data.Dataset.from_tensor_slices((files, labels)).enumerate()
         decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
-        return decoded.batch(batch_size, drop_remainder=True)
+        options = tf.data.Options()
+        options.autotune.ram_budget = 2**26  # or 100 batches are read while a peer stands still
+        return decoded.batch(batch_size, drop_remainder=True).with_options(options)
 
     def create_model() -> keras.Model:
         return with_weights(
