@@ -191,7 +191,7 @@ def draw_from(generator: keras.random.SeedGenerator | None) -> Within:
 
 @contextlib.contextmanager
 def run_replica(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
-    """Within this thread, Keras divides no mean of a loss by the replicas, and draws from this."""
+    """Within this thread, ``draw_from``, and Keras divides no mean of a loss by the replicas."""
 
     def replace(of_keras: Any) -> Any:
         return lambda value: value if _thread.keeps_means else of_keras(value)

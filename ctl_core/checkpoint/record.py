@@ -52,8 +52,8 @@ class Record:
 
 def list_saved_steps(folder: Path) -> list[int]:
     """Returns the steps of which a folder of checkpoints has records, newest first."""
-    numbers = re.findall(r"^ckpt-(\d+)\.json$", "\n".join(_list(folder / "engine")), re.MULTILINE)
-    return sorted(map(int, numbers), reverse=True)
+    found = (re.fullmatch(r"ckpt-(\d+)\.json", name) for name in _list(folder / "engine"))
+    return sorted((int(one[1]) for one in found if one), reverse=True)
 
 
 def _list(folder: Path) -> list[str]:

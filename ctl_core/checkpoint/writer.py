@@ -191,8 +191,10 @@ def write_together(state: State, step: int) -> Iterator[None]:
             raise
         failure = error
     if not state.cluster.agree(failure is None):
-        said = getattr(failure, "strerror", None) or (failure and format_error(failure, 400))
-        why = f": {said.split('; ')[-1]}" if said else " by another process"
+        why = " by another process"
+        if failure is not None:
+            said = getattr(failure, "strerror", None) or format_error(failure, 400).split("; ")[-1]
+            why = f": {said}"
         raise RunError(
             f"the checkpoint of step {step} cannot be written to "
             f"{relative_path(state.manager.directory)}{why}; earlier checkpoints are kept."

@@ -105,7 +105,7 @@ class Evaluation:
             return
         self._frozen = frozen
         for one in self.sets.values():
-            for one.exchanges in (False, True):  # where nothing is exchanged, nobody waits
+            for one.exchanges in (False, True):  # traced again if it turns out that they do
                 one.run_steps = define_run_steps(self._parts, one)
                 graph = one.run_steps.get_concrete_function().graph
                 ops = add_called_ops(graph.get_operations())
