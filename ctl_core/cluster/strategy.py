@@ -41,7 +41,8 @@ def prepare(config: Config) -> Task:
     """
     task, devices = read_task(config), config.virtual_devices
     gpus = tf.config.list_physical_devices("GPU")
-    with contextlib.suppress(RuntimeError):  # TensorFlow has started, in a notebook say
+    # In a notebook, TensorFlow may have started, or a GPU have been divided.
+    with contextlib.suppress(RuntimeError, ValueError):
         if devices > 1 or task.shares_gpus:  # some Keras layers choose their op by what is there
             gpus = [] if devices > 1 else _take_share(gpus, task)
             tf.config.set_visible_devices(gpus, "GPU")
@@ -104,8 +105,10 @@ def has_joined() -> bool:
 def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
     wait_for_others(task)
     cluster = tf.train.ClusterSpec({"worker": list(task.addresses)})
+    gpus = {"GPU": len(tf.config.get_visible_devices("GPU"))}  # or it would train on the CPU
+    place: dict[str, Any] = {"task_type": "worker", "task_id": task.index, "rpc_layer": "grpc"}
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        cluster, task_type="worker", task_id=task.index, rpc_layer="grpc"
+        cluster, num_accelerators=gpus, **place
     )
     try:
         with list_cpu_devices(virtual_devices), cut_join(JOIN):

@@ -139,26 +139,35 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ctl_core.train(SimpleNamespace(), Config(steps=1, workers=2))
     gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU") for n in range(4)]
     seen: list[Any] = []
-    monkeypatch.setattr(strategy, "_join_cluster", lambda *_: None)
+    monkeypatch.setattr(strategy, "wait_for_others", lambda _: None)
+    monkeypatch.setattr(
+        tf.distribute,
+        "MultiWorkerMirroredStrategy",
+        lambda resolver: seen.append(resolver.num_accelerators()),
+    )
     monkeypatch.setattr(
         tf.config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else ["cpu"]
     )
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda *own: seen.append(own))
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda _: seen[0][0] if seen else gpus)
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda *_: None)
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda *own: seen.append(own))
 
     def prepare(workers: int, devices: int = 1, shares: bool = True) -> list[Any]:
         seen.clear()
+        strategy._join_cluster.cache_clear()
         cluster = {"worker": [f"localhost:{n}" for n in range(workers)]}
         place = {"cluster": cluster, "task": {"type": "worker", "index": 1}, "shares_gpus": shares}
         monkeypatch.setenv("TF_CONFIG", json.dumps(place))
         strategy.prepare(Config(run_name="a", virtual_devices=devices))
-        return seen
+        return list(seen)
 
-    assert prepare(2) == [(gpus[2:], "GPU"), (gpus[2], True), (gpus[3], True)]
-    assert prepare(2, devices=2) == prepare(2, devices=2, shares=False) == [([], "GPU")]
+    grown = [(gpu, True) for gpu in gpus]
+    assert prepare(2) == [(gpus[2:], "GPU"), *grown[2:], {"GPU": 2}]
+    assert prepare(2, devices=2) == prepare(2, 2, shares=False) == [([], "GPU"), {"GPU": 0}]
     with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; take"):
         prepare(3)
+    strategy._join_cluster.cache_clear()
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((143, 143), 143), ((1, 75), 1), ((2, 0), 2)])
