@@ -42,7 +42,7 @@ def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
         if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             values = tf.nest.map_structure(_fix_shape, values)
         values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-    return tf.nest.map_structure(partial(_merge_rows, compiled), values)
+    return tf.nest.map_structure(partial(_merge_rows, replicas, compiled), values)
 
 
 def _fix_shape(value: Any) -> Any:
@@ -52,7 +52,7 @@ def _fix_shape(value: Any) -> Any:
     return tf.convert_to_tensor(value) if varies else value
 
 
-def _merge_rows(compiled: bool, gradient: Any) -> Any:
+def _merge_rows(replicas: int, compiled: bool, gradient: Any) -> Any:
     """Adds up the rows of a sparse gradient that belong to one index."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -63,11 +63,14 @@ def _merge_rows(compiled: bool, gradient: Any) -> Any:
         firsts = tf.tensor_scatter_nd_min(tf.fill(shape[:1], number), indices[:, None], places)
         rows = tf.gather(firsts, indices)
         found = tf.where(rows == places, indices, end)
-    else:
-        found, rows = tf.unique(indices)
-        number = tf.size(found)
-    values = tf.math.unsorted_segment_sum(gradient.values, rows, number)
-    return Merged(values, found, gradient)
+        values = tf.math.unsorted_segment_sum(gradient.values, rows, number)
+        return Merged(values, found, gradient)
+    # In their order: on a GPU, other sums take rows as they come, and replicas would drift apart.
+    found, rows = tf.unique(indices)
+    order = tf.argsort(rows, stable=True)
+    values = tf.sparse.segment_sum(gradient.values, order, tf.gather(rows, order), tf.size(found))
+    merged = tf.IndexedSlices(values, found, gradient.dense_shape)
+    return merged if replicas > 1 else Merged(values, found, gradient)
 
 
 def multiply(values: Any, factor: tf.Tensor) -> Any:

@@ -1,4 +1,7 @@
-"""On a GPU: the weights of a plain loop on it; a checkpoint's way to the CPU and back."""
+"""On a GPU: the weights of a plain loop on it; a checkpoint's way to the CPU and back.
+
+Tests have two GPUs, the halves of one, and train on one of them, but where both are asked for.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ctl_core import build
 from tests.golden import small
 from tests.golden.compare import assert_close
 from tests.golden.reference import Reference
@@ -17,7 +21,7 @@ from tests.helpers.project import Train
 
 GPUS = tf.config.list_physical_devices("GPU")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="TensorFlow finds no GPU")]
-SETTINGS = small.settings(20)
+SETTINGS = small.settings(20, strategy="one_device")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +45,9 @@ def mixed_model() -> keras.Model:
     """Convolution, batch normalisation, LSTM, and an embedding, whose gradients are sparse."""
     layer = keras.layers
     picture, words = keras.Input((8, 8, 1)), keras.Input((6,), dtype="int64")
-    seen = layer.BatchNormalization()(layer.Conv2D(4, 3, activation="relu")(picture))
+    seen = layer.BatchNormalization(synchronized=True)(
+        layer.Conv2D(4, 3, activation="relu")(picture)
+    )
     read = layer.LSTM(5, use_cudnn=False)(layer.Embedding(50, 4)(words))
     logits = layer.Dense(3)(layer.Concatenate()([layer.Flatten()(seen), read]))
     model = keras.Model([picture, words], logits)
@@ -68,6 +74,20 @@ def test_weights_are_those_of_a_plain_loop(train: Train, hooks: Any, ways: Any) 
     assert_close(state.train_model.weights, plain.weights, 1e-4, 1e-5)
 
 
+@pytest.mark.parametrize("hooks", [small.hooks(), MIXED], ids=["dense", "mixed"])
+def test_replicas_do_not_drift_apart(
+    train: Train, hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They add up on one of the two: NCCL does not know halves."""
+    names = [gpu.name for gpu in tf.config.list_logical_devices("GPU")[:2]]
+    both = tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
+    monkeypatch.setattr(build, "create_strategy", lambda config: both)
+    state = train(hooks, **SETTINGS, ckpt_every=5)
+    batches = hooks.create_dataset(small.BATCH).repeat().take(SETTINGS["steps"])
+    plain = Reference(hooks).train(batches).parts.train_model
+    assert_close(state.train_model.weights, plain.weights, 1e-4, 1e-5)
+
+
 @pytest.mark.parametrize("ways", [{}, {"jit_compile": True}], ids=["graph", "executable"])
 def test_half_precision_is_near_the_whole(train: Train, ways: Any) -> None:
     """Of a loss so small that, multiplied by 32768, its gradients do not overflow at once."""
@@ -84,8 +104,9 @@ def test_half_precision_is_near_the_whole(train: Train, ways: Any) -> None:
 
 def test_a_checkpoint_goes_to_the_cpu_and_back(train: Train) -> None:
     own = small.hooks(create_eval_dataset=small.create_eval_dataset)
-    for steps, settings in ((7, {}), (13, {"virtual_devices": 2}), (20, {"jit_compile": True})):
-        state = train(own, **{**SETTINGS, "steps": steps}, **settings)
+    on_cpu = {"virtual_devices": 2, "strategy": "auto"}
+    for steps, settings in ((7, {}), (13, on_cpu), (20, {"jit_compile": True})):
+        state = train(own, **{**SETTINGS, "steps": steps, **settings})
         place = "CPU" if "virtual_devices" in settings else "GPU"
         assert place in state.strategy.extended.worker_devices[0]
     plain = small.plain(SETTINGS["steps"])
