@@ -145,13 +145,16 @@ def parse_command(argv: Sequence[str]) -> Command:
         before, now = flatten(own.values), flatten(project[0].values)
         if "callbacks" in now:
             now["callbacks"] = relative_path(now["callbacks"])
-        differ = [name for name in now if before.get(name, now[name]) != now[name]]
-        if training and not named and (differ := [name for name in differ if name not in told]):
-            notes.append(
-                f"{format_name(relative_path(source))} goes on with its own settings; "
-                f"config.yaml differs in {make_line(', '.join(differ), 100)}: to take it, "
-                "--config config.yaml."
-            )
+        differ = [name for name in now.keys() - told if before.get(name, now[name]) != now[name]]
+        if training and not named and differ:
+            # A start writes the run's own: what was other than here by then, its flags had said.
+            edited, started = (os.path.getmtime(one / "config.yaml") for one in (Path(), source))
+            if edited > started:
+                text = make_line(", ".join(sorted(differ)), 100)
+                notes.append(
+                    f"{format_name(relative_path(source))} goes on with its own settings; "
+                    f"config.yaml differs in {text}: to take it, --config config.yaml."
+                )
     config = resolve(files, above)
     if run is not None:
         config = dataclasses.replace(config, run_name=run.name, runs_dir=str(run.parent))

@@ -246,6 +246,8 @@ def test_a_run_goes_on_with_its_own_settings() -> None:
     assert found.config == dataclasses.replace(first, hparams={"old": 1, "new": 3})
     said = "runs/a goes on with its own settings; config.yaml differs in early_stop, hparams.old, s"
     assert said in found.notes[0]
+    os.utime("runs/a/config.yaml", (2**33, 2**33))  # started again since
+    assert not parse("train", "--run-name=a").notes
     Path("mine.yaml").write_text("seed: 5\nepochs: 2\n")
     found = parse("train", "--run-name=a", "--config=mine.yaml")
     assert not found.notes
