@@ -7,7 +7,6 @@ import collections
 import contextlib
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -334,14 +333,21 @@ class GraphCheckpoint(tf.train.Checkpoint):
                 with tf.device(self._on):
                     self.write(path)
 
-            with warnings.catch_warnings():  # of tf.data, that options are unknown to a graph
-                warnings.simplefilter("ignore", UserWarning)
-                traced.get_concrete_function()  # here: the filters are those of all threads
             self._traced = traced
         self._traced(tf.constant(file_prefix))
         for callback in getattr(options, "experimental_write_callbacks", None) or ():
             callback(file_prefix)
         return file_prefix
+
+
+def read_position(iterator: tf.data.Iterator) -> tf.Tensor:
+    """Returns an iterator's position, a vector of variants, which is encoded when it is written."""
+    return iterator._serialize_to_tensors()["_STATE"]
+
+
+def restore_position(iterator: tf.data.Iterator, position: tf.Tensor) -> None:
+    """Lets an iterator go on from what ``read_position`` has returned of another."""
+    iterator._restore_from_tensors({"_STATE": position})
 
 
 def make_node(part: Any) -> Any:

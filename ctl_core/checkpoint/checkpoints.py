@@ -108,8 +108,8 @@ class Checkpoints:
         strategy, recorded = self._state.strategy, self._state.recording.variables
         several, local = strategy.num_replicas_in_sync > 1, strategy.experimental_local_results
         shared = {id(v) for n, v in recorded.items() if several and n.startswith("elsewhere")}
-        of_units = getattr(self._state.data.iterator, "variables", ())
-        own = [v for v in (*recorded.values(), *self._held, *of_units) if id(v) not in shared]
+        held = (*self._held, *self._state.data.held)
+        own = [v for v in (*recorded.values(), *held) if id(v) not in shared]
         handles = {id(part.handle) for variable in own for part in local(variable)}
         written = set(map(id, find_written_resources(graph))) - handles
         unsaved = [v.name.split(":")[0] for v in graph.variables if id(v.handle) in written]
@@ -180,16 +180,18 @@ class Checkpoints:
             progress=dataclasses.asdict(state.progress),  # copies: hooks go on meanwhile
             learnt=self._vocabularies.learnt,
         )
+        chief = self._cluster.task.chief  # all read the same global batches
+        taken = self._position.take(record) if chief else []
         with write_together(state, step):
             engine.mkdir(parents=True, exist_ok=True)
             # While its parts are replaced, it must not count.
             (engine / f"ckpt-{step}.json").unlink(missing_ok=True)
-            if self._cluster.task.chief:  # all read the same global batches
-                self._position.save(record, engine / f"input-{step}")
             if own := self.statistics.own:
                 own.write(str(self._own_part(self._folder, step)))
         with write_together(state, step):
-            self._writer.write(record)
+            self._writer.write(
+                record, lambda: self._position.write(taken, record, engine / f"input-{step}")
+            )
 
     def _own_part(self, folder: Path, step: int) -> Path:
         """Returns the prefix of the part that each process writes for itself."""

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.checkpoint.record import Record
-from ctl_core.compat import GraphCheckpoint, find_inputs, list_stages
+from ctl_core.compat import find_inputs, list_stages, read_position, restore_position
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
@@ -38,7 +38,6 @@ class InputPosition:
 
     def __init__(self, state: State, console: Console) -> None:
         self._state, self._console = state, console
-        self._part = GraphCheckpoint(input=state.data.iterator)
         reader = state.data.reader
         self._why_not = reader.why_not if reader else find_outside_state(state.data.dataset)
 
@@ -49,20 +48,19 @@ class InputPosition:
             "batch_size": config.batch_size,
             "last_batch": config.last_batch,
             "overfit_batches": config.overfit_batches,
-            "unit": 0 if data.reader else data.unit,
+            "batches_read_at_once": 0 if data.reader else data.unit,
             "whole": data.shape.shares if data.whole else 0,
             "folder": os.getcwd(),
         }
 
-    def save(self, record: Record, prefix: Path) -> None:
-        """Writes the position, and notes in the record whether it is there, and whole."""
+    def take(self, record: Record) -> list[tf.Tensor]:
+        """Notes the position in the record, if that is a text; returns what ``write`` writes."""
         why, data = self._why_not, self._state.data
         try:
             if why is None and data.reader:
                 record.reader, record.input_saved = data.reader.write_position(), True
             elif why is None:
-                self._part.write(str(prefix))
-                record.input_saved = has_draws(prefix, data.dataset)
+                return [*(one.read_value() for one in data.held), read_position(data.source)]
         except (ValueError, tf.errors.FailedPreconditionError) as error:
             why = format_error(error, 120)
         if why is not None:
@@ -70,6 +68,13 @@ class InputPosition:
                 f"the position in the training data cannot be saved exactly ({why}); a resumed "
                 "run will read and drop. For random changes to examples, see ctl.data.with_seeds."
             )
+        return []
+
+    def write(self, taken: list[tf.Tensor], record: Record, prefix: Path) -> None:
+        """Writes what ``take`` returned, and notes in the record whether it is whole."""
+        if taken:
+            tf.raw_ops.SaveV2(tensors=taken, **_name_tensors(prefix, len(taken)))
+            record.input_saved = has_draws(prefix, self._state.data.dataset)
 
     def restore(self, record: Record, prefix: Path) -> None:
         """Goes to the position of a record, by reading and dropping if need be."""
@@ -79,7 +84,7 @@ class InputPosition:
             if why is None and data.reader:
                 why = data.reader.go_to(record.reader)
             elif why is None:
-                self._part.read(str(prefix))
+                self._read(prefix)
         except UNREADABLE:
             why = "the saved position does not fit the data any more, or its file is damaged"
         if self._state.cluster.agree(why is None):
@@ -89,7 +94,14 @@ class InputPosition:
             f"examples, since {why or 'another process cannot read the position that it saved'}."
         )
         data.begin_anew(skip=examples)
-        self._part = GraphCheckpoint(input=data.iterator)
+
+    def _read(self, prefix: Path) -> None:
+        data = self._state.data
+        types = [*(variable.dtype for variable in data.held), tf.variant]
+        parts = tf.raw_ops.RestoreV2(dtypes=types, **_name_tensors(prefix, len(types)))
+        for variable, value in zip(data.held, parts, strict=False):
+            variable.assign(value)
+        restore_position(data.source, parts[-1])
 
     def _find_obstacle(self, record: Record) -> str | None:
         """Returns why the saved position is not that of this run, if it is not."""
@@ -105,6 +117,11 @@ class InputPosition:
         if folder != here["folder"] and any(getattr(p, "dtype", 0) == tf.string for p in parts):
             return f"it may name files of {folder}, where the run was before"
         return None
+
+
+def _name_tensors(prefix: Path, number: int) -> dict[str, Any]:
+    names, whole = [str(index) for index in range(number)], [""] * number
+    return {"prefix": str(prefix), "tensor_names": names, "shape_and_slices": whole}
 
 
 def find_outside_state(dataset: tf.data.Dataset) -> str | None:
@@ -142,11 +159,5 @@ def has_draws(prefix: Path, dataset: tf.data.Dataset) -> bool:
         return draws + (type(stage).__name__ in _DRAWING)
 
     wanted = count(dataset)
-    return not wanted or len(_DRAWS.findall(_read(prefix))) >= wanted
-
-
-def _read(prefix: Path) -> bytes:
-    """Returns the values of a checkpoint that TensorFlow has written."""
-    names = os.listdir(prefix.parent)  # pathlib's glob takes five times as long
-    own = [name for name in names if name.startswith(f"{prefix.name}.data")]
-    return b"".join(prefix.with_name(name).read_bytes() for name in own)
+    file = Path(f"{prefix}.data-00000-of-00001")
+    return not wanted or len(_DRAWS.findall(file.read_bytes())) >= wanted

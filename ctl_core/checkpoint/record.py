@@ -140,7 +140,7 @@ def keep_best(folder: Path, record: Record, source: Path | None = None) -> None:
     The newest one, and with it the best, may lie in the folder of another run.
     """
     step, best, source = find_best_step(record.progress["best"]), folder / "best", source or folder
-    for place in (source, source / "best"):
+    for place in (source, source / "best") if step >= 0 else ():
         if step in list_saved_steps(place) and step not in list_saved_steps(best):
             with atomic_write(best) as beside:
                 _copy(place, step, beside)

@@ -5,7 +5,7 @@ second save of a Keras 3 model.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class StagingCopy:
     Attributes:
         checkpoint: what is to be written
         is_whole: whether all of it are copies; a table, say, is itself in the checkpoint
-        take: copies the values
+        sources, targets: the variables and their copies
     """
 
     def __init__(self, original: tf.train.Checkpoint) -> None:
@@ -55,10 +55,10 @@ class StagingCopy:
             copies.get(id(part)) is not part for part in parts
         )
         variables = [part for part in parts if isinstance(copies.get(id(part)), tf.Variable)]
-        targets = [copies[id(part)] for part in variables]
-        self.take = define_copy([unwrap(part) for part in variables], targets)
-        if targets:
-            self.checkpoint._on = targets[0].device
+        self.sources = [unwrap(part) for part in variables]
+        self.targets = [copies[id(part)] for part in variables]
+        if self.targets:
+            self.checkpoint._on = self.targets[0].device
 
 
 def _copy_part(part: Any) -> Any:
@@ -81,10 +81,11 @@ class Writer:
         self._state = state
         self._parts = [state.ckpt, engine_part]
         self._copies: list[StagingCopy] = []
+        self._take: Any = None  # gives the copies the present values
         self._pending: Future[None] | None = None
         self.written: list[tuple[int, Path]] = []
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, write_position: Callable[[], None]) -> None:
         """Begins to write a checkpoint; what was begun before must have been waited for.
 
         Every process of a cluster must call it, since variables that each replica keeps for itself
@@ -92,19 +93,19 @@ class Writer:
         that there is one; so is what has no copy since it is no variable, such as a table.
         """
         if first := not self._copies:
-            self._copies = [StagingCopy(part) for part in self._parts]
-        for copy in self._copies:
-            copy.take()
+            self._copies = user, engine = [StagingCopy(part) for part in self._parts]
+            self._take = define_copy(user.sources + engine.sources, user.targets + engine.targets)
+        self._take()
         if not self._state.cluster.task.chief:
             return
         counter = self._parts[0].save_counter
         self._copies[0].checkpoint.save_counter.assign(counter)
         counter.assign_add(1)
         if first or not all(copy.is_whole for copy in self._copies):
-            self._write(record)
+            self._write(record, write_position)
             return
         pool = ThreadPoolExecutor(1, "checkpoint")
-        self._pending = pool.submit(self._write, record)
+        self._pending = pool.submit(self._write, record, write_position)
         pool.shutdown(wait=False)  # in a notebook, no thread is left after a run
 
     def wait(self) -> None:
@@ -112,7 +113,7 @@ class Writer:
         if self._pending is not None:
             self._pending.result()
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: Record, write_position: Callable[[], None]) -> None:
         user_part, engine_part = (copy.checkpoint for copy in self._copies)
         manager = self._state.manager
         folder = Path(manager.directory)
@@ -121,6 +122,7 @@ class Writer:
         if saved is None:
             raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
         engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
+        write_position()
         write_record(folder, record)
         keep_best(folder, record)
         remove_orphans(folder)

@@ -36,7 +36,7 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
 
     An executable of many steps takes its batches stacked: drawn one by one, each would cost a small
     model more than its step. A checkpoint in the middle of a unit holds the unit and how much of it
-    is used, beside the position of what reads units.
+    is used, beside the position of ``source``, which reads units.
     """
 
     def __init__(self, dataset: tf.data.Dataset, number: int) -> None:
@@ -44,7 +44,7 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
         super().__init__()
         self._number = number
         stacked = dataset.batch(number, drop_remainder=True)
-        self._iterator = iter(read_ahead(stacked, for_long=True, number=2))
+        self.source = iter(read_ahead(stacked, for_long=True, number=2))
         with tf.device("CPU:0"):
             self._unit = [
                 tf.Variable(tf.zeros(part.shape, part.dtype), trainable=False)
@@ -67,10 +67,10 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
         number = tf.minimum(limit, self._number - first)
         self._drawn.assign(first + number)
         parts = [tf.identity(variable) for variable in self._unit]
-        return tf.nest.pack_sequence_as(self._iterator.element_spec, parts), first, number
+        return tf.nest.pack_sequence_as(self.source.element_spec, parts), first, number
 
     def _read(self) -> tf.Tensor:
-        for variable, part in zip(self._unit, tf.nest.flatten(next(self._iterator)), strict=True):
+        for variable, part in zip(self._unit, tf.nest.flatten(next(self.source)), strict=True):
             variable.assign(part)
         return tf.constant(0)
 

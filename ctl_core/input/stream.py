@@ -49,9 +49,10 @@ class Input:
         whole: whether each element is a share by itself
         endless: whether a pass has no end
         steps_per_epoch: global batches in a pass; None without an end, and until they are counted
-        dataset: what ``iterator`` reads
+        dataset: what ``source``, an iterator, reads; its position is part of every checkpoint
+        held: variables with what was read and not yet drawn; part of every checkpoint, too
+        iterator: what batches are drawn from
         reader: the reader in Python that knows the position, if there is one
-        iterator: its position; part of every checkpoint
         share_spec: of the batch of one share
         unit: how many batches are read at once, see prefetch.py; 0: one by one
     """
@@ -72,6 +73,8 @@ class Input:
         self.whole = not hooks.count_examples.is_default
         self.per_replica_batch_size = shape.per_replica if self.whole else shape.batch
         self.iterator: Any = None
+        self.source: Any = None
+        self.held: tuple[tf.Variable, ...] = ()
         self.unit = 0
         self._hooks, self._config, self._strategy = hooks, config, strategy
         self._opened: Reader | None = None
@@ -159,8 +162,9 @@ class Input:
         self.unit = unit
         if unit:
             self.iterator = StackedBatches(self.dataset, unit)
+            self.source, self.held = self.iterator.source, self.iterator.variables
         else:
-            self.iterator = iter(read_ahead(self.dataset, for_long=True))
+            self.iterator = self.source = iter(read_ahead(self.dataset, for_long=True))
 
     def begin_anew(self, skip: int = 0) -> None:
         """Reads the data from their start, by another iterator, and drops so many examples."""

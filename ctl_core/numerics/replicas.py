@@ -121,7 +121,7 @@ class MovingStatistics:
     @contextlib.contextmanager
     def hold_averages(self) -> Iterator[None]:
         """Gives each replica the mean while something reads it, and then its own back."""
-        with self.copies.put_back_after():
+        with self.copies.put_back_after() if self.copies.own else contextlib.nullcontext():
             self.average()
             yield
 
