@@ -12,19 +12,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core import compat
 from ctl_core.checkpoint.folder import Run
 from ctl_core.cluster.collectives import Alone
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
-from ctl_core.compat import (
-    convert_variables,
-    find_captured_variables,
-    keep_large_sums_whole,
-    make_scratch_graph,
-    name_anew,
-    run_layers,
-    separate_losses,
-)
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
 from ctl_core.graph import is_executable
 from ctl_core.hooks.hooks import Hooks
@@ -61,15 +53,15 @@ def prepare_process(config: Config) -> Iterator[None]:
     Names of Keras' objects begin anew, and ops stay deterministic from here on. Keras' one dtype
     policy is put back at the end, also where a hook has set another.
     """
-    name_anew()
+    compat.name_anew()
     before = keras.config.dtype_policy()
     if config.precision != "float32":
         keras.config.set_dtype_policy(f"mixed_{config.precision}")
-    keep_large_sums_whole()
+    compat.keep_large_sums_whole()
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     try:
-        with separate_losses(), convert_variables():
+        with compat.separate_losses(), compat.convert_variables():
             yield
     finally:
         keras.config.set_dtype_policy(before)
@@ -243,12 +235,12 @@ class _Builder:
         with (
             recording.record_as(hook),
             Alone(strategy, find_first_replica(strategy)),
-            make_scratch_graph("build").as_default() as g,
+            compat.make_scratch_graph("build").as_default() as g,
         ):
             yield g, make_placeholders(spec)
         local = strategy.experimental_local_results
         known = {id(part) for v in recording.variables.values() for part in local(v)}
-        for variable in find_captured_variables(g, strategy):
+        for variable in compat.find_captured_variables(g, strategy):
             if id(variable) not in known:
                 recording.add(variable, "elsewhere")
 
@@ -356,7 +348,7 @@ class _Builder:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""
         for one in evaluation.sets.values() if evaluation else [None]:
             spec = self.data.share_spec if one is None else one.spec
-            with run_layers(training=False), self._scratch("create_metrics", spec) as (_, batch):
+            with compat.run_layers(False), self._scratch("create_metrics", spec) as (_, batch):
                 if parts.eval_model is not None:
                     with self.recording.record_as("create_eval_model"):
                         run_model(parts, batch, training=False)

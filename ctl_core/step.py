@@ -11,29 +11,15 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ctl_core import compat
 from ctl_core.cluster.collectives import replica_id, weigh_by_rows
-from ctl_core.compat import (
-    GraphWriter,
-    get_seed_generator,
-    mute_other_summaries,
-    refuse_optimizers,
-    run_replica,
-    skip_reduction,
-)
 from ctl_core.model.forward import call_made, forward_backward, settle_written
 from ctl_core.model.parts import Parts
+from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import are_finite, note_update
-from ctl_core.numerics.reduction import (
-    PIECES,
-    accumulate,
-    choose_rows,
-    join,
-    multiply,
-    sum_over_replicas,
-)
 from ctl_core.numerics.variables import unwrap
 
-_ONCE_IN_MICRO_BATCH = (
+_TOO_OFTEN = (
     "grad_pre: applies an optimizer by itself, with accumulate_steps in each micro-batch; return "
     "dicts by objective from create_opt and grad_pre, or leave out accumulate_steps."
 )
@@ -95,7 +81,7 @@ def make_gradients(
         update_gradients=updates,
         display_gradients=displays,
         variables={},
-        **{name: contributed.get(name, []) for name in PIECES},
+        **{name: contributed.get(name, []) for name in reduction.PIECES},
         notes=[note_update(contributed["loss"], counted)],
     )
 
@@ -107,11 +93,11 @@ def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool
     """
     names = {"gradients", "weight", *(["loss"] if with_loss else [])} & contributed.keys()
     values = {name: contributed[name] for name in names}
-    values = sum_over_replicas(values, parts.shape.replicas, parts.in_executable)
+    values = reduction.sum_over_replicas(values, parts.shape.replicas, parts.in_executable)
     if parts.loss_scale is not None:
-        values["gradients"] = multiply(values["gradients"], 1.0 / parts.loss_scale.value)
+        values["gradients"] = reduction.multiply(values["gradients"], 1.0 / parts.loss_scale.value)
     if (weight := values.pop("weight", None)) is not None:
-        values = multiply(values, tf.math.reciprocal_no_nan(weight))
+        values = reduction.multiply(values, tf.math.reciprocal_no_nan(weight))
     return {"loss": {}, **values}
 
 
@@ -121,9 +107,9 @@ def change_gradients(
     """Calls ``update_pre`` for each objective; returns what is applied and what is shown."""
     hook = parts.hooks.update_pre
     pieces = {
-        name: several[0] if len(several) == 1 else tf.nest.map_structure(join, *several)
+        name: several[0] if len(several) == 1 else tf.nest.map_structure(reduction.join, *several)
         for name, several in contributed.items()
-        if name in PIECES and name in hook.arguments
+        if name in reduction.PIECES and name in hook.arguments
     }
     updates: dict[str, list[Any]] = {}
     displays: dict[str, Any] = {}
@@ -135,7 +121,7 @@ def change_gradients(
         values |= {"gradients": gradients, "all_gradients": summed["gradients"]}
         values["variables"] = trained[name]
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
-        with skip_reduction():
+        with compat.skip_reduction():
             update, displays[name] = hook.trace(**values)
         shapes = [tf.TensorShape(getattr(gradient, "shape", None)) for gradient in update]
         own = [tf.TensorShape(variable.shape) for variable in trained[name]]
@@ -156,8 +142,9 @@ def apply_gradients(
     """Lets optimizers apply what ``update_pre`` returned for them; they do not reduce again."""
     for name, gradients in updates.items():
         optimizer = parts.optimizers[name]
-        if pairs := list(zip(choose_rows(optimizer, gradients), trained[name], strict=True)):
-            with skip_reduction():
+        rows = reduction.choose_rows(optimizer, gradients)
+        if pairs := list(zip(rows, trained[name], strict=True)):
+            with compat.skip_reduction():
                 call_made(parts.hooks.create_opt, optimizer.apply_gradients, pairs)
 
 
@@ -204,20 +191,20 @@ def make_update(
 ) -> StepResult:
     """Makes one update over all replicas, on the micro-batches that ``deal`` returns."""
     steps, strategy, scale = parts.shape.accumulate_steps, parts.strategy, parts.loss_scale
-    kept = frozenset({*PIECES} & {*fetches, *parts.hooks.update_pre.arguments})
+    kept = frozenset({*reduction.PIECES} & {*fetches, *parts.hooks.update_pre.arguments})
     trained: dict[str, list[Any]] = {}  # filled as the forward pass is traced
-    generator = get_seed_generator()  # which replicas are traced without, each in a thread
+    generator = compat.get_seed_generator()  # which replicas are traced without, each in a thread
 
     def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
         def on_replica(*args: Any) -> Any:
-            with run_replica(generator), mute_other_summaries(parts.step):
+            with compat.run_replica(generator), compat.mute_other_summaries(parts.step):
                 return function(*args)
 
         with tf.name_scope(""):  # a summary's name begins with it; a loop's would be part of that
             return strategy.run(on_replica, args)
 
     def contribute(share: Any) -> Any:
-        once = refuse_optimizers(_ONCE_IN_MICRO_BATCH) if steps > 1 else contextlib.nullcontext()
+        once = compat.refuse_optimizers(_TOO_OFTEN) if steps > 1 else contextlib.nullcontext()
         with once:
             found, variables = forward_backward(parts, examples, kept, share)
         trained.update(variables)
@@ -226,7 +213,7 @@ def make_update(
     def contribute_compiled(share: Any) -> Any:
         # A function of its own for each replica and each graph: a cached trace of another replica
         # would hold that replica's variables.
-        with GraphWriter(refuse_summaries).as_default():
+        with compat.GraphWriter(refuse_summaries).as_default():
             return tf.function(contribute, jit_compile=True, autograph=False)(share)
 
     def contribute_all(index: Any) -> Any:
@@ -241,7 +228,7 @@ def make_update(
         on_replicas(lambda updates: apply_gradients(parts, updates, trained), made.update_gradients)
         finish_update(parts, trained)
 
-    contributed = accumulate(on_replicas, steps, contribute_all)
+    contributed = reduction.accumulate(on_replicas, steps, contribute_all)
     made: StepResult = on_replicas(
         lambda one: make_gradients(parts, one, trained, examples, "loss" in fetches), contributed
     )
@@ -271,7 +258,7 @@ def finish_update(parts: Parts, trained: dict[str, list[Any]]) -> None:
 
     def on_device(_: Any) -> None:
         # A summary's name begins with the scope.
-        with tf.name_scope(""), mute_other_summaries(parts.step, next(devices)):
+        with tf.name_scope(""), compat.mute_other_summaries(parts.step, next(devices)):
             if hook is not None:
                 hook.trace(optimizer=parts.optimizer, **parts.values())
         if average is not None:

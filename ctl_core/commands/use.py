@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ctl_core import serving
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run
 from ctl_core.checkpoint.record import list_saved_steps
@@ -18,15 +19,6 @@ from ctl_core.run.errors import SetupError
 from ctl_core.run.files import atomic_write, is_locked, relative_path
 from ctl_core.run.listeners import MetricsFile, read_metrics
 from ctl_core.run.settings import Config
-from ctl_core.serving import (
-    create_inference,
-    list_input_names,
-    name_outputs,
-    open_run,
-    pack_inputs,
-    restore_run,
-    save_model,
-)
 
 POLL = 1.0  # seconds between two looks at a run that is watched
 # After so many seconds in which nobody trains a run, it has ended: one that was killed is started
@@ -48,9 +40,9 @@ def evaluate(
     if watch and checkpoint is not None:
         raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
     if watch:
-        with open_run(callbacks, config) as (state, run, console):
+        with serving.open_run(callbacks, config) as (state, run, console):
             return _watch(state, run, console)
-    with restore_run(callbacks, config, checkpoint) as (state, console):
+    with serving.restore_run(callbacks, config, checkpoint) as (state, console):
         values = _evaluate(state)
         console.values(state.step, "eval", values)
     return values
@@ -118,8 +110,8 @@ def predict(
         raise SetupError("input and dataset: give one of the two.")
     if output and (Path(output).suffix != ".npz" or output == input):
         raise SetupError(f"output: expected the name of another .npz file, got {output}.")
-    with restore_run(callbacks, config, checkpoint) as (state, console):
-        model = create_inference(state)
+    with serving.restore_run(callbacks, config, checkpoint) as (state, console):
+        model = serving.create_inference(state)
         if input:
             name, size = Path(input).stem, config.eval_batch_size or config.batch_size
             run, batches = model, _read_batches(Path(input), model.input_spec, size)
@@ -131,7 +123,7 @@ def predict(
                 raise SetupError(f"dataset: expected one of {there}, got {dataset!r}.")
             run, batches = model.run_batch, sets[name].make()
         arrays = _join(
-            {**name_outputs(run(batch)), **_choose_parts(batch, include or ())} for batch in batches
+            {**serving.name_outputs(run(one)), **_choose_parts(one, include)} for one in batches
         )
         if len({len(array) for array in arrays.values()}) > 1:
             got = {name: list(array.shape) for name, array in arrays.items()}
@@ -146,7 +138,7 @@ def predict(
 
 def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
     """Yields batches of what a client would send: of a .npy or .npz file."""
-    names = list_input_names(spec)
+    names = serving.list_input_names(spec)
     try:
         content = np.load(path)
         arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
@@ -165,14 +157,14 @@ def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
     for start in range(0, numbers.pop(), size):
         rows = slice(start, start + size)
         batch = {name: array[rows] if array.ndim else array for name, array in arrays.items()}
-        yield pack_inputs(spec, batch)
+        yield serving.pack_inputs(spec, batch)
 
 
-def _choose_parts(batch: Any, names: Sequence[str]) -> dict[str, Any]:
+def _choose_parts(batch: Any, names: Sequence[str] | None) -> dict[str, Any]:
     """Returns parts of a batch: as ``batch/label`` the one of a dict, ``batch/1`` of a tuple."""
-    parts = name_outputs(batch, "0", "")
+    parts = serving.name_outputs(batch, "0", "")
     chosen: dict[str, Any] = {}
-    for name in names:
+    for name in names or ():
         found = [
             part for part in parts if part.startswith((f"{name}.", f"{name}/")) or part == name
         ]
@@ -222,14 +214,14 @@ def export(
         SetupError: there is no checkpoint.
         OSError: the place cannot be written.
     """
-    with restore_run(callbacks, config, checkpoint) as (state, console):
+    with serving.restore_run(callbacks, config, checkpoint) as (state, console):
         base = Path(output or state.run_dir / "export")
         base.mkdir(exist_ok=True)
         versions = [int(path.name) for path in base.iterdir() if path.name.isdecimal()]
         path = base / str(1 + max(versions, default=0))
         tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
-        inference = create_inference(state)
+        inference = serving.create_inference(state)
         with atomic_write(path) as beside:
-            save_model(inference, beside)
+            serving.save_model(inference, beside)
         console.say(f"step {state.step}: wrote a SavedModel to {relative_path(path)}")
     return path

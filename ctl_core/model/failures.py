@@ -16,14 +16,7 @@ from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.hooks.defaults import DIFFER
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
-from ctl_core.run.errors import (
-    ENGINE,
-    NOT_THE_USERS,
-    RunError,
-    SetupError,
-    format_file_name,
-    read_frames,
-)
+from ctl_core.run import errors
 
 # What a check says: the type of the op, its graph, what it gave, and its name.
 _FOUND = re.compile(
@@ -45,16 +38,16 @@ def attribute_errors(state: State, functions: Any, step: int) -> Iterator[None]:
         if step == 0:
             raise hooks.create_dataset.reject(state.data.describe_shortage()) from error
         said = f"{hooks.create_dataset}: the training data ended after step {step}."
-        raise RunError(said) from error
+        raise errors.RunError(said) from error
     except tf.errors.OpError as error:
         if is_peer_lost(state.cluster.task, error):
             raise
         if "must have the same batch size in each component" in str(error):
-            failure = SetupError if step == 0 else RunError
+            failure = errors.SetupError if step == 0 else errors.RunError
             raise failure(f"{hooks.create_dataset}: {DIFFER}.") from error
         if anomaly := describe_anomaly(error, hooks, functions.list_operations()):
-            raise RunError(f"step {step + 1}: {anomaly}.") from error
-        raise RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
+            raise errors.RunError(f"step {step + 1}: {anomaly}.") from error
+        raise errors.RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
 
 
 @contextlib.contextmanager
@@ -93,11 +86,13 @@ def describe_anomaly(error: BaseException, hooks: Hooks, ops: Iterable[Any]) -> 
 
 def _find_line(op: Any, hooks: Hooks) -> str | None:
     """Returns the hook that made an op, and its line; or another line of the user's."""
-    frames = read_frames(op)
+    frames = errors.read_frames(op)
     if made := hooks.find_owner(frames):
         return made
     # Before the engine there may be lines of the program that called it.
-    first = max((n for n, frame in enumerate(frames) if frame[0].startswith(ENGINE)), default=0)
-    users = [at for at in frames[first:] if not any(part in at[0] for part in NOT_THE_USERS)]
-    own = [f"{format_file_name(file)}:{line}" for file, line in users]
+    first = max(
+        (n for n, frame in enumerate(frames) if frame[0].startswith(errors.ENGINE)), default=0
+    )
+    users = [at for at in frames[first:] if not any(part in at[0] for part in errors.NOT_THE_USERS)]
+    own = [f"{errors.format_file_name(file)}:{line}" for file, line in users]
     return own[-1] if own else None
