@@ -102,7 +102,7 @@ START: Key = ("first step", 1, 0)
 GOALS = [
     Goal(("mlp", 1, 50), (FIT,), ENGINE, 4.0),
     Goal(("mlp", 1, 50), (MANY,), ENGINE, 1.1),
-    Goal(("mlp", 1, 50), ENGINE, (FLOOR, INPUT), 1.15, at_most=True),
+    Goal(("mlp", 1, 50), ENGINE, (FLOOR, INPUT), 1.05, at_most=True),
     Goal(("mlp", 1, 1), (FIT,), ENGINE, 1.5),
     Goal(("mlp", 1, 1), (TEXTBOOK,), ENGINE, 1.1),
     Goal(("mlp", 1, 50), (MANY,), (COMPILED,), 4.0),
@@ -110,13 +110,13 @@ GOALS = [
     Goal(("transformer", 1, 50), (MANY,), (COMPILED,), 2.0),
     Goal(("embedding", 1, 50), (MANY,), (COMPILED,), 1.5),
     Goal(("embedding", 1, 50), (MANY,), ENGINE, 1.0),
-    *(Goal(("cnn", devices, 50), (BEST,), ENGINE, 0.98) for devices in (1, 2, 4)),
+    *(Goal(("cnn", devices, 50), (BEST,), ENGINE, 1.0) for devices in (1, 2, 4)),
     *(Goal((name, n, 50), (TEXTBOOK,), ENGINE, 1.5) for name in ("mlp", "cnn") for n in (2, 4)),
     Goal(CLUSTER, (TEXTBOOK,), ENGINE, 2.5),
     Goal(CLUSTER, (IN_GRAPH,), ENGINE, 1.4),
     Goal(("images", 1, 50), ENGINE, (INPUT,), 1.05, at_most=True),
-    Goal(START, ENGINE, (FIT,), 1.1, at_most=True),
-    Goal(("checkpoints of cnn", 1, 50), (SAVING,), ENGINE, 1.05, at_most=True),
+    Goal(START, ENGINE, (FIT,), 0.75, at_most=True),
+    Goal(("checkpoints of cnn", 1, 50), (SAVING,), ENGINE, 1.06, at_most=True),
     *(Goal((f"evaluation of {name}", 1, 0), (EVALUATE,), ENGINE, 1.0) for name in ("mlp", "cnn")),
 ]
 
