@@ -71,7 +71,7 @@ if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
     os.makedirs("runs", exist_ok=True)
     lock = os.open(file := os.path.abspath(f"runs/{NAME}.journal"), os.O_RDWR | os.O_CREAT)
-    print(f"{NAME}: starts as soon as no other process is at work on it", flush=True)
+    print(f"{NAME}: begins; if another process is at work on it, once that ends", flush=True)
     fcntl.flock(lock, fcntl.LOCK_EX)  # which trials that a killed sweep has left hold, too
     Path(f"{file}.lock").unlink(missing_ok=True)  # Optuna's, of a sweep that was killed
     study = optuna.create_study(
