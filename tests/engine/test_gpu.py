@@ -1,6 +1,6 @@
 """On a GPU: the weights of a plain loop on it; a checkpoint's way to the CPU and back.
 
-Tests have two GPUs, the halves of one, and train on one of them, but where both are asked for.
+Tests have parts of a GPU, and train on one of them, but where two are asked for.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_weights_are_those_of_a_plain_loop(train: Train, hooks: Any, ways: Any) 
 def test_replicas_do_not_drift_apart(
     train: Train, hooks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They add up on one of the two: NCCL does not know halves."""
+    """They add up on one of the two: NCCL does not know parts of a GPU."""
     names = [gpu.name for gpu in tf.config.list_logical_devices("GPU")[:2]]
     both = tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
     monkeypatch.setattr(build, "create_strategy", lambda config: both)

@@ -26,11 +26,11 @@ PYTHONPATH = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(ROOT
 
 
 def start_devices() -> None:
-    """Splits the CPU into five devices, and a GPU into two, before TensorFlow starts."""
+    """Splits the CPU into five devices, and a GPU into as many, before TensorFlow starts."""
     divide, part = tf.config.set_logical_device_configuration, tf.config.LogicalDeviceConfiguration
     divide(tf.config.list_physical_devices("CPU")[0], [part()] * DEVICES)
     for gpu in tf.config.list_physical_devices("GPU"):
-        divide(gpu, [part(memory_limit=4096)] * 2)
+        divide(gpu, [part(memory_limit=2048)] * DEVICES)
     tf.config.list_logical_devices()
     gc.freeze()  # the million objects that TensorFlow is made of are not looked through again
 

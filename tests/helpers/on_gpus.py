@@ -1,0 +1,25 @@
+"""A pytest plugin (``-p tests.helpers.on_gpus``): virtual devices of tests are parts of a GPU.
+
+They add up on one of them: NCCL does not know parts.
+"""
+
+import os
+
+os.environ.update(NVIDIA_TF32_OVERRIDE="0", TF_DETERMINISTIC_OPS="1")
+
+import tensorflow as tf
+
+from ctl_core import Config, build
+from ctl_core.cluster.strategy import prepare
+
+
+def create_strategy(config: Config) -> tf.distribute.Strategy:
+    """Returns the strategy for as many parts as the settings have virtual devices."""
+    prepare(config)
+    names = [f"GPU:{index}" for index in range(config.virtual_devices)]
+    if len(names) == 1:
+        return tf.distribute.OneDeviceStrategy(names[0])
+    return tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
+
+
+build.create_strategy = create_strategy
