@@ -180,8 +180,7 @@ class Checkpoints:
             progress=dataclasses.asdict(state.progress),  # copies: hooks go on meanwhile
             learnt=self._vocabularies.learnt,
         )
-        chief = self._cluster.task.chief  # all read the same global batches
-        taken = self._position.take(record) if chief else []
+        taken = self._position.take(record) if self._cluster.task.chief else []  # all read alike
         with write_together(state, step):
             engine.mkdir(parents=True, exist_ok=True)
             # While its parts are replaced, it must not count.

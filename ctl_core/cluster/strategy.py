@@ -41,8 +41,7 @@ def prepare(config: Config) -> Task:
     """
     task, devices = read_task(config), config.virtual_devices
     gpus = tf.config.list_physical_devices("GPU")
-    # In a notebook, TensorFlow may have started, or a GPU have been divided.
-    with contextlib.suppress(RuntimeError, ValueError):
+    with contextlib.suppress(RuntimeError, ValueError):  # in a notebook: started, GPUs divided
         if devices > 1 or task.shares_gpus:  # some Keras layers choose their op by what is there
             gpus = [] if devices > 1 else _take_share(gpus, task)
             tf.config.set_visible_devices(gpus, "GPU")

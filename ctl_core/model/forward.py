@@ -222,9 +222,7 @@ def forward_backward(
     return found, {name: [v for _, v in several] for name, several in pairs.items()}
 
 
-def _leave_out_idle(
-    parts: Parts, gradients: list[Any], variables: list[Any]
-) -> list[tuple[Any, Any]]:
+def _leave_out_idle(parts: Parts, gradients: list[Any], variables: list[Any]) -> list[Any]:
     """Returns gradients with their variables, without those that the loss does not depend on."""
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     idle = [name_variable(v) for g, v in zip(gradients, variables, strict=True) if g is None]
@@ -234,6 +232,10 @@ def _leave_out_idle(
         if not pairs:
             raise parts.hooks.grad_pre.reject(said)
         warn(said)
+    for number, (gradient, variable) in enumerate(pairs):
+        if isinstance(gradient, tf.IndexedSlices):  # whose shape XLA has to know
+            shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
+            pairs[number] = tf.IndexedSlices(gradient.values, gradient.indices, shape), variable
     return pairs
 
 

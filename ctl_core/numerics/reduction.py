@@ -46,8 +46,7 @@ def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
 
 
 def _fix_shape(value: Any) -> Any:
-    """Returns a sparse gradient as a dense one, if the number of its rows may change."""
-    # Processes gather sparse ones, and a graph's collective takes the shape of its first step only.
+    """Makes a sparse gradient whose number of rows may change dense: what is gathered has one."""
     varies = isinstance(value, tf.IndexedSlices) and value.values.shape[0] is None
     return tf.convert_to_tensor(value) if varies else value
 
@@ -56,21 +55,21 @@ def _merge_rows(replicas: int, compiled: bool, gradient: Any) -> Any:
     """Adds up the rows of a sparse gradient that belong to one index."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    indices, number = gradient.indices, tf.size(gradient.indices)
-    shape = tf.get_static_value(gradient.dense_shape)
-    if compiled and shape is not None:  # XLA's own tf.unique takes several times a step's time
-        places, end = tf.range(number), tf.cast(shape[0], indices.dtype)
-        firsts = tf.tensor_scatter_nd_min(tf.fill(shape[:1], number), indices[:, None], places)
-        rows = tf.gather(firsts, indices)
-        found = tf.where(rows == places, indices, end)
-        values = tf.math.unsorted_segment_sum(gradient.values, rows, number)
-        return Merged(values, found, gradient)
-    # In their order: on a GPU, other sums take rows as they come, and replicas would drift apart.
-    found, rows = tf.unique(indices)
-    order = tf.argsort(rows, stable=True)
-    values = tf.sparse.segment_sum(gradient.values, order, tf.gather(rows, order), tf.size(found))
-    merged = tf.IndexedSlices(values, found, gradient.dense_shape)
-    return merged if replicas > 1 else Merged(values, found, gradient)
+    indices = gradient.indices
+    if compiled:  # XLA's own tf.unique takes several times a step's time
+        places, shape = tf.range(tf.size(indices)), tf.get_static_value(gradient.dense_shape)
+        firsts = tf.fill(shape[:1], tf.size(indices))
+        rows = tf.gather(tf.tensor_scatter_nd_min(firsts, indices[:, None], places), indices)
+        found = tf.where(rows == places, indices, tf.cast(shape[0], indices.dtype))
+        values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
+    else:  # in their order: on a GPU, others take rows as they come, and replicas would drift apart
+        found, rows = tf.unique(indices)
+        order = tf.argsort(rows, stable=True)
+        ordered = tf.gather(rows, order)
+        values = tf.sparse.segment_sum(gradient.values, order, ordered, tf.size(found))
+    if replicas > 1:
+        return tf.IndexedSlices(values, found, gradient.dense_shape)
+    return Merged(values, found, gradient)
 
 
 def multiply(values: Any, factor: tf.Tensor) -> Any:
@@ -119,9 +118,11 @@ def accumulate(run: Callable[..., Any], steps: int, contribute: Callable[[Any], 
         several = []
         for index in range(steps):
             tensors = [
-                tf.ensure_shape(total.read(index), tensor.shape)
-                if isinstance(total, tf.TensorArray)
-                else tf.identity(total)  # the loop's result names no device to reduce to
+                tf.identity(total)  # the loop's result names no device to reduce to
+                if not isinstance(total, tf.TensorArray)
+                else tensor  # the shape of a sparse gradient, which XLA has to know
+                if tf.get_static_value(tensor) is not None
+                else tf.ensure_shape(total.read(index), tensor.shape)
                 for total, tensor in zip(totals, _flatten(first), strict=True)
             ]
             several.append(tf.nest.pack_sequence_as(first, tensors, expand_composites=True))

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden import small
+from tests.golden.compare import assert_close
 from tests.golden.programs import basics
 from tests.helpers.cases import (
     assert_weights,
@@ -120,11 +121,12 @@ def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: 
 
 # ---- What Keras' optimizers do; with rows of an embedding that come more than once ---------------
 
-OPTIONS: list[tuple[dict[str, Any], int]] = [
-    ({"global_clipnorm": 0.05}, 2),
-    ({"weight_decay": 0.1}, 2),
-    ({"use_ema": True, "ema_momentum": 0.8}, 2),
-    ({"gradient_accumulation_steps": 3}, 1),
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"global_clipnorm": 0.05}, {"virtual_devices": 2}),
+    ({"global_clipnorm": 0.05}, {"jit_compile": True, "accumulate_steps": 2}),
+    ({"weight_decay": 0.1}, {"virtual_devices": 2}),
+    ({"use_ema": True, "ema_momentum": 0.8}, {"virtual_devices": 2}),
+    ({"gradient_accumulation_steps": 3}, {}),
 ]
 create_dataset = small.slices(basics.WORDS, drop_remainder=True)
 
@@ -146,17 +148,32 @@ def by_keras(**options: Any) -> list[np.ndarray]:
     return [*model.get_weights(), *others]
 
 
-@pytest.mark.parametrize(("options", "replicas"), OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "settings"), OPTIONS, ids=str)
 def test_an_option_of_a_keras_optimizer_does_what_it_does_in_a_plain_loop(
-    train: Train, options: dict[str, Any], replicas: int
+    train: Train, options: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     expected = by_keras(**options)
     assert np.abs(expected[0] - by_keras()[0]).max() > 1e-3 or "use_ema" in options
-    settings = {"steps": STEPS, "learning_rate": RATE, "virtual_devices": replicas}
-    state = train(with_options(**options), **settings)
+    state = train(with_options(**options), steps=STEPS, learning_rate=RATE, **settings)
     found = [*state.train_model.get_weights(), *(v.numpy() for v in state.optimizer.variables)]
     for value, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_a_branch_are_added_up_like_others(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradient has a shape that only the running graph knows."""
+    expected, look_up = by_keras(global_clipnorm=0.05), keras.layers.Embedding.call
+
+    def branch(layer: Any, words: Any) -> Any:
+        known = tf.reduce_all(words < 7)
+        return tf.cond(known, lambda: look_up(layer, words), lambda: -look_up(layer, words))
+
+    monkeypatch.setattr(keras.layers.Embedding, "call", branch)
+    settings = {"steps": STEPS, "learning_rate": RATE, "jit_compile": True, "accumulate_steps": 2}
+    weights = train(with_options(global_clipnorm=0.05), **settings).train_model.weights
+    assert_close(weights, expected[: len(weights)])
 
 
 # ---- A loss that is one number or one for each example, and what it is divided by ----------------
