@@ -21,7 +21,7 @@ from ctl_core.model.failures import check_numerics
 from ctl_core.model.parts import Parts
 from ctl_core.model.state import State
 from ctl_core.numerics.reduction import PIECES, join_for_host
-from ctl_core.step import refuse_summaries, train_step
+from ctl_core.step import refuse_to_compile, train_step
 
 _LOSS = frozenset({"loss"})
 
@@ -61,7 +61,7 @@ class StepFunctions:
         self._variables: dict[tuple[bool, ...], Any] = {}  # that are trained, if a hook asks
         self._frozen: tuple[bool, ...] = ()
         self._is_executable = is_executable(state.parts, state.data)
-        self._summaries = GraphWriter(refuse_summaries) if self._is_executable else summaries
+        self._summaries = GraphWriter(refuse_to_compile) if self._is_executable else summaries
         self._parts = state.parts
         if self._is_executable:
             self._parts = dataclasses.replace(state.parts, jit_compile=False, in_executable=True)

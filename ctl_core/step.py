@@ -148,11 +148,10 @@ def apply_gradients(
                 call_made(parts.hooks.create_opt, optimizer.apply_gradients, pairs)
 
 
-def refuse_summaries() -> None:
-    """Refuses tf.summary, which an executable cannot write."""
+def refuse_to_compile(*_: Any, **__: Any) -> None:
+    """Refuses what an executable cannot do, whatever it is called with."""
     raise ValueError(
-        "tf.summary in a step that jit_compile compiles; write it in a host hook, or leave out "
-        "jit_compile"
+        "jit_compile compiles no tf.summary and no exchange of replicas; leave that or it out"
     )
 
 
@@ -213,7 +212,9 @@ def make_update(
     def contribute_compiled(share: Any) -> Any:
         # A function of its own for each replica and each graph: a cached trace of another replica
         # would hold that replica's variables.
-        with compat.GraphWriter(refuse_summaries).as_default():
+        if parts.shape.replicas > 1:
+            tf.distribute.get_replica_context().merge_call = refuse_to_compile
+        with compat.GraphWriter(refuse_to_compile).as_default():
             return tf.function(contribute, jit_compile=True, autograph=False)(share)
 
     def contribute_all(index: Any) -> Any:

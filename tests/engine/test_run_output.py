@@ -234,7 +234,7 @@ def test_micro_batches_write_one_each_and_replicas_stay_equal(train: Train) -> N
 
 def test_a_compiled_step_refuses_it(train: Train) -> None:
     """On several devices, the update is not compiled."""
-    said = r" \(\w+.py:\d+\): .*tf.summary in a step that jit_compile compiles;"
+    said = r" \(\w+.py:\d+\): .*: jit_compile compiles no tf.summary and no "
     with pytest.raises(ctl_core.SetupError, match=f"^input_pre{said}"):
         train(summarizing_hooks(), steps=1, jit_compile=True)
     hooks = make_hooks(update_pre=summarizing_hooks().update_pre)
