@@ -43,7 +43,7 @@ KINDS: dict[str, list[list[Way]]] = {  # what a start of a run may be
     "clusters": [[(1, 2)], [(1, 3)], [(1, 2), (1, 3)]],
 }
 KILLS = 8  # of a run at most
-SILENCE = 30  # seconds after which what is left of a cluster has to have ended
+SILENCE = 75  # seconds after which what is left of a cluster has to have ended, 60 as it joins
 WAITS = "cluster: waiting; no answer from"
 
 
