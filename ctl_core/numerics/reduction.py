@@ -46,7 +46,7 @@ def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
 
 
 def _fix_shape(value: Any) -> Any:
-    """Makes a sparse gradient whose number of rows may change dense: what is gathered has one."""
+    """Makes a sparse gradient of a varying number of rows dense: collectives keep a shape."""
     varies = isinstance(value, tf.IndexedSlices) and value.values.shape[0] is None
     return tf.convert_to_tensor(value) if varies else value
 
