@@ -203,8 +203,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Lets what is written in the background come to its end, well or not."""
-        with contextlib.suppress(Exception):  # the run has its own failure to tell
-            self._writer.wait()
+        self._writer.pool.shutdown()  # in a notebook, no thread is left after a run
         self.tell_saved()
 
     def tell_saved(self) -> None:

@@ -74,7 +74,8 @@ def _copy_part(part: Any) -> Any:
 class Writer:
     """Writes the user's part, the engine's part and the record, in this order.
 
-    ``written`` has the step of each that is whole, and what its files begin with.
+    ``written`` has the step of each that is whole, and what its files begin with; ``pool`` has the
+    thread that writes.
     """
 
     def __init__(self, state: State, engine_part: tf.train.Checkpoint) -> None:
@@ -83,6 +84,7 @@ class Writer:
         self._copies: list[StagingCopy] = []
         self._take: Any = None  # gives the copies the present values
         self._pending: Future[None] | None = None
+        self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.written: list[tuple[int, Path]] = []
 
     def write(self, record: Record, write_position: Callable[[], None]) -> None:
@@ -104,9 +106,7 @@ class Writer:
         if first or not all(copy.is_whole for copy in self._copies):
             self._write(record, write_position)
             return
-        pool = ThreadPoolExecutor(1, "checkpoint")
-        self._pending = pool.submit(self._write, record, write_position)
-        pool.shutdown(wait=False)  # in a notebook, no thread is left after a run
+        self._pending = self.pool.submit(self._write, record, write_position)
 
     def wait(self) -> None:
         """Waits until what was begun has ended; raises what it has raised."""
