@@ -17,6 +17,7 @@ from ctl_core import build
 from tests.golden import small
 from tests.golden.compare import assert_close
 from tests.golden.reference import Reference
+from tests.helpers import on_gpus
 from tests.helpers.project import Train
 
 GPUS = tf.config.list_physical_devices("GPU")
@@ -64,28 +65,28 @@ MIXED = small.hooks(
 )
 
 
+def assert_plain(state: Any, hooks: Any) -> None:
+    """Compares what was trained with the weights of a plain loop."""
+    batches = hooks.create_dataset(small.BATCH).repeat().take(SETTINGS["steps"])
+    plain = Reference(hooks).train(batches).parts.train_model
+    assert_close(state.train_model.weights, plain.weights, 1e-4, 1e-5)
+
+
 @pytest.mark.parametrize("hooks", [small.hooks(), MIXED], ids=["dense", "mixed"])
 @pytest.mark.parametrize("ways", [{}, {"jit_compile": True}], ids=["graph", "executable"])
 def test_weights_are_those_of_a_plain_loop(train: Train, hooks: Any, ways: Any) -> None:
     state = train(hooks, **SETTINGS, **ways)
     assert {one.value.device[-5:] for one in state.train_model.weights} == {"GPU:0"}
-    batches = hooks.create_dataset(small.BATCH).repeat().take(SETTINGS["steps"])
-    plain = Reference(hooks).train(batches).parts.train_model
-    assert_close(state.train_model.weights, plain.weights, 1e-4, 1e-5)
+    assert_plain(state, hooks)
 
 
 @pytest.mark.parametrize("hooks", [small.hooks(), MIXED], ids=["dense", "mixed"])
 def test_replicas_do_not_drift_apart(
     train: Train, hooks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They add up on one of the two: NCCL does not know parts of a GPU."""
-    names = [gpu.name for gpu in tf.config.list_logical_devices("GPU")[:2]]
-    both = tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
-    monkeypatch.setattr(build, "create_strategy", lambda config: both)
-    state = train(hooks, **SETTINGS, ckpt_every=5)
-    batches = hooks.create_dataset(small.BATCH).repeat().take(SETTINGS["steps"])
-    plain = Reference(hooks).train(batches).parts.train_model
-    assert_close(state.train_model.weights, plain.weights, 1e-4, 1e-5)
+    """A checkpoint compares them."""
+    monkeypatch.setattr(build, "create_strategy", on_gpus.create_strategy)
+    assert_plain(train(hooks, **SETTINGS, virtual_devices=2, ckpt_every=5), hooks)
 
 
 @pytest.mark.parametrize("ways", [{}, {"jit_compile": True}], ids=["graph", "executable"])

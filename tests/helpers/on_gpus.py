@@ -1,11 +1,6 @@
-"""A pytest plugin (``-p tests.helpers.on_gpus``): virtual devices of tests are parts of a GPU.
-
-They add up on one of them: NCCL does not know parts.
-"""
+"""A pytest plugin (``-p tests.helpers.on_gpus``): virtual devices of tests are parts of a GPU."""
 
 import os
-
-os.environ.update(NVIDIA_TF32_OVERRIDE="0", TF_DETERMINISTIC_OPS="1")
 
 import tensorflow as tf
 
@@ -14,7 +9,10 @@ from ctl_core.cluster.strategy import prepare
 
 
 def create_strategy(config: Config) -> tf.distribute.Strategy:
-    """Returns the strategy for as many parts as the settings have virtual devices."""
+    """Returns the strategy for as many parts as the settings have virtual devices.
+
+    They add up on one of them: NCCL does not know parts.
+    """
     prepare(config)
     names = [f"GPU:{index}" for index in range(config.virtual_devices)]
     if len(names) == 1:
@@ -22,4 +20,7 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
 
 
-build.create_strategy = create_strategy
+def pytest_configure() -> None:
+    """Lets all runs train so, and the same run give the same bits."""
+    os.environ.update(NVIDIA_TF32_OVERRIDE="0", TF_DETERMINISTIC_OPS="1")
+    build.create_strategy = create_strategy
