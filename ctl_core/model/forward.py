@@ -223,7 +223,7 @@ def forward_backward(
 
 
 def _leave_out_idle(parts: Parts, gradients: list[Any], variables: list[Any]) -> list[Any]:
-    """Returns gradients of known shape with their variables, but for what the loss does not need."""
+    """Returns gradients of known shape with their variables, but for what a loss does not need."""
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     idle = [name_variable(v) for g, v in zip(gradients, variables, strict=True) if g is None]
     if idle and not parts.quiet:  # then another part of the model may have run
