@@ -303,6 +303,23 @@ def mute_other_summaries(step: Any, replica: int | None = None) -> Iterator[None
         yield
 
 
+@contextlib.contextmanager
+def enter_replica_context(context: tf.distribute.ReplicaContext) -> Iterator[None]:
+    """Enters a replica context, even one that is entered already.
+
+    TensorFlow would also change which replica writes summaries; that stays as it is.
+    """
+    state = summary_ops_v2._summary_state
+    recording = state.is_recording_distribution_strategy
+    recording_outside = context._summary_recording_distribution_strategy
+    try:
+        with context:
+            state.is_recording_distribution_strategy = recording
+            yield
+    finally:
+        context._summary_recording_distribution_strategy = recording_outside
+
+
 def read_max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
     """Returns how many checkpoints a manager keeps; None for all."""
     return getattr(manager, "_max_to_keep", None)

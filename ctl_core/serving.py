@@ -26,6 +26,7 @@ from ctl_core.compat import make_scratch_graph, run_layers
 from ctl_core.hooks.callbacks_file import find_callbacks, load_callbacks
 from ctl_core.hooks.recording import find_tables
 from ctl_core.input.batches import count_rows, make_placeholders, set_rows
+from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import call_made, call_model
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import keep_seeds
@@ -145,12 +146,12 @@ def create_inference(state: State) -> LoadedModel:
     """
     hooks, recording = state.hooks, state.recording
     step = tf.constant(state.step, tf.int64)  # an export has no variable for it
-    parts = dataclasses.replace(state.parts, step=step)
-    hook, model = parts.choose_model(training=False)
+    context = TraceContext(state.components, step=step)
+    hook, model = state.components.choose_model(training=False)
     if hooks.create_inference_model is not None:
         hook = hooks.create_inference_model
         with state.strategy.scope(), recording.record_as("create_inference_model"):
-            model = hook(model=model, train_model=parts.train_model)
+            model = hook(model=model, train_model=state.train_model)
     signature = getattr(hooks.serve and hooks.serve.function, "input_signature", None)
 
     def serve(inputs: Any) -> Any:
@@ -159,7 +160,7 @@ def create_inference(state: State) -> LoadedModel:
 
     def read_batch(batch: Any) -> Any:
         if hooks.serve is None or signature:
-            return hooks.input_pre.trace(batch=batch, training=False, **parts.values())
+            return hooks.input_pre.trace(batch=batch, training=False, **context.hook_values())
         return serve(batch[0] if isinstance(batch, tuple) else batch)
 
     def run(make_input: Callable[[Any], Any], given: Any) -> Any:

@@ -23,6 +23,7 @@ from ctl_core.evaluation.evaluate import read_criteria
 from ctl_core.evaluation.summaries import Pace, Profile
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook
+from ctl_core.model.components import TraceContext
 from ctl_core.model.failures import attribute_errors
 from ctl_core.model.metrics import read_results
 from ctl_core.model.state import (
@@ -189,7 +190,7 @@ class Trainer:
             "manager": self.checkpoints.manager,
             "chief": state.cluster.task.chief,
             "state": state.hook_state,
-            **state.parts.values(step),
+            **TraceContext(state.components, step=step).hook_values(),
             **values,
         }
         with self._run.summaries.open_writer("train").as_default(step=step):
@@ -220,10 +221,10 @@ class Trainer:
             step: that was taken last
             ended: whether it is to be the last of all
         """
-        notes, self.functions.notes = self.functions.notes, []
+        flags, self.functions.flags = self.functions.flags, []
         noted = NonFinite()
-        if notes and self.state.config.on_nan != "ignore":
-            noted = NonFinite.from_notes(np.concatenate(notes), step)
+        if flags and self.state.config.on_nan != "ignore":
+            noted = NonFinite.from_flags(np.concatenate(flags), step)
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
             save=self.checkpoints.save_requested or self._schedule.is_time_to_save(),
@@ -279,7 +280,7 @@ class Trainer:
 
         A run that ends within one keeps what it has, for when it goes on.
         """
-        metrics = self.state.parts.list_logged()
+        metrics = self.state.components.list_logged_metrics()
         is_due, is_whole = self._schedule.find_log_due(step)
         if is_due:
             self._console.values(step, "train", read_results(metrics))

@@ -134,7 +134,7 @@ class Checkpoints:
         """
         self._writer.wait()
         state = self._state
-        kept = [state.parts.step_variable, *self._generators]
+        kept = [state.components.step_variable, *self._generators]
         with ReplicaCopies(state.strategy, kept).put_back_after():
             status = restore(path, *args, **options)
             folder, _, number = str(path).rpartition("-")
@@ -158,7 +158,7 @@ class Checkpoints:
                 f"{late} while training, which no checkpoint would bring back; make it in "
                 "create_model, or keep numbers in state."
             )
-        scale = self._state.parts.loss_scale
+        scale = self._state.components.loss_scale
         if scale is not None and (complaint := scale.describe_trouble()):
             self._console.warn(complaint)
         self.wait()
@@ -173,7 +173,7 @@ class Checkpoints:
             step=step,
             input=self._position.describe(),
             input_saved=False,
-            replicas=state.parts.shape.replicas,
+            replicas=state.components.shape.replicas,
             learning_rate=state.config.learning_rate,
             frozen=read_flags(state.recording),
             created=list(self._created),
@@ -304,7 +304,7 @@ class Checkpoints:
     def _restore_own(self, folder: Path, record: Record) -> None:
         """Gives the replicas their own values again; others than before go on with the mean."""
         own = self.statistics.own
-        same = record.replicas == self._state.parts.shape.replicas
+        same = record.replicas == self._state.components.shape.replicas
         if own and same and record.created == list(self._created):
             # Without them, the mean differs by the order of sums only.
             with contextlib.suppress(*UNREADABLE):

@@ -33,7 +33,7 @@ class Vocabularies:
     """
 
     def __init__(self, state: State) -> None:
-        models = _find_learning([state.train_model, state.parts.eval_model])
+        models = _find_learning([state.train_model, state.components.eval_model])
         hooks = state.hooks
         of_data = hooks.create_dataset, hooks.make_batches, hooks.create_eval_dataset
         functions = [hook.function for hook in of_data if hook is not None]

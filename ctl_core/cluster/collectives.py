@@ -4,8 +4,6 @@ Between processes as between devices; gradients go through both exchanges. A rep
 rows of a batch computes on a stand-in, which counts in no exchange.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -65,91 +63,3 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     if context is None:
         return value
     return context.all_reduce(reduce_op, tf.nest.map_structure(tf.identity, value))
-
-
-@contextlib.contextmanager
-def weigh_by_rows(
-    rows: Any, present: tf.Tensor | None, together: tf.Tensor | None = None
-) -> Iterator[None]:
-    """Within, on one replica: what is exchanged counts by the rows that the replica has.
-
-    Where no replica has any, all stand-ins count alike: that is no mean of nothing.
-
-    Args:
-        rows: how many that are, where replicas differ; None: all have as many
-        present: whether there are any; None: that is sure
-        together: how many all replicas have; None: some, that is sure
-    """
-    if rows is None or (context := _find_others()) is None:
-        yield
-        return
-    reduce, gather = context.all_reduce, context.all_gather
-    if present is not None and together is not None:
-        present, rows = present | (together == 0), tf.where(together == 0, 1, rows)
-
-    def mask(part: Any) -> Any:
-        if isinstance(part, tf.IndexedSlices):
-            return tf.IndexedSlices(mask(part.values), part.indices, part.dense_shape)
-        return part if present is None else tf.where(present, part, tf.zeros_like(part))
-
-    def reduce_rows(op: Any, value: Any, options: Any = None) -> Any:
-        def mean(part: Any) -> Any:
-            weight = tf.cast(rows, part.dtype)
-            total, weights = add_up([part * weight, weight])
-            return total / weights
-
-        def add_up(value: Any) -> Any:
-            return reduce(tf.distribute.ReduceOp.SUM, tf.nest.map_structure(mask, value), options)
-
-        is_sum = getattr(op, "value", op).upper() == "SUM"
-        return add_up(value) if is_sum else tf.nest.map_structure(mean, value)
-
-    def gather_rows(value: Any, axis: int, options: Any = None) -> Any:
-        # Stand-ins, which are the last ones, are there for each other alone: their own code may
-        # look for itself behind the rows of the replicas before it.
-        def cut(part: Any, gathered: Any) -> Any:
-            own = tf.where(present, tf.shape(part, tf.int64)[axis], 0)
-            size, real = tf.shape(gathered, tf.int64)[axis], reduce(tf.distribute.ReduceOp.SUM, own)
-            number = tf.where(present, real, size)
-            return tf.split(gathered, tf.stack([number, size - number]), axis)[0]
-
-        return tf.nest.map_structure(cut, value, gather(value, axis, options))
-
-    context.all_reduce = reduce_rows
-    if present is not None:
-        context.all_gather = gather_rows
-    try:
-        yield
-    finally:
-        for name in ("all_reduce", "all_gather"):
-            vars(context).pop(name, None)
-
-
-class Alone(tf.distribute.ReplicaContext):
-    """A replica that meets no other: what is exchanged has the right shapes and no values."""
-
-    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the function as if every replica of this process gave the same."""
-
-        def merge(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Any:
-            def of_all(part: Any) -> Any:
-                if not isinstance(part, tf.Tensor | tf.IndexedSlices):
-                    return part
-                return distribute(strategy, [part] * count_local_replicas(strategy))
-
-            args, kwargs = tf.nest.map_structure(of_all, (args, kwargs))
-            merged = merge_fn(strategy, *args, **kwargs)
-            return tf.nest.map_structure(
-                lambda part: strategy.experimental_local_results(part)[0], merged
-            )
-
-        return super().merge_call(merge, (args, kwargs or {}))
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Returns the value as it is."""
-        return tf.nest.map_structure(tf.identity, value)
-
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Returns the value once for each replica."""
-        replicas = self.strategy.num_replicas_in_sync
-        return tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)
