@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -22,8 +22,17 @@ from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
 from ctl_core.model.forward import call_made, forward_backward, read_written, settle_written
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
-from ctl_core.numerics.reduction import PIECES, Contribution, VariablesByObjective
+from ctl_core.numerics.reduction import PIECES, Contribution
 from ctl_core.numerics.variables import unwrap
+from ctl_core.types import (
+    Count,
+    Gradients,
+    GradientsByObjective,
+    PerReplica,
+    Structure,
+    Variable,
+    VariablesByObjective,
+)
 
 NOT_COMPILABLE = (
     "jit_compile compiles no tf.summary and no exchange of replicas; leave that or it out"
@@ -32,8 +41,7 @@ _OPTIMIZER_IN_MICRO_BATCH = (
     "grad_pre: applies an optimizer by itself, with accumulate_steps in each micro-batch; return "
     "dicts by objective from create_opt and grad_pre, or leave out accumulate_steps."
 )
-
-ByObjective = dict[str, Any]
+ForwardBackward: TypeAlias = Callable[[Share], tuple[Contribution, VariablesByObjective]]
 
 
 class GlobalBatch(NamedTuple):
@@ -44,8 +52,8 @@ class GlobalBatch(NamedTuple):
         examples: the number of examples in it, an int or an int32 tensor
     """
 
-    deal: Callable[[Any], Share]
-    examples: Any
+    deal: Callable[[Count], Share]
+    examples: Count
 
 
 class Updates(NamedTuple):
@@ -56,8 +64,8 @@ class Updates(NamedTuple):
         displayed: the gradients that host hooks are shown
     """
 
-    applied: dict[str, list[Any]]
-    displayed: ByObjective
+    applied: GradientsByObjective
+    displayed: dict[str, Any]
 
 
 class StepResult(NamedTuple):
@@ -74,13 +82,13 @@ class StepResult(NamedTuple):
         flags: a ``FiniteFlags`` for each update
     """
 
-    loss: ByObjective
-    gradients: dict[str, list[Any]]
-    update_gradients: dict[str, list[Any]]
-    display_gradients: ByObjective
+    loss: dict[str, PerReplica]
+    gradients: GradientsByObjective
+    update_gradients: GradientsByObjective
+    display_gradients: dict[str, Any]
     variables: VariablesByObjective
-    output: list[Any]
-    batch: list[Any]
+    output: list[PerReplica]
+    batch: list[PerReplica]
     flags: list[FiniteFlags]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Any]:
@@ -88,7 +96,7 @@ class StepResult(NamedTuple):
         return {name: strip_objective(getattr(self, name)) for name in names}
 
 
-def strip_objective(values: Any) -> Any:
+def strip_objective(values: dict[str, Any] | Any) -> Any:
     """Returns the value of the single objective, if values by objective are of a single one."""
     if isinstance(values, dict) and SINGLE_OBJECTIVE in values:
         return values[SINGLE_OBJECTIVE]
@@ -118,8 +126,8 @@ def train_step(
 def merge_turns(results: list[StepResult]) -> StepResult:
     """Merges the results of all turns of a step; output and batch are those of the last turn."""
 
-    def merge(field: str) -> ByObjective:
-        merged: ByObjective = {}
+    def merge(field: str) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
         for result in results:
             merged |= getattr(result, field)
         return merged
@@ -175,10 +183,10 @@ class Replicas:
         # Replicas are traced in threads, which do not know this generator of the main thread.
         self._seed_generator = compat.get_seed_generator()
 
-    def run(self, function: Callable[..., Any], *values: Any) -> Any:
+    def run(self, function: Callable[..., Any], *values: PerReplica) -> PerReplica:
         """Calls a function on each replica, with that replica's part of the values."""
 
-        def run_on_replica(*values: Any) -> Any:
+        def run_on_replica(*values: Structure) -> Structure:
             with (
                 compat.run_replica(self._seed_generator),
                 compat.mute_other_summaries(self._context.step),
@@ -189,7 +197,7 @@ class Replicas:
         with tf.name_scope(""):
             return self._strategy.run(run_on_replica, values)
 
-    def get_local_results(self, value: Any) -> tuple[Any, ...]:
+    def get_local_results(self, value: PerReplica) -> tuple[Any, ...]:
         """Returns a value of each replica of this process."""
         return self._strategy.experimental_local_results(value)  # type: ignore[no-any-return]
 
@@ -210,13 +218,13 @@ def compute_contribution(
     """
     components = context.components
     micro_batches = components.shape.accumulate_steps
-    function = partial(forward_backward, context, global_batch.examples, kept)
+    function: ForwardBackward = partial(forward_backward, context, global_batch.examples, kept)
     if micro_batches > 1:
         function = partial(_run_without_optimizers, function)
     if context.compilation is Compilation.REPLICA:
         function = partial(_run_compiled, function)
 
-    def contribute(index: Any) -> tuple[Contribution, VariablesByObjective]:
+    def contribute(index: Count) -> tuple[Contribution, VariablesByObjective]:
         share = global_batch.deal(index)
         if share.rows is None:
             contribution, variables = replicas.run(function, share)
@@ -234,13 +242,17 @@ def compute_contribution(
     return reduction.accumulate(replicas.run, micro_batches, contribute)
 
 
-def _run_without_optimizers(function: Callable[..., Any], share: Share) -> Any:
+def _run_without_optimizers(
+    function: ForwardBackward, share: Share
+) -> tuple[Contribution, VariablesByObjective]:
     """Runs the forward and backward pass of a micro-batch, in which no optimizer may be applied."""
     with compat.refuse_optimizers(_OPTIMIZER_IN_MICRO_BATCH):
         return function(share)
 
 
-def _run_compiled(function: Callable[..., Any], share: Share) -> Any:
+def _run_compiled(
+    function: ForwardBackward, share: Share
+) -> tuple[Contribution, VariablesByObjective]:
     """Runs the forward and backward pass of one replica in an XLA executable.
 
     A compiled function returns only tensors, so the variables are handed around it. It is defined
@@ -290,7 +302,7 @@ def reduce_over_replicas(
 
 def call_update_pre(
     context: StepContext,
-    examples: Any,
+    examples: Count,
     variables: VariablesByObjective,
     contribution: Contribution,
     summed: Contribution,
@@ -311,8 +323,8 @@ def call_update_pre(
         for name in PIECES
         if name in hook.arguments
     }
-    applied: dict[str, list[Any]] = {}
-    displayed: ByObjective = {}
+    applied: GradientsByObjective = {}
+    displayed: dict[str, Any] = {}
     rows, present = components.shape.count_rows_of(replica_id(), examples)
     with weigh_by_rows(rows, present):
         for name, gradients in summed.gradients.items():
@@ -337,7 +349,7 @@ def call_update_pre(
     return Updates(applied, displayed)
 
 
-def _check_shapes(context: StepContext, update: Any, variables: list[Any]) -> None:
+def _check_shapes(context: StepContext, update: Gradients, variables: list[Variable]) -> None:
     """Refuses gradients of ``update_pre`` that do not fit their variables."""
     problem = ""
     for gradient, variable in zip(update, variables, strict=False):
@@ -392,7 +404,7 @@ def apply_updates(
 
 
 def apply_gradients(
-    context: StepContext, applied: dict[str, list[Any]], variables: VariablesByObjective
+    context: StepContext, applied: GradientsByObjective, variables: VariablesByObjective
 ) -> None:
     """Lets the optimizers of one replica apply its updates, which are summed already."""
     for name, gradients in applied.items():
@@ -417,7 +429,7 @@ def finish_update(context: StepContext, variables: VariablesByObjective) -> None
         return
     device_numbers = itertools.count()
 
-    def finish_on_device(_: Any) -> None:
+    def finish_on_device(_: tf.Variable) -> None:
         # A summary's name begins with the name scope.
         with (
             tf.name_scope(""),

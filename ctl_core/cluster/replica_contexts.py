@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.compat import enter_replica_context
+from ctl_core.types import Count, Gradient, PerReplica, Structure
+
+Options: TypeAlias = tf.distribute.experimental.CommunicationOptions | None
 
 
 class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
@@ -25,8 +28,11 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
     """
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PerReplica:
         """Calls a function as if every replica of this process passed the same arguments."""
 
         def repeat_arguments(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Any:
@@ -43,11 +49,13 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
 
         return super().merge_call(repeat_arguments, (args, kwargs or {}))
 
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
+    ) -> Structure:
         """Returns the value as it is."""
         return tf.nest.map_structure(tf.identity, value)
 
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
         """Returns the value repeated once for each replica."""
         replicas = self.strategy.num_replicas_in_sync
         return tf.nest.map_structure(lambda tensor: tf.concat([tensor] * replicas, axis), value)
@@ -62,8 +70,11 @@ class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
         self._outer = outer
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PerReplica:
         """Calls a function with the arguments of all replicas, as the outer context does."""
         with enter_replica_context(self._outer):
             return self._outer.merge_call(merge_fn, args, kwargs)
@@ -81,8 +92,11 @@ class NoExchange(InnerContext):
         self._reason = reason
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PerReplica:
         """Refuses the exchange."""
         raise ValueError(self._reason)
 
@@ -103,7 +117,7 @@ class RowWeighted(InnerContext):
     def __init__(
         self,
         outer: tf.distribute.ReplicaContext,
-        rows: Any,
+        rows: Count,
         present: tf.Tensor | None,
         rows_of_all: tf.Tensor | None,
     ) -> None:
@@ -114,23 +128,25 @@ class RowWeighted(InnerContext):
         self._rows = rows
         self._present = present
 
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
+    ) -> Structure:
         """Returns the sum over the replicas that have rows, or the mean over all their rows."""
         is_sum = getattr(reduce_op, "value", reduce_op).upper() == "SUM"
         if is_sum:
             return self._sum(value, options)
         return tf.nest.map_structure(lambda tensor: self._average(tensor, options), value)
 
-    def _sum(self, value: Any, options: Any) -> Any:
+    def _sum(self, value: Structure, options: Options) -> Structure:
         masked = tf.nest.map_structure(self._mask, value)
         return super().all_reduce(tf.distribute.ReduceOp.SUM, masked, options)
 
-    def _average(self, value: tf.Tensor, options: Any) -> tf.Tensor:
+    def _average(self, value: tf.Tensor, options: Options) -> tf.Tensor:
         weight = tf.cast(self._rows, value.dtype)
         total, total_weight = self._sum([value * weight, weight], options)
         return total / total_weight
 
-    def _mask(self, value: Any) -> Any:
+    def _mask(self, value: Gradient) -> Gradient:
         """Returns zeros in place of the values of a placeholder batch."""
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self._mask(value.values), value.indices, value.dense_shape)
@@ -138,7 +154,7 @@ class RowWeighted(InnerContext):
             return value
         return tf.where(self._present, value, tf.zeros_like(value))
 
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
         """Returns the values of all replicas that have rows, concatenated along an axis.
 
         A replica without rows gets those of all placeholders behind them, because its own code may
@@ -161,7 +177,7 @@ class RowWeighted(InnerContext):
 
 
 def weigh_by_rows(
-    rows: Any, present: tf.Tensor | None, rows_of_all: tf.Tensor | None = None
+    rows: Count, present: tf.Tensor | None, rows_of_all: tf.Tensor | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Enters ``RowWeighted`` on a replica, with its arguments.
 

@@ -16,7 +16,9 @@ import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.input.batches import BatchShape
+from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.not_finite import LossScale
+from ctl_core.types import Batch, Count, Loss, Model, Optimizer
 
 # The name of the objective of a run whose ``grad_pre`` and ``create_opt`` return no dicts.
 SINGLE_OBJECTIVE = ""
@@ -66,21 +68,21 @@ class ForwardComponents:
     hooks: Hooks
     strategy: tf.distribute.Strategy
     shape: BatchShape
-    train_model: Any
-    train_loss: Any
-    lr: Any
+    train_model: Model
+    train_loss: Loss
+    lr: Rate
     step_variable: tf.Variable
     train_metrics: Mapping[str, keras.Metric]
-    eval_model: Any = None
+    eval_model: Model | None = None
 
-    def choose_model(self, training: bool) -> tuple[Hook, Any]:
+    def choose_model(self, training: bool) -> tuple[Hook, Model]:
         """Returns the model to run, preceded by the hook that created it, for messages."""
         hook = self.hooks.create_eval_model
         if training or hook is None or self.eval_model is None:
             return self.hooks.create_model, self.train_model
         return hook, self.eval_model
 
-    def count_examples(self, batch: Any) -> Any:
+    def count_examples(self, batch: Batch) -> Count:
         """Returns the number of examples in a batch: an int if it is static, or an int64 tensor."""
         count = self.hooks.count_examples.trace(batch=batch)
         static_count = tf.get_static_value(tf.convert_to_tensor(count))
@@ -105,8 +107,8 @@ class Components(ForwardComponents):
         update_average: moves the average of the weights after an update; None without ``ema``
     """
 
-    optimizer: Any
-    optimizers: Mapping[str, Any]
+    optimizer: Optimizer | dict[str, Optimizer]
+    optimizers: Mapping[str, Optimizer]
     written: tuple[WrittenVariable, ...]
     scalar_losses: frozenset[str]
     loss_metrics: Mapping[str, keras.Metric]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -31,6 +32,20 @@ from ctl_core.numerics.reduction import Contribution
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames
+from ctl_core.types import (
+    Batch,
+    Count,
+    Gradient,
+    Gradients,
+    GradientsByObjective,
+    Loss,
+    Model,
+    ModelInput,
+    ModelOutput,
+    Structure,
+    Variable,
+    VariablesByObjective,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +61,12 @@ class ReplicaObjective:
     """
 
     value: tf.Tensor
-    variables: list[Any]
+    variables: list[Variable]
     logged: dict[str, Any]
     is_scalar: bool
 
 
-def run_model(context: ForwardContext, batch: Any, training: bool) -> Any:
+def run_model(context: ForwardContext, batch: Batch, training: bool) -> ModelOutput:
     """Returns the model's output for a batch, in float32 where precision is lower."""
     hook, model = context.components.choose_model(training)
     training = training and not context.quiet
@@ -59,7 +74,9 @@ def run_model(context: ForwardContext, batch: Any, training: bool) -> Any:
     return cast_to_float32(call_made(hook, call_model, model, inputs, training))
 
 
-def compute_loss(context: ForwardContext, batch: Any, output: Any, training: bool) -> Any:
+def compute_loss(
+    context: ForwardContext, batch: Batch, output: ModelOutput, training: bool
+) -> Structure:
     """Returns the result of ``train_loss`` for the model's output, in float32."""
     training = training and not context.quiet
     loss_input = context.hooks.loss_pre.trace(
@@ -70,7 +87,7 @@ def compute_loss(context: ForwardContext, batch: Any, output: Any, training: boo
     return cast_to_float32(loss)
 
 
-def call_made(hook: Hook, function: Any, *args: Any) -> Any:
+def call_made(hook: Hook, function: Callable[..., Any], *args: Any) -> Any:
     """Calls what a create hook returned; a failure names that hook."""
     try:
         return function(*args)
@@ -80,20 +97,20 @@ def call_made(hook: Hook, function: Any, *args: Any) -> Any:
         raise HookFailed(hook.describe_failure(error)) from error
 
 
-def call_model(model: Any, inputs: Any, training: bool) -> Any:
+def call_model(model: Model, inputs: ModelInput, training: bool) -> ModelOutput:
     """Calls the model; with ``training`` run also layers that it is a function around."""
     with run_layers(training):
         return call_trained(model, inputs, training)
 
 
-def call_trained(function: Any, inputs: Any, training: bool) -> Any:
+def call_trained(function: Model | Loss, inputs: Structure, training: bool) -> Structure:
     """Calls a model, or a loss, with ``training`` where it takes that argument."""
     if isinstance(function, keras.Layer) or "training" in inspect.signature(function).parameters:
         return function(inputs, training=training)
     return function(inputs)
 
 
-def sum_loss(components: ForwardComponents, loss: Any, batch: Any) -> tf.Tensor:
+def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf.Tensor:
     """Returns the sum of a loss over a batch: of one number per example, or of the sum itself.
 
     Raises:
@@ -121,7 +138,7 @@ def sum_loss(components: ForwardComponents, loss: Any, batch: Any) -> tf.Tensor:
     return tf.reduce_sum(cast_to_float32(loss))
 
 
-def find_broadcast(graph: tf.Graph) -> Any:
+def find_broadcast(graph: tf.Graph) -> tf.Operation | None:
     """Returns the last op that has made [b, b] of [b, 1] and [b]; None: there is none."""
     for op in reversed(graph.get_operations()):
         shapes = [value.shape.as_list() for value in op.inputs if value.shape.rank is not None]
@@ -133,7 +150,7 @@ def find_broadcast(graph: tf.Graph) -> Any:
 
 
 def weigh_batch(
-    context: ForwardContext, batch: Any, output: Any, present: tf.Tensor | None
+    context: ForwardContext, batch: Batch, output: ModelOutput, present: tf.Tensor | None
 ) -> tf.Tensor | None:
     """Returns the weight of a replica's batch by ``batch_weight``; None without that hook.
 
@@ -166,17 +183,17 @@ class ForwardPass(NamedTuple):
     """
 
     objectives: dict[str, ReplicaObjective]
-    output: Any
-    batch: Any
-    loss: Any
+    output: ModelOutput
+    batch: Batch
+    loss: Structure
     weight: tf.Tensor | None
 
 
 def compute_objectives(
     context: ForwardContext,
-    batch: Any,
-    examples: Any,
-    rows: Any = None,
+    batch: Batch,
+    examples: Count,
+    rows: tf.Tensor | None = None,
     present: tf.Tensor | None = None,
 ) -> ForwardPass:
     """Runs the model and the loss on a replica's batch, then ``grad_pre`` on their results.
@@ -213,7 +230,9 @@ def compute_objectives(
     return ForwardPass(objectives, output, batch, loss, weight)
 
 
-def call_grad_pre(context: ForwardContext, batch: Any, output: Any, loss: Any) -> dict[str, Any]:
+def call_grad_pre(
+    context: ForwardContext, batch: Batch, output: ModelOutput, loss: Structure
+) -> dict[str, Any]:
     """Calls ``grad_pre``; returns its results by objective, in a turn only that of the turn."""
     hook = context.hooks.grad_pre
     returned = hook.trace(loss=loss, output=output, batch=batch, **context.hook_values())
@@ -228,8 +247,8 @@ def call_grad_pre(context: ForwardContext, batch: Any, output: Any, loss: Any) -
 
 
 def forward_backward(
-    context: StepContext, examples: Any, kept: frozenset[str], share: Share
-) -> tuple[Contribution, dict[str, list[Any]]]:
+    context: StepContext, examples: Count, kept: frozenset[str], share: Share
+) -> tuple[Contribution, VariablesByObjective]:
     """Differentiates the objectives of one replica; nothing is summed over replicas or updated.
 
     Args:
@@ -250,8 +269,8 @@ def forward_backward(
                 name: _scale_loss(components, objective.value)
                 for name, objective in forward.objectives.items()
             }
-        gradients: dict[str, list[Any]] = {}
-        variables: dict[str, list[Any]] = {}
+        gradients: GradientsByObjective = {}
+        variables: VariablesByObjective = {}
         for name, objective in forward.objectives.items():
             all_gradients = tape.gradient(scaled[name], objective.variables)
             gradients[name], variables[name] = _leave_out_unused(
@@ -277,8 +296,8 @@ def _scale_loss(components: Components, loss: tf.Tensor) -> tf.Tensor:
 
 
 def _leave_out_unused(
-    context: ForwardContext, gradients: list[Any], variables: list[Any]
-) -> tuple[list[Any], list[Any]]:
+    context: ForwardContext, gradients: list[Gradient | None], variables: list[Variable]
+) -> tuple[Gradients, list[Variable]]:
     """Returns the gradients and variables without those that the loss does not depend on."""
     kept_gradients = []
     kept_variables = []
@@ -299,7 +318,7 @@ def _leave_out_unused(
     return kept_gradients, kept_variables
 
 
-def _fix_sparse_shape(gradient: Any, variable: Any) -> Any:
+def _fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
     """Gives a sparse gradient the static shape of its variable, which XLA has to know."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from ctl_core.types import (
+    AnyTensor,
+    Batch,
+    Count,
+    Gradient,
+    Gradients,
+    GradientsByObjective,
+    ModelOutput,
+    Optimizer,
+    Structure,
+    VariablesByObjective,
+)
+
 # The fields of a contribution that hooks are passed separately for each replica and micro-batch.
 PIECES = ("output", "batch")
-
-VariablesByObjective: TypeAlias = dict[str, list[Any]]
 
 
 class Contribution(NamedTuple):
@@ -28,21 +39,21 @@ class Contribution(NamedTuple):
     """
 
     loss: dict[str, tf.Tensor]
-    gradients: dict[str, list[Any]]
+    gradients: GradientsByObjective
     weight: list[tf.Tensor]
-    output: list[Any]
-    batch: list[Any]
+    output: list[ModelOutput]
+    batch: list[Batch]
 
 
 class Merged(tf.IndexedSlices):  # type: ignore[misc]
     """A sparse gradient that has each index once; ``parts`` is the one that may have it often."""
 
-    def __init__(self, values: Any, indices: Any, parts: tf.IndexedSlices) -> None:
+    def __init__(self, values: tf.Tensor, indices: tf.Tensor, parts: tf.IndexedSlices) -> None:
         super().__init__(values, indices, parts.dense_shape)
         self.parts = parts
 
 
-def choose_rows(optimizer: Any, gradients: list[Any]) -> list[Any]:
+def choose_rows(optimizer: Optimizer, gradients: Gradients) -> Gradients:
     """Returns what an optimizer is given: rows as they came, where it does nothing but add them up.
 
     Sums of rows that nobody looks at are then not computed: TensorFlow leaves them out.
@@ -54,7 +65,7 @@ def choose_rows(optimizer: Any, gradients: list[Any]) -> list[Any]:
     return [one.parts if isinstance(one, Merged) else one for one in gradients]
 
 
-def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
+def sum_over_replicas(values: Structure, replicas: int, compiled: bool) -> Structure:
     """Sums a structure of tensors over the replicas, in one all-reduce; in a replica context.
 
     A sparse sum has each index once: until then its norm is not the gradient's norm, and clipping
@@ -69,13 +80,13 @@ def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
     return tf.nest.map_structure(partial(_merge_rows, replicas, compiled), values)
 
 
-def _fix_shape(value: Any) -> Any:
+def _fix_shape(value: Gradient) -> Gradient:
     """Makes a sparse gradient of a varying number of rows dense: collectives keep a shape."""
     varies = isinstance(value, tf.IndexedSlices) and value.values.shape[0] is None
     return tf.convert_to_tensor(value) if varies else value
 
 
-def _merge_rows(replicas: int, compiled: bool, gradient: Any) -> Any:
+def _merge_rows(replicas: int, compiled: bool, gradient: Gradient) -> Gradient:
     """Adds up the rows of a sparse gradient that belong to one index."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -96,7 +107,7 @@ def _merge_rows(replicas: int, compiled: bool, gradient: Any) -> Any:
     return Merged(values, found, gradient)
 
 
-def multiply(values: Any, factor: tf.Tensor) -> Any:
+def multiply(values: Structure, factor: tf.Tensor) -> Structure:
     """Multiplies the tensors of a structure, dense or sparse, by a number."""
     return tf.nest.map_structure(
         lambda value: tf.math.scalar_mul(tf.cast(factor, value.dtype), value), values
@@ -106,7 +117,7 @@ def multiply(values: Any, factor: tf.Tensor) -> Any:
 def accumulate(
     run: Callable[..., Any],
     micro_batches: int,
-    contribute: Callable[[Any], tuple[Contribution, VariablesByObjective]],
+    contribute: Callable[[Count], tuple[Contribution, VariablesByObjective]],
 ) -> tuple[Contribution, VariablesByObjective]:
     """Adds up the contributions of micro-batches, on each replica's own device.
 
@@ -167,7 +178,7 @@ class MicroBatchAccumulator:
         return totals
 
     def add(
-        self, totals: list[Any], contribution: Contribution, index: tf.Tensor
+        self, totals: list[tf.Tensor | tf.TensorArray], contribution: Contribution, index: tf.Tensor
     ) -> list[tf.Tensor | tf.TensorArray]:
         """Returns the totals after the micro-batch of an index, a scalar int32 tensor."""
         updated = []
@@ -212,24 +223,24 @@ class MicroBatchAccumulator:
                     yield tensor, is_listed
 
 
-def _flatten(structure: Any) -> list[tf.Tensor]:
+def _flatten(structure: Structure) -> list[tf.Tensor]:
     """Returns all tensors of a structure, including the components of ragged and sparse ones."""
     return tf.nest.flatten(structure, expand_composites=True)  # type: ignore[no-any-return]
 
 
-def _join_sparse(*values: Any) -> Any:
+def _join_sparse(*values: Gradient) -> Gradient:
     """Concatenates the sparse gradients of micro-batches; anything else is a sum already."""
     return join(*values) if isinstance(values[0], tf.IndexedSlices) else values[0]
 
 
-def join_pieces(pieces: list[Any]) -> Any:
+def join_pieces(pieces: list[Structure]) -> Structure:
     """Joins the outputs, or the batches, of a replica's micro-batches."""
     if len(pieces) == 1:
         return pieces[0]
     return tf.nest.map_structure(join, *pieces)
 
 
-def join(*values: Any) -> Any:
+def join(*values: AnyTensor | Gradient) -> AnyTensor | Gradient:
     """Puts tensors, dense or sparse, one behind the other; scalars become a vector."""
     first = values[0]
     if isinstance(first, tf.IndexedSlices):
@@ -243,7 +254,7 @@ def join(*values: Any) -> Any:
     return tf.stack(values) if first.shape.rank == 0 else tf.concat(values, 0)
 
 
-def join_for_host(*values: Any) -> Any:
+def join_for_host(*values: AnyTensor) -> AnyTensor:
     """Joins eager tensors; dense ones that differ in more than the first axis become ragged."""
     if isinstance(values[0], tf.Tensor):
         sizes = map(set, zip(*(tuple(value.shape) for value in values), strict=True))
