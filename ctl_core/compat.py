@@ -389,6 +389,23 @@ def list_stages(dataset: Any) -> Iterator[Any]:
         yield from list_stages(part)
 
 
+def find_functions(dataset: tf.data.Dataset) -> list[Any]:
+    """Returns the functions that a stage of a pipeline calls; each has ``function.graph``."""
+    return list(dataset._functions())
+
+
+def stops_on_empty_dataset(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a stage ends with the first of its inputs; only mixtures may go on."""
+    return getattr(dataset, "_stop_on_empty_dataset", True) is not False
+
+
+def read_cache_file(dataset: tf.data.Dataset) -> str | None:
+    """Returns the file of a stage that is a cache, "" for one in memory; None for another stage."""
+    if type(dataset).__name__ != "CacheDataset":
+        return None
+    return tf.get_static_value(tf.convert_to_tensor(dataset._filename)).decode()  # type: ignore[no-any-return]
+
+
 def is_tuned(dataset: tf.data.Dataset) -> bool:
     """Returns whether a pipeline leaves to tf.data's tuner how many calls a stage makes at once."""
     numbers = [getattr(stage, "_num_parallel_calls", None) for stage in list_stages(dataset)]
