@@ -18,6 +18,9 @@ from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.compat import enter_replica_context
 from ctl_core.types import Count, Gradient, PerReplica, Structure
 
+# Hooks are converted by AutoGraph, and so is every method that they call, unless it is marked.
+do_not_convert = tf.autograph.experimental.do_not_convert
+
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions | None
 
 
@@ -27,6 +30,7 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
     What it exchanges has the right shapes, and the values of this replica only.
     """
 
+    @do_not_convert
     def merge_call(
         self,
         merge_fn: Callable[..., Any],
@@ -49,12 +53,14 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
 
         return super().merge_call(repeat_arguments, (args, kwargs or {}))
 
+    @do_not_convert
     def all_reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
     ) -> Structure:
         """Returns the value as it is."""
         return tf.nest.map_structure(tf.identity, value)
 
+    @do_not_convert
     def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
         """Returns the value repeated once for each replica."""
         replicas = self.strategy.num_replicas_in_sync
@@ -69,6 +75,7 @@ class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
         super().__init__(outer.strategy, int(number))
         self._outer = outer
 
+    @do_not_convert
     def merge_call(
         self,
         merge_fn: Callable[..., Any],
@@ -91,6 +98,7 @@ class NoExchange(InnerContext):
         super().__init__(outer)
         self._reason = reason
 
+    @do_not_convert
     def merge_call(
         self,
         merge_fn: Callable[..., Any],
@@ -128,6 +136,7 @@ class RowWeighted(InnerContext):
         self._rows = rows
         self._present = present
 
+    @do_not_convert
     def all_reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
     ) -> Structure:
@@ -154,6 +163,7 @@ class RowWeighted(InnerContext):
             return value
         return tf.where(self._present, value, tf.zeros_like(value))
 
+    @do_not_convert
     def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
         """Returns the values of all replicas that have rows, concatenated along an axis.
 
