@@ -32,6 +32,7 @@ from ctl_core.model.forward import (
     forward_backward,
     run_model,
 )
+from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Parts, Written
 from ctl_core.model.state import State
@@ -262,6 +263,10 @@ class _Builder:
                 with recording.record_as("create_train_metrics"):
                     update_train_metrics(turn, {}, made, None)
             weights = trainable_variables(model)
+        operations = list(compat.add_called_ops(graph.get_operations()))
+        refuse_scaled_losses(hooks, operations)
+        if self.config.accumulate_steps > 1:
+            refuse_exchanges(hooks, operations)
         variables: dict[str, dict[int, Any]] = {}
         for name, one in traced:
             own = one.variables if name else [*one.variables, *weights]
@@ -348,12 +353,13 @@ class _Builder:
         """Evaluates placeholders, so that every variable of eval_model and metrics exists."""
         for one in evaluation.sets.values() if evaluation else [None]:
             spec = self.data.share_spec if one is None else one.spec
-            with compat.run_layers(False), self._scratch("create_metrics", spec) as (_, batch):
+            with compat.run_layers(False), self._scratch("create_metrics", spec) as (graph, batch):
                 if parts.eval_model is not None:
                     with self.recording.record_as("create_eval_model"):
                         run_model(parts, batch, training=False)
                 if one is not None:
                     add_batch(parts, one, batch, None)
+            refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
 
 
 def find_untrainable(variables: Collection[Any], strategy: tf.distribute.Strategy) -> str | None:

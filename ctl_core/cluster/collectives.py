@@ -48,11 +48,13 @@ def all_gather(value: Any, axis: int = 0) -> Any:
     the sum of all replicas': of a loss that each of N replicas works out of the whole gathered
     batch, return the N-th part from ``grad_pre``, or the loss of the replica's own examples.
     """
+    # What comes straight out of a batch is on no device, to which TensorFlow would bring this. On
+    # a single replica, too, the op shows that values are exchanged here: see model/loss_calls.py.
+    value = tf.nest.map_structure(tf.identity, value)
     context = _find_others()  # no walrus: AutoGraph converts this function, and knows none
     if context is None:
         return value
-    # What comes straight out of a batch stands on no device, to which TensorFlow would bring this.
-    return tf.nest.map_structure(lambda part: context.all_gather(tf.identity(part), axis), value)
+    return tf.nest.map_structure(lambda part: context.all_gather(part, axis), value)
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
@@ -61,10 +63,11 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     A mean weighs each replica by the rows that it has of the batch.
     """
     reduce_op = tf.distribute.ReduceOp[op.upper()]
+    value = tf.nest.map_structure(tf.identity, value)
     context = _find_others()
     if context is None:
         return value
-    return context.all_reduce(reduce_op, tf.nest.map_structure(tf.identity, value))
+    return context.all_reduce(reduce_op, value)
 
 
 @contextlib.contextmanager
@@ -152,4 +155,8 @@ class Alone(tf.distribute.ReplicaContext):
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Returns the value once for each replica."""
         replicas = self.strategy.num_replicas_in_sync
-        return tf.nest.map_structure(lambda part: tf.concat([part] * replicas, axis), value)
+
+        def repeat(part: Any) -> Any:
+            return tf.concat([tf.identity(part)] * replicas, axis)
+
+        return tf.nest.map_structure(repeat, value)
