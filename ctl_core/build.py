@@ -21,6 +21,7 @@ from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluatio
 from ctl_core.graph import is_executable
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
+from ctl_core.hooks.optimizers import refuse_loss_scales
 from ctl_core.hooks.recording import Recording, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
 from ctl_core.input.prefetch import count_batches
@@ -321,6 +322,7 @@ class _Builder:
         is_made_here = self.strategy.extended.variable_created_in_scope
         with self.recording.record_as("create_opt"):
             made = hook(lr=rate, train_model=parts.train_model)
+            refuse_loss_scales(hook, made)
             optimizer = OptimizerGroups(made) if is_pairs(made) else made
             optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
             if variables.keys() != optimizers.keys():

@@ -152,6 +152,34 @@ def batch_weight(batch):  # here
 == create_opt returns a name -> create_opt | a str | optimizer
 def create_opt():  # here
     return "adam"
+== an optimizer divides by a scale of the loss -> create_opt | SGD | loss_scale_factor=16
+def create_opt(lr):  # here
+    return keras.optimizers.SGD(lr, loss_scale_factor=16)
+== an optimizer scales losses -> create_opt | LossScaleOptimizer | inner_optimizer
+def create_opt(lr):  # here
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(lr))
+== an optimizer of a dict scales losses -> create_opt | LossScaleOptimizer
+def create_opt(lr):  # here
+    return {"": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(lr))}
+== an optimizer of a group divides by a scale -> create_opt | loss_scale_factor=16
+def create_opt(lr, train_model):  # here
+    variables = train_model.trainable_variables
+    optimizers = [keras.optimizers.SGD(lr, loss_scale_factor=scale) for scale in (None, 16.0)]
+    return [(optimizers[0], variables[:2]), (optimizers[1], variables[2:])]
+== an optimizer of several divides by a scale -> create_opt | loss_scale_factor=16
+def create_opt(lr):  # here
+    by_path = keras.optimizers.OptimizerMap(keras.optimizers.SGD(lr))
+    return keras.optimizers.MultiOptimizer(by_path, loss_scale_factor=16)
+== a wrapped optimizer divides by a scale -> create_opt | Adam | loss_scale_factor=16
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+    def build(self, variables):
+        self.optimizer.build(variables)
+    def apply_gradients(self, pairs):
+        self.optimizer.apply_gradients(pairs)
+def create_opt(lr):  # here
+    return Wrapper(keras.optimizers.Adam(lr, loss_scale_factor=16))
 == create_opt returns a class -> create_opt | class Adam | optimizer
 def create_opt():  # here
     return keras.optimizers.Adam
