@@ -5,6 +5,7 @@ above it one of them.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.cluster.collectives import replica_id, weigh_by_rows
+from ctl_core.cluster.collectives import place_rows, replica_id, weigh_by_rows
 from ctl_core.model.forward import call_made, forward_backward, settle_written
 from ctl_core.model.parts import Parts
 from ctl_core.numerics import reduction
@@ -70,8 +71,10 @@ def make_gradients(
     """
     hook = parts.hooks.update_pre
     summed = sum_contributions(parts, contributed, asks_for_loss or "loss" in hook.arguments)
-    counts = parts.shape.count_rows_of(replica_id(), examples)
-    with weigh_by_rows(*counts):
+    shape = parts.shape
+    counts = shape.count_rows_of(replica_id(), examples)
+    find_offset = functools.partial(shape.count_rows_before, replica_id(), examples)
+    with weigh_by_rows(*counts), place_rows(find_offset):
         updates, displays = change_gradients(parts, contributed, summed, trained)
     # The default turns NaN into 0; with a loss scale, such an update is skipped.
     counts_nans = hook.is_default and parts.loss_scale is None

@@ -5,10 +5,20 @@ rows of a batch computes on a stand-in, which counts in no exchange.
 """
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+
+class _Thread(threading.local):
+    """What is known in a thread: each replica is traced in its own."""
+
+    find_offset: Callable[[], tf.Tensor] | None = None
+
+
+_thread = _Thread()
 
 
 def distribute(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
@@ -39,6 +49,50 @@ def replica_id() -> Any:
     """Returns this replica's number, from 0: a number where it is fixed, otherwise a tensor."""
     context = tf.distribute.get_replica_context()
     return 0 if context is None else context.replica_id_in_sync_group
+
+
+def row_offset() -> tf.Tensor:
+    """Returns the index of this replica's first row in what ``all_gather`` returns.
+
+    Replicas may differ in how many rows they have, so that this is no multiple of ``replica_id()``.
+    For tensors that have a row for each example, as those of a batch, row ``i`` of this replica is
+    row ``ctl.row_offset() + i`` of the gathered tensor.
+
+    Returns:
+        An int32 scalar; 0 on one device, and outside of a step or an evaluation.
+    """
+    find_offset = _thread.find_offset
+    if find_offset is None or _find_others() is None:
+        return tf.constant(0)
+    return find_offset()
+
+
+@contextlib.contextmanager
+def place_rows(find_offset: Callable[[], tf.Tensor]) -> Iterator[None]:
+    """Temporarily makes ``row_offset`` return what a function computes, in this thread."""
+    before = _thread.find_offset
+    _thread.find_offset = find_offset
+    try:
+        yield
+    finally:
+        _thread.find_offset = before
+
+
+def find_offset_in_share(rows: Any, together: Any = None) -> tf.Tensor:
+    """Returns ``row_offset`` where the replicas' numbers of rows differ by at most one.
+
+    Args:
+        rows: how many rows this replica has
+        together: how many rows all replicas have; None: each has ``rows``, or replica 0 has all
+    """
+    replica = tf.cast(replica_id(), tf.int32)
+    if together is None:
+        return replica * tf.cast(rows, tf.int32)
+    together = tf.cast(together, tf.int32)
+    size = together // num_replicas()
+    longer = together % num_replicas()  # replicas with one row more, which come first
+    # With fewer rows than replicas, those without rows have a stand-in of one row.
+    return tf.where(size == 0, replica, replica * size + tf.minimum(replica, longer))
 
 
 def all_gather(value: Any, axis: int = 0) -> Any:

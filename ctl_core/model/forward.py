@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import weigh_by_rows
+from ctl_core.cluster.collectives import find_offset_in_share, place_rows, weigh_by_rows
 from ctl_core.compat import run_layers
 from ctl_core.hooks.hooks import Hook, describe
 from ctl_core.input.batches import keep_rows_if
@@ -199,7 +199,12 @@ def forward_backward(
     """
     batch, rows, present, together = share
     scale = parts.loss_scale
-    with weigh_by_rows(rows, present, together):
+
+    def find_offset() -> tf.Tensor:
+        count = parts.count_examples(batch) if rows is None else rows
+        return find_offset_in_share(count, together)
+
+    with weigh_by_rows(rows, present, together), place_rows(find_offset):
         with tf.GradientTape(persistent=len(parts.optimizers) > 1) as tape:
             objectives, made = compute_objectives(parts, batch, examples, rows, present)
             scaled = {
