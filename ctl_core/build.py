@@ -23,6 +23,7 @@ from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluatio
 from ctl_core.graph import choose_compilation
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
+from ctl_core.hooks.optimizers import refuse_loss_scales
 from ctl_core.hooks.recording import Recording, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
 from ctl_core.input.prefetch import count_batches
@@ -42,6 +43,7 @@ from ctl_core.model.forward import (
     forward_backward,
     run_model,
 )
+from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.state import State
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
@@ -286,6 +288,10 @@ class _Builder:
                 with recording.record_as("create_train_metrics"):
                     update_train_metrics(turn, result, None)
             weights = trainable_variables(forward.train_model)
+        operations = list(compat.add_called_ops(graph.get_operations()))
+        refuse_scaled_losses(self.hooks, operations)
+        if self.config.accumulate_steps > 1:
+            refuse_exchanges(self.hooks, operations)
         variables = self._collect_variables(objectives, weights)
         return TracedForward(
             variables=variables,
@@ -361,6 +367,7 @@ class _Builder:
         is_made_here = self.strategy.extended.variable_created_in_scope
         with self.recording.record_as("create_opt"):
             made = hook(lr=rate, train_model=forward.train_model)
+            refuse_loss_scales(hook, made)
             optimizer = OptimizerGroups(made) if is_pairs(made) else made
             optimizers = optimizer if isinstance(optimizer, dict) else {SINGLE_OBJECTIVE: optimizer}
             if variables.keys() != optimizers.keys():
@@ -393,12 +400,13 @@ class _Builder:
         context = TraceContext(components)
         for one in evaluation.sets.values() if evaluation else [None]:
             spec = self.data.share_spec if one is None else one.spec
-            with compat.run_layers(False), self._scratch("create_metrics", spec) as (_, batch):
+            with compat.run_layers(False), self._scratch("create_metrics", spec) as (graph, batch):
                 if components.eval_model is not None:
                     with self.recording.record_as("create_eval_model"):
                         run_model(context, batch, training=False)
                 if one is not None:
                     add_batch(context, one, batch, None)
+            refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
 
 
 class TracedForward(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.cluster.collectives import replica_id
+from ctl_core.cluster.collectives import place_rows, replica_id
 from ctl_core.cluster.replica_contexts import forbid_exchanges, weigh_by_rows
 from ctl_core.input.batches import Share
 from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
@@ -325,8 +325,10 @@ def call_update_pre(
     }
     applied: GradientsByObjective = {}
     displayed: dict[str, Any] = {}
-    rows, present = components.shape.count_rows_of(replica_id(), examples)
-    with weigh_by_rows(rows, present):
+    shape = components.shape
+    rows, present = shape.count_rows_of(replica_id(), examples)
+    find_offset = partial(shape.count_rows_before, replica_id(), examples)
+    with weigh_by_rows(rows, present), place_rows(find_offset):
         for name, gradients in summed.gradients.items():
             if not gradients:  # all variables of this objective are frozen
                 applied[name] = []

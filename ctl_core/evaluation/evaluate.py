@@ -14,7 +14,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import all_reduce, count_local_replicas
+from ctl_core.cluster.collectives import (
+    all_reduce,
+    count_local_replicas,
+    find_offset_in_share,
+    place_rows,
+)
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compat import add_called_ops, get_seed_generator, list_stages, run_layers, run_replica
@@ -221,9 +226,14 @@ def define_run_steps(components: Components, one: EvaluationSet) -> Any:
     def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:
         if present is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+        def find_offset() -> tf.Tensor:
+            return find_offset_in_share(components.count_examples(batch), together)
+
         with (
             run_replica(generator),
             weigh_by_rows(rows, present, together),
+            place_rows(find_offset),
             run_layers(training=False),
         ):
             add_batch(TraceContext(components), one, batch, present)

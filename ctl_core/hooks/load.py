@@ -180,8 +180,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    refused = (type, keras.optimizers.LossScaleOptimizer)  # nothing scales the loss for it
-    return hasattr(value, "apply_gradients") and not isinstance(value, refused)
+    return hasattr(value, "apply_gradients") and not isinstance(value, type)
 
 
 def _are_optimizers(value: Any) -> bool:

@@ -50,6 +50,15 @@ class BatchShape:
         rows = self.accumulate_steps * size + with_more
         return rows, rows > 0
 
+    def count_rows_before(self, replica: Any, examples: Any) -> tf.Tensor:
+        """Returns how many rows of a global batch the replicas before this one have, an int32."""
+        replica = tf.cast(replica, tf.int32)
+        replicas = tf.range(self.replicas)
+        rows, _ = self.count_rows_of(replicas, examples)
+        if rows is None:
+            return replica * (examples // self.replicas)
+        return tf.reduce_sum(tf.where(replicas < replica, tf.cast(rows, tf.int32), 0))
+
 
 class Share(NamedTuple):
     """What one replica has of a micro-batch.

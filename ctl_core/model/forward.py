@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ctl_core.cluster.collectives import find_offset_in_share, place_rows
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
 from ctl_core.hooks.hooks import Hook, describe
@@ -261,7 +262,12 @@ def forward_backward(
         The contribution of the share; and by objective the variables of its gradients.
     """
     components = context.components
-    with weigh_by_rows(share.rows, share.present, share.together):
+
+    def find_offset() -> tf.Tensor:
+        rows = components.count_examples(share.batch) if share.rows is None else share.rows
+        return find_offset_in_share(rows, share.together)
+
+    with weigh_by_rows(share.rows, share.present, share.together), place_rows(find_offset):
         is_persistent = len(components.optimizers) > 1
         with tf.GradientTape(persistent=is_persistent) as tape:
             forward = compute_objectives(context, share.batch, examples, share.rows, share.present)

@@ -160,6 +160,11 @@ def read_frames(op: Any) -> list[tuple[str, int]]:
     return [(frame.filename, frame.lineno) for frame in op.traceback or ()]
 
 
+def read_calls(op: Any) -> list[tuple[str, int, str]]:
+    """Returns the calls that made an op of a graph: (file, line, function), outermost first."""
+    return [(frame.filename, frame.lineno, frame.name) for frame in op.traceback or ()]
+
+
 def parse_frames(text: str) -> list[tuple[str, int]]:
     """Reads the frames off a stack that is part of a message: (file, line), outermost first."""
     found = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in ', text, re.MULTILINE)
