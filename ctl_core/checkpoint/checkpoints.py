@@ -136,14 +136,15 @@ class Checkpoints:
     def _find_unsaved_variables(self, graph: tf.Graph) -> list[str]:
         """Returns the names of the variables that a graph writes and that no checkpoint holds."""
         strategy = self._state.strategy
-        saved = [*self._named, *self._state.data.held]
-        for name, variable in self._state.recording.variables.items():
+        recorded = self._state.recording.variables
+        shared = set()
+        if strategy.num_replicas_in_sync > 1:
             # A variable made elsewhere exists once, so several replicas would share it.
-            if strategy.num_replicas_in_sync == 1 or not name.startswith("elsewhere"):
-                saved.append(variable)
+            shared = {id(v) for name, v in recorded.items() if name.startswith("elsewhere")}
         saved_handles = {
             id(component.handle)
-            for variable in saved
+            for variable in (*recorded.values(), *self._named, *self._state.data.held)
+            if id(variable) not in shared
             for component in strategy.experimental_local_results(variable)
         }
         unsaved_handles = set(map(id, find_written_resources(graph))) - saved_handles
