@@ -291,17 +291,22 @@ class _Builder:
             if not getattr(layer, "synchronized", True)
             for statistic in find_moving_statistics([layer])
         }
-        return tuple(
+        written = [
             Written(
                 variable,
                 furthest.get(id(variable)),
-                is_shared=not is_summed(variable)
-                and id(variable) not in furthest
-                and (variable.dtype.is_floating or variable.dtype.is_integer),
+                is_shared=not is_summed(variable) and id(variable) not in furthest,
             )
             for variable in recording.find_written(graph, self.strategy)
             if id(variable) not in aside
-        )
+        ]
+        for one in written if self.strategy.num_replicas_in_sync > 1 else []:
+            if one.is_shared and one.variable.dtype == tf.string:
+                raise self.hooks.create_model.reject(
+                    f"the forward pass writes {name_variable(one.variable)}, a variable of dtype "
+                    "string, which replicas cannot exchange; write a number instead."
+                )
+        return tuple(written)
 
     def _create_optimizers(
         self, parts: Parts, rate: LearningRate, variables: dict[str, list[Any]]

@@ -23,7 +23,8 @@ from ctl_core.run.errors import RunError, format_error
 from ctl_core.run.files import relative_path
 
 _ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
-_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by size in bytes
+# By size in bytes; 16 are those of complex128, which become two numbers.
+_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64, 16: tf.int64}
 
 
 class StagingCopy:
@@ -137,10 +138,11 @@ class Divergence:
     """
 
     def __init__(self, state: State, variables: Iterable[Any]) -> None:
-        """``variables`` must be the same everywhere; those that are numbers are compared."""
-        mirrored = [v for v in variables if isinstance(v, tf.distribute.DistributedValues)]
-        numbers = [v for v in mirrored if v.dtype.is_floating or v.dtype.is_integer]
-        compared = numbers if state.strategy.num_replicas_in_sync > 1 else []
+        """``variables`` must be the same everywhere."""
+        compared = []
+        if state.strategy.num_replicas_in_sync > 1:
+            mirrored = tf.distribute.DistributedValues
+            compared = [variable for variable in variables if isinstance(variable, mirrored)]
         self._names = [name_variable(variable) for variable in compared]
         self._cluster = state.cluster
         copies = [state.strategy.experimental_local_results(variable) for variable in compared]
@@ -172,10 +174,19 @@ class Divergence:
 def _digest(variable: Any) -> tf.Tensor:
     """Sums up a variable's bits, each element times an odd number of its position, mod 2**64."""
     with tf.device(variable.device):
-        value = variable.read_value()
-        bits = tf.reshape(tf.cast(tf.bitcast(value, _BITS[value.dtype.size]), tf.int64), [-1])
+        bits = tf.reshape(tf.cast(_read_bits(variable), tf.int64), [-1])
         factors = tf.range(tf.size(bits, tf.int64)) * _ODD * 2 + 1
         return tf.reduce_sum(bits * factors)
+
+
+def _read_bits(variable: Any) -> tf.Tensor:
+    """Returns a variable's value as integers that differ if the value does."""
+    value = variable.read_value()
+    if value.dtype == tf.string:
+        return tf.strings.to_hash_bucket_fast(value, 2**62)
+    if value.dtype.is_bool:
+        return value
+    return tf.bitcast(value, _BITS[value.dtype.size])
 
 
 @contextlib.contextmanager

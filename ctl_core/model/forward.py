@@ -20,6 +20,7 @@ from ctl_core.input.batches import keep_rows_if
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.model.parts import Parts
 from ctl_core.numerics.reduction import PIECES, multiply
+from ctl_core.numerics.replicas import decode_sum, encode_for_sum
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames
@@ -272,12 +273,10 @@ def settle_written(
     context = tf.distribute.get_replica_context()
     if shared := [one.variable for one in parts.written if one.is_shared]:
         is_first = tf.equal(context.replica_id_in_sync_group, 0)
-        values = [keep_if(is_first, one.read_value()) for one in shared]
-        # TensorFlow sums int32 on the host, and nothing else together with it.
-        values = [tf.cast(one, tf.int64) if one.dtype == tf.int32 else one for one in values]
+        values = [keep_if(is_first, encode_for_sum(one.read_value())) for one in shared]
         firsts = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
         for variable, first in zip(shared, firsts, strict=True):
             value = variable.read_value()
-            variable.assign(tf.where(present, value, tf.cast(first, value.dtype)))
+            variable.assign(tf.where(present, value, decode_sum(first, value.dtype)))
     cut = {name: keep_rows_if(present, contributed[name]) for name in PIECES if name in contributed}
     return {**contributed, **cut}

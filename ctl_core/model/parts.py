@@ -22,7 +22,7 @@ class Written:
         variable: the variable
         furthest: of a moving statistic of each replica's own batch, how many times as far as usual
             it moves at most, which is to the statistics of the batch; otherwise None
-        is_shared: whether it is a number that all replicas have alike, not one of each of them
+        is_shared: whether all replicas have the same value, rather than one of each of them
     """
 
     variable: tf.Variable
