@@ -317,11 +317,22 @@ class GraphCheckpoint(tf.train.Checkpoint):
     """A checkpoint of the same parts at each write: the graph for it is traced once.
 
     TensorFlow looks through all objects at each write, several times the work of writing them.
+
+    Attributes:
+        children: the parts by name, in place of attributes
     """
 
+    children: dict[str, Any]
     _traced: Any = None
     _in_graph = True  # whether to trace at all: what Python serializes would be fixed then
     _on: str | None = None  # the device of its variables: what is elsewhere gets a file of its own
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["children"] = {}  # as an attribute, it would be a part itself
+
+    def _trackable_children(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {**super()._trackable_children(*args, **options), **self.children}
 
     def _write(self, file_prefix: Any, options: Any = None) -> Any:
         if not (self._in_graph and tf.executing_eagerly()):
@@ -350,14 +361,28 @@ def restore_position(iterator: tf.data.Iterator, position: tf.Tensor) -> None:
     iterator._restore_from_tensors({"_STATE": position})
 
 
-def make_node(part: Any) -> Any:
-    """Returns an object whose attributes are parts of a checkpoint, in place of another.
+class Node(Trackable):  # type: ignore[misc]
+    """An object of a checkpoint that has nothing but children.
 
-    One that has state besides variables, as a table or an iterator, stands for itself.
+    They are no attributes: those of a loaded SavedModel have names that TensorFlow uses itself.
+
+    Attributes:
+        children: the children by name
     """
+
+    def __init__(self) -> None:
+        self.children: dict[str, Any] = {}
+
+    def _trackable_children(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return self.children
+
+
+def saves_itself(part: Any) -> bool:
+    """Returns whether a part of a checkpoint has state besides variables, as a table has."""
     kinds = ("_serialize_to_tensors", "_gather_saveables_for_checkpoint")
-    saves = any(getattr(type(part), name) is not getattr(Trackable, name) for name in kinds)
-    return part if saves else tf.__internal__.tracking.AutoTrackable()
+    if any(getattr(type(part), name) is not getattr(Trackable, name) for name in kinds):
+        return True
+    return bool(part._gather_saveables_for_checkpoint())  # of a table in a loaded SavedModel
 
 
 def find_inputs(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:

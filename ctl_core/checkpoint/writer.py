@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ctl_core.checkpoint.record import Record, keep_best, remove_orphans, write_record
 from ctl_core.cluster.sync import is_peer_lost
-from ctl_core.compat import GraphCheckpoint, hold_objects, make_node
+from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import define_copy
 from ctl_core.numerics.variables import name_variable, unwrap
@@ -44,14 +44,14 @@ class StagingCopy:
         copies: dict[int, Any] = {id(original): self.checkpoint}
         for part in parts:
             copy = copies.get(id(part))  # none of the counter, nor of what is inside a variable
-            if copy is None or copy is part or isinstance(copy, tf.Variable):
+            if not isinstance(copy, Node | GraphCheckpoint):
                 continue
             for name, child in tf.train.TrackableView.children(part).items():
                 if part is original and name == "save_counter":
                     continue  # the copy makes its own
                 if id(child) not in copies:
                     copies[id(child)] = _copy_part(child)
-                setattr(copy, name, copies[id(child)])
+                copy.children[name] = copies[id(child)]
         self.is_whole = self.checkpoint._in_graph = all(
             copies.get(id(part)) is not part for part in parts
         )
@@ -63,13 +63,13 @@ class StagingCopy:
 
 
 def _copy_part(part: Any) -> Any:
-    """Returns a variable of the same name and shape, an empty object, or what saves itself."""
+    """Returns a variable of the same name and shape, an empty node, or what saves itself."""
     variable = unwrap(part)
     if isinstance(variable, tf.Variable):
         with tf.device("CPU:0"):
             zeros = tf.zeros(variable.shape, variable.dtype)
             return tf.Variable(zeros, trainable=False, name=variable.name.split(":")[0])
-    return make_node(part)
+    return part if saves_itself(part) else Node()
 
 
 class Writer:
