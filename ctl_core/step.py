@@ -5,6 +5,7 @@ above it one of them.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ class StepResult(NamedTuple):
     Attributes:
         loss: by objective, its sum over the replicas; empty where nobody asks for it
         gradients, update_gradients, display_gradients: by objective
+        skips: by objective, a scalar bool: whether its update is left out; empty where
+            ``update_pre`` does not say
         variables: whose gradients they are, by objective; not tensors, but the variables
         output, batch: of the last turn, one for each micro-batch; empty where nobody asks for them
         notes: by turn, see ``note_update``
@@ -40,6 +43,7 @@ class StepResult(NamedTuple):
     gradients: dict[str, list[Any]]
     update_gradients: dict[str, list[Any]]
     display_gradients: dict[str, Any]
+    skips: dict[str, Any]
     variables: dict[str, list[Any]]
     output: list[Any]
     batch: list[Any]
@@ -72,7 +76,7 @@ def make_gradients(
     summed = sum_contributions(parts, contributed, asks_for_loss or "loss" in hook.arguments)
     counts = parts.shape.count_rows_of(replica_id(), examples)
     with weigh_by_rows(*counts):
-        updates, displays = change_gradients(parts, contributed, summed, trained)
+        updates, displays, skips = change_gradients(parts, contributed, summed, trained)
     # The default turns NaN into 0; with a loss scale, such an update is skipped.
     counts_nans = hook.is_default and parts.loss_scale is None
     counted = itertools.chain(*summed["gradients"].values()) if counts_nans else ()
@@ -80,6 +84,7 @@ def make_gradients(
         **summed,
         update_gradients=updates,
         display_gradients=displays,
+        skips=skips,
         variables={},
         **{name: contributed.get(name, []) for name in reduction.PIECES},
         notes=[note_update(contributed["loss"], counted)],
@@ -103,8 +108,13 @@ def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool
 
 def change_gradients(
     parts: Parts, contributed: dict[str, Any], summed: dict[str, Any], trained: dict[str, list[Any]]
-) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """Calls ``update_pre`` for each objective; returns what is applied and what is shown."""
+) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, tf.Tensor]]:
+    """Calls ``update_pre`` for each objective.
+
+    Returns:
+        By objective what is applied, what is shown, and whether the update is skipped, where
+        ``update_pre`` says so.
+    """
     hook = parts.hooks.update_pre
     pieces = {
         name: several[0] if len(several) == 1 else tf.nest.map_structure(reduction.join, *several)
@@ -113,6 +123,7 @@ def change_gradients(
     }
     updates: dict[str, list[Any]] = {}
     displays: dict[str, Any] = {}
+    skips: dict[str, tf.Tensor] = {}
     for name, gradients in summed["gradients"].items():
         if not gradients:  # all of this objective's variables are frozen
             updates[name], displays[name] = [], []
@@ -122,7 +133,7 @@ def change_gradients(
         values["variables"] = trained[name]
         values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
         with compat.skip_reduction():
-            update, displays[name] = hook.trace(**values)
+            update, displays[name], *skip = hook.trace(**values)
         shapes = [tf.TensorShape(getattr(gradient, "shape", None)) for gradient in update]
         own = [tf.TensorShape(variable.shape) for variable in trained[name]]
         pairs = zip(shapes, own, strict=False)
@@ -133,19 +144,69 @@ def change_gradients(
                 f"{''.join(wrong[:1])}; return one for each, of its shape, in the same order."
             )
         updates[name] = list(update)
-    return updates, displays
+        if skip:
+            skips[name] = tf.convert_to_tensor(skip[0])
+    return updates, displays, skips
+
+
+def apply_updates(parts: Parts, made: StepResult, trained: dict[str, list[Any]]) -> None:
+    """Lets optimizers apply what ``update_pre`` returned for them, and does what follows.
+
+    Each local replica does so for itself, with its own variables. No value passes between replicas:
+    all compute the same from the same gradients, so that a condition, of ``update_pre`` or of an
+    optimizer, is the same on all of them.
+    """
+    variables = [variable for several in trained.values() for variable in several]
+    if not variables:
+        return
+    devices = list(parts.strategy.extended.worker_devices)
+    replicas = itertools.count()
+
+    def on_replica(_: Any, updates: dict[str, list[Any]], skips: dict[str, tf.Tensor]) -> None:
+        index = next(replicas)
+        with (
+            tf.device(devices[index]),
+            tf.name_scope(""),  # a summary's name begins with the scope
+            compat.mute_other_summaries(parts.step, index),
+            compat.update_device(parts.strategy, index),
+        ):
+            for name, gradients in updates.items():
+                apply = functools.partial(apply_gradients, parts, name, gradients, trained[name])
+                run_unless(skips.get(name), apply)
+            is_every_one = len(skips) == sum(map(bool, updates.values()))
+            is_skipped = tf.reduce_all(list(skips.values())) if skips and is_every_one else None
+            run_unless(is_skipped, functools.partial(finish_update, parts))
+
+    args = made.update_gradients, made.skips
+    parts.strategy.extended.update(unwrap(variables[0]), on_replica, args=args, group=False)
+
+
+def run_unless(is_skipped: tf.Tensor | None, function: Callable[[], None]) -> None:
+    """Calls a function, in the graph under a condition if there is one."""
+    if is_skipped is None:
+        function()
+    else:
+        tf.cond(is_skipped, lambda: None, function)
 
 
 def apply_gradients(
-    parts: Parts, updates: dict[str, list[Any]], trained: dict[str, list[Any]]
+    parts: Parts, objective: str, gradients: list[Any], variables: list[Any]
 ) -> None:
-    """Lets optimizers apply what ``update_pre`` returned for them; they do not reduce again."""
-    for name, gradients in updates.items():
-        optimizer = parts.optimizers[name]
-        rows = reduction.choose_rows(optimizer, gradients)
-        if pairs := list(zip(rows, trained[name], strict=True)):
-            with compat.skip_reduction():
-                call_made(parts.hooks.create_opt, optimizer.apply_gradients, pairs)
+    """Lets the optimizer of an objective apply gradients, which are those of all replicas."""
+    optimizer = parts.optimizers[objective]
+    rows = reduction.choose_rows(optimizer, gradients)
+    if pairs := list(zip(rows, variables, strict=True)):
+        call_made(parts.hooks.create_opt, optimizer.apply_gradients, pairs)
+
+
+def finish_update(parts: Parts) -> None:
+    """Calls ``update_post`` and averages the weights of one replica."""
+    hook = parts.hooks.update_post
+    if hook is not None:
+        hook.trace(optimizer=parts.optimizer, **parts.values())
+    is_last = parts.turn in (None, len(parts.hooks.turns) - 1)  # of its step
+    if is_last and parts.update_average is not None:
+        parts.update_average()
 
 
 def refuse_to_compile(*_: Any, **__: Any) -> None:
@@ -226,8 +287,7 @@ def make_update(
         return on_replicas(settle_written, parts, contributed, before, *share[1:])
 
     def finish() -> None:
-        on_replicas(lambda updates: apply_gradients(parts, updates, trained), made.update_gradients)
-        finish_update(parts, trained)
+        apply_updates(parts, made, trained)
 
     contributed = reduction.accumulate(on_replicas, steps, contribute_all)
     made: StepResult = on_replicas(
@@ -242,27 +302,3 @@ def make_update(
         tf.cond(finite, finish, lambda: None)
         scale.adjust(finite)
     return made._replace(variables=trained)
-
-
-def finish_update(parts: Parts, trained: dict[str, list[Any]]) -> None:
-    """Calls ``update_post`` and averages the weights, for each local replica with its own values.
-
-    No value passes between replicas: all compute the same from the same variables.
-    """
-    hook = parts.hooks.update_post
-    is_last = parts.turn in (None, len(parts.hooks.turns) - 1)  # of its step
-    average = parts.update_average if is_last else None
-    some = [variable for several in trained.values() for variable in several]
-    if (hook is None and average is None) or not some:
-        return
-    devices = itertools.count()
-
-    def on_device(_: Any) -> None:
-        # A summary's name begins with the scope.
-        with tf.name_scope(""), compat.mute_other_summaries(parts.step, next(devices)):
-            if hook is not None:
-                hook.trace(optimizer=parts.optimizer, **parts.values())
-        if average is not None:
-            average()
-
-    parts.strategy.extended.update(unwrap(some[0]), on_device, group=False)

@@ -146,7 +146,12 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"global_clipnorm": 0.05}, {"jit_compile": True, "accumulate_steps": 2}),
     ({"weight_decay": 0.1}, {"virtual_devices": 2}),
     ({"use_ema": True, "ema_momentum": 0.8}, {"virtual_devices": 2}),
+    (
+        {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
+        {"virtual_devices": 2, "accumulate_steps": 2},
+    ),
     ({"gradient_accumulation_steps": 3}, {}),
+    ({"gradient_accumulation_steps": 3, "weight_decay": 0.1}, {"virtual_devices": 2}),
 ]
 create_dataset = small.slices(basics.WORDS, drop_remainder=True)
 
