@@ -97,6 +97,7 @@ def test_an_update_that_update_pre_skips(train: engine.Train, settings: dict[str
     compare.assert_close(state.train_model.weights, expected.weights)
     updates = counts[0].numpy(), state.optimizer.iterations.numpy()
     assert (state.step, *updates) == (STEPS, taken, taken)
+    assert state.average is not None
     state.average.swap()
     compare.assert_close(state.train_model.weights, average)
 
