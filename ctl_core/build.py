@@ -338,15 +338,14 @@ class _Builder:
         for variable in recording.find_written(graph, self.strategy):
             if id(variable) in ignored:
                 continue
-            is_number = variable.dtype.is_floating or variable.dtype.is_integer
-            is_statistic = id(variable) in max_stretch
-            written.append(
-                WrittenVariable(
-                    variable,
-                    max_stretch.get(id(variable)),
-                    is_shared=is_number and not is_statistic and not is_summed(variable),
+            is_shared = id(variable) not in max_stretch and not is_summed(variable)
+            has_replicas = self.strategy.num_replicas_in_sync > 1
+            if is_shared and has_replicas and variable.dtype == tf.string:
+                raise self.hooks.create_model.reject(
+                    f"the forward pass writes {name_variable(variable)}, a variable of dtype "
+                    "string, which replicas cannot exchange; write a number instead."
                 )
-            )
+            written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
         return tuple(written)
 
     def _create_optimizers(

@@ -33,6 +33,7 @@ class _Thread(threading.local):
 
     training: bool | None = None
     reduce: Callable[[Any], Any] | None = None
+    device: "_DeviceUpdate | None" = None
     keeps_means = False
 
     def __init__(self) -> None:
@@ -115,6 +116,83 @@ def refuse_optimizers(why: str) -> Within:
         raise SetupError(why)
 
     return _gradients_reduced_by(refuse)
+
+
+class _DeviceUpdate:
+    """Stands in for the strategy in a Keras optimizer that updates the variables of one device."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, index: int) -> None:
+        """``index`` is the number of the device in this process."""
+        self._strategy = strategy
+        self._index = index
+
+    @property
+    def extended(self) -> "_DeviceUpdate":
+        return self
+
+    def update(
+        self, variable: Any, function: Callable[..., Any], args: Any = (), group: bool = True
+    ) -> Any:
+        """Calls a function with the device's part of a variable."""
+        own = self._strategy.experimental_local_results(variable)[self._index]
+        with tf.device(own.device):
+            return function(own, *args)
+
+
+@contextlib.contextmanager
+def update_device(strategy: tf.distribute.Strategy, index: int) -> Iterator[None]:
+    """Within, this thread's Keras optimizers update the variables of one device, and no others.
+
+    To be used in ``strategy.extended.update``. A Keras optimizer by itself lets all replicas meet
+    before it updates (``merge_call``), which they cannot under a condition (``tf.cond``): it could
+    neither skip an update nor average its weights at every tenth step.
+    """
+
+    def replace_meeting(of_tensorflow: Any) -> Any:
+        def call(function: Callable[..., Any], distribution: Any, *args: Any, **named: Any) -> Any:
+            if _thread.device is None:
+                return of_tensorflow(function, distribution, *args, **named)
+            return function(_thread.device, *args, **named)
+
+        return call
+
+    def get_strategy(optimizer: Any) -> Any:
+        return _thread.device or vars(optimizer)["_distribution_strategy"]
+
+    def set_strategy(optimizer: Any, value: Any) -> None:
+        vars(optimizer)["_distribution_strategy"] = value
+
+    meeting = _replaced(tf.__internal__.distribute.interim, "maybe_merge_call", replace_meeting)
+    of_optimizer = _replaced(
+        keras.optimizers.Optimizer,
+        "_distribution_strategy",
+        lambda _: property(get_strategy, set_strategy),
+    )
+    by_variable = _replaced(keras.optimizers.MultiOptimizer, "apply", _apply_by_variable)
+    device = _DeviceUpdate(strategy, index)
+    with meeting, of_optimizer, by_variable, _set(_thread, device=device):
+        yield
+
+
+def _apply_by_variable(of_keras: Callable[..., None]) -> Callable[..., None]:
+    """Returns a ``MultiOptimizer.apply`` that takes the gradients of some of its variables.
+
+    Keras' own insists on one for each variable that the optimizer was built with, frozen ones too.
+    """
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        if trainable_variables is None or not self.built:
+            return of_keras(self, grads, trainable_variables)
+        groups: dict[int, list[tuple[Any, Any]]] = {}
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            index = self._var_to_optimizer_idx[self._var_key(variable)]
+            groups.setdefault(index, []).append((gradient, variable))
+        for index, pairs in sorted(groups.items()):
+            gradients, variables = zip(*pairs, strict=True)
+            self.optimizers[index].apply(list(gradients), list(variables))
+        self.iterations.assign_add(1)
+
+    return apply
 
 
 @contextlib.contextmanager
@@ -334,11 +412,22 @@ class GraphCheckpoint(tf.train.Checkpoint):
     """A checkpoint of the same parts at each write: the graph for it is traced once.
 
     TensorFlow looks through all objects at each write, several times the work of writing them.
+
+    Attributes:
+        children: the parts by name, in place of attributes
     """
 
+    children: dict[str, Any]
     _traced: Any = None
     _in_graph = True  # whether to trace at all: what Python serializes would be fixed then
     _on: str | None = None  # the device of its variables: what is elsewhere gets a file of its own
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "children", {})  # set as usual, it would be a part itself
+
+    def _trackable_children(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {**super()._trackable_children(*args, **options), **self.children}
 
     def _write(self, file_prefix: Any, options: Any = None) -> Any:
         if not (self._in_graph and tf.executing_eagerly()):
@@ -367,14 +456,28 @@ def restore_position(iterator: tf.data.Iterator, position: tf.Tensor) -> None:
     iterator._restore_from_tensors({"_STATE": position})
 
 
-def make_node(part: Any) -> Any:
-    """Returns an object whose attributes are parts of a checkpoint, in place of another.
+class Node(Trackable):  # type: ignore[misc]
+    """An object of a checkpoint that has nothing but children.
 
-    One that has state besides variables, as a table or an iterator, stands for itself.
+    They are no attributes: those of a loaded SavedModel have names that TensorFlow uses itself.
+
+    Attributes:
+        children: the children by name
     """
+
+    def __init__(self) -> None:
+        self.children: dict[str, Any] = {}
+
+    def _trackable_children(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return self.children
+
+
+def saves_itself(part: Any) -> bool:
+    """Returns whether a part of a checkpoint has state besides variables, as a table has."""
     kinds = ("_serialize_to_tensors", "_gather_saveables_for_checkpoint")
-    saves = any(getattr(type(part), name) is not getattr(Trackable, name) for name in kinds)
-    return part if saves else tf.__internal__.tracking.AutoTrackable()
+    if any(getattr(type(part), name) is not getattr(Trackable, name) for name in kinds):
+        return True
+    return bool(part._gather_saveables_for_checkpoint())  # of a table in a loaded SavedModel
 
 
 def find_inputs(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:

@@ -180,7 +180,9 @@ def _is_loss(value: Any) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    return hasattr(value, "apply_gradients") and not isinstance(value, type)
+    # An optimizer of TensorFlow 1 sums over the replicas by itself.
+    refused = (type, tf.compat.v1.train.Optimizer)
+    return hasattr(value, "apply_gradients") and not isinstance(value, refused)
 
 
 def _are_optimizers(value: Any) -> bool:
@@ -214,6 +216,19 @@ def _is_count(value: Any) -> bool:
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _is_flag(value: Any) -> bool:
+    if tf.is_tensor(value):
+        return value.shape.rank in (0, None) and value.dtype.is_bool
+    return isinstance(value, bool)
+
+
+def _is_update(value: Any) -> bool:
+    """Whether a value is gradients, what is shown of them, and perhaps whether to skip them."""
+    if not isinstance(value, tuple | list) or len(value) not in (2, 3):
+        return False
+    return isinstance(value[0], tuple | list) and all(map(_is_flag, value[2:]))
 
 
 def _is_saved(value: Any) -> bool:
@@ -250,7 +265,7 @@ CONTRACT: dict[str, Callable[[Any], bool]] = {
     "loss_pre": _is_given,
     "batch_weight": _is_number,
     "grad_pre": _are_objectives,
-    "update_pre": lambda value: _is_pair(value) and isinstance(value[0], tuple | list),
+    "update_pre": _is_update,
     "create_train_metrics": _are_metrics,
     "train_metric_pre": _is_given,
     "create_metrics": _are_metrics,

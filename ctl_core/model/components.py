@@ -41,7 +41,7 @@ class WrittenVariable:
         max_stretch: for a moving statistic of each replica's own batch: how many times as far as
             usual it moves at most, which is all the way to the statistic of the batch. None for
             any other variable.
-        is_shared: whether its value is the same on all replicas
+        is_shared: whether all replicas have the same value, rather than one of each of them
     """
 
     variable: tf.Variable

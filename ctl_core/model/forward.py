@@ -30,6 +30,7 @@ from ctl_core.model.components import (
 )
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.numerics.reduction import Contribution
+from ctl_core.numerics.replicas import decode_sum, encode_for_sum
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames
@@ -385,10 +386,8 @@ def _share_first_values(components: Components, present: tf.Tensor) -> None:
         return
     context = tf.distribute.get_replica_context()
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
-    values = [keep_if(is_first, variable.read_value()) for variable in shared]
-    # TensorFlow sums int32 on the host, and nothing else together with it.
-    values = [tf.cast(v, tf.int64) if v.dtype == tf.int32 else v for v in values]
+    values = [keep_if(is_first, encode_for_sum(variable.read_value())) for variable in shared]
     first_values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
     for variable, first_value in zip(shared, first_values, strict=True):
         value = variable.read_value()
-        variable.assign(tf.where(present, value, tf.cast(first_value, value.dtype)))
+        variable.assign(tf.where(present, value, decode_sum(first_value, value.dtype)))

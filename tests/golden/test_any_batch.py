@@ -234,12 +234,35 @@ def with_norm() -> keras.Model:
     return small.model_with(norm, Centre())
 
 
+INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+DTYPES = ["bool", *INTEGERS, *FLOATS]
+
+
+class Switches(keras.layers.Layer):
+    """Turns every second output down, by a switch of each dtype that a variable can have."""
+
+    def build(self, shape: Any) -> None:
+        off = [tf.zeros([], dtype) for dtype in DTYPES]
+        self.switches = [tf.Variable(value, trainable=False) for value in off]
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        scale = 1.0
+        for number, switch in enumerate(self.switches, start=2):
+            is_on = tf.math.real(tf.cast(switch, tf.complex64))
+            scale -= 0.1 * is_on / number
+            if training:
+                switch.assign(tf.cast(1.0 - is_on, switch.dtype))
+        return inputs * scale
+
+
 CASES: dict[str, dict[str, Any]] = {
     "simclr": {"create_loss": simclr.create_loss, "loss_pre": make_views},
     "mean": {"loss_pre": centre},
     "mean in update_pre": {"update_pre": scale_by_mean},
     "places in update_pre": {"update_pre": find_own_rows},
     "layers": {"create_model": with_norm},
+    "switches": {"create_model": lambda: small.model_with(Switches())},
 }
 
 
