@@ -24,7 +24,7 @@ from ctl_core.graph import choose_compilation
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.hooks.optimizers import refuse_loss_scales
-from ctl_core.hooks.recording import Recording, unfreeze
+from ctl_core.hooks.recording import Recording, record_nothing, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
@@ -49,6 +49,7 @@ from ctl_core.model.state import State
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
+from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.reduction import PIECES
 from ctl_core.numerics.replicas import WeightAverage, find_moving_statistics
 from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap, walk
@@ -57,26 +58,60 @@ from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import SETTINGS, Config
 from ctl_core.step import call_update_pre
 
+# Keras' dtype policy outside of the run that is being built or trained; None: there is no run.
+_policy_outside: keras.DTypePolicy | None = None
+
+
+@contextlib.contextmanager
+def leave_run() -> Iterator[None]:
+    """Lets a hook use another run as if its own run did not exist, and then puts everything back.
+
+    Within, these are as they are outside of any run, and afterwards as they were before:
+
+    - Keras' dtype policy, the names it gives to objects, and the generator of ``keras.random``
+    - the random numbers of Python, NumPy and TensorFlow
+    - whether ops are deterministic
+    - what is recorded: variables, layers, and the layers that callbacks.py made when imported
+
+    ``folder.open_session`` puts back the console and the step of summaries, and ``Signals`` the
+    signal handlers.
+    """
+    global _policy_outside
+    policy = keras.config.dtype_policy()
+    outside = _policy_outside
+    if outside is not None:
+        keras.config.set_dtype_policy(outside)
+    _policy_outside = None
+    try:
+        with (
+            keep_seeds(),
+            compat.draw_from(None),
+            compat.name_anew(),
+            compat.keep_op_determinism(),
+            record_nothing(),
+        ):
+            yield
+    finally:
+        _policy_outside = outside
+        keras.config.set_dtype_policy(policy)
+
 
 @contextlib.contextmanager
 def prepare_process(config: Config) -> Iterator[None]:
     """Within, Keras and TensorFlow are as the run needs them, which trains as in a new process.
 
-    Names of Keras' objects begin anew, and ops stay deterministic from here on. Keras' one dtype
-    policy is put back at the end, also where a hook has set another.
+    Afterwards they are as before, even if a hook has set another dtype policy; see ``leave_run``.
     """
-    compat.name_anew()
-    before = keras.config.dtype_policy()
-    if config.precision != "float32":
-        keras.config.set_dtype_policy(f"mixed_{config.precision}")
-    compat.keep_large_sums_whole()
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    try:
+    global _policy_outside
+    with leave_run():
+        _policy_outside = keras.config.dtype_policy()
+        if config.precision != "float32":
+            keras.config.set_dtype_policy(f"mixed_{config.precision}")
+        compat.keep_large_sums_whole()
+        if config.deterministic:
+            tf.config.experimental.enable_op_determinism()
         with compat.separate_losses(), compat.convert_variables():
             yield
-    finally:
-        keras.config.set_dtype_policy(before)
 
 
 def create_state(

@@ -22,6 +22,7 @@ from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import summary_ops_v2
 from tensorflow.python.trackable.base import Trackable
+from tensorflow.python.util import _pywrap_determinism
 
 from ctl_core.run.errors import SetupError
 
@@ -251,9 +252,32 @@ def convert_variables() -> Iterator[None]:
         yield
 
 
-def name_anew() -> None:
-    """From here on, Keras names objects as in a new process; ``clear_session`` forgets more."""
-    global_state.set_global_attribute("object_name_uids", None)
+def name_anew() -> Within:
+    """Within, Keras names objects as in a new process; ``clear_session`` forgets more.
+
+    Afterwards, names go on as if nothing had been made within.
+    """
+    return _set(global_state.GLOBAL_STATE_TRACKER, object_name_uids=None)
+
+
+def leave_creator_scopes() -> Within:
+    """Within, no ``tf.variable_creator_scope`` around it sees the variables that are created."""
+    return _set(tf.compat.v1.get_default_graph(), _variable_creator_stack=[])
+
+
+def is_op_determinism_enabled() -> bool:
+    """Returns whether ops are deterministic."""
+    return bool(_pywrap_determinism.is_enabled())
+
+
+@contextlib.contextmanager
+def keep_op_determinism() -> Iterator[None]:
+    """Afterwards, ops are as deterministic as before: TensorFlow itself can only switch it on."""
+    before = is_op_determinism_enabled()
+    try:
+        yield
+    finally:
+        _pywrap_determinism.enable(before)
 
 
 def get_seed_generator() -> keras.random.SeedGenerator | None:

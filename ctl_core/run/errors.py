@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 import sysconfig
+import traceback
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -153,6 +154,15 @@ def format_file_name(path: str) -> str:
     name_cell = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(path)
     number = re.search(r"\d+", " ".join(name_cell or ()))
     return f"cell {number[0]}" if number else "cell" if "ipykernel" in path else Path(path).name
+
+
+def find_users_line() -> str:
+    """Returns ``callbacks.py:14`` for the innermost line of the user's code that is running."""
+    frames = reversed(traceback.extract_stack())
+    for frame in frames:
+        if not any(part in frame.filename for part in NOT_THE_USERS):
+            return f"{format_file_name(frame.filename)}:{frame.lineno}"
+    return "callbacks"
 
 
 def read_frames(op: Any) -> list[tuple[str, int]]:
