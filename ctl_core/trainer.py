@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctl_core.checkpoint.checkpoints import Checkpoints
+from ctl_core.checkpoint.checkpoints import Checkpoints, check_written
 from ctl_core.checkpoint.record import find_best_step
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus
@@ -343,7 +343,7 @@ class Trainer:
                 "state no checkpoint holds: use a keras.random.SeedGenerator, or "
                 "tf.random.stateless_*."
             )
-        self.checkpoints.check_written(graph)
+        check_written(state, graph)
 
     def run_at_end(self, reason: str) -> None:
         """Runs the hooks ``at_end``; if training has failed, their errors become warnings."""

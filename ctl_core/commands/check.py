@@ -1,9 +1,9 @@
-"""``train --check``: everything once, in a temporary folder, and one device beside three.
+"""``train --check``: tries everything once in a temporary folder, and compares devices.
 
-To find a mistake, nothing has to be known of it: a variable that is assigned, an output, a loss, an
-update or a value of the evaluation is not what it is on one device. The first of these is named.
-The run itself, if it is there, is neither read nor locked.
+The run itself, if it exists, is neither read nor locked.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ import inspect
 import io
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +25,50 @@ from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import Task
+from ctl_core.commands.compare_devices import DEVICES, CheckConsole, compare_devices
 from ctl_core.commands.use import evaluate, export, predict
 from ctl_core.compat import add_called_ops, make_scratch_graph
-from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.input.batches import Share, make_placeholders
 from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import forward_backward
-from ctl_core.model.metrics import read_results
-from ctl_core.model.ratio import check_losses, has_random_ops
+from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State, count_parameters
-from ctl_core.numerics.replicas import ReplicaCopies, has_own_statistics
-from ctl_core.numerics.variables import is_summed, name_variable, unwrap
-from ctl_core.run.console import LOG, Console, format_values
-from ctl_core.run.errors import CtlError, SetupError, StopTraining, format_error, read_frames
+from ctl_core.run.console import format_values
+from ctl_core.run.errors import SetupError, StopTraining, format_error, read_frames
 from ctl_core.run.listeners import find_listener
 from ctl_core.run.settings import Config
 from ctl_core.serving import load
+from ctl_core.step import call_update_pre
 from ctl_core.trainer import Trainer
+from ctl_core.types import Callbacks
 
-STEPS, DEVICES = 2, 3
+STEPS = 2
 
 
-def check(callbacks: Any, config: Config) -> State:
-    """Tries everything that a run would do once, and compares devices; says what a run says.
+def check(callbacks: Callbacks, config: Config) -> State:
+    """Tries everything that a run would do once, and compares devices.
 
-    Takes two steps, with every host hook, as after its own step; evaluates, saves, runs the hooks
-    at the end, and each command. Then it takes steps and evaluates on one CPU device and on three.
-    Hooks that write files or call services do so.
+    Takes two steps with every host hook, each called as after its own step; evaluates, saves, runs
+    the hooks at the end, and each command. Then it compares steps and an evaluation on one CPU
+    device with the same on three. Hooks that write files or call services do so.
 
-    It returns and raises what ``train`` does, and a SetupError where devices differ.
+    Args:
+        callbacks: the hooks, as for ``train``
+        config: the settings of the run
+
+    Returns:
+        The state after the two steps.
+
+    Raises:
+        SetupError: a hook cannot work, or devices differ; and everything that ``train`` raises.
+        RunError: devices cannot be compared.
     """
-    begun, console, name = time.monotonic(), _Console(), config.run_name or "run"
-    if config.listener is not None:  # which hears nothing of a check
+    begun = time.monotonic()
+    console = CheckConsole()
+    name = config.run_name or "run"
+    if config.listener is not None:  # looked up, but not told anything
         find_listener(config.listener)
     prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
@@ -66,7 +76,7 @@ def check(callbacks: Any, config: Config) -> State:
         console.print(f"check of {name}: all of it in a temporary folder, which is removed.")
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
         config = dataclasses.replace(config, fork=None, init_from=None)  # with fresh weights
-        hooks, warnings = load_hooks(callbacks, config)  # which see the settings as they are
+        hooks, warnings = load_hooks(callbacks, config)  # hooks see these settings
         for warning in warnings:
             console.warn(warning)
         config = dataclasses.replace(
@@ -74,90 +84,149 @@ def check(callbacks: Any, config: Config) -> State:
         )
         state = _train(hooks, config, console)
         _use(hooks, state, config, console)
-        _compare(hooks, config, console)
+        compare_devices(hooks, config, console)
         console.print(f"check: all well, {time.monotonic() - begun:.1f} s")
     return state
 
 
-class _Console(Console):
-    """Prints what was checked, and warnings; what a run of two steps says is in its log."""
-
-    def say(self, text: str) -> None:
-        """Writes a line to the log."""
-        LOG.info(text)
-
-    def start(self, step: int, total: int, clock: Any = None) -> None:
-        """Begins no progress line."""
-
-    def print(self, text: str) -> None:
-        """Prints a line."""
-        super().say(text)
-
-
-def _train(hooks: Hooks, config: Config, console: _Console) -> State:
-    """Trains two steps; all host hooks are due after the last, each with the number of its own."""
-
-    def rehearse(hook: Hook, at: int | None = None) -> Hook:
-        @functools.wraps(hook.function)
-        def run(**values: Any) -> None:
-            if at is not None and "step" in values:
-                values["step"] = at
-            ended, before = "", read_memory(hook.function)
-            try:
-                hook.function(**values)
-            except StopTraining as asked:  # the others are to run, too
-                ended = f"; it ends training there. {asked}".rstrip()
-            console.print(f"  {hook} ran{f', as after step {at}' * (at is not None)}{ended}")
-            after = read_memory(hook.function)
-            if changed := [name for name in after if after[name] != before.get(name)]:
-                console.warn(
-                    f"{hook} remembers {', '.join(changed)} in Python, which no checkpoint holds; "
-                    "keep in state what training depends on."
-                )
-
-        return dataclasses.replace(hook, function=run)
-
-    several = [*hooks.every_steps.items(), *hooks.at_step.items()]
-    due = [rehearse(hook, step) for step, some in several for hook in some]
-    rehearsed = dataclasses.replace(
-        hooks,
-        every_steps={STEPS: tuple(due)} if due else {},
-        at_step={},
-        after_eval=tuple(map(rehearse, hooks.after_eval)),
-        at_end=tuple(map(rehearse, hooks.at_end)),
-    )
+def _train(hooks: Hooks, config: Config, console: CheckConsole) -> State:
+    """Trains two steps; all host hooks are due after the last one."""
+    rehearsal = _Rehearsal(hooks, console)
     run = Run(config, Task())
     with open_session(run, console), prepare_process(config):
-        state = create_state(rehearsed, config, run, console)
+        state = create_state(rehearsal.create_hooks(), config, run, console)
         console.print(f"  {hooks.create_model}: {count_parameters(state)}")
         check_losses(state, console)
-        check_traces(state)
+        before = describe_trace(state)
+        rehearsal.watch_graph_hooks(state)
         trainer = Trainer(state, run, console, Signals())
         trainer.restore()
         trainer.train()
+        check_traces(state, before, rehearsal)
     return state
 
 
+class _Rehearsal:
+    """Calls each host hook once, and notes which Python values the hooks change.
+
+    Attributes:
+        changes: by the name of a Python value that graph hooks read, how a host hook changed it
+    """
+
+    def __init__(self, hooks: Hooks, console: CheckConsole) -> None:
+        self.changes: dict[str, str] = {}
+        self._hooks = hooks
+        self._console = console
+        self._watched: dict[str, dict[str, str]] = {}
+        self._state: State | None = None
+
+    def create_hooks(self) -> Hooks:
+        """Returns hooks of which all host hooks are due after the last step."""
+        hooks = self._hooks
+        by_step = [*hooks.every_steps.items(), *hooks.at_step.items()]
+        due = [self._rehearse(hook, step) for step, step_hooks in by_step for hook in step_hooks]
+        return dataclasses.replace(
+            hooks,
+            every_steps={STEPS: tuple(due)} if due else {},
+            at_step={},
+            after_eval=tuple(map(self._rehearse, hooks.after_eval)),
+            at_end=tuple(map(self._rehearse, hooks.at_end)),
+        )
+
+    def watch_graph_hooks(self, state: State) -> None:
+        """Notes the Python values that graph hooks, the model and the loss can read."""
+        self._state = state
+        self._watched = self._read_watched()
+
+    def _read_watched(self) -> dict[str, dict[str, str]]:
+        state = self._state
+        if state is None:
+            return {}
+        watched = {str(hook): read_memory(hook.function) for hook in self._hooks.list_graph_hooks()}
+        watched[str(self._hooks.create_model)] = read_memory(state.train_model)
+        watched[str(self._hooks.create_loss)] = read_memory(state.train_loss)
+        return watched
+
+    def _rehearse(self, hook: Hook, at_step: int | None = None) -> Hook:
+        """Returns a host hook that is called as after its own step, and watched."""
+
+        @functools.wraps(hook.function)
+        def run(**values: Any) -> None:
+            if at_step is not None and "step" in values:
+                values["step"] = at_step
+            ending = ""
+            memory_before = read_memory(hook.function)
+            watched_before = self._read_watched()
+            try:
+                hook.function(**values)
+            except StopTraining as stop:  # the other hooks still have to run
+                ending = f"; it ends training there. {stop}".rstrip()
+            as_after = "" if at_step is None else f", as after step {at_step}"
+            self._console.print(f"  {hook} ran{as_after}{ending}")
+            watched_changes = self._note_changes(hook, watched_before)
+            self._warn_of_memory(hook, memory_before, watched_changes)
+
+        return dataclasses.replace(hook, function=run)
+
+    def _note_changes(self, hook: Hook, before: dict[str, dict[str, str]]) -> set[str]:
+        """Notes the values of graph hooks that a host hook changed; returns their names."""
+        names = set()
+        for reader, values in self._read_watched().items():
+            for name, value in values.items():
+                old_value = before.get(reader, {}).get(name, value)
+                if value != old_value:
+                    names.add(name)
+                    self.changes[name] = (
+                        f"{reader}: {name} is read only when the step is traced, so in all steps "
+                        f"it stays {old_value}, although {hook} changes it to {value}; make it a "
+                        "tf.Variable (in create_model) and let the hook assign that."
+                    )
+        return names
+
+    def _warn_of_memory(self, hook: Hook, before: dict[str, str], ignored: set[str]) -> None:
+        """Warns of Python values that a host hook keeps for itself, which no checkpoint holds."""
+        after = read_memory(hook.function)
+        changed = [name for name in after if after[name] != before.get(name)]
+        remembered = [name for name in changed if name not in ignored]
+        if remembered:
+            self._console.warn(
+                f"{hook} remembers {', '.join(remembered)} in Python, which no checkpoint holds; "
+                "keep in state what training depends on."
+            )
+
+
 def read_memory(function: Any) -> dict[str, str]:
-    """Returns the numbers and arrays in what a hook of the host reaches in Python, as texts."""
-    own = getattr(function, "__self__", function)
+    """Returns the numbers and arrays that a function, or an object that is called, can reach.
+
+    Those are the attributes of the object, globals, closure cells and default arguments, and the
+    entries of dicts among these, by names such as ``SET['beta']``. Values that are reachable only
+    through other objects are not found.
+    """
+    owner = getattr(function, "__self__", function)
     code = function if inspect.isroutine(function) else type(function).__call__
-    held = dict(getattr(own, "__dict__", {}))
-    with contextlib.suppress(TypeError, ValueError):  # it is not written in Python
-        found = inspect.getclosurevars(code)
-        held |= {**found.globals, **found.nonlocals}
-    for name, one in list(held.items()):
-        inner = one if isinstance(one, dict) else {}
-        held |= {f"{name}[{key!r}]": value for key, value in inner.items()}
+    held = dict(getattr(owner, "__dict__", {}))
+    if isinstance(owner, tf.Module):  # private attributes are those of Keras, such as _trainable
+        held = {name: value for name, value in held.items() if not name.startswith("_")}
+    with contextlib.suppress(TypeError, ValueError):  # raised if it is not written in Python
+        closure = inspect.getclosurevars(inspect.unwrap(code))
+        held |= {**closure.globals, **closure.nonlocals}
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters.values()
+        held |= {p.name: p.default for p in parameters if p.default is not p.empty}
+    for name, value in list(held.items()):
+        if isinstance(value, dict):
+            held |= {f"{name}[{key!r}]": entry for key, entry in value.items()}
     kinds = (int, float, np.generic, np.ndarray)
     return {name: repr(value) for name, value in held.items() if isinstance(value, kinds)}
 
 
-def _use(hooks: Hooks, state: State, config: Config, console: _Console) -> None:
+def _use(hooks: Hooks, state: State, config: Config, console: CheckConsole) -> None:
     """Evaluates, predicts, exports and loads, as the commands do; some models only train."""
     sets = state.evaluation.sets if state.evaluation else ()
-    with contextlib.redirect_stdout(io.StringIO()):
-        values = evaluate(hooks, config) if sets else {}
+    values: dict[str, float] = {}
+    if sets:
+        with contextlib.redirect_stdout(io.StringIO()):
+            values = evaluate(hooks, config)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             for name in sets:
@@ -168,204 +237,72 @@ def _use(hooks: Hooks, state: State, config: Config, console: _Console) -> None:
     except Exception as error:
         if hooks.serve is not None or hooks.create_inference_model is not None:
             raise
-        said = "this model cannot be exported, which its training does not need"
-        console.print(f"  {said}: {format_error(error)}")
+        problem = "this model cannot be exported, which its training does not need"
+        console.print(f"  {problem}: {format_error(error)}")
 
 
-def check_traces(state: State) -> None:
-    """Traces the forward pass twice, and refuses what is not the same graph then."""
+class OpDescription:
+    """An op of a trace: two traces of the same program have equal ops in the same order."""
 
-    def describe(op: Any) -> tuple[str, Any]:
-        return op.type, op.get_attr("value") if op.type == "Const" else None
+    def __init__(self, op: tf.Operation) -> None:
+        self.op = op
+        self.type = op.type
+        self.constant = op.get_attr("value") if op.type == "Const" else None
 
-    one, other = (add_called_ops(_trace(state)[0].get_operations()) for _ in range(2))
-    for first, second in zip(one, other, strict=False):
-        if describe(first) != describe(second):
-            where = state.hooks.find_owner(read_frames(first)) or state.hooks.create_model
-            raise SetupError(
-                f"{where}: draws random numbers of Python or NumPy when it is traced, once for all "
-                "steps; take those of tf.random or keras.random, or draw them with the data."
-            )
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, OpDescription)
+        return self.type == other.type and self.constant == other.constant
 
 
-def _trace(state: State) -> tuple[Any, dict[str, list[Any]]]:
-    """Traces forward and backward pass; returns the graph, and what is trained by objective."""
-    trained: dict[str, list[Any]] = {}
+def check_traces(state: State, before: list[OpDescription], rehearsal: _Rehearsal) -> None:
+    """Refuses hooks whose graph is not the same whenever it is traced.
+
+    Args:
+        state: of the run
+        before: describes a trace from before the host hooks ran
+        rehearsal: knows what the host hooks changed
+
+    Raises:
+        SetupError: a host hook changes a Python value that the graph holds as a constant, or a hook
+            draws random numbers in Python.
+    """
+    after = describe_trace(state)
+    if find_changed_op(before, after) is None:
+        return
+    op = find_changed_op(after, describe_trace(state))
+    if op is None:
+        # Nothing is random, so a host hook has changed a value.
+        if rehearsal.changes:
+            raise SetupError(next(iter(rehearsal.changes.values())))
+        return
+    owner = state.hooks.find_owner(read_frames(op)) or state.hooks.create_model
+    raise SetupError(
+        f"{owner}: draws random numbers of Python or NumPy when it is traced, once for all steps; "
+        "take those of tf.random or keras.random, or draw them with the data."
+    )
+
+
+def find_changed_op(
+    trace: Iterable[OpDescription], other: Iterable[OpDescription]
+) -> tf.Operation | None:
+    """Returns the first op that is not the same in another trace."""
+    for description, other_description in zip(trace, other, strict=False):
+        if description != other_description:
+            return description.op
+    return None
+
+
+def describe_trace(state: State) -> list[OpDescription]:
+    """Traces the forward and backward pass and ``update_pre``, and describes the ops."""
     with (
         state.strategy.scope(),
         make_scratch_graph("check").as_default() as graph,
         LoneReplica(state.strategy, 0),
     ):
         share = Share(make_placeholders(state.data.share_spec))
+        kept = frozenset({"output", "batch"} & {*state.hooks.update_pre.arguments})
         for turn in TraceContext(state.components).list_turns():
-            trained |= forward_backward(turn, 1, frozenset(), share)[1]
-    return graph, trained
-
-
-FETCHES = frozenset({"loss", "update_gradients", "output"})
-TOLERANCE = 1e-3
-_EXCHANGE = "let replicas exchange what it is made of, by ctl_core.all_reduce or all_gather"
-_NO_SUM = f"it is no sum over the examples one by one, or is summed twice; {_EXCHANGE}"
-_METRIC = (
-    "replicas add up its variables; where its state is no sum, give replica 0 the rows of all, by "
-    "ctl_core.all_gather, and the others none"
-)
-# Of what differs, by kind: the hooks that may have made it, of which a default is blameless where
-# another follows, and what to do.
-_BLAMED: dict[str, tuple[tuple[str, ...], str]] = {
-    "output": (("create_model",), _EXCHANGE),
-    "loss": (("grad_pre", "create_loss"), _NO_SUM),
-    "update": (("update_pre", "grad_pre", "create_loss"), _EXCHANGE),
-    "variable": (("create_model",), _EXCHANGE),
-    "train metric": (("train_metric_pre",), _METRIC),
-    "part of the loss": (("grad_pre",), "give it one number per example"),
-    "loss of an evaluation": (("eval_pre", "create_loss"), _NO_SUM),
-    "metric": (("metric_pre",), _METRIC),
-}
-
-# What replicas have, by what it is, "output" say, and its name.
-Values = dict[tuple[str, str], list[np.ndarray]]
-
-
-def _compare(hooks: Hooks, config: Config, console: _Console) -> None:
-    """Refuses what differs on one device and on three, of which one has no rows to evaluate.
-
-    Of what differs in micro-batches it only warns.
-    """
-    sets: dict[str, Any] = {}
-    shares = DEVICES * config.accumulate_steps
-
-    def compute(devices: int, micro_batches: int = 1) -> tuple[State, list[Values]]:
-        own = dataclasses.replace(
-            config, batch_size=max(1, config.batch_size // shares) * shares,
-            accumulate_steps=micro_batches, eval_batch_size=DEVICES - 1, limit_eval=DEVICES,
-            virtual_devices=devices,
-        )  # fmt: skip
-        names = [f"CPU:{index}" for index in range(devices)]
-        on_one = tf.distribute.ReductionToOneDevice()
-        strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=on_one)
-        if devices == 1:
-            strategy = tf.distribute.OneDeviceStrategy(names[0])
-        run = Run(own, Task(), reading=True)
-        with open_session(run, console), prepare_process(own):
-            state = create_state(hooks, own, run, console, strategy)
-            for name, one in state.evaluation.sets.items() if state.evaluation else ():
-                first = sets.setdefault(name, one)  # batches of it are the same on more devices
-                one.make, one.spec = first.make, first.spec
-            return state, observe(state)
-
-    try:
-        (state, one), (_, three) = compute(1), compute(DEVICES)
-        parts = compute(1, config.accumulate_steps)[1] if config.accumulate_steps > 1 else one
-    except (CtlError, tf.errors.OpError) as error:  # batches of a fixed size, say
-        console.print(f"  devices cannot be compared: {format_error(error)}")
-        return
-    console.print(f"  a step and an evaluation on one and on {DEVICES} devices were compared")
-    for difference in find_differences(state, one, parts, "in micro-batches"):
-        console.warn(difference)
-    for difference in find_differences(state, one, three, "three"):
-        raise SetupError(f"check: {difference}")
-
-
-def observe(state: State) -> list[Values]:
-    """Returns the values of a step without noise, of two steps with it, and of the evaluation.
-
-    Of steps that draw random numbers, or normalize each replica's batch, only integers count.
-    Variables and data are as before.
-    """
-    found: list[Values] = []
-    copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
-    for quiet, steps in ((True, 1), (False, 2)):
-        functions = StepFunctions(state, tf.summary.create_noop_writer(), quiet)
-        with copies.put_back_after():
-            for _ in range(steps):
-                fetched = functions.take_steps(1, FETCHES)
-            exact = not has_random_ops(functions.list_operations()) and (
-                quiet or not any(map(has_own_statistics, state.recording.layers))
-            )
-            found.append(dict(_read_variables(state, exact)))
-            found[-1] |= dict(_read_step(state, fetched)) if exact else {}
-        state.data.begin_anew()
-    if state.evaluation is not None:
-        found.append({})
-        for name, value in state.evaluation.evaluate().items():
-            kind = "loss of an evaluation" if name.rpartition("/")[2] == "loss" else "metric"
-            found[-1][kind, name] = [np.array(value)]
-    return found
-
-
-def _read_variables(state: State, exact: bool) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yields what replicas have in integers; if exact, in all that the forward pass assigns."""
-    assigned = {id(one.variable) for one in state.components.written if exact}
-    for name, variable in state.recording.variables.items():
-        if variable.dtype.is_integer or id(variable) in assigned:
-            local = state.strategy.experimental_local_results(variable)
-            several = [variable.read_value()] if is_summed(variable) else local
-            yield ("variable", name), [part.numpy() for part in several]
-
-
-def _read_step(state: State, fetched: dict[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yields what a step returned, and the train metrics."""
-    for index, part in enumerate(tf.nest.flatten(fetched["output"])):
-        if isinstance(part, tf.Tensor) and part.dtype != tf.string:
-            yield ("output", str(index)), [part.numpy()]
-    loss, updates, trained = fetched["loss"], fetched["update_gradients"], _trace(state)[1]
-    for name, value in (loss if isinstance(loss, dict) else {"": loss}).items():
-        yield ("loss", name), [value.numpy()]
-    for objective, several in (updates if isinstance(updates, dict) else {"": updates}).items():
-        for variable, value in zip(trained[objective], several, strict=True):
-            if value is not None:
-                yield ("update", name_variable(variable)), [tf.convert_to_tensor(value).numpy()]
-    for name, value in read_results(state.components.list_logged_metrics()).items():
-        kind = "part of the loss" if name in state.components.loss_metrics else "train metric"
-        yield (kind, name), [np.array(value)]
-
-
-def find_differences(
-    state: State, one: list[Values], others: list[Values], where: str
-) -> Iterator[str]:
-    """Yields what is not the same elsewhere as on one device, and what to do."""
-    tolerance = TOLERANCE * (30 if state.computed_in else 1)
-    for values, theirs in zip(one, others, strict=True):
-        updates = [numbers[0] for (kind, _), numbers in values.items() if kind == "update"]
-        steepest = max((float(np.abs(update).max(initial=0)) for update in updates), default=0.0)
-        for (kind, name), (number, *_) in values.items():
-            least = steepest if kind == "update" else 1.0
-            numbers = theirs.get((kind, name), [])
-            pairs = [find_pair(number, other, tolerance, least) for other in numbers]
-            if found := next(filter(None, pairs), None):
-                hooks, cure = _BLAMED[kind]
-                several = [getattr(state.hooks, hook) for hook in hooks]
-                hook = next((hook for hook in several if not hook.is_default), several[-1])
-                both = f"[one device {found[0]}, {where} {found[1]}]"
-                yield f"{hook}: the {kind} {name}{find_layer(state, name)} differs: {cure} {both}"
-
-
-def find_layer(state: State, name: str) -> str:
-    """Says of which layer a variable of that name is, the innermost; or nothing."""
-    variable = state.recording.variables.get(name)
-    holders = [
-        layer
-        for layer in state.recording.layers
-        if any(unwrap(one) is variable for one in layer.variables)
-    ]
-    layer = min(holders, key=lambda one: len(one.variables), default=None)
-    return f" of the layer '{layer.name}' ({type(layer).__name__})" if layer else ""
-
-
-def find_pair(one: Any, other: Any, tolerance: float, least: float) -> tuple[Any, Any] | None:
-    """Returns the first numbers that differ, or the shapes; None where it is rounding.
-
-    Rounding is up to ``tolerance`` of the largest number in ``one``, or of ``least``.
-    """
-    if one.shape != other.shape:
-        return one.shape, other.shape
-    rounding = 0.0
-    if not np.issubdtype(one.dtype, np.integer):
-        one, other = one.astype(float), other.astype(float)
-        rounding = tolerance * max(float(np.nan_to_num(np.abs(one)).max(initial=0)), least)
-    equal = np.isclose(one, other, rtol=0, atol=rounding, equal_nan=True)
-    if equal.all():
-        return None
-    first = tuple(np.argwhere(~equal)[0])
-    return f"{one[first]:.6g}", f"{other[first]:.6g}"
+            contribution, variables = forward_backward(turn, 1, kept, share)
+            if not state.hooks.update_pre.is_default:
+                call_update_pre(turn, 1, variables, contribution, contribution)
+    return [OpDescription(op) for op in add_called_ops(graph.get_operations())]
