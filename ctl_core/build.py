@@ -51,7 +51,7 @@ from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, ma
 from ctl_core.numerics.not_finite import LossScale
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.reduction import PIECES
-from ctl_core.numerics.replicas import WeightAverage, find_moving_statistics
+from ctl_core.numerics.replicas import WeightAverage, find_drawing_layers, find_moving_statistics
 from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap, walk
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
@@ -213,6 +213,7 @@ class _Builder:
                 optimizer=optimizer,
                 optimizers=optimizers,
                 written=traced.written,
+                drawing_layers=traced.drawing_layers,
                 scalar_losses=traced.scalar_losses,
                 loss_metrics=self._create_loss_metrics(traced.logged),
                 compile_with_xla=config.jit_compile,
@@ -251,16 +252,24 @@ class _Builder:
             lr: the rate that hooks are passed
             rate: the rate that ``create_opt`` was passed
         """
-        config, hooks = self.config, [self.hooks.create_opt, *self.hooks.list_graph_hooks()]
-        is_named = any("lr" in hook.arguments for hook in hooks)
+        config = self.config
+        named = {
+            name
+            for hook in (self.hooks.create_opt, *self.hooks.list_graph_hooks())
+            for name in hook.arguments
+        }
+        rate.is_used = "lr" in named
         is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
-        if is_scheduled and lr is rate and is_named:
+        if is_scheduled and lr is rate and rate.is_used:
             return RateSchedule(config, rate).apply
+        if "config" in named:  # a hook may read these settings by itself
+            return None
         if is_scheduled:
-            has_own = lr is not rate
-            why = "gives the optimizer a schedule of its own" if has_own else "does not use lr"
-            self.console.warn(f"lr_schedule and warmup change nothing: create_opt {why}.")
-        elif not is_named and config.learning_rate != SETTINGS["learning_rate"].default:
+            reason = "does not use lr"
+            if lr is not rate:
+                reason = "gives the optimizer a schedule of its own"
+            self.console.warn(f"lr_schedule and warmup change nothing: create_opt {reason}.")
+        elif not rate.is_used and config.learning_rate != SETTINGS["learning_rate"].default:
             self.console.warn("learning_rate changes nothing: create_opt does not use lr.")
         return None
 
@@ -332,6 +341,7 @@ class _Builder:
             variables=variables,
             weights=weights,
             written=self._find_written(graph, forward),
+            drawing_layers=find_drawing_layers(recording.layers, self._find_drawn(graph)),
             scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
             logged=[name for _, objective in objectives for name in objective.logged],
         )
@@ -352,6 +362,16 @@ class _Builder:
                 returned = f"returned for {name!r}" if name else "returned"
                 raise self.hooks.grad_pre.reject(f"{returned} {problem}.")
         return collected
+
+    def _find_drawn(self, graph: tf.Graph) -> set[int]:
+        """Returns the ids of the variables of Keras generators that a graph reads."""
+        captured = {id(outer) for outer, _ in graph.captures}
+        local_results = self.strategy.experimental_local_results
+        return {
+            id(state)
+            for state in self.recording.generators
+            if any(id(component.handle) in captured for component in local_results(state))
+        }
 
     def _create_loss_metrics(self, names: Iterable[str]) -> dict[str, keras.Metric]:
         """Creates a mean for each logged part of the loss."""
@@ -450,6 +470,7 @@ class TracedForward(NamedTuple):
         variables: the variables to train by objective, including those of frozen layers
         weights: the trainable variables of the model
         written: the variables that the forward pass writes
+        drawing_layers: the kinds of layers that draw random numbers
         scalar_losses: the objectives whose loss is one number for a batch
         logged: the names of the logged parts of the loss
     """
@@ -457,6 +478,7 @@ class TracedForward(NamedTuple):
     variables: dict[str, list[Any]]
     weights: list[Any]
     written: tuple[WrittenVariable, ...]
+    drawing_layers: list[str]
     scalar_losses: frozenset[str]
     logged: list[str]
 

@@ -73,10 +73,10 @@ class Kind(NamedTuple):
     cure: str
 
 
-# The most probable cause comes first: a different output makes the loss and the update differ, too.
+# The most probable cause comes first: if an output differs, so do the loss and the update.
 KINDS = {
-    "output": Kind(("create_model",), _EXCHANGE),
     "variable": Kind(("create_model",), _EXCHANGE),
+    "output": Kind(("create_model",), _EXCHANGE),
     "loss": Kind(("grad_pre", "create_loss"), _NO_SUM),
     "update": Kind(("update_pre", "grad_pre", "create_loss"), _EXCHANGE),
     "train metric": Kind(("train_metric_pre",), _METRIC),
@@ -118,16 +118,16 @@ def compare_devices(hooks: Hooks, config: Config, console: CheckConsole) -> None
     Differences between a batch and its micro-batches are only warned of.
 
     Raises:
-        SetupError: something differs; the most probable cause is the error, the rest warnings.
+        SetupError: something differs; the error is the most probable cause.
         RunError: the comparison itself failed, so it says nothing.
     """
-    comparison = _Comparison(hooks, config, console)
     try:
-        expected = comparison.observe(devices=1)
-        actual = comparison.observe(DEVICES)
-        in_micro_batches = None
-        if config.accumulate_steps > 1:
-            in_micro_batches = comparison.observe(1, config.accumulate_steps)
+        try:
+            comparison = _Comparison(hooks, config, console, choose_batch_size(config))
+        except CtlError:
+            # Some hooks need shares of one size: count_examples, or code that asks for a length.
+            size = choose_even_batch_size(config)
+            comparison = _Comparison(hooks, config, console, size)
     except (CtlError, tf.errors.OpError) as error:
         if isinstance(error, _FoundMistake):
             raise SetupError(str(error)) from error
@@ -136,21 +136,20 @@ def compare_devices(hooks: Hooks, config: Config, console: CheckConsole) -> None
         ) from error
     console.print(f"  a step and an evaluation on one and on {DEVICES} devices were compared")
     state = comparison.state
-    assert state is not None
-    if in_micro_batches is not None:
-        for difference in find_differences(state, expected, in_micro_batches):
-            console.warn(describe_difference(state, difference, "in micro-batches"))
-    differences = list(find_differences(state, expected, actual))
+    for difference in find_differences(state, comparison.expected, comparison.in_micro_batches):
+        console.warn(describe_difference(state, difference, "in micro-batches"))
+    differences = list(find_differences(state, comparison.expected, comparison.actual))
     if not differences:
         return
-    differences.sort(key=lambda difference: list(KINDS).index(difference.key.kind))
-    first, *others = differences
-    cause = describe_difference(state, first, "three")
-    if first.key.kind in ("loss", "update") and comparison.is_extra_loss_to_blame():
-        cause = describe_extra_loss(state, first)
-    for difference in others:
-        console.warn(describe_difference(state, difference, "three"))
-    raise SetupError(f"check: {cause}")
+    descriptions = [describe_difference(state, difference, "three") for difference in differences]
+    cause = differences[0]
+    if cause.key.kind in ("loss", "update") and comparison.is_extra_loss_to_blame():
+        descriptions = [describe_extra_loss(state, cause)]
+    if len(descriptions) > 1:
+        console.print(f"  {len(descriptions)} values differ, the most probable cause first:")
+        for description in descriptions:
+            console.print(f"  - {description}")
+    raise SetupError(f"check: {descriptions[0]}")
 
 
 class _FoundMistake(SetupError):
@@ -162,15 +161,27 @@ class _Comparison:
 
     Attributes:
         state: the run on one device
+        expected: the values on one device
+        actual: the values on three devices
+        in_micro_batches: the values on one device in micro-batches; those of whole batches if the
+            run has none
     """
 
-    def __init__(self, hooks: Hooks, config: Config, console: CheckConsole) -> None:
-        self.state: State | None = None
+    state: State
+
+    def __init__(
+        self, hooks: Hooks, config: Config, console: CheckConsole, batch_size: int
+    ) -> None:
         self._hooks = _repeat_data(hooks)
         self._config = config
         self._console = console
-        self._batch_size = choose_batch_size(config)
+        self._batch_size = batch_size
         self._evaluation_sets: dict[str, Any] = {}
+        self.expected = self.observe(devices=1)
+        self.actual = self.observe(DEVICES)
+        self.in_micro_batches = self.expected
+        if config.accumulate_steps > 1:
+            self.in_micro_batches = self.observe(1, config.accumulate_steps)
 
     def observe(
         self, devices: int, micro_batches: int = 1, ignores_extra_loss: bool = False
@@ -179,15 +190,7 @@ class _Comparison:
         hooks = self._hooks
         if ignores_extra_loss:
             hooks = dataclasses.replace(hooks, grad_pre=_without_extra_loss(hooks.grad_pre))
-        try:
-            return self._observe(hooks, devices, micro_batches)
-        except CtlError:
-            # Where each element of the data is the share of a replica, shares must be equal.
-            shares = DEVICES * self._config.accumulate_steps
-            if self._batch_size % shares == 0:
-                raise
-            self._batch_size = max(1, self._batch_size // shares) * shares
-            return self._observe(hooks, devices, micro_batches)
+        return self._observe(hooks, devices, micro_batches)
 
     def _observe(self, hooks: Hooks, devices: int, micro_batches: int) -> list[Values]:
         config = dataclasses.replace(
@@ -202,7 +205,7 @@ class _Comparison:
         with open_session(run, self._console), prepare_process(config):
             state = create_state(hooks, config, run, self._console, _create_strategy(devices))
             self._share_evaluation_data(state)
-            if devices == 1 and self.state is None:
+            if devices == 1:
                 self.state = state
             return observe(state)
 
@@ -217,7 +220,6 @@ class _Comparison:
 
     def is_extra_loss_to_blame(self) -> bool:
         """Returns whether loss and updates are the same if the extra loss is left out."""
-        assert self.state is not None
         expected = self.observe(1, ignores_extra_loss=True)
         actual = self.observe(DEVICES, ignores_extra_loss=True)
         kinds = {d.key.kind for d in find_differences(self.state, expected, actual)}
@@ -232,6 +234,12 @@ def choose_batch_size(config: Config) -> int:
     shares = DEVICES * config.accumulate_steps
     size = max(config.batch_size, shares + 1)
     return size - 1 if size % shares == 0 else size
+
+
+def choose_even_batch_size(config: Config) -> int:
+    """Returns a batch size that gives all shares the same number of rows."""
+    shares = DEVICES * config.accumulate_steps
+    return max(1, config.batch_size // shares) * shares
 
 
 def _create_strategy(devices: int) -> tf.distribute.Strategy:
@@ -387,15 +395,20 @@ def _by_objective(values: Any) -> dict[str, Any]:
 def find_differences(
     state: State, expected: list[Values], actual: list[Values]
 ) -> Iterator[Difference]:
-    """Yields the values that differ by more than rounding, each once."""
+    """Yields the values that differ by more than rounding, each once.
+
+    The most probable cause comes first: later observations depend on the updates of earlier ones.
+    """
     tolerance = TOLERANCE_IN_LOWER_PRECISION if state.computed_in else TOLERANCE
     seen: set[Key] = set()
+    order = list(KINDS)
     for values, others in zip(expected, actual, strict=True):
         updates = [arrays[0] for key, arrays in values.items() if key.kind == "update"]
         steepest = max((float(np.abs(update).max(initial=0)) for update in updates), default=0.0)
-        for key, (array, *_) in values.items():
+        for key in sorted(values, key=lambda key: order.index(key.kind)):
             if key in seen:
                 continue
+            array = values[key][0]
             scale = steepest if key.kind == "update" else 1.0
             for other in others.get(key, []):
                 pair = find_different_pair(array, other, tolerance, scale)

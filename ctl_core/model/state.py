@@ -209,7 +209,9 @@ def describe_start(state: State, start: int, last: int) -> str:
     where += f", in {' and '.join(state.computed_in)}" * bool(state.computed_in)
     if "GPU" in kinds and not config.jit_compile:
         where += "; --jit-compile trains small models several times as fast"
-    nature = describe_nature(state.recording.layers) if replicas > 1 else ""
+    nature = ""
+    if replicas > 1:
+        nature = describe_nature(state.recording.layers, state.components.drawing_layers)
     return f"{run}: {doing}, to step {last}, {batch}, {where}.{nature}"
 
 

@@ -101,11 +101,13 @@ class LearningRate(Rate, tf.Module):
     Attributes:
         variable: holds the rate, a float32 scalar
         schedule: assigns ``variable`` at each step, or None
+        is_used: whether ``create_opt`` or a hook of the graph takes it
     """
 
     def __init__(self, value: float) -> None:
         tf.Module.__init__(self, name="lr")
         self.schedule: RateSchedule | None = None
+        self.is_used = True
         self.variable = create_scalar(value, tf.float32, "lr")
 
     def __call__(self, step: Any = None) -> tf.Tensor:

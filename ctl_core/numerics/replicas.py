@@ -33,16 +33,39 @@ def has_own_statistics(layer: keras.Layer) -> bool:
     return isinstance(layer, kind) and layer.trainable and not layer.synchronized
 
 
-def describe_nature(layers: list[keras.Layer]) -> str:
-    """Says why weights depend on the number of replicas; nothing where no layer is known to."""
-    seeded = keras.random.SeedGenerator
-    drawing = [one for one in layers if any(isinstance(v, seeded) for v in vars(one).values())]
-    names = sorted({type(layer).__name__ for layer in drawing})
-    reasons = [f"random numbers ({', '.join(names)})"] if names else []
+def find_drawing_layers(layers: list[keras.Layer], drawn: set[int]) -> list[str]:
+    """Returns the kinds of the layers that draw random numbers in training.
+
+    Args:
+        layers: the layers of a run
+        drawn: the ids of the variables of generators that the forward pass reads. A layer may have
+            a generator that it does not use, as a GRUCell without dropout has.
+    """
+    kinds = set()
+    for layer in layers:
+        for value in vars(layer).values():
+            is_generator = isinstance(value, keras.random.SeedGenerator)
+            if is_generator and id(unwrap(value.state)) in drawn:
+                kinds.add(type(layer).__name__)
+    return sorted(kinds)
+
+
+def describe_nature(layers: list[keras.Layer], drawing_layers: Sequence[str]) -> str:
+    """Describes why weights depend on the number of replicas; "" if no layer is known to cause it.
+
+    Args:
+        layers: the layers of a run
+        drawing_layers: the kinds of layers that draw random numbers
+    """
+    reasons = []
+    if drawing_layers:
+        reasons.append(f"random numbers ({', '.join(drawing_layers)})")
     if any(map(has_own_statistics, layers)):
         reasons.append("batch statistics (BatchNormalization that is not synchronized)")
-    each = f"each has {' and '.join(reasons)} of its own."
-    return f" Weights depend on the number of replicas: {each}" if reasons else ""
+    if not reasons:
+        return ""
+    causes = " and ".join(reasons)
+    return f" Weights depend on the number of replicas: each has {causes} of its own."
 
 
 def encode_for_sum(value: tf.Tensor) -> tf.Tensor:

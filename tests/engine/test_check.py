@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.golden import engine, small
+from tests.golden import engine
 from tests.golden.catalogue import NAMES, SETTINGS, load_program
 from tests.helpers.cases import dropout_model, make_hooks, regression_data, sliced
 
@@ -97,10 +97,145 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("message", small.slow_but(list(WRONG)[-1], of=WRONG))
-def test_what_differs_on_three_devices_is_named(check: Check, message: str) -> None:
+class Penalty(keras.layers.Layer):
+    """Adds a loss that is a sum over the rows of a replica, where a mean is right."""
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(0.01 * tf.reduce_sum(inputs**2))
+        return inputs
+
+
+class Shift(keras.layers.Layer):
+    """Shifts training inputs by a value of the replica's rows, times a stateless draw."""
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        drawn = tf.random.stateless_uniform([], [0, 7])
+        return inputs + tf.stop_gradient(drawn * tf.reduce_max(inputs, 0, keepdims=True))
+
+
+def model_with(layer: keras.layers.Layer) -> keras.Model:
+    return keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
+
+
+def negatives(pair: Any) -> tf.Tensor:
+    """A loss for each example that looks at the other rows of the batch."""
+    scores = tf.matmul(pair[0], pair[1], transpose_b=True)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(scores)[0]), scores)
+
+
+COUNT = tf.Variable(0, trainable=False, name="count")
+ANNEALED = {"beta": 0.0}
+
+
+def count_update(gradients: Any) -> Any:
+    COUNT.assign_add(1)
+    return gradients, gradients
+
+
+def add_annealed_term(loss: Any, output: Any, train_model: Any) -> Any:
+    term = ANNEALED["beta"] * tf.reduce_mean(output**2, axis=1)
+    return loss + term, 0.0, train_model.trainable_variables
+
+
+def anneal(step: int) -> None:
+    ANNEALED["beta"] += 0.125
+
+
+class WithRate(keras.Model):
+    """Scales its output by an attribute in Python, which a host hook changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.scale = 1.0
+
+    def call(self, inputs: Any) -> Any:
+        return self.scale * self.dense(inputs)
+
+
+def change_scale(train_model: Any) -> None:
+    train_model.scale = 0.5
+
+
+WRONG |= {
+    r"check: create_model .*: the loss differs by add_loss of the layer penalty": {
+        "create_model": lambda: model_with(Penalty())
+    },
+    r"check: create_model .*: the output 0 differs": {"create_model": lambda: model_with(Shift())},
+    r"check: create_loss \(test_check.py:\d+\): the loss differs": {
+        "create_loss": lambda: negatives
+    },
+    r"the step writes count, which was made outside of the hooks": {"update_pre": count_update},
+    r"grad_pre \(test_check.py:\d+\): ANNEALED\['beta'\] is read only .* every_steps.* Variable": {
+        "grad_pre": add_annealed_term, "every_steps": {5: anneal}
+    },
+    r"create_model \(test_check.py:\d+\): scale is read only .* every_steps": {
+        "create_model": WithRate, "every_steps": {5: change_scale}
+    },
+}  # fmt: skip
+
+
+QUICK = [
+    message for message in WRONG if "worst" in message or "penalty" in message or "beta" in message
+]
+
+
+@pytest.mark.parametrize("message", small.slow_but(*QUICK, of=WRONG))
+def test_mistakes_that_training_does_not_show_are_named(check: Check, message: str) -> None:
     with pytest.raises(ctl_core.SetupError, match=f"^{message}"):
         check(hooks(**WRONG[message]))
+
+
+def test_all_differences_are_listed_with_the_most_probable_cause_first(
+    check: Check, capsys: Output
+) -> None:
+    with pytest.raises(ctl_core.SetupError) as refused:
+        check(hooks(create_loss=lambda: negatives))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
+    assert len(lines) > 2 and all("differs" in line for line in lines)
+    assert str(refused.value) == f"check: {lines[0].removeprefix('  - ')}"
+
+
+def test_a_dataset_of_one_batch_is_repeated_for_the_comparison(
+    check: Check, capsys: Output
+) -> None:
+    """As of a graph network that takes all nodes in each step; with 2 rows, 3 devices need more."""
+    inputs, target = regression_data()
+    for rows in (20, 2):
+        dataset = tf.data.Dataset.from_tensors((inputs[:rows], target[:rows]))
+        check(hooks(create_dataset=lambda dataset=dataset: dataset), batch_size=rows)
+    assert capsys.readouterr().out.count("check: all well") == 2
+
+
+def test_devices_that_cannot_be_compared_are_an_error(check: Check) -> None:
+    """A hook that insists on the run's own batch size."""
+
+    def input_pre(batch: Any) -> Any:
+        return tf.ensure_shape(batch[0], [16, 5])
+
+    with pytest.raises(ctl_core.RunError, match=r"^check: one device cannot be compared with 3: "):
+        check(hooks(input_pre=input_pre))
+
+
+def test_values_that_every_replica_has_alike_do_not_differ(check: Check, capsys: Output) -> None:
+    """An output that has no row for each example is there once for each device."""
+
+    class WithTemperature(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.temperature = self.add_weight(shape=(1,), initializer="ones")
+
+        def call(self, inputs: Any) -> Any:
+            return {"logits": self.dense(inputs) * self.temperature, "scale": self.temperature * 1}
+
+    def loss_pre(output: Any, batch: Any) -> Any:
+        return output["logits"], batch[1]
+
+    check(hooks(create_model=WithTemperature, loss_pre=loss_pre, metric_pre=lambda: {}))
+    assert "check: all well" in capsys.readouterr().out
 
 
 # For a check they are like others, and take half of the time.
