@@ -6,13 +6,7 @@ import os
 
 import tensorflow as tf
 
-from ctl_core.cluster.task import (
-    JOIN_SECONDS,
-    Task,
-    describe_loss,
-    read_task,
-    wait_for_others,
-)
+from ctl_core.cluster.task import JOIN_SECONDS, Task, describe_loss, read_task, wait_for_others
 from ctl_core.compat import cut_join, list_cpu_devices
 from ctl_core.run.errors import PeerLost, SetupError
 from ctl_core.run.settings import Config

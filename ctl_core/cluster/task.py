@@ -31,7 +31,7 @@ _LOST = re.compile(r"(?:timed out task names:|reported from|remote target)\s+/jo
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """This process's place in the cluster; a process without others is the chief of a cluster of one.
+    """This process's place in the cluster; a process without others is the chief.
 
     Attributes:
         processes: the number of processes that train together
