@@ -44,7 +44,7 @@ FAILED = (RunError.exit_code, SetupError.exit_code)
 
 
 def die_with_supervisor() -> bool:
-    """Returns True in a worker, which now ends, with all that it starts, when the supervisor does."""
+    """Returns True in a worker, which then ends, with all it has started, with the supervisor."""
     pipe = os.environ.pop(PIPE, "")
     if not pipe:
         return False
