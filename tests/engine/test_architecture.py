@@ -120,3 +120,8 @@ def test_public_names_are_those_that_type_checkers_see() -> None:
         if node.module != "ctl_core"
     }
     assert homes == ctl_core._HOME
+
+
+def test_console_does_not_import_listeners() -> None:
+    """Not even for types: the listeners write through the console."""
+    assert "run.listeners" not in imported(modules()["run.console"], everywhere=True)
