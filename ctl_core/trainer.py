@@ -130,7 +130,7 @@ class Trainer:
         if going_on:
             self._check_step()
         if state.cluster.task.chief and (going_on or not run.config_file.exists()):
-            run.listeners.given.append(Pace(state, run.summaries))
+            run.listeners.candidates.append(Pace(state, run.summaries))
             run.open(state.config, self.start, source, self.functions.devices)
             console.listeners = run.listeners
         console.say(describe_start(state, self.start, schedule.last))

@@ -1,7 +1,8 @@
-"""What replicas exchange in a hook of the graph, or in a layer; alone, everything stays as it is.
+"""Exchanges between the replicas of a run, for hooks of the graph and for layers.
 
-Between processes as between devices; gradients go through both exchanges. A replica that has no
-rows of a batch computes on a stand-in, which counts in no exchange.
+Replicas exchange values across processes just as across devices, and gradients flow through. On a
+single replica, each function returns its argument. A replica that has no rows of a batch computes
+on a placeholder batch, which counts in no exchange: see cluster/replica_contexts.py.
 """
 
 import contextlib
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from ctl_core.types import Count, PerReplica, Structure
 
 
 class _Thread(threading.local):
@@ -21,7 +24,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def distribute(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
+def distribute(strategy: tf.distribute.Strategy, values: list[Any]) -> PerReplica:
     """Hands the i-th value to the i-th replica of this process."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: values[context.replica_id_in_sync_group % len(values)]
@@ -33,20 +36,22 @@ def count_local_replicas(strategy: tf.distribute.Strategy) -> int:
     return len(strategy.extended.worker_devices)
 
 
-def _find_others() -> Any:
-    """Returns the context of this replica, if there are others."""
+def _find_shared_context() -> tf.distribute.ReplicaContext | None:
+    """Returns the context of this replica, or None if it is the only one."""
     context = tf.distribute.get_replica_context()
-    return None if context is None or context.num_replicas_in_sync == 1 else context
+    if context is None or context.num_replicas_in_sync == 1:
+        return None
+    return context
 
 
 def num_replicas() -> int:
-    """Returns how many replicas there are, over all processes."""
+    """Returns the number of replicas, over all processes."""
     context = tf.distribute.get_replica_context() or tf.distribute.get_strategy()
     return context.num_replicas_in_sync  # type: ignore[no-any-return]
 
 
-def replica_id() -> Any:
-    """Returns this replica's number, from 0: a number where it is fixed, otherwise a tensor."""
+def replica_id() -> int | tf.Tensor:
+    """Returns this replica's number, from 0: an int where it is fixed, otherwise a tensor."""
     context = tf.distribute.get_replica_context()
     return 0 if context is None else context.replica_id_in_sync_group
 
@@ -62,7 +67,7 @@ def row_offset() -> tf.Tensor:
         An int32 scalar; 0 on one device, and outside of a step or an evaluation.
     """
     find_offset = _thread.find_offset
-    if find_offset is None or _find_others() is None:
+    if find_offset is None or _find_shared_context() is None:
         return tf.constant(0)
     return find_offset()
 
@@ -78,7 +83,7 @@ def place_rows(find_offset: Callable[[], tf.Tensor]) -> Iterator[None]:
         _thread.find_offset = before
 
 
-def find_offset_in_share(rows: Any, rows_of_all: Any = None) -> tf.Tensor:
+def find_offset_in_share(rows: Count, rows_of_all: Count | None = None) -> tf.Tensor:
     """Returns ``row_offset`` where the replicas' numbers of rows differ by at most one.
 
     Args:
@@ -95,30 +100,36 @@ def find_offset_in_share(rows: Any, rows_of_all: Any = None) -> tf.Tensor:
     return tf.where(size == 0, replica, replica * size + tf.minimum(replica, longer))
 
 
-def all_gather(value: Any, axis: int = 0) -> Any:
-    """Returns what all replicas have, joined along an axis in their order, the same on each.
+def all_gather(value: Structure, axis: int = 0) -> Structure:
+    """Returns the values of all replicas, concatenated along an axis in the replicas' order.
 
-    ``value`` is a tensor, or a structure of tensors, of one shape but for the axis. The gradient is
-    the sum of all replicas': of a loss that each of N replicas works out of the whole gathered
-    batch, return the N-th part from ``grad_pre``, or the loss of the replica's own examples.
+    Every replica gets the same result. The gradient is the sum over all replicas: if each of N
+    replicas computes the same loss from the whole gathered batch, return a N-th of it from
+    ``grad_pre``, or the loss of the replica's own examples.
+
+    Args:
+        value: a tensor or a structure of tensors, whose shapes may differ only in the axis
+        axis: the axis along which the values are concatenated
     """
     # A tensor straight out of a batch has no device, and TensorFlow needs one. On a single replica,
     # too, the op shows that values are exchanged here: see model/loss_calls.py.
     value = tf.nest.map_structure(tf.identity, value)
-    context = _find_others()  # no walrus: AutoGraph converts this function, and knows none
+    context = _find_shared_context()  # no walrus: AutoGraph converts this function, and knows none
     if context is None:
         return value
     return tf.nest.map_structure(lambda tensor: context.all_gather(tensor, axis), value)
 
 
-def all_reduce(value: Any, op: str = "sum") -> Any:
-    """Returns the "sum", or the "mean", of tensors of floating-point numbers over all replicas.
+def all_reduce(value: Structure, op: str = "sum") -> Structure:
+    """Returns the sum or the mean of floating-point tensors over all replicas.
 
-    A mean weighs each replica by the rows that it has of the batch.
+    Args:
+        value: a tensor or a structure of tensors
+        op: "sum", or "mean", which weights each replica by its number of rows of the batch
     """
     reduce_op = tf.distribute.ReduceOp[op.upper()]
     value = tf.nest.map_structure(tf.identity, value)
-    context = _find_others()
+    context = _find_shared_context()
     if context is None:
         return value
     return context.all_reduce(reduce_op, value)
