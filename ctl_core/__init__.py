@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ctl_core.commands.check import check
     from ctl_core.commands.train import train
     from ctl_core.hooks.defaults import deferred, leading_dimension, nan_to_zero, unpack, weighted
+    from ctl_core.hooks.results import Checkpointing, EvalLoss, Objective, Update
     from ctl_core.model.state import State
     from ctl_core.numerics.variables import regularization, trainable_variables
     from ctl_core.run.console import report, show_step
@@ -33,6 +34,7 @@ _HOME = {
     "commands.check": "check",
     "commands.train": "train",
     "hooks.defaults": "deferred leading_dimension nan_to_zero unpack weighted",
+    "hooks.results": "Checkpointing EvalLoss Objective Update",
     "model.state": "State",
     "numerics.variables": "regularization trainable_variables",
     "run.console": "report show_step",
