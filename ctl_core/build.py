@@ -26,7 +26,7 @@ from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_p
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
 from ctl_core.model.forward import (
-    Objective,
+    TracedObjective,
     call_made,
     compute_objectives,
     forward_backward,
@@ -254,7 +254,7 @@ class _Builder:
             parts; by objective the variables, frozen or not; and those of the model.
         """
         hooks, recording, model = self.hooks, self.recording, parts.train_model
-        traced: list[tuple[str, Objective]] = []
+        traced: list[tuple[str, TracedObjective]] = []
         with unfreeze(recording), self._scratch("create_model") as (graph, batch):
             for turn in parts.list_turns():
                 objectives, made = compute_objectives(turn, batch, 1)

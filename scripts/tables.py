@@ -27,11 +27,12 @@ RUNS = {
 INTRODUCTION = """\
 # Hook reference
 
-All hooks in the order in which they are called: [Hooks](hooks.md) explains how they work together. A hook names only
-the arguments that it uses, in any order. `python -m ctl_core hooks NAME` prints the same about one hook.
+All hooks, in the order in which they are called. [Hooks](hooks.md) explains how they work together.
+A hook names only the arguments that it uses, in any order. `python -m ctl_core hooks NAME` prints
+the same about one hook.
 
-Shapes are those of one replica's share: `b` is the number of examples in it, and `[]` a scalar. Every hook may also
-name these arguments:
+In shapes, `b` is the number of examples, and `[]` a scalar. Every hook may also name these
+arguments:
 
 """
 
@@ -98,10 +99,12 @@ def list_settings() -> Iterable[tuple[str, ...]]:
         yield f"`{name}`", f"`{shown}`", text
 
 
+PAGES = {REFERENCE: write_reference()}
 TABLES = {"hooks.md": format_table(list_hooks()), "settings.md": format_table(list_settings())}
 
 if __name__ == "__main__":
-    (DOCS / REFERENCE).write_text(write_reference(), encoding="utf-8")
+    for page, text in PAGES.items():
+        (DOCS / page).write_text(text, encoding="utf-8")
     for page, table in TABLES.items():
         text = (DOCS / page).read_text(encoding="utf-8")
         head, _, _ = table.partition("\n")

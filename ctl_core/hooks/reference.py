@@ -100,8 +100,15 @@ def _list_arguments(arguments: Sequence[Argument]) -> Iterator[str]:
 
 
 def _wrap(text: str, first: str, others: str) -> list[str]:
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=others, **options)
+    """Breaks a text into lines; ``first`` and ``others`` are their indents."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def read_default_source(name: str) -> str:

@@ -75,7 +75,7 @@ CHIEF = Argument(
 STATE = Argument(
     "state",
     "dict",
-    "what hooks have to remember: numbers, texts, lists, dicts; checkpoints keep it",
+    "numbers, texts, lists and dicts that hooks remember; checkpoints keep it",
 )
 METRICS = Argument("metrics", "dict", "the values of the last evaluation by name, floats")
 
@@ -400,9 +400,7 @@ UPDATE_PRE = HookSpec(
     arguments=(
         Argument("gradients", "list of tensors", "the summed gradients, in the order of variables"),
         Argument("variables", "list of variables", "the variables of the gradients"),
-        Argument(
-            "loss", "tf.Tensor", "the objective for the global batch, over all replicas", "[]"
-        ),
+        Argument("loss", "tf.Tensor", "the objective of the global batch, over all replicas", "[]"),
         OUTPUT,
         BATCH,
         TRAIN_MODEL,

@@ -26,7 +26,7 @@ from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
+class TracedObjective:
     """What one micro-batch contributes to one objective.
 
     Attributes:
@@ -147,7 +147,7 @@ def keep_if(present: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
 
 def compute_objectives(
     parts: Parts, batch: Any, examples: Any, rows: Any = None, present: tf.Tensor | None = None
-) -> tuple[dict[str, Objective], dict[str, Any]]:
+) -> tuple[dict[str, TracedObjective], dict[str, Any]]:
     """Runs the model and the loss on a replica's batch, and ``grad_pre`` on what they give.
 
     Args:
@@ -178,7 +178,7 @@ def compute_objectives(
         extra = tf.cast(own, total.dtype) * tf.cast(extra_loss, total.dtype)
         value = keep_if(present, (total + extra) / tf.cast(whole, total.dtype))
         is_scalar = getattr(loss_per_batch, "shape", tf.TensorShape([])).rank == 0
-        found[name] = Objective(value, list(variables), dict(*loss_parts), is_scalar)
+        found[name] = TracedObjective(value, list(variables), dict(*loss_parts), is_scalar)
     return found, {"output": output, "batch": batch, "loss": loss, "weight": weight}
 
 
