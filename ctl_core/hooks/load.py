@@ -167,7 +167,7 @@ def is_default(name: str, function: Any) -> bool:
     A copy of the default in callbacks.py is a hook like any other, except for the two hooks by
     which the input still chooses how elements become shares: there, the code is compared.
     """
-    default = getattr(defaults, name, None)
+    default: Any = getattr(defaults, name, None)
     if function is default or name not in ("make_batches", "count_examples"):
         return function is default
     if not inspect.isfunction(function):
