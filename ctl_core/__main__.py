@@ -25,7 +25,7 @@ try:
     from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
     from ctl_core.hooks.callbacks_file import check_compiles, find_callbacks, load_callbacks
-    from ctl_core.hooks.table import TEXT
+    from ctl_core.hooks.reference import find_spec, format_hook, format_table
     from ctl_core.run.files import choose_run_name
     from ctl_core.run.settings import Config
 except ModuleNotFoundError as error:
@@ -85,7 +85,8 @@ def _describe(error: BaseException) -> tuple[int, str]:
 def _run(command: Command, argv: list[str], supervised: bool) -> int:
     config, training = command.config, command.name == "train"
     if command.name == "hooks":
-        print(TEXT, end="")
+        name = command.options["hook"]
+        print(format_table() if name is None else format_hook(find_spec(name)), end="")
         return 0
     task = Task()
     if training:

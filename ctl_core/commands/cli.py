@@ -44,6 +44,7 @@ _OPTIONS: dict[str, Any] = {
     "dataset": (str | None, declare(None, "which set, if create_eval_dataset has several")),
     "include": (list[str] | None, declare(None, "part of the batches, as label, to write, too")),
     "output": (_File | None, declare(None, "where to write; null: in the folder of the run")),
+    "hook": (str | None, declare(None, "the hook to explain; null: the table of all")),
 }
 _OF_ALL = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
 
@@ -73,7 +74,7 @@ COMMANDS = {
     "export": Flags(
         "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
     ),
-    "hooks": Flags("print the table of hooks", (), ()),
+    "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
 }
 # What a run does not take over from the one that it begins from.
 _NOT_FORKED = {"workers", "run_name", "runs_dir", "fork", "init_from"}
@@ -101,7 +102,7 @@ class Command:
 
 
 def parse_command(argv: Sequence[str]) -> Command:
-    """Parses ``<command> [flags]``; of a command that uses a run, a word before is its name.
+    """Parses ``<command> [NAME] [flags]``: of a run to use, or of the hook to explain.
 
     Raises:
         SetupError: anything is unknown, of the wrong type, out of range or missing.
@@ -113,7 +114,8 @@ def parse_command(argv: Sequence[str]) -> Command:
         raise SetupError(f"unknown command {quote(command)}{hint}")
     training = command == "train"
     if not training and words and not words[0].startswith("-"):
-        words[0] = f"--run-name={words[0]}"
+        option = "hook" if command == "hooks" else "run-name"
+        words[0] = f"--{option}={words[0]}"
     variables, flags, options = _read_words(command, words)
     if command == "hooks":
         return Command(command, Config(), options)
