@@ -120,18 +120,20 @@ def _find_model(trackable: Any, checkpoint: str, source: str) -> str:
         SetupError: no object or several objects of the checkpoint have the variables of the model.
     """
     objects = read_object_graph(checkpoint)
-    names = objects[0]
+    names = sorted(name for name in objects[0] if not name.startswith("_"))
     if "train_model" in names:
         return "train_model"
-    fitting = [name for name in names if _has_variables(trackable, names[name], objects, set())]
+    fitting = [
+        name for name in names if _has_variables(trackable, objects[0][name], objects, set())
+    ]
     if not fitting:
         raise SetupError(
-            f"init_from: {source} holds {', '.join(sorted(names))}, of which none has the "
-            "variables of train_model; load what fits in create_model."
+            f"init_from: {source} holds {', '.join(names)}, of which none has the variables of "
+            "train_model; load what fits in create_model."
         )
     if len(fitting) > 1:
         raise SetupError(
-            f"init_from: {source} holds several models that fit: {', '.join(sorted(fitting))}; "
+            f"init_from: {source} holds several models that fit: {', '.join(fitting)}; "
             "load one in create_model by tf.train.Checkpoint(NAME=model).read(...)."
         )
     return fitting[0]
