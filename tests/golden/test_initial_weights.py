@@ -168,7 +168,10 @@ class HeadForEvaluation(keras.Model):
         return output if training else self.scale(output)
 
 
-def test_a_layer_that_only_evaluations_call(train: engine.Train) -> None:
+@pytest.mark.parametrize("kind", ["run", "weights.h5"])
+def test_a_layer_that_only_evaluations_call(
+    train: engine.Train, tmp_path: Path, kind: str
+) -> None:
     def change_scale(train_model: HeadForEvaluation) -> None:
         train_model.scale.kernel.assign([[3.0]])
 
@@ -177,7 +180,11 @@ def test_a_layer_that_only_evaluations_call(train: engine.Train) -> None:
     source = train(hooks, **small.settings(5, run_name="source"))
     hooks = small.hooks(create_model=HeadForEvaluation)
     hooks.create_eval_dataset = small.create_eval_dataset
-    state = train(hooks, **small.settings(0, run_name="b", init_from="source"))
+    path = "source"
+    if kind == "weights.h5":
+        path = str(tmp_path / "model.weights.h5")
+        source.train_model.save_weights(path)
+    state = train(hooks, **small.settings(0, run_name="b", init_from=path))
     assert float(state.train_model.scale.kernel.numpy().squeeze()) == 3.0
     compare.assert_same(state.train_model.weights, source.train_model.weights)
 
