@@ -169,9 +169,7 @@ class HeadForEvaluation(keras.Model):
 
 
 @pytest.mark.parametrize("kind", ["run", "weights.h5"])
-def test_a_layer_that_only_evaluations_call(
-    train: engine.Train, tmp_path: Path, kind: str
-) -> None:
+def test_a_layer_that_only_evaluations_call(train: engine.Train, tmp_path: Path, kind: str) -> None:
     def change_scale(train_model: HeadForEvaluation) -> None:
         train_model.scale.kernel.assign([[3.0]])
 
