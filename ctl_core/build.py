@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.checkpoint.folder import Run
+from ctl_core.checkpoint.initial_weights import load_initial_weights
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
@@ -51,12 +52,25 @@ from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, ma
 from ctl_core.numerics.not_finite import LossScale
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.reduction import PIECES
-from ctl_core.numerics.replicas import WeightAverage, find_drawing_layers, find_moving_statistics
-from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap, walk
+from ctl_core.numerics.replicas import (
+    ReplicaCopies,
+    WeightAverage,
+    find_drawing_layers,
+    find_moving_statistics,
+)
+from ctl_core.numerics.variables import (
+    is_summed,
+    list_variables,
+    make_trackable,
+    name_variable,
+    trainable_variables,
+    unwrap,
+)
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import SETTINGS, Config
 from ctl_core.step import call_update_pre
+from ctl_core.types import Model
 
 # Keras' dtype policy outside of the run that is being built or trained; None: there is no run.
 _policy_outside: keras.DTypePolicy | None = None
@@ -124,7 +138,8 @@ def create_state(
 ) -> State:
     """Calls the create hooks, builds every variable, and checks what the hooks return.
 
-    Nothing is read from a checkpoint and nothing is trained. The ``strategy`` is by default what
+    A run that starts from scratch loads the weights that ``init_from`` names. Otherwise nothing is
+    read from a checkpoint, and nothing is trained. The ``strategy`` is by default what
     the settings ask for.
 
     Raises:
@@ -187,6 +202,10 @@ class _Builder:
                 train_metrics=self._create("create_train_metrics"),
             )
             traced = self._trace_forward(forward)
+        # What is created from here on may copy the weights: optimizers, averages, eval_model. This
+        # is outside of the scope, in which the copies of random generators would be replicated.
+        loaded = self._load_initial_weights(forward.train_model)
+        with self.strategy.scope():
             optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
             lr = make_rate_for_hooks(rate, optimizers)
             computed_in = {config.precision, *(layer.compute_dtype for layer in recording.layers)}
@@ -227,6 +246,9 @@ class _Builder:
                 evaluation = create_evaluation(components, config, recording)
             self._trace_evaluation(components, evaluation)
             ckpt, manager = self._create_ckpt(components, rate)
+        if loaded is not None and len(list_variables(forward.train_model)) > loaded:
+            # The model got more variables, such as those of a layer that only evaluations call.
+            self._load_initial_weights(forward.train_model)
         _ = ckpt.save_counter  # TensorFlow creates it when it is first asked for: not on replicas
         recording.fix()
         compiles_steps = choose_compilation(components, data) is Compilation.STEP
@@ -346,6 +368,21 @@ class _Builder:
             scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
             logged=[name for _, objective in objectives for name in objective.logged],
         )
+
+    def _load_initial_weights(self, train_model: Model) -> int | None:
+        """Loads the weights that ``init_from`` names, if the run starts from scratch.
+
+        Returns:
+            The number of variables that the model has; None if nothing is to be loaded.
+        """
+        if self.config.init_from is None or self.run.start is not None:
+            return None
+        # Random numbers are determined by the seed of this run.
+        generators = ReplicaCopies(self.strategy, self.recording.generators)
+        with generators.put_back_after():
+            source = load_initial_weights(train_model, self.hooks.create_model, self.config)
+        self.console.say(f"init_from: the weights are those of {source}.")
+        return len(list_variables(train_model))
 
     def _collect_variables(
         self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Any]
@@ -503,14 +540,3 @@ def find_untrainable(variables: Collection[Any], strategy: tf.distribute.Strateg
             why = "is overwritten with its gradient, which replicas cannot sum"
             return f"{name_variable(variable)}, which {why}"
     return None
-
-
-def make_trackable(value: Any) -> Any:
-    """Returns what a ``tf.train.Checkpoint`` can hold: of a function, its layers and variables."""
-    try:
-        tf.train.Checkpoint(value=value)
-    except ValueError:
-        holder = tf.Module()
-        holder.parts = list(walk(value))
-        return holder
-    return value

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.losses import loss as keras_losses
+from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
@@ -420,6 +421,18 @@ def enter_replica_context(context: tf.distribute.ReplicaContext) -> Iterator[Non
             yield
     finally:
         context._summary_recording_distribution_strategy = recording_outside
+
+
+def read_object_graph(checkpoint: str) -> list[dict[str, int]]:
+    """Returns the objects of a ``tf.train.Checkpoint``, given the prefix of its files.
+
+    Each object is a dict of the positions of its children in the list. The root is the first one.
+    """
+    reader = tf.train.load_checkpoint(checkpoint)
+    graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(
+        reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
+    )
+    return [{child.local_name: child.node_id for child in node.children} for node in graph.nodes]
 
 
 def read_max_to_keep(manager: tf.train.CheckpointManager) -> int | None:

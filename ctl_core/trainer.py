@@ -73,14 +73,11 @@ class Trainer:
         names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, names)
 
-    def restore(self, go_on: bool = False) -> bool:
+    def restore(self, go_on: bool = False) -> None:
         """Restores the newest checkpoint, and determines how far to train.
 
         Args:
             go_on: whether to continue a run that was ended early
-
-        Returns:
-            Whether a checkpoint was restored.
 
         Raises:
             SetupError: the checkpoint does not fit, or the number of steps is not known.
@@ -104,7 +101,6 @@ class Trainer:
             state.learning_rate.schedule.last = last
         self._schedule.last = last
         self.functions.refresh()
-        return record is not None
 
     def _continue_ended_run(self, last: int, go_on: bool) -> None:
         """Continues a run that was ended early, if that is asked for or it has more steps now."""
