@@ -45,7 +45,7 @@ from ctl_core.model.forward import (
     run_model,
 )
 from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
-from ctl_core.model.metrics import update_train_metrics
+from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.state import State
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, make_rate_for_hooks
@@ -498,6 +498,11 @@ class _Builder:
                         run_model(context, batch, training=False)
                 if one is not None:
                     add_batch(context, one, batch, None)
+                    one.names = [
+                        scalar
+                        for name, metric in one.metrics.items()
+                        for scalar in name_scalars(name, metric.result())
+                    ]
             refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
 
 

@@ -300,7 +300,9 @@ class Trainer:
             self.checkpoints.save_requested |= find_best_step(progress.best) == step
             if reason and step < self._schedule.last:
                 self._console.say(f"step {step}: training ends. {reason}")
-            ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
+            ended = self._run_hooks(
+                step, state.hooks.after_eval, {"metrics": {**values, **state.evaluation.arrays}}
+            )
         self._sync_status(step, ended or reason is not None)
 
     def _log(self, step: int) -> None:
@@ -311,7 +313,7 @@ class Trainer:
         metrics = self.state.components.list_logged_metrics()
         is_due, is_whole_period = self._schedule.find_log_due(step)
         if is_due:
-            self._console.values(step, "train", read_results(metrics))
+            self._console.values(step, "train", read_results(metrics).scalars)
         if is_whole_period:
             for metric in metrics.values():
                 metric.reset_state()

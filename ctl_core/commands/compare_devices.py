@@ -303,6 +303,8 @@ def observe(state: State) -> list[Values]:
             is_loss = name.rpartition("/")[2] == "loss"
             kind = "loss of an evaluation" if is_loss else "metric"
             values[Key(kind, name)] = [np.array(value)]
+        for name, array in state.evaluation.arrays.items():
+            values[Key("metric", name)] = [array]
         observed.append(values)
     return observed
 
@@ -381,7 +383,7 @@ def _read_step(state: State, fetched: dict[str, Any]) -> Values:
             if gradient is not None:
                 array = tf.convert_to_tensor(gradient).numpy()
                 values[Key("update", name_variable(variable))] = [array]
-    for name, value in read_results(state.components.list_logged_metrics()).items():
+    for name, value in read_results(state.components.list_logged_metrics()).scalars.items():
         is_part = name in state.components.loss_metrics
         kind = "part of the loss" if is_part else "train metric"
         values[Key(kind, name)] = [np.array(value)]

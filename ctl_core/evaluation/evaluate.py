@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import (
@@ -59,6 +60,7 @@ class EvaluationSet:
         run_steps: the graph function (iterator, steps) -> (may be more, digest), once traced
         exchanges: whether hooks or layers exchange something in it
         copies: of what the evaluation writes, once traced
+        names: the names of the metrics' scalars, once traced
     """
 
     make: Callable[[], tf.data.Dataset]
@@ -69,6 +71,7 @@ class EvaluationSet:
     run_steps: Any = None
     exchanges: bool = False
     copies: Any = None
+    names: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def sums(self) -> list[keras.Metric]:
@@ -81,6 +84,7 @@ class Evaluation:
 
     Attributes:
         sets: by name; a single one without a name under ""
+        arrays: the results of the last evaluation that are no numbers, such as a confusion matrix
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Evaluation:
         self.sets = sets
         self._components, self._recording = components, recording
         self._frozen: list[bool] | None = None
+        self.arrays: dict[str, np.ndarray] = {}
 
     @property
     def names(self) -> list[str]:
@@ -96,7 +101,7 @@ class Evaluation:
         return [
             f"{name}/{value}" if name else value
             for name, one in self.sets.items()
-            for value in ("loss", *one.metrics)
+            for value in ("loss", *one.names)
         ]
 
     def list_passing_variables(self) -> list[tf.Variable]:
@@ -119,8 +124,11 @@ class Evaluation:
                 ops = add_called_ops(graph.get_operations())
                 if not any(op.type.startswith("Collective") for op in ops):
                     break
+            # Metrics keep their values, so that hooks can read them after the evaluation.
+            passing = set(map(id, self.list_passing_variables()))
             written = self._recording.find_written(graph, self._components.strategy)
-            one.copies = ReplicaCopies(self._components.strategy, written)
+            kept = [variable for variable in written if id(variable) not in passing]
+            one.copies = ReplicaCopies(self._components.strategy, kept)
 
     def evaluate(
         self, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
@@ -136,15 +144,19 @@ class Evaluation:
             None if ended early.
         """
         self.trace()
-        values: list[float] = []
-        for one in self.sets.values():
+        values: dict[str, float] = {}
+        self.arrays = {}
+        for set_name, one in self.sets.items():
+            prefix = f"{set_name}/" if set_name else ""
             with one.copies.put_back_after():
                 if not _add_batches(one, sync):
                     return None
                 total, examples = float(one.total.result()), float(one.examples.result())
                 results = read_results(one.metrics)
-                values += [total / examples if examples else math.nan, *results.values()]
-        return dict(zip(self.names, values, strict=True))
+                values[f"{prefix}loss"] = total / examples if examples else math.nan
+                values |= {f"{prefix}{name}": value for name, value in results.scalars.items()}
+                self.arrays |= {f"{prefix}{name}": array for name, array in results.arrays.items()}
+        return values
 
 
 def _add_batches(one: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]) -> bool:
