@@ -142,8 +142,7 @@ def apply_gradients(
     """Lets optimizers apply what ``update_pre`` returned for them; they do not reduce again."""
     for name, gradients in updates.items():
         optimizer = parts.optimizers[name]
-        rows = reduction.choose_rows(optimizer, gradients)
-        if pairs := list(zip(rows, trained[name], strict=True)):
+        if pairs := list(zip(gradients, trained[name], strict=True)):
             with compat.skip_reduction():
                 call_made(parts.hooks.create_opt, optimizer.apply_gradients, pairs)
 

@@ -4,30 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 PIECES = ("output", "batch")  # what hooks are given of each replica and micro-batch
-
-
-class Merged(tf.IndexedSlices):  # type: ignore[misc]
-    """A sparse gradient that has each index once; ``parts`` is the one that may have it often."""
-
-    def __init__(self, values: Any, indices: Any, parts: tf.IndexedSlices) -> None:
-        super().__init__(values, indices, parts.dense_shape)
-        self.parts = parts
-
-
-def choose_rows(optimizer: Any, gradients: list[Any]) -> list[Any]:
-    """Returns what an optimizer is given: rows as they came, where it does nothing but add them up.
-
-    Sums of rows that nobody looks at are then not computed: TensorFlow leaves them out.
-    """
-    limits = ("momentum", "clipnorm", "clipvalue", "global_clipnorm", "gradient_accumulation_steps")
-    adds_up = type(optimizer) is keras.optimizers.SGD
-    if not adds_up or any(getattr(optimizer, name) for name in limits):
-        return gradients
-    return [one.parts if isinstance(one, Merged) else one for one in gradients]
 
 
 def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
@@ -42,7 +21,7 @@ def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
         if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             values = tf.nest.map_structure(_fix_shape, values)
         values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-    return tf.nest.map_structure(partial(_merge_rows, replicas, compiled), values)
+    return tf.nest.map_structure(partial(_merge_rows, compiled), values)
 
 
 def _fix_shape(value: Any) -> Any:
@@ -51,7 +30,7 @@ def _fix_shape(value: Any) -> Any:
     return tf.convert_to_tensor(value) if varies else value
 
 
-def _merge_rows(replicas: int, compiled: bool, gradient: Any) -> Any:
+def _merge_rows(compiled: bool, gradient: Any) -> Any:
     """Adds up the rows of a sparse gradient that belong to one index."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -67,9 +46,7 @@ def _merge_rows(replicas: int, compiled: bool, gradient: Any) -> Any:
         order = tf.argsort(rows, stable=True)
         ordered = tf.gather(rows, order)
         values = tf.sparse.segment_sum(gradient.values, order, ordered, tf.size(found))
-    if replicas > 1:
-        return tf.IndexedSlices(values, found, gradient.dense_shape)
-    return Merged(values, found, gradient)
+    return tf.IndexedSlices(values, found, gradient.dense_shape)
 
 
 def multiply(values: Any, factor: tf.Tensor) -> Any:
