@@ -33,7 +33,7 @@ def is_executable(parts: Parts, data: Input) -> bool:
         parts.jit_compile
         and shape.replicas == 1
         and shape.batch % shape.accumulate_steps == 0
-        and not data.whole
+        and shape.by_rows
         and all(
             isinstance(spec, tf.TensorSpec)
             and spec.dtype != tf.string

@@ -165,7 +165,7 @@ def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Eva
             )
         return None
     size = config.eval_batch_size or parts.shape.batch
-    if not hooks.count_examples.is_default:  # each is a replica's share
+    if not parts.shape.by_rows:  # each is a replica's share
         size = max(1, size // parts.shape.replicas)
 
     def call() -> dict[str, Any]:
@@ -197,7 +197,7 @@ def prepare(parts: Parts, config: Config, hook: Hook, dataset: tf.data.Dataset) 
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
         )
-    if parts.hooks.count_examples.is_default and not has_varying_widths(dataset.element_spec):
+    if parts.shape.by_rows and not has_varying_widths(dataset.element_spec):
         batch = config.eval_batch_size or parts.shape.batch
         dataset = dataset.rebatch(batch, drop_remainder=False)
     if config.limit_eval is not None:
@@ -208,7 +208,7 @@ def prepare(parts: Parts, config: Config, hook: Hook, dataset: tf.data.Dataset) 
 def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
     """Defines the graph function that evaluates so many elements, or those that are left."""
     strategy, replicas = parts.strategy, parts.shape.replicas
-    by_rows = parts.hooks.count_examples.is_default
+    by_rows = parts.shape.by_rows
     generator = get_seed_generator()
 
     def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:

@@ -56,6 +56,7 @@ class Reader:
 
     Attributes:
         made: what the hook returned
+        first_element: the first element, a structure of arrays
         spec: of its elements, with any number of rows
         why_not: why its position cannot be saved, or None
     """
@@ -73,6 +74,7 @@ class Reader:
         if first is None:
             raise ValueError("the reader has no element")
         self._start, element = first
+        self.first_element = element
         self._begin(itertools.chain([first], source))
         spec = getattr(made, "element_spec", None)
         self.spec = tf.nest.map_structure(_describe, element if spec is None else spec)
@@ -121,10 +123,10 @@ class Reader:
         """
         source: Any = None
         number = 0
-        self._goes_on |= goes_on
 
         def read_pass() -> Iterator[Any]:
             nonlocal source, number
+            self._goes_on |= goes_on
             if source is None or not goes_on:
                 if self._is_taken:
                     self._begin(self._open(self._start))

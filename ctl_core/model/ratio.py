@@ -39,7 +39,7 @@ def check_losses(state: State, console: Console) -> None:
     mean, or a weight that is no sum, is a SetupError.
     """
     hooks = state.hooks
-    if not (state.parts.scalar_losses or hooks.batch_weight) or not hooks.count_examples.is_default:
+    if not (state.parts.scalar_losses or hooks.batch_weight) or not state.parts.shape.by_rows:
         return
     try:
         with keep_seeds():
