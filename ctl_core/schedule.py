@@ -42,7 +42,7 @@ class Schedule:
         """Returns the next step after which the graph has to be left."""
         periodic = (step - step % n + n for n in self._periods)
         once = (n for n in (*self._at, *self._marks) if n > step)
-        return min(self.last, *periodic, *once)
+        return min([self.last, *periodic, *once])
 
     def find_due(self, step: int) -> list[Hook]:
         """Returns the hooks to run after a step: every_steps first, each in its own order."""
