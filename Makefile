@@ -29,7 +29,7 @@ WITH ?= tensorflow-cpu
 PIP = -m pip install --quiet --disable-pip-version-check
 # A process that crashes ends the tests: with another in its place they would wait for ever.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 --dist loadfile \
-	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers,--ignore tests/on_$(place))
+	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers,--ignore tests/on_$(place)) --ignore tests/engine_net
 
 .PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove generated python \
 	test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers

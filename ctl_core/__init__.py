@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctl_core import data
-    from ctl_core.cluster.collectives import all_gather, all_reduce, num_replicas, replica_id
+    from ctl_core.cluster.collectives import (
+        all_gather,
+        all_reduce,
+        num_replicas,
+        replica_id,
+        row_offset,
+    )
     from ctl_core.commands.check import check
     from ctl_core.commands.train import train
     from ctl_core.hooks.defaults import deferred, leading_dimension, nan_to_zero, unpack, weighted
@@ -29,7 +35,7 @@ __version__ = "1.0.0"
 
 # Where the public names are.
 _HOME = {
-    "cluster.collectives": "all_gather all_reduce num_replicas replica_id",
+    "cluster.collectives": "all_gather all_reduce num_replicas replica_id row_offset",
     "commands.check": "check",
     "commands.train": "train",
     "hooks.defaults": "deferred leading_dimension nan_to_zero unpack weighted",

@@ -4,67 +4,114 @@ All that hooks create is recorded, see hooks/recording.py. ``train``, ``evaluate
 ``export`` start from here.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.checkpoint.folder import Run
-from ctl_core.cluster.collectives import Alone
+from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
-from ctl_core.graph import is_executable
+from ctl_core.graph import choose_compilation
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
-from ctl_core.hooks.recording import Recording, unfreeze
+from ctl_core.hooks.optimizers import refuse_loss_scales
+from ctl_core.hooks.recording import Recording, record_nothing, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
+from ctl_core.model.components import (
+    SINGLE_OBJECTIVE,
+    Compilation,
+    Components,
+    ForwardComponents,
+    TraceContext,
+    WrittenVariable,
+)
 from ctl_core.model.forward import (
-    Objective,
+    ReplicaObjective,
     call_made,
     compute_objectives,
     forward_backward,
     run_model,
 )
+from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
 from ctl_core.model.metrics import update_train_metrics
-from ctl_core.model.parts import Parts, Written
 from ctl_core.model.state import State
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
-from ctl_core.numerics.learning_rate import LearningRate, RateSchedule, make_rate_for_hooks
+from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
+from ctl_core.numerics.randomness import keep_seeds
+from ctl_core.numerics.reduction import PIECES
 from ctl_core.numerics.replicas import WeightAverage, find_moving_statistics
 from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap, walk
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import SETTINGS, Config
-from ctl_core.step import change_gradients
+from ctl_core.step import call_update_pre
+
+# Keras' dtype policy outside of the run that is being built or trained; None: there is no run.
+_policy_outside: keras.DTypePolicy | None = None
+
+
+@contextlib.contextmanager
+def leave_run() -> Iterator[None]:
+    """Lets a hook use another run as if its own run did not exist, and then puts everything back.
+
+    Within, these are as they are outside of any run, and afterwards as they were before:
+
+    - Keras' dtype policy, the names it gives to objects, and the generator of ``keras.random``
+    - the random numbers of Python, NumPy and TensorFlow
+    - whether ops are deterministic
+    - what is recorded: variables, layers, and the layers that callbacks.py made when imported
+
+    ``folder.open_session`` puts back the console and the step of summaries, and ``Signals`` the
+    signal handlers.
+    """
+    global _policy_outside
+    policy = keras.config.dtype_policy()
+    outside = _policy_outside
+    if outside is not None:
+        keras.config.set_dtype_policy(outside)
+    _policy_outside = None
+    try:
+        with (
+            keep_seeds(),
+            compat.draw_from(None),
+            compat.name_anew(),
+            compat.keep_op_determinism(),
+            record_nothing(),
+        ):
+            yield
+    finally:
+        _policy_outside = outside
+        keras.config.set_dtype_policy(policy)
 
 
 @contextlib.contextmanager
 def prepare_process(config: Config) -> Iterator[None]:
     """Within, Keras and TensorFlow are as the run needs them, which trains as in a new process.
 
-    Names of Keras' objects begin anew, and ops stay deterministic from here on. Keras' one dtype
-    policy is put back at the end, also where a hook has set another.
+    Afterwards they are as before, even if a hook has set another dtype policy; see ``leave_run``.
     """
-    compat.name_anew()
-    before = keras.config.dtype_policy()
-    if config.precision != "float32":
-        keras.config.set_dtype_policy(f"mixed_{config.precision}")
-    compat.keep_large_sums_whole()
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    try:
+    global _policy_outside
+    with leave_run():
+        _policy_outside = keras.config.dtype_policy()
+        if config.precision != "float32":
+            keras.config.set_dtype_policy(f"mixed_{config.precision}")
+        compat.keep_large_sums_whole()
+        if config.deterministic:
+            tf.config.experimental.enable_op_determinism()
         with compat.separate_losses(), compat.convert_variables():
             yield
-    finally:
-        keras.config.set_dtype_policy(before)
 
 
 def create_state(
@@ -114,7 +161,7 @@ class _Builder:
     recording: Recording = dataclasses.field(default_factory=Recording)
 
     def build(self) -> State:
-        """Returns the state of a run that has not begun."""
+        """Returns the state of a run that has not started."""
         config, recording = self.config, self.recording
         replicas = self.strategy.num_replicas_in_sync
         shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
@@ -124,11 +171,12 @@ class _Builder:
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
-        tf.summary.experimental.set_step(step)  # for hooks that ask; steps taken set theirs
+        # For hooks that ask TensorFlow for the step; steps that are traced set their own.
+        tf.summary.experimental.set_step(step)
         with self.strategy.scope():
             with recording.record_as("engine"):
                 rate = LearningRate(config.learning_rate)
-            parts = Parts(
+            forward = ForwardComponents(
                 hooks=self.hooks,
                 strategy=self.strategy,
                 shape=shape,
@@ -136,35 +184,56 @@ class _Builder:
                 train_loss=self._create("create_loss"),
                 lr=rate,
                 step_variable=step,
-                jit_compile=config.jit_compile,
                 train_metrics=self._create("create_train_metrics"),
             )
-            parts, objectives, weights = self._trace_forward(parts)
-            parts = self._create_optimizers(parts, rate, objectives)
-            self._trace_update(parts)
+            traced = self._trace_forward(forward)
+            optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
+            lr = make_rate_for_hooks(rate, optimizers)
             computed_in = {config.precision, *(layer.compute_dtype for layer in recording.layers)}
             precisions = sorted(computed_in & {"bfloat16", "float16"})
             with recording.record_as("engine"):
                 loss_scale = LossScale() if "float16" in precisions else None
-                assign_rate = self._choose_schedule(parts, rate)
-            with recording.record_as("ema"):
-                ema = config.ema
-                average = None if ema is None else WeightAverage(ema, weights, self.strategy)
-            parts = dataclasses.replace(
-                parts,
+                assign_rate = self._choose_schedule(lr, rate)
+            average = None
+            if config.ema is not None:
+                with recording.record_as("ema"):
+                    average = WeightAverage(config.ema, traced.weights, self.strategy)
+            eval_model = None
+            if self.hooks.create_eval_model is not None:
+                eval_model = self._create("create_eval_model", train_model=forward.train_model)
+            components = Components(
+                hooks=forward.hooks,
+                strategy=forward.strategy,
+                shape=forward.shape,
+                train_model=forward.train_model,
+                train_loss=forward.train_loss,
+                lr=lr,
+                step_variable=forward.step_variable,
+                train_metrics=forward.train_metrics,
+                eval_model=eval_model,
+                optimizer=optimizer,
+                optimizers=optimizers,
+                written=traced.written,
+                scalar_losses=traced.scalar_losses,
+                loss_metrics=self._create_loss_metrics(traced.logged),
+                compile_with_xla=config.jit_compile,
                 loss_scale=loss_scale,
                 assign_rate=assign_rate,
                 update_average=average.update if average else None,
             )
-            parts, evaluation = self._create_evaluation(parts)
-            ckpt, manager = self._create_ckpt(parts, rate)
-        _ = ckpt.save_counter  # TensorFlow makes it when it is first asked for: not on replicas
+            self._trace_update(components)
+            with recording.record_as("create_metrics"):
+                evaluation = create_evaluation(components, config, recording)
+            self._trace_evaluation(components, evaluation)
+            ckpt, manager = self._create_ckpt(components, rate)
+        _ = ckpt.save_counter  # TensorFlow creates it when it is first asked for: not on replicas
         recording.fix()
-        data.begin(count_batches(data.dataset) if is_executable(parts, data) else 0)
+        compiles_steps = choose_compilation(components, data) is Compilation.STEP
+        data.begin(count_batches(data.dataset) if compiles_steps else 0)
         return State(
             config=config,
             run_dir=self.run.path,
-            parts=parts,
+            components=components,
             learning_rate=rate,
             average=average,
             recording=recording,
@@ -176,32 +245,27 @@ class _Builder:
             computed_in=precisions,
         )
 
-    def _choose_schedule(self, parts: Parts, rate: LearningRate) -> Any:
-        """Returns what assigns the learning rate of each step, if the settings ask for it."""
+    def _choose_schedule(self, lr: Rate, rate: LearningRate) -> Callable[[tf.Tensor], None] | None:
+        """Returns the function that assigns the learning rate of a step; None without a schedule.
+
+        Args:
+            lr: the rate that hooks are passed
+            rate: the rate that ``create_opt`` was passed
+        """
         config, hooks = self.config, [self.hooks.create_opt, *self.hooks.list_graph_hooks()]
         is_named = any("lr" in hook.arguments for hook in hooks)
         is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
-        if is_scheduled and parts.lr is rate and is_named:
+        if is_scheduled and lr is rate and is_named:
             return RateSchedule(config, rate).apply
         if is_scheduled:
-            has_own = parts.lr is not rate
+            has_own = lr is not rate
             why = "gives the optimizer a schedule of its own" if has_own else "does not use lr"
             self.console.warn(f"lr_schedule and warmup change nothing: create_opt {why}.")
         elif not is_named and config.learning_rate != SETTINGS["learning_rate"].default:
             self.console.warn("learning_rate changes nothing: create_opt does not use lr.")
         return None
 
-    def _create_evaluation(self, parts: Parts) -> tuple[Parts, Evaluation | None]:
-        """Creates the model and the metrics of evaluations, and traces one."""
-        if self.hooks.create_eval_model is not None:
-            eval_model = self._create("create_eval_model", train_model=parts.train_model)
-            parts = dataclasses.replace(parts, eval_model=eval_model)
-        with self.recording.record_as("create_metrics"):
-            evaluation = create_evaluation(parts, self.config, self.recording)
-        self._trace_evaluation(parts, evaluation)
-        return parts, evaluation
-
-    def _create_ckpt(self, parts: Parts, rate: LearningRate) -> Any:
+    def _create_ckpt(self, components: Components, rate: LearningRate) -> Any:
         """Returns the checkpoint of the user's part, and its manager."""
         try:
             tf.train.get_checkpoint_state(str(self.run.ckpt))
@@ -210,11 +274,11 @@ class _Builder:
         return self._create(
             "create_ckpt",
             ckpt_path=str(self.run.ckpt),
-            step=parts.step_variable,
+            step=components.step_variable,
             lr=rate,
-            optimizer=make_trackable(parts.optimizer),
-            train_model=make_trackable(parts.train_model),
-            train_loss=make_trackable(parts.train_loss),
+            optimizer=make_trackable(components.optimizer),
+            train_model=make_trackable(components.train_model),
+            train_loss=make_trackable(components.train_loss),
         )
 
     def _create(self, name: str, **values: Any) -> Any:
@@ -235,7 +299,7 @@ class _Builder:
         spec = self.data.share_spec if spec is None else spec
         with (
             recording.record_as(hook),
-            Alone(strategy, find_first_replica(strategy)),
+            LoneReplica(strategy, find_first_replica(strategy)),
             compat.make_scratch_graph("build").as_default() as g,
         ):
             yield g, make_placeholders(spec)
@@ -245,69 +309,90 @@ class _Builder:
             if id(variable) not in known:
                 recording.add(variable, "elsewhere")
 
-    def _trace_forward(self, parts: Parts) -> tuple[Parts, dict[str, list[Any]], list[Any]]:
-        """Runs the forward hooks once on placeholders, so that every variable of theirs exists.
+    def _trace_forward(self, forward: ForwardComponents) -> TracedForward:
+        """Runs the forward hooks once on placeholders, so that all their variables exist.
 
-        No layer is frozen there: an optimizer has to know also what is unfrozen later.
-
-        Returns:
-            The parts with the variables that the forward pass writes and the means of the loss's
-            parts; by objective the variables, frozen or not; and those of the model.
+        No layer is frozen during that run: an optimizer also has to know the variables that are
+        unfrozen later.
         """
-        hooks, recording, model = self.hooks, self.recording, parts.train_model
-        traced: list[tuple[str, Objective]] = []
-        with unfreeze(recording), self._scratch("create_model") as (graph, batch):
-            for turn in parts.list_turns():
-                objectives, made = compute_objectives(turn, batch, 1)
-                traced += objectives.items()
-                with recording.record_as("create_train_metrics"):
-                    update_train_metrics(turn, {}, made, None)
-            weights = trainable_variables(model)
-        variables: dict[str, dict[int, Any]] = {}
-        for name, one in traced:
-            own = one.variables if name else [*one.variables, *weights]
-            variables.setdefault(name, {}).update({id(v): v for v in own})
-        for name, several in variables.items():
-            if why := find_untrainable(several.values(), self.strategy):
-                raise hooks.grad_pre.reject(f"returned{f' for {name!r}' * bool(name)} {why}.")
-        with recording.record_as("create_train_metrics"):
-            names = dict.fromkeys(part for _, one in traced for part in one.parts)
-            loss_parts = {name: keras.metrics.Mean(name) for name in names}
-        parts = dataclasses.replace(
-            parts,
-            written=self._find_written(graph, parts),
-            scalar_losses=frozenset(name for name, one in traced if one.is_scalar),
-            loss_parts=loss_parts,
-        )
-        return parts, {name: list(several.values()) for name, several in variables.items()}, weights
-
-    def _find_written(self, graph: Any, parts: Parts) -> tuple[Written, ...]:
-        """Returns what the forward pass writes, random generators and metrics left out."""
         recording = self.recording
-        metrics = [v for metric in parts.train_metrics.values() for v in metric.variables]
-        aside = {id(unwrap(v)) for v in (*recording.generators, *metrics)}
-        furthest = {
+        objectives: list[tuple[str, ReplicaObjective]] = []
+        with unfreeze(recording), self._scratch("create_model") as (graph, batch):
+            for turn in TraceContext(forward).list_turns():
+                result = compute_objectives(turn, batch, 1)
+                objectives += result.objectives.items()
+                with recording.record_as("create_train_metrics"):
+                    update_train_metrics(turn, result, None)
+            weights = trainable_variables(forward.train_model)
+        operations = list(compat.add_called_ops(graph.get_operations()))
+        refuse_scaled_losses(self.hooks, operations)
+        if self.config.accumulate_steps > 1:
+            refuse_exchanges(self.hooks, operations)
+        variables = self._collect_variables(objectives, weights)
+        return TracedForward(
+            variables=variables,
+            weights=weights,
+            written=self._find_written(graph, forward),
+            scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
+            logged=[name for _, objective in objectives for name in objective.logged],
+        )
+
+    def _collect_variables(
+        self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Any]
+    ) -> dict[str, list[Any]]:
+        """Returns the variables of each objective; those of a single one include all weights."""
+        by_identity: dict[str, dict[int, Any]] = {}
+        for name, objective in objectives:
+            variables = list(objective.variables)
+            if name == SINGLE_OBJECTIVE:
+                variables += weights
+            by_identity.setdefault(name, {}).update({id(v): v for v in variables})
+        collected = {name: list(variables.values()) for name, variables in by_identity.items()}
+        for name, variables in collected.items():
+            if problem := find_untrainable(variables, self.strategy):
+                returned = f"returned for {name!r}" if name else "returned"
+                raise self.hooks.grad_pre.reject(f"{returned} {problem}.")
+        return collected
+
+    def _create_loss_metrics(self, names: Iterable[str]) -> dict[str, keras.Metric]:
+        """Creates a mean for each logged part of the loss."""
+        with self.recording.record_as("create_train_metrics"):
+            return {name: keras.metrics.Mean(name) for name in dict.fromkeys(names)}
+
+    def _find_written(self, graph: Any, forward: ForwardComponents) -> tuple[WrittenVariable, ...]:
+        """Returns the variables that a graph writes, except random generators and metrics."""
+        recording = self.recording
+        metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
+        ignored = {id(unwrap(v)) for v in (*recording.generators, *metrics)}
+        max_stretch = {
             id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
             for layer in recording.layers
             if not getattr(layer, "synchronized", True)
             for statistic in find_moving_statistics([layer])
         }
-        return tuple(
-            Written(
-                variable,
-                furthest.get(id(variable)),
-                is_shared=not is_summed(variable)
-                and id(variable) not in furthest
-                and (variable.dtype.is_floating or variable.dtype.is_integer),
-            )
-            for variable in recording.find_written(graph, self.strategy)
-            if id(variable) not in aside
-        )
+        written = []
+        for variable in recording.find_written(graph, self.strategy):
+            if id(variable) in ignored:
+                continue
+            is_shared = id(variable) not in max_stretch and not is_summed(variable)
+            has_replicas = self.strategy.num_replicas_in_sync > 1
+            if is_shared and has_replicas and variable.dtype == tf.string:
+                raise self.hooks.create_model.reject(
+                    f"the forward pass writes {name_variable(variable)}, a variable of dtype "
+                    "string, which replicas cannot exchange; write a number instead."
+                )
+            written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
+        return tuple(written)
 
     def _create_optimizers(
-        self, parts: Parts, rate: LearningRate, variables: dict[str, list[Any]]
-    ) -> Parts:
-        """Calls ``create_opt``, and lets each optimizer make what it keeps of its variables."""
+        self, forward: ForwardComponents, rate: LearningRate, variables: dict[str, list[Any]]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Calls ``create_opt``, and lets each optimizer create its own variables.
+
+        Returns:
+            The optimizer, or the dict of optimizers, that the hook returned; and all of them by
+            objective.
+        """
         hooks, hook = self.hooks, self.hooks.create_opt
         if hooks.turns and self.config.accumulate_steps > 1:
             raise SetupError(
@@ -316,9 +401,10 @@ class _Builder:
             )
         is_made_here = self.strategy.extended.variable_created_in_scope
         with self.recording.record_as("create_opt"):
-            made = hook(lr=rate, train_model=parts.train_model)
+            made = hook(lr=rate, train_model=forward.train_model)
+            refuse_loss_scales(hook, made)
             optimizer = OptimizerGroups(made) if is_pairs(made) else made
-            optimizers = optimizer if isinstance(optimizer, dict) else {"": optimizer}
+            optimizers = optimizer if isinstance(optimizer, dict) else {SINGLE_OBJECTIVE: optimizer}
             if variables.keys() != optimizers.keys():
                 raise hook.reject(
                     f"returned the optimizers {list(optimizers)}, but {hooks.grad_pre} the "
@@ -331,30 +417,49 @@ class _Builder:
                     raise hook.reject("returned an optimizer that was made before; make it there.")
                 if callable(build) and not getattr(one, "built", False):
                     call_made(hook, build, variables[name])
-        lr = make_rate_for_hooks(rate, optimizers)
-        return dataclasses.replace(parts, optimizer=optimizer, optimizers=optimizers, lr=lr)
+        return optimizer, optimizers
 
-    def _trace_update(self, parts: Parts) -> None:
-        """Runs an ``update_pre`` of the user's on placeholders, so that its variables exist."""
+    def _trace_update(self, components: Components) -> None:
+        """Runs the user's ``update_pre`` on placeholders, so that its variables exist."""
         hook = self.hooks.update_pre
         if hook.is_default:
             return
-        kept = frozenset({"output", "batch"} & {*hook.arguments})
+        kept = frozenset(PIECES) & {*hook.arguments}
         with self._scratch("update_pre") as (_, batch):
-            for turn in parts.list_turns():
-                made, trained = forward_backward(turn, 1, kept, Share(batch))
-                change_gradients(turn, made, made, trained)
+            for turn in TraceContext(components).list_turns():
+                contribution, variables = forward_backward(turn, 1, kept, Share(batch))
+                call_update_pre(turn, 1, variables, contribution, contribution)
 
-    def _trace_evaluation(self, parts: Parts, evaluation: Evaluation | None) -> None:
-        """Evaluates placeholders, so that every variable of eval_model and metrics exists."""
+    def _trace_evaluation(self, components: Components, evaluation: Evaluation | None) -> None:
+        """Evaluates placeholders, so that all variables of eval_model and metrics exist."""
+        context = TraceContext(components)
         for one in evaluation.sets.values() if evaluation else [None]:
             spec = self.data.share_spec if one is None else one.spec
-            with compat.run_layers(False), self._scratch("create_metrics", spec) as (_, batch):
-                if parts.eval_model is not None:
+            with compat.run_layers(False), self._scratch("create_metrics", spec) as (graph, batch):
+                if components.eval_model is not None:
                     with self.recording.record_as("create_eval_model"):
-                        run_model(parts, batch, training=False)
+                        run_model(context, batch, training=False)
                 if one is not None:
-                    add_batch(parts, one, batch, None)
+                    add_batch(context, one, batch, None)
+            refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
+
+
+class TracedForward(NamedTuple):
+    """The results of tracing the forward hooks once.
+
+    Attributes:
+        variables: the variables to train by objective, including those of frozen layers
+        weights: the trainable variables of the model
+        written: the variables that the forward pass writes
+        scalar_losses: the objectives whose loss is one number for a batch
+        logged: the names of the logged parts of the loss
+    """
+
+    variables: dict[str, list[Any]]
+    weights: list[Any]
+    written: tuple[WrittenVariable, ...]
+    scalar_losses: frozenset[str]
+    logged: list[str]
 
 
 def find_untrainable(variables: Collection[Any], strategy: tf.distribute.Strategy) -> str | None:

@@ -1,15 +1,19 @@
-"""The inner loop: graph functions that take steps, traced once for each state of frozen layers.
+"""The graph functions that take steps, traced once for each state of frozen layers.
 
-One takes many steps in a call; others take one and return the values that due hooks name.
+One kind takes many steps in a call. The other takes one step and returns the values that due hooks
+name.
 
-With ``jit_compile``, and one replica, a step is one XLA executable, and so are many whose batches
-were read at once (prefetch.py): the sum over several replicas would have to leave it.
+With ``jit_compile`` on a single replica, a step is one XLA executable, and so are many steps whose
+batches are read at once (see input/prefetch.py). The sum over several replicas cannot be part of an
+executable: there, only the forward and backward pass of each replica is compiled.
 """
 
-import dataclasses
+from __future__ import annotations
+
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -17,60 +21,92 @@ import tensorflow as tf
 from ctl_core.compat import GraphWriter, add_called_ops
 from ctl_core.hooks.recording import read_flags
 from ctl_core.input.stream import Input
+from ctl_core.model.components import Compilation, Components, StepContext, TraceContext
 from ctl_core.model.failures import check_numerics
-from ctl_core.model.parts import Parts
 from ctl_core.model.state import State
+from ctl_core.numerics.not_finite import FiniteFlags, combine_flags
 from ctl_core.numerics.reduction import PIECES, join_for_host
-from ctl_core.step import refuse_to_compile, train_step
+from ctl_core.step import GlobalBatch, StepResult, refuse_to_compile, strip_objective, train_step
 
 _LOSS = frozenset({"loss"})
 
 
-def is_executable(parts: Parts, data: Input) -> bool:
-    """Returns whether XLA compiles the step as a whole: on one replica, of batches of one shape."""
-    shape = parts.shape
-    return (
-        parts.jit_compile
-        and shape.replicas == 1
-        and shape.batch % shape.accumulate_steps == 0
-        and shape.by_rows
-        and all(
-            isinstance(spec, tf.TensorSpec)
-            and spec.dtype != tf.string
-            and spec.shape.is_fully_defined()
-            and spec.shape.rank > 0
-            for spec in tf.nest.flatten(data.dataset.element_spec)
-        )
+def choose_compilation(components: Components, data: Input) -> Compilation:
+    """Returns what XLA compiles: whole steps on one replica, if all batches have one shape."""
+    if not components.compile_with_xla:
+        return Compilation.NOTHING
+    shape = components.shape
+    has_equal_shares = shape.replicas == 1 and shape.batch % shape.accumulate_steps == 0
+    if has_equal_shares and shape.by_rows and _has_fixed_shapes(data.dataset.element_spec):
+        return Compilation.STEP
+    return Compilation.REPLICA
+
+
+def _has_fixed_shapes(element_spec: Any) -> bool:
+    """Returns whether the elements of a dataset are dense, numeric and of one shape."""
+    return all(
+        isinstance(spec, tf.TensorSpec)
+        and spec.dtype != tf.string
+        and spec.shape.is_fully_defined()
+        and spec.shape.rank > 0
+        for spec in tf.nest.flatten(element_spec)
     )
+
+
+class CallResult(NamedTuple):
+    """The results of a graph call; its values are those of its last step.
+
+    Attributes:
+        pieces: ``output`` and ``batch``, by name, of each replica and micro-batch
+        values: the other values that were asked for, by name
+        unused: values that are equal on all replicas, as the other replicas have them. They are
+            returned although nobody uses them: TensorFlow would rewrite arithmetic whose result
+            nobody asks for. It rounds differently, so the replicas' variables would drift apart.
+        flags: bool[steps, 2], see ``combine_flags``
+    """
+
+    pieces: dict[str, list[Any]]
+    values: dict[str, Any]
+    unused: list[Any]
+    flags: tf.Tensor
 
 
 class StepFunctions:
     """The graph functions of the inner loop.
 
     Attributes:
-        devices: this process's replica devices
-        notes: what was noted of the steps of each call, a float32 vector, see ``note_update``
+        devices: the replica devices of this process
+        flags: bool[steps, 2] for each call since it was last emptied, see ``combine_flags``
     """
 
-    def __init__(self, state: State, summaries: tf.summary.SummaryWriter) -> None:
-        """``summaries`` writes those of the hooks in the graph."""
+    def __init__(
+        self, state: State, summaries: tf.summary.SummaryWriter, quiet: bool = False
+    ) -> None:
+        """Prepares the functions; they are traced when they are first needed.
+
+        Args:
+            state: of the run
+            summaries: writes the summaries of hooks that are in the graph
+            quiet: whether steps run the model without noise, to be compared
+        """
         self.devices = tuple(state.strategy.extended.worker_devices)
-        self.notes: list[np.ndarray] = []
+        self.flags: list[np.ndarray] = []
         self._state = state
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
-        self._variables: dict[tuple[bool, ...], Any] = {}  # that are trained, if a hook asks
+        self._variables: dict[tuple[bool, ...], Any] = {}
         self._frozen: tuple[bool, ...] = ()
-        self._is_executable = is_executable(state.parts, state.data)
-        self._summaries = GraphWriter(refuse_to_compile) if self._is_executable else summaries
-        self._parts = state.parts
-        if self._is_executable:
-            self._parts = dataclasses.replace(state.parts, jit_compile=False, in_executable=True)
-        # What a loop returns of its last step; for all else, the last step is a call of its own.
-        self._of_loop = _LOSS if state.data.unit else frozenset()
+        compilation = choose_compilation(state.components, state.data)
+        context = TraceContext(state.components, quiet=quiet, compilation=compilation)
+        if compilation is Compilation.STEP:
+            summaries = GraphWriter(refuse_to_compile)
+        self._tracer = StepTracer(context, state.data, summaries)
+        # The values that a loop returns of its last step. For all other values, the last step is a
+        # call of its own.
+        self._loop_fetches = _LOSS if state.data.unit else frozenset()
         self.refresh()
 
     def refresh(self) -> None:
-        """Notices what hooks have frozen or unfrozen; the next step uses a graph of its own."""
+        """Notices which layers hooks have frozen; the next step uses a graph traced for them."""
         self._frozen = tuple(read_flags(self._state.recording))
 
     @property
@@ -79,144 +115,236 @@ class StepFunctions:
         return hash(self._frozen)
 
     def list_operations(self) -> Iterator[Any]:
-        """Yields the ops of all that was traced, each before those of the functions it calls."""
+        """Yields the ops of all traced graphs, each before those of the functions it calls."""
         graphs = [function.graph for function in self._graphs.values()]
         return add_called_ops(itertools.chain(*(graph.get_operations() for graph in graphs)))
 
     def take_steps(self, steps: int, fetches: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """Takes so many steps; returns the values of the last one that are asked for.
+        """Takes steps, and returns values of the last one.
 
-        All are in one graph call, but for a last one whose values do not come out of a loop.
+        All steps are in one graph call, unless the values cannot be returned by a loop: then the
+        last step is a call of its own.
+
+        Args:
+            steps: how many, at least 1
+            fetches: names of the values to return, out of ``table.OBSERVED``
         """
-        take = self.trace(fetches)
-        if fetches <= self._of_loop:
-            pieces, values, _, notes = take(tf.constant(steps))
+        function = self.trace(fetches)
+        if fetches <= self._loop_fetches:
+            result = function(tf.constant(steps))
         else:
             if steps > 1:
                 self.take_steps(steps - 1)
-            pieces, values, _, notes = take()
-        self.notes.append(notes.numpy())
-        for name, several in pieces.items():  # of each replica and micro-batch
-            values[name] = tf.nest.map_structure(join_for_host, *several)
+            result = function()
+        self.flags.append(result.flags.numpy())
+        values: dict[str, Any] = dict(result.values)
+        for name, pieces in result.pieces.items():
+            values[name] = tf.nest.map_structure(join_for_host, *pieces)
         if "variables" in fetches:
             values["variables"] = self._variables[self._frozen]
-        return values  # type: ignore[no-any-return]
+        return values
 
     def trace(self, fetches: frozenset[str] = frozenset()) -> Any:
-        """Returns the concrete function for what is frozen now, traced if it is the first time.
+        """Returns the concrete function for the layers that are frozen now, traced if need be.
 
-        A loop takes the number of steps. Each returns pieces of output and batch by name, other
-        values by name, what nobody uses, and the notes.
+        It returns a ``CallResult``. A loop takes the number of steps, an int32 scalar.
         """
-        is_loop = fetches <= self._of_loop
-        key = (self._frozen, self._of_loop if is_loop else fetches)
+        is_loop = fetches <= self._loop_fetches
+        key = (self._frozen, self._loop_fetches if is_loop else fetches)
         if key not in self._graphs:
+            if is_loop:
+                function = define_loop(self._tracer, self._loop_fetches)
+            else:
+                function = define_single_step(self._tracer, fetches)
             with check_numerics(self._state.config.detect_anomaly):
-                function = self._define_loop() if is_loop else self._define_step(fetches)
                 self._graphs[key] = function.get_concrete_function()
+            if "variables" in fetches:
+                self._variables[self._frozen] = self._tracer.traced_variables
         return self._graphs[key]
 
-    def _define_loop(self) -> Any:
-        parts, data = self._parts, self._state.data
-        zeros = {name: tf.zeros([]) for name in parts.optimizers}
-        no_values = {name: zeros.get("", zeros) for name in self._of_loop}
+
+class TracedStep(NamedTuple):
+    """The results of a traced step.
+
+    Attributes:
+        flags: bool[2], see ``combine_flags``
+        values: the values that were asked for by name, as ``strategy.run`` returns them
+    """
+
+    flags: tf.Tensor
+    values: dict[str, Any]
+
+
+class StepTracer:
+    """Traces single steps, for a loop or for a call of one step.
+
+    Attributes:
+        context: in which steps are traced, without the number of a step
+        data: the training data
+        traced_variables: the variables, by objective, that the last traced step trains
+    """
+
+    def __init__(
+        self, context: StepContext, data: Input, summaries: tf.summary.SummaryWriter
+    ) -> None:
+        self.context = context
+        self.data = data
+        self.traced_variables: Any = {}
+        self._summaries = summaries
+
+    def step_on_next_batch(self, fetches: frozenset[str], step: tf.Tensor) -> TracedStep:
+        """Traces a step on a batch that is drawn for it."""
+        if self.context.compilation is not Compilation.STEP:
+            return self.step_on(GlobalBatch(*self.data.draw()), fetches, step)
 
         @tf.function(jit_compile=True, autograph=False)
-        def compiled_loop(
-            stacked: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor
-        ) -> Any:
-            def body(done: tf.Tensor, notes: Any, _: Any) -> tuple[tf.Tensor, Any, Any]:
-                # By gather: the index of a slice would be a constant of the executable.
-                batch = tf.nest.map_structure(lambda part: tf.gather(part, first + done), stacked)
-                step = before + tf.cast(done, tf.int64) + 1
-                note, values = self._train_on_batch(data.deal_out(batch), self._of_loop, step)
-                values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), values)
-                return done + 1, notes.write(done, note), values
+        def compiled_step(batch: Any, step: tf.Tensor) -> TracedStep:
+            return self.step_on(GlobalBatch(*self.data.deal_out(batch)), fetches, step)
 
-            start = (tf.constant(0), _create_notes(data.unit), no_values)
-            _, notes, values = tf.while_loop(lambda done, *_: done < steps, body, start)
-            return notes.stack(), values
+        return compiled_step(next(self.data.iterator), step)  # type: ignore[no-any-return]
 
-        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
-        def run_loop(steps: tf.Tensor) -> tuple[Any, dict[str, Any], Any, tf.Tensor]:
-            before = parts.step_variable.read_value()
-
-            def body(done: tf.Tensor, notes: Any, _: Any) -> tuple[tf.Tensor, Any, Any]:
-                taken = before + tf.cast(done, tf.int64)
-                if not data.unit:
-                    note, values = self._train_on_next_batch(self._of_loop, taken + 1)
-                    return done + 1, notes.write(done, note), values
-                stacked, first, number = data.iterator.take(steps - done)
-                found, values = compiled_loop(stacked, first, taken, number)
-                notes = notes.scatter(done + tf.range(number), found[:number])
-                return done + number, notes, values
-
-            start = (tf.constant(0), _create_notes(steps), no_values)
-            done, notes, values = tf.while_loop(lambda done, *_: done < steps, body, start)
-            parts.step_variable.assign_add(tf.cast(done, tf.int64))  # not of steps that have failed
-            return {}, values, [], notes.stack()
-
-        return run_loop
-
-    def _define_step(self, fetches: frozenset[str]) -> Any:
-        parts, local = self._parts, self._parts.strategy.experimental_local_results
-
-        # An argument that is not needed would take each call some ten microseconds.
-        @tf.function(autograph=False, input_signature=[])
-        def run_step() -> tuple[dict[str, Any], dict[str, Any], Any, tf.Tensor]:
-            note, values = self._train_on_next_batch(fetches, parts.step_variable.read_value() + 1)
-            taken = [note, *tf.nest.flatten(values, expand_composites=True)]
-            with tf.control_dependencies([part for one in taken for part in local(one)]):
-                parts.step_variable.assign_add(1)
-            pieces = {
-                name: [
-                    tf.nest.map_structure(lambda value, i=i: local(value)[i], piece)
-                    for i in range(len(self.devices))  # one replica's after another's
-                    for piece in values[name]
-                ]
-                for name in fetches & {*PIECES}
-            }
-            values = {name: value for name, value in values.items() if name not in pieces}
-            firsts = tf.nest.map_structure(lambda value: local(value)[0], values)
-            # What is the same on all replicas is returned of all, though one is used: TensorFlow
-            # rewrites arithmetic whose result nobody asks for, which rounds differently, and then
-            # the replicas' variables would no longer be equal.
-            rest = [local(value)[1:] for value in tf.nest.flatten(values)]
-            return pieces, firsts, rest, note[None]
-
-        return run_step
-
-    def _train_on_next_batch(
-        self, fetches: frozenset[str], step: tf.Tensor
-    ) -> tuple[tf.Tensor, Any]:
-        """Takes a step on a batch of its own, as ``_train_on_batch`` does."""
-        data = self._state.data
-        if not self._is_executable:
-            return self._train_on_batch(data.draw(), fetches, step)
-
-        @tf.function(jit_compile=True, autograph=False)
-        def compiled_step(batch: Any, step: tf.Tensor) -> tuple[tf.Tensor, Any]:
-            return self._train_on_batch(data.deal_out(batch), fetches, step)
-
-        return compiled_step(next(data.iterator), step)  # type: ignore[no-any-return]
-
-    def _train_on_batch(
-        self, dealt: tuple[Any, Any], fetches: frozenset[str], step: tf.Tensor
-    ) -> tuple[tf.Tensor, Any]:
-        """Takes a step on what ``Input.deal_out`` returns.
-
-        Returns:
-            What all local replicas have noted, in all turns, in one number; and values by name.
-        """
+    def step_on(
+        self, global_batch: GlobalBatch, fetches: frozenset[str], step: tf.Tensor
+    ) -> TracedStep:
+        """Traces a step on a global batch; ``step`` is its number, an int64 scalar."""
+        context = self.context.begin_step(step)
         with self._summaries.as_default(step):
-            result = train_step(self._parts, *dealt, fetches, step)
-        local = self._parts.strategy.experimental_local_results
-        note = tf.add_n([part for one in result.notes for part in local(one)])
+            result = train_step(context, global_batch, fetches)
         values = result.fetch(fetches)
         if "variables" in values:
-            self._variables[self._frozen] = values.pop("variables")
-        return note, values
+            self.traced_variables = values.pop("variables")
+        return TracedStep(self._combine_flags(result), values)
+
+    def _combine_flags(self, result: StepResult) -> tf.Tensor:
+        local_results = self.context.components.strategy.experimental_local_results
+        flags: list[FiniteFlags] = []
+        for update_flags in result.flags:
+            loss_flags, gradient_flags = map(local_results, update_flags)
+            flags += map(FiniteFlags, loss_flags, gradient_flags)
+        return combine_flags(flags)
 
 
-def _create_notes(steps: Any) -> tf.TensorArray:
-    return tf.TensorArray(tf.float32, steps, element_shape=[])
+def define_loop(tracer: StepTracer, fetches: frozenset[str]) -> Any:
+    """Defines the graph function that takes a number of steps, an int32 scalar."""
+    step_variable = tracer.context.components.step_variable
+    no_losses = {name: tf.zeros([]) for name in tracer.context.components.optimizers}
+    no_values = {name: strip_objective(no_losses) for name in fetches}
+    take_some = partial(_take_stacked if tracer.data.unit else _take_one, tracer, fetches)
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
+    def run_loop(steps: tf.Tensor) -> CallResult:
+        before = step_variable.read_value()
+
+        def take_next(done: tf.Tensor, flags: tf.TensorArray, _: Any) -> Any:
+            return take_some(before, steps, done, flags)
+
+        done, flags, values = tf.while_loop(
+            lambda done, *_: done < steps,
+            take_next,
+            (tf.constant(0), _create_flags(steps), no_values),
+        )
+        # Counted afterwards, so that steps of a call that fails are not counted.
+        step_variable.assign_add(tf.cast(done, tf.int64))
+        return CallResult({}, values, [], flags.stack())
+
+    return run_loop
+
+
+def _take_one(
+    tracer: StepTracer,
+    fetches: frozenset[str],
+    before: tf.Tensor,
+    steps: tf.Tensor,
+    done: tf.Tensor,
+    flags: tf.TensorArray,
+) -> tuple[tf.Tensor, tf.TensorArray, Any]:
+    """Takes a step inside a loop; returns the new state of the loop."""
+    step = before + tf.cast(done, tf.int64) + 1
+    traced = tracer.step_on_next_batch(fetches, step)
+    return done + 1, flags.write(done, traced.flags), traced.values
+
+
+def _take_stacked(
+    tracer: StepTracer,
+    fetches: frozenset[str],
+    before: tf.Tensor,
+    steps: tf.Tensor,
+    done: tf.Tensor,
+    flags: tf.TensorArray,
+) -> tuple[tf.Tensor, tf.TensorArray, Any]:
+    """Takes as many steps inside a loop as there are stacked batches, in one executable."""
+    stacked, first, count = tracer.data.iterator.take(steps - done)
+    compiled = _define_compiled_steps(tracer, fetches)
+    new_flags, values = compiled(stacked, first, before + tf.cast(done, tf.int64), count)
+    flags = flags.scatter(done + tf.range(count), new_flags[:count])
+    return done + count, flags, values
+
+
+def _define_compiled_steps(tracer: StepTracer, fetches: frozenset[str]) -> Any:
+    """Defines an XLA executable that takes steps on stacked batches."""
+    no_losses = {name: tf.zeros([]) for name in tracer.context.components.optimizers}
+    no_values = {name: strip_objective(no_losses) for name in fetches}
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled_steps(
+        stacked: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor
+    ) -> tuple[tf.Tensor, Any]:
+        def take_next(done: tf.Tensor, flags: tf.TensorArray, _: Any) -> Any:
+            # By gather, because the index of a slice would be a constant of the executable.
+            batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
+            global_batch = GlobalBatch(*tracer.data.deal_out(batch))
+            step = before + tf.cast(done, tf.int64) + 1
+            traced = tracer.step_on(global_batch, fetches, step)
+            values = tf.nest.map_structure(lambda v: tf.cast(v, tf.float32), traced.values)
+            return done + 1, flags.write(done, traced.flags), values
+
+        _, flags, values = tf.while_loop(
+            lambda done, *_: done < steps,
+            take_next,
+            (tf.constant(0), _create_flags(tracer.data.unit), no_values),
+        )
+        return flags.stack(), values
+
+    return compiled_steps
+
+
+def define_single_step(tracer: StepTracer, fetches: frozenset[str]) -> Any:
+    """Defines the graph function that takes one step and returns values of it."""
+    components = tracer.context.components
+    local_results = components.strategy.experimental_local_results
+    replicas = len(components.strategy.extended.worker_devices)
+
+    # An argument that is not needed would take each call some ten microseconds.
+    @tf.function(autograph=False, input_signature=[])
+    def run_step() -> CallResult:
+        step = components.step_variable.read_value() + 1
+        flags, values = tracer.step_on_next_batch(fetches, step)
+        computed = [flags]
+        for value in tf.nest.flatten(values, expand_composites=True):
+            computed += local_results(value)
+        with tf.control_dependencies(computed):
+            components.step_variable.assign_add(1)
+        pieces = {
+            name: list(_list_pieces(values.pop(name), replicas, local_results))
+            for name in fetches & {*PIECES}
+        }
+        first_values = tf.nest.map_structure(lambda value: local_results(value)[0], values)
+        unused = [local_results(value)[1:] for value in tf.nest.flatten(values)]
+        return CallResult(pieces, first_values, unused, flags[None])
+
+    return run_step
+
+
+def _list_pieces(
+    micro_batches: list[Any], replicas: int, local_results: Callable[[Any], tuple[Any, ...]]
+) -> Iterator[Any]:
+    """Yields the pieces of the first replica, one for each micro-batch, then of the next."""
+    for replica in range(replicas):
+        for piece in micro_batches:
+            yield tf.nest.map_structure(
+                lambda value, replica=replica: local_results(value)[replica], piece
+            )
+
+
+def _create_flags(steps: Any) -> tf.TensorArray:
+    return tf.TensorArray(tf.bool, steps, element_shape=[2])

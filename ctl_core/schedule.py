@@ -32,7 +32,7 @@ class Schedule:
         self._at, self._marks = hooks.at_step, marks
         self._ckpt_every = convert_to_steps(state, "ckpt_every", config.ckpt_every)
         self._eval_every = convert_to_steps(state, "eval_every", config.eval_every)
-        self._log_every = config.log_every if state.parts.list_logged() else 0
+        self._log_every = config.log_every if state.components.list_logged_metrics() else 0
         self._periods = {n for n, hook in self._every if not hook.deferred}
         self._periods |= {self._ckpt_every, self._eval_every, self._log_every} - {0}
         self._pause, self._time = parse_seconds(config.ckpt_every), parse_seconds(config.max_time)

@@ -17,21 +17,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import create_state, prepare_process
+from ctl_core.build import create_state, leave_run, prepare_process
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.checkpoint.source import CheckpointName, Source
 from ctl_core.cluster.task import Task
 from ctl_core.compat import make_scratch_graph, run_layers
-from ctl_core.hooks.callbacks_file import find_callbacks, load_callbacks
+from ctl_core.hooks.callbacks_file import find_callbacks, keep_imports, load_callbacks
 from ctl_core.hooks.recording import find_tables
 from ctl_core.input.batches import count_rows, make_placeholders, set_rows
+from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import call_made, call_model
 from ctl_core.model.state import State
-from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.variables import cast_to_float32
-from ctl_core.run.console import Console
-from ctl_core.run.errors import SetupError, format_error
+from ctl_core.run.console import Console, create_console
+from ctl_core.run.errors import SetupError, find_users_line, format_error
+from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import load_config
 
@@ -145,12 +146,12 @@ def create_inference(state: State) -> LoadedModel:
     """
     hooks, recording = state.hooks, state.recording
     step = tf.constant(state.step, tf.int64)  # an export has no variable for it
-    parts = dataclasses.replace(state.parts, step=step)
-    hook, model = parts.choose_model(training=False)
+    context = TraceContext(state.components, step=step)
+    hook, model = state.components.choose_model(training=False)
     if hooks.create_inference_model is not None:
         hook = hooks.create_inference_model
         with state.strategy.scope(), recording.record_as("create_inference_model"):
-            model = hook(model=model, train_model=parts.train_model)
+            model = hook(model=model, train_model=state.train_model)
     signature = getattr(hooks.serve and hooks.serve.function, "input_signature", None)
 
     def serve(inputs: Any) -> Any:
@@ -159,7 +160,7 @@ def create_inference(state: State) -> LoadedModel:
 
     def read_batch(batch: Any) -> Any:
         if hooks.serve is None or signature:
-            return hooks.input_pre.trace(batch=batch, training=False, **parts.values())
+            return hooks.input_pre.trace(batch=batch, training=False, **context.hook_values())
         return serve(batch[0] if isinstance(batch, tuple) else batch)
 
     def run(make_input: Callable[[Any], Any], given: Any) -> Any:
@@ -254,7 +255,7 @@ def open_run(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Conso
     """Builds the state of a run that is only read, on one device."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
     config = config.remove_periods()
-    run, console = Run(config, Task(), reading=True), Console()
+    run, console = Run(config, Task(), reading=True), create_console()
     with open_session(run, console), prepare_process(config):
         yield create_state(callbacks, config, run, console), run, console
 
@@ -275,6 +276,10 @@ def restore_run(
         yield state, console
 
 
+_loading: list[Path] = []  # the runs that are being loaded, outermost first
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = None) -> LoadedModel:
     """Loads the model of a run, on the GPU if there is one.
 
@@ -288,20 +293,60 @@ def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = No
         callbacks: a module, a dict or any object with the hooks, instead of the project's file
 
     Raises:
-        SetupError: there is no such run or checkpoint, or the model cannot be served.
+        SetupError: there is no such run or checkpoint, or the model cannot be served; or a hook
+            calls it that makes variables, is traced, or is called to load that same run.
     """
     folder = Path(os.path.abspath(run))
+    refuse_here(folder)
     config = load_config(folder / "config.yaml")
-    with keep_seeds():
+    with leave_run(), keep_imports(), _note_loading(folder):
         if callbacks is None:
             name, project = config.callbacks, _find_project(folder, config.runs_dir)
             source = find_callbacks(name, folder, name, training=False, project=project)
             if source.note:
-                Console().say(source.note)
+                create_console().say(source.note)
             callbacks = load_callbacks(source, project)
         own = dataclasses.replace(config, run_name=folder.name, runs_dir=str(folder.parent))
         with restore_run(callbacks, own, checkpoint) as (state, _):
             return create_inference(state)
+
+
+def refuse_here(folder: Path) -> None:
+    """Refuses to load a run where its variables would get into the model that is being built.
+
+    Raises:
+        SetupError: a strategy's scope is open, or the run is being loaded.
+        RuntimeError: a graph is being traced.
+    """
+    line = find_users_line()
+    if folder in _loading:
+        raise SetupError(
+            f"{line}: ctl.load is called while {relative_path(folder)} itself is being loaded, "
+            "which calls the same hook; load a run of other hooks (callbacks=module), or call it "
+            "in a hook that only training calls."
+        )
+    if not tf.executing_eagerly():  # the hook that is traced adds its name and line
+        raise RuntimeError(
+            "ctl.load cannot be called while a graph is traced; call it in create_dataset, or at "
+            "the top of the file."
+        )
+    if tf.distribute.has_strategy():
+        raise SetupError(
+            f"{line}: ctl.load cannot be called in a hook that makes variables, such as "
+            "create_model, because the loaded ones are not copied to all replicas; to begin with a "
+            f"run's weights, use --init-from {relative_path(folder)} and, for layers that differ, "
+            "--init-skip 'head/*'."
+        )
+
+
+@contextmanager
+def _note_loading(folder: Path) -> Iterator[None]:
+    """Notes that a run is being loaded, whose hooks must not load it again."""
+    _loading.append(folder)
+    try:
+        yield
+    finally:
+        _loading.remove(folder)
 
 
 def _find_project(run: Path, runs_dir: str) -> Path:

@@ -1,267 +1,476 @@
-"""One training step: what replicas make of their shares (forward.py), its sum, the update.
+"""One training step: forward and backward pass, the sum over replicas, the update.
 
-Everything runs while a graph is traced. ``train_step`` sees all replicas at once, the functions
-above it one of them.
+Everything runs while a graph is traced, and sees all replicas at once, unless a function's
+docstring says that it runs on one replica. The work of a replica on its share of a batch is in
+model/forward.py.
 """
 
-import contextlib
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.cluster.collectives import replica_id, weigh_by_rows
-from ctl_core.model.forward import call_made, forward_backward, settle_written
-from ctl_core.model.parts import Parts
+from ctl_core.cluster.collectives import place_rows, replica_id
+from ctl_core.cluster.replica_contexts import forbid_exchanges, weigh_by_rows
+from ctl_core.input.batches import Share
+from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
+from ctl_core.model.forward import call_made, forward_backward, read_written, settle_written
 from ctl_core.numerics import reduction
-from ctl_core.numerics.not_finite import are_finite, note_update
+from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
+from ctl_core.numerics.reduction import PIECES, Contribution
 from ctl_core.numerics.variables import unwrap
+from ctl_core.types import (
+    Count,
+    Gradients,
+    GradientsByObjective,
+    PerReplica,
+    Structure,
+    Variable,
+    VariablesByObjective,
+)
 
-_TOO_OFTEN = (
+NOT_COMPILABLE = (
+    "jit_compile compiles no tf.summary and no exchange of replicas; leave that or it out"
+)
+_OPTIMIZER_IN_MICRO_BATCH = (
     "grad_pre: applies an optimizer by itself, with accumulate_steps in each micro-batch; return "
     "dicts by objective from create_opt and grad_pre, or leave out accumulate_steps."
 )
+ForwardBackward: TypeAlias = Callable[[Share], tuple[Contribution, VariablesByObjective]]
+
+
+class GlobalBatch(NamedTuple):
+    """A global batch, from which replicas take their shares.
+
+    Attributes:
+        deal: returns the ``Share`` of each replica of this process in the micro-batch of an index
+        examples: the number of examples in it, an int or an int32 tensor
+    """
+
+    deal: Callable[[Count], Share]
+    examples: Count
+
+
+class Updates(NamedTuple):
+    """The results of ``update_pre`` by objective.
+
+    Attributes:
+        applied: the gradients that optimizers apply
+        displayed: the gradients that host hooks are shown
+        skips: whether to leave out an update, a bool scalar; only where ``update_pre`` says so
+    """
+
+    applied: GradientsByObjective
+    displayed: dict[str, Any]
+    skips: dict[str, tf.Tensor]
 
 
 class StepResult(NamedTuple):
-    """What a step returns; all values are those of all replicas, as ``strategy.run`` gives them.
+    """The results of a step, or of one of its updates; tensors have a value for each replica.
 
     Attributes:
-        loss: by objective, its sum over the replicas; empty where nobody asks for it
-        gradients, update_gradients, display_gradients: by objective
-        variables: whose gradients they are, by objective; not tensors, but the variables
-        output, batch: of the last turn, one for each micro-batch; empty where nobody asks for them
-        notes: by turn, see ``note_update``
+        loss: the objectives summed over the replicas; empty if nobody asks for them
+        gradients: the gradients summed over the replicas
+        update_gradients: the gradients that were applied
+        display_gradients: the gradients that host hooks are shown
+        variables: the variables that the gradients belong to; they are no tensors
+        output: of the last update, a list with an entry for each micro-batch; empty if nobody asks
+        batch: likewise
+        flags: a ``FiniteFlags`` for each update
     """
 
-    loss: dict[str, Any]
-    gradients: dict[str, list[Any]]
-    update_gradients: dict[str, list[Any]]
+    loss: dict[str, PerReplica]
+    gradients: GradientsByObjective
+    update_gradients: GradientsByObjective
     display_gradients: dict[str, Any]
-    variables: dict[str, list[Any]]
-    output: list[Any]
-    batch: list[Any]
-    notes: list[Any]
+    variables: VariablesByObjective
+    output: list[PerReplica]
+    batch: list[PerReplica]
+    flags: list[FiniteFlags]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Any]:
-        """Returns the values of these names; of a single objective, without its name."""
-        values = {name: getattr(self, name) for name in names}
-        return {
-            name: value[""] if isinstance(value, dict) and "" in value else value
-            for name, value in values.items()
-        }
+        """Returns the values of these names; without objectives' names if there is only one."""
+        return {name: strip_objective(getattr(self, name)) for name in names}
 
 
-def make_gradients(
-    parts: Parts,
-    contributed: dict[str, Any],
-    trained: dict[str, list[Any]],
-    examples: Any,
-    asks_for_loss: bool,
-) -> StepResult:
-    """Sums what replicas contribute, once, and calls ``update_pre``; nothing is applied yet.
-
-    Args:
-        contributed: what ``forward_backward`` returned, or the sum of several
-        examples: how many the global batch has
-        asks_for_loss: whether a host hook that is due names ``loss``
-    """
-    hook = parts.hooks.update_pre
-    summed = sum_contributions(parts, contributed, asks_for_loss or "loss" in hook.arguments)
-    counts = parts.shape.count_rows_of(replica_id(), examples)
-    with weigh_by_rows(*counts):
-        updates, displays = change_gradients(parts, contributed, summed, trained)
-    # The default turns NaN into 0; with a loss scale, such an update is skipped.
-    counts_nans = hook.is_default and parts.loss_scale is None
-    counted = itertools.chain(*summed["gradients"].values()) if counts_nans else ()
-    return StepResult(
-        **summed,
-        update_gradients=updates,
-        display_gradients=displays,
-        variables={},
-        **{name: contributed.get(name, []) for name in reduction.PIECES},
-        notes=[note_update(contributed["loss"], counted)],
-    )
-
-
-def sum_contributions(parts: Parts, contributed: dict[str, Any], with_loss: bool) -> dict[str, Any]:
-    """Sums gradients, and objectives if they are asked for, over the replicas, in one all-reduce.
-
-    The sums are those of the objectives, without their scale, divided by what the batch weighs.
-    """
-    names = {"gradients", "weight", *(["loss"] if with_loss else [])} & contributed.keys()
-    values = {name: contributed[name] for name in names}
-    values = reduction.sum_over_replicas(values, parts.shape.replicas, parts.in_executable)
-    if parts.loss_scale is not None:
-        values["gradients"] = reduction.multiply(values["gradients"], 1.0 / parts.loss_scale.value)
-    if (weight := values.pop("weight", None)) is not None:
-        values = reduction.multiply(values, tf.math.reciprocal_no_nan(weight))
-    return {"loss": {}, **values}
-
-
-def change_gradients(
-    parts: Parts, contributed: dict[str, Any], summed: dict[str, Any], trained: dict[str, list[Any]]
-) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """Calls ``update_pre`` for each objective; returns what is applied and what is shown."""
-    hook = parts.hooks.update_pre
-    pieces = {
-        name: several[0] if len(several) == 1 else tf.nest.map_structure(reduction.join, *several)
-        for name, several in contributed.items()
-        if name in reduction.PIECES and name in hook.arguments
-    }
-    updates: dict[str, list[Any]] = {}
-    displays: dict[str, Any] = {}
-    for name, gradients in summed["gradients"].items():
-        if not gradients:  # all of this objective's variables are frozen
-            updates[name], displays[name] = [], []
-            continue
-        values = {**pieces, **parts.values(), "objective": name or None}
-        values |= {"gradients": gradients, "all_gradients": summed["gradients"]}
-        values["variables"] = trained[name]
-        values |= {"loss": summed["loss"].get(name), "optimizer": parts.optimizers[name]}
-        with compat.skip_reduction():
-            update, displays[name] = hook.trace(**values)
-        shapes = [tf.TensorShape(getattr(gradient, "shape", None)) for gradient in update]
-        own = [tf.TensorShape(variable.shape) for variable in trained[name]]
-        pairs = zip(shapes, own, strict=False)
-        wrong = [f" ({a} for {b})" for a, b in pairs if not a.is_compatible_with(b)]
-        if wrong or len(shapes) != len(own):
-            raise hook.reject(
-                f"returned {len(shapes)} update_gradients for {len(own)} gradients"
-                f"{''.join(wrong[:1])}; return one for each, of its shape, in the same order."
-            )
-        updates[name] = list(update)
-    return updates, displays
-
-
-def apply_gradients(
-    parts: Parts, updates: dict[str, list[Any]], trained: dict[str, list[Any]]
-) -> None:
-    """Lets optimizers apply what ``update_pre`` returned for them; they do not reduce again."""
-    for name, gradients in updates.items():
-        optimizer = parts.optimizers[name]
-        if pairs := list(zip(gradients, trained[name], strict=True)):
-            with compat.skip_reduction():
-                call_made(parts.hooks.create_opt, optimizer.apply_gradients, pairs)
-
-
-def refuse_to_compile(*_: Any, **__: Any) -> None:
-    """Refuses what an executable cannot do, whatever it is called with."""
-    raise ValueError(
-        "jit_compile compiles no tf.summary and no exchange of replicas; leave that or it out"
-    )
+def strip_objective(values: dict[str, Any] | Any) -> Any:
+    """Returns the value of the single objective, if values by objective are of a single one."""
+    if isinstance(values, dict) and SINGLE_OBJECTIVE in values:
+        return values[SINGLE_OBJECTIVE]
+    return values
 
 
 def train_step(
-    parts: Parts,
-    deal: Callable[[Any], Any],
-    examples: Any,
-    fetches: frozenset[str],
-    step: tf.Tensor,
+    context: StepContext, global_batch: GlobalBatch, fetches: frozenset[str]
 ) -> StepResult:
-    """Takes a step: one update on a global batch, or one on the same batch for each turn.
+    """Takes a step: one update, or one for each turn, on a global batch.
 
     Args:
-        deal: deals out micro-batches of the global batch, see ``Input.deal_out``
-        examples: how many it has
-        fetches: names of the values that are wanted, out of ``table.OBSERVED``; what nobody wants
-            is not computed
-        step: the number of the step, an int64 scalar
+        context: of the step
+        global_batch: the global batch
+        fetches: names of the wanted values, out of ``table.OBSERVED``; others are not computed
     """
-    if parts.assign_rate is not None:
-        parts.assign_rate(step)
-    if parts.hooks.turns:
-        batch = deal(0)
-        deal = lambda _: batch  # noqa: E731
-    results = [make_update(turn, deal, examples, fetches) for turn in parts.list_turns(step)]
-    by_objective: dict[str, Any] = {
-        field: {name: value for one in results for name, value in getattr(one, field).items()}
-        for field in ("loss", "gradients", "update_gradients", "display_gradients", "variables")
-    }
-    notes = [note for one in results for note in one.notes]
-    return results[-1]._replace(**by_objective, notes=notes)
+    components = context.components
+    if components.assign_rate is not None:
+        components.assign_rate(context.step)
+    if context.hooks.turns:
+        share = global_batch.deal(0)  # all turns use the same batch
+        global_batch = global_batch._replace(deal=lambda _: share)
+    results = [update_once(turn, global_batch, fetches) for turn in context.list_turns()]
+    return merge_turns(results)
 
 
-def make_update(
-    parts: Parts, deal: Callable[[Any], Any], examples: Any, fetches: frozenset[str]
-) -> StepResult:
-    """Makes one update over all replicas, on the micro-batches that ``deal`` returns."""
-    steps, strategy, scale = parts.shape.accumulate_steps, parts.strategy, parts.loss_scale
-    kept = frozenset({*reduction.PIECES} & {*fetches, *parts.hooks.update_pre.arguments})
-    trained: dict[str, list[Any]] = {}  # filled as the forward pass is traced
-    generator = compat.get_seed_generator()  # which replicas are traced without, each in a thread
+def merge_turns(results: list[StepResult]) -> StepResult:
+    """Merges the results of all turns of a step; output and batch are those of the last turn."""
 
-    def on_replicas(function: Callable[..., Any], *args: Any) -> Any:
-        def on_replica(*args: Any) -> Any:
-            with compat.run_replica(generator), compat.mute_other_summaries(parts.step):
-                return function(*args)
+    def merge(field: str) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for result in results:
+            merged |= getattr(result, field)
+        return merged
 
-        with tf.name_scope(""):  # a summary's name begins with it; a loop's would be part of that
-            return strategy.run(on_replica, args)
-
-    def contribute(share: Any) -> Any:
-        once = compat.refuse_optimizers(_TOO_OFTEN) if steps > 1 else contextlib.nullcontext()
-        with once:
-            found, variables = forward_backward(parts, examples, kept, share)
-        trained.update(variables)
-        return found
-
-    def contribute_compiled(share: Any) -> Any:
-        # A function of its own for each replica and each graph: a cached trace of another replica
-        # would hold that replica's variables.
-        if parts.shape.replicas > 1:
-            tf.distribute.get_replica_context().merge_call = refuse_to_compile
-        with compat.GraphWriter(refuse_to_compile).as_default():
-            return tf.function(contribute, jit_compile=True, autograph=False)(share)
-
-    def contribute_all(index: Any) -> Any:
-        share, function = deal(index), contribute_compiled if parts.jit_compile else contribute
-        if share.rows is None:
-            return on_replicas(function, share)
-        before = on_replicas(lambda: [one.variable.read_value() for one in parts.written])
-        contributed = on_replicas(function, share)
-        return on_replicas(settle_written, parts, contributed, before, *share[1:])
-
-    def finish() -> None:
-        on_replicas(lambda updates: apply_gradients(parts, updates, trained), made.update_gradients)
-        finish_update(parts, trained)
-
-    contributed = reduction.accumulate(on_replicas, steps, contribute_all)
-    made: StepResult = on_replicas(
-        lambda one: make_gradients(parts, one, trained, examples, "loss" in fetches), contributed
+    return results[-1]._replace(
+        loss=merge("loss"),
+        gradients=merge("gradients"),
+        update_gradients=merge("update_gradients"),
+        display_gradients=merge("display_gradients"),
+        variables=merge("variables"),
+        flags=[flags for result in results for flags in result.flags],
     )
-    if scale is None:
-        finish()
-    else:  # a replica cannot decide on its own
-        gradients = tf.nest.flatten(made.gradients)
-        local = strategy.experimental_local_results
-        finite = are_finite([local(gradient)[0] for gradient in gradients])
-        tf.cond(finite, finish, lambda: None)
-        scale.adjust(finite)
-    return made._replace(variables=trained)
 
 
-def finish_update(parts: Parts, trained: dict[str, list[Any]]) -> None:
-    """Calls ``update_post`` and averages the weights, for each local replica with its own values.
+def update_once(
+    context: StepContext, global_batch: GlobalBatch, fetches: frozenset[str]
+) -> StepResult:
+    """Makes one update on a global batch."""
+    replicas = Replicas(context)
+    update_pre = context.hooks.update_pre
+    kept = frozenset(PIECES) & {*fetches, *update_pre.arguments}
+    needs_loss = "loss" in fetches or "loss" in update_pre.arguments
 
-    No value passes between replicas: all compute the same from the same variables.
+    contribution, variables = compute_contribution(context, replicas, global_batch, kept)
+    summed = replicas.run(partial(reduce_over_replicas, context, needs_loss), contribution)
+    updates = replicas.run(
+        lambda contribution, summed: call_update_pre(
+            context, global_batch.examples, variables, contribution, summed
+        ),
+        contribution,
+        summed,
+    )
+    flags = replicas.run(partial(note_flags, context), contribution, summed)
+    apply_updates(context, replicas, variables, summed, updates)
+    return StepResult(
+        loss=summed.loss,
+        gradients=summed.gradients,
+        update_gradients=updates.applied,
+        display_gradients=updates.displayed,
+        variables=variables,
+        output=contribution.output,
+        batch=contribution.batch,
+        flags=[flags],
+    )
+
+
+class Replicas:
+    """Runs functions on each replica of this process while a step is traced."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._strategy = context.components.strategy
+        # Replicas are traced in threads, which do not know this generator of the main thread.
+        self._seed_generator = compat.get_seed_generator()
+
+    def run(self, function: Callable[..., Any], *values: PerReplica) -> PerReplica:
+        """Calls a function on each replica, with that replica's part of the values."""
+
+        def run_on_replica(*values: Structure) -> Structure:
+            with (
+                compat.run_replica(self._seed_generator),
+                compat.mute_other_summaries(self._context.step),
+            ):
+                return function(*values)
+
+        # A summary's name begins with the name scope; that of a loop would be part of it.
+        with tf.name_scope(""):
+            return self._strategy.run(run_on_replica, values)
+
+    def get_local_results(self, value: PerReplica) -> tuple[Any, ...]:
+        """Returns a value of each replica of this process."""
+        return self._strategy.experimental_local_results(value)  # type: ignore[no-any-return]
+
+
+def compute_contribution(
+    context: StepContext, replicas: Replicas, global_batch: GlobalBatch, kept: frozenset[str]
+) -> tuple[Contribution, VariablesByObjective]:
+    """Runs the forward and backward pass of each replica, in micro-batches if there are several.
+
+    Args:
+        context: of the step, or of a turn within it
+        replicas: run it
+        global_batch: the global batch
+        kept: which of ``output`` and ``batch`` are needed afterwards
+
+    Returns:
+        The contribution of each replica; and by objective the variables of its gradients.
     """
-    hook = parts.hooks.update_post
-    is_last = parts.turn in (None, len(parts.hooks.turns) - 1)  # of its step
-    average = parts.update_average if is_last else None
-    some = [variable for several in trained.values() for variable in several]
-    if (hook is None and average is None) or not some:
+    components = context.components
+    micro_batches = components.shape.accumulate_steps
+    function: ForwardBackward = partial(forward_backward, context, global_batch.examples, kept)
+    if micro_batches > 1:
+        function = partial(_run_without_optimizers, function)
+    if context.compilation is Compilation.REPLICA:
+        function = partial(_run_compiled, function)
+
+    def contribute(index: Count) -> tuple[Contribution, VariablesByObjective]:
+        share = global_batch.deal(index)
+        if share.rows is None:
+            contribution, variables = replicas.run(function, share)
+        else:
+            before = replicas.run(partial(read_written, components))
+            contribution, variables = replicas.run(function, share)
+            contribution = replicas.run(
+                partial(settle_written, components),
+                contribution, before, share.rows, share.present, share.together,
+            )  # fmt: skip
+        return contribution, variables
+
+    if micro_batches == 1:
+        return contribute(0)
+    return reduction.accumulate(replicas.run, micro_batches, contribute)
+
+
+def _run_without_optimizers(
+    function: ForwardBackward, share: Share
+) -> tuple[Contribution, VariablesByObjective]:
+    """Runs the forward and backward pass of a micro-batch, in which no optimizer may be applied."""
+    with compat.refuse_optimizers(_OPTIMIZER_IN_MICRO_BATCH):
+        return function(share)
+
+
+def _run_compiled(
+    function: ForwardBackward, share: Share
+) -> tuple[Contribution, VariablesByObjective]:
+    """Runs the forward and backward pass of one replica in an XLA executable.
+
+    A compiled function returns only tensors, so the variables are handed around it. It is defined
+    for each replica and each graph, because a cached trace would hold another replica's variables.
+    """
+    variables: VariablesByObjective = {}
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(share: Share) -> Contribution:
+        contribution, traced_variables = function(share)
+        variables.update(traced_variables)
+        return contribution
+
+    with forbid_exchanges(NOT_COMPILABLE), compat.GraphWriter(refuse_to_compile).as_default():
+        return compiled(share), variables
+
+
+def refuse_to_compile(*_: Any, **__: Any) -> None:
+    """Refuses anything that XLA cannot compile, whatever the arguments are."""
+    raise ValueError(NOT_COMPILABLE)
+
+
+def reduce_over_replicas(
+    context: StepContext, needs_loss: bool, contribution: Contribution
+) -> Contribution:
+    """Sums gradients, and objectives if they are needed, over all replicas in one all-reduce.
+
+    Runs on one replica. The sums are those of the unscaled objectives, divided by the weight of the
+    batch.
+    """
+    components = context.components
+    is_executable = context.compilation is Compilation.STEP
+    loss = contribution.loss if needs_loss else {}
+    gradients, summed_loss, weight = reduction.sum_over_replicas(
+        (contribution.gradients, loss, contribution.weight),
+        components.shape.replicas,
+        is_executable,
+    )
+    if components.loss_scale is not None:
+        gradients = reduction.multiply(gradients, 1.0 / components.loss_scale.value)
+    if weight:
+        factor = tf.math.reciprocal_no_nan(weight[0])
+        summed_loss = reduction.multiply(summed_loss, factor)
+        gradients = reduction.multiply(gradients, factor)
+    return Contribution(summed_loss, gradients, [], [], [])
+
+
+def call_update_pre(
+    context: StepContext,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    summed: Contribution,
+) -> Updates:
+    """Calls ``update_pre`` for each objective on one replica; nothing is applied yet.
+
+    Args:
+        context: of the step, or of a turn within it
+        examples: the number of examples in the global batch
+        variables: by objective, in the order of the gradients
+        contribution: of the replica, before the sum
+        summed: the gradients and objectives summed over the replicas
+    """
+    components = context.components
+    hook = context.hooks.update_pre
+    pieces = {
+        name: reduction.join_pieces(getattr(contribution, name))
+        for name in PIECES
+        if name in hook.arguments
+    }
+    applied: GradientsByObjective = {}
+    displayed: dict[str, Any] = {}
+    skips: dict[str, tf.Tensor] = {}
+    shape = components.shape
+    rows, present = shape.count_rows_of(replica_id(), examples)
+    find_offset = partial(shape.count_rows_before, replica_id(), examples)
+    with weigh_by_rows(rows, present), place_rows(find_offset):
+        for name, gradients in summed.gradients.items():
+            if not gradients:  # all variables of this objective are frozen
+                applied[name] = []
+                displayed[name] = []
+                continue
+            values = {
+                **pieces,
+                **context.hook_values(),
+                "objective": name or None,
+                "gradients": gradients,
+                "all_gradients": summed.gradients,
+                "variables": variables[name],
+                "loss": summed.loss.get(name),
+                "optimizer": components.optimizers[name],
+            }
+            with compat.skip_reduction():
+                update, displayed[name], *skip = hook.trace(**values)
+            _check_shapes(context, update, variables[name])
+            applied[name] = list(update)
+            if skip and skip[0] is not None:
+                skips[name] = tf.convert_to_tensor(skip[0])
+    return Updates(applied, displayed, skips)
+
+
+def _check_shapes(context: StepContext, update: Gradients, variables: list[Variable]) -> None:
+    """Refuses gradients of ``update_pre`` that do not fit their variables."""
+    problem = ""
+    for gradient, variable in zip(update, variables, strict=False):
+        shape = tf.TensorShape(getattr(gradient, "shape", None))
+        variable_shape = tf.TensorShape(variable.shape)
+        if not shape.is_compatible_with(variable_shape):
+            problem = f" ({shape} for {variable_shape})"
+            break
+    if problem or len(update) != len(variables):
+        raise context.hooks.update_pre.reject(
+            f"returned {len(update)} update_gradients for {len(variables)} gradients{problem}; "
+            "return one for each, of its shape, in the same order."
+        )
+
+
+def note_flags(
+    context: StepContext, contribution: Contribution, summed: Contribution
+) -> FiniteFlags:
+    """Returns whether the loss of a replica is finite, and whether its gradients are numbers."""
+    components = context.components
+    # The default update_pre turns NaN into 0; with a loss scale, such an update is skipped.
+    checks_gradients = context.hooks.update_pre.is_default and components.loss_scale is None
+    checked = itertools.chain(*summed.gradients.values()) if checks_gradients else ()
+    return FiniteFlags(are_losses_finite(contribution.loss), are_numbers(checked))
+
+
+def apply_updates(
+    context: StepContext,
+    replicas: Replicas,
+    variables: VariablesByObjective,
+    summed: Contribution,
+    updates: Updates,
+) -> None:
+    """Lets optimizers apply the updates; in float16 only if all gradients are finite."""
+    loss_scale = context.components.loss_scale
+    apply = partial(apply_on_devices, context, variables, updates)
+    if loss_scale is None:
+        apply()
         return
-    devices = itertools.count()
+    # The gradients are the same on all replicas, so the decision is one for all of them.
+    gradients = tf.nest.flatten(summed.gradients)
+    is_finite = are_finite([replicas.get_local_results(value)[0] for value in gradients])
+    tf.cond(is_finite, apply, lambda: None)
+    loss_scale.adjust(is_finite)
 
-    def on_device(_: Any) -> None:
-        # A summary's name begins with the scope.
-        with tf.name_scope(""), compat.mute_other_summaries(parts.step, next(devices)):
-            if hook is not None:
-                hook.trace(optimizer=parts.optimizer, **parts.values())
-        if average is not None:
-            average()
 
-    parts.strategy.extended.update(unwrap(some[0]), on_device, group=False)
+def apply_on_devices(
+    context: StepContext, variables: VariablesByObjective, updates: Updates
+) -> None:
+    """Applies the updates on each device of this process, each to the device's own variables.
+
+    No value passes between replicas: all compute the same from the same gradients. So a condition,
+    of ``update_pre`` or of an optimizer, has the same value on all of them.
+    """
+    updated = list(itertools.chain(*variables.values()))
+    if not updated:
+        return
+    strategy = context.components.strategy
+    devices = list(strategy.extended.worker_devices)
+    device_numbers = itertools.count()
+
+    def apply_on_device(
+        _: tf.Variable, applied: GradientsByObjective, skips: dict[str, tf.Tensor]
+    ) -> None:
+        number = next(device_numbers)
+        with (
+            tf.device(devices[number]),
+            tf.name_scope(""),  # a summary's name begins with the name scope
+            compat.mute_other_summaries(context.step, number),
+            compat.update_device(strategy, number),
+        ):
+            for name, gradients in applied.items():
+                apply = partial(apply_gradients, context, name, gradients, variables[name])
+                run_unless(skips.get(name), apply)
+            run_unless(_find_common_skip(applied, skips), partial(finish_update, context))
+
+    strategy.extended.update(
+        unwrap(updated[0]), apply_on_device, args=(updates.applied, updates.skips), group=False
+    )
+
+
+def _find_common_skip(
+    applied: GradientsByObjective, skips: dict[str, tf.Tensor]
+) -> tf.Tensor | None:
+    """Returns whether all updates are skipped; None if some objective has no ``skip``."""
+    updating = [name for name, gradients in applied.items() if gradients]
+    if not skips or len(skips) < len(updating):
+        return None
+    return tf.reduce_all(list(skips.values()))
+
+
+def run_unless(is_skipped: tf.Tensor | None, function: Callable[[], None]) -> None:
+    """Calls a function; where ``is_skipped`` is a tensor, under that condition in the graph."""
+    if is_skipped is None:
+        function()
+    else:
+        tf.cond(is_skipped, lambda: None, function)
+
+
+def apply_gradients(
+    context: StepContext, objective: str, gradients: Gradients, variables: list[Variable]
+) -> None:
+    """Lets the optimizer of an objective apply gradients, which are summed already."""
+    optimizer = context.components.optimizers[objective]
+    pairs = list(zip(gradients, variables, strict=True))
+    if pairs:
+        call_made(context.hooks.create_opt, optimizer.apply_gradients, pairs)
+
+
+def finish_update(context: StepContext) -> None:
+    """Calls ``update_post``, and after the last turn averages the weights, on one device."""
+    components = context.components
+    hook = context.hooks.update_post
+    if hook is not None:
+        hook.trace(optimizer=components.optimizer, **context.hook_values())
+    if context.is_last_turn and components.update_average is not None:
+        components.update_average()

@@ -1,7 +1,7 @@
-"""The outer loop: many steps inside one graph call, then what is due.
+"""The outer loop: a graph call that takes many steps, then everything that is due.
 
-The inner loop is in the graph, see graph.py. Everything else happens here, between two calls:
-hooks, evaluation, checkpoints, signals.
+The inner loop is in the graph, see graph.py. Host hooks, evaluations, checkpoints and signals are
+handled here, between two graph calls.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ctl_core.evaluation.evaluate import read_criteria
 from ctl_core.evaluation.summaries import Pace, Profile
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook
+from ctl_core.model.components import TraceContext
 from ctl_core.model.failures import attribute_errors
 from ctl_core.model.metrics import read_results
 from ctl_core.model.state import (
@@ -49,21 +50,22 @@ class Trainer:
     """Trains one run in this process; with other processes, if it is one of a cluster.
 
     Attributes:
-        state: what the run is made of, and its progress
-        start: the step where this process begins
-        checkpoints: of the run
+        state: the components of the run, and its progress
+        start: the step from which this process trains
+        checkpoints: the checkpoints of the run
         functions: the graph functions that take steps
     """
 
     def __init__(self, state: State, run: Run, console: Console, signals: Signals) -> None:
-        """``run`` is opened, and ``console`` started, when training begins."""
+        """Prepares training; ``run`` is opened and ``console`` started when it begins."""
         self.state = state
         self.start = 0
         self.checkpoints = Checkpoints(state, console)
         self.functions = StepFunctions(state, run.summaries.make_graph_writer("train"))
         self._run = run
         self._console = console
-        self._signals, self._signal = signals, 0  # that ends training, on every process
+        self._signals = signals
+        self._signal = 0  # the signal that ends training on every process, or 0
         self._steps_per_call = StepsPerCall(1 if state.config.detect_anomaly else MOST_STEPS)
         profile = (state.config.profile or "") if state.cluster.task.chief else ""
         self._profile = Profile(profile, run.path / "tb" / "train")
@@ -72,28 +74,28 @@ class Trainer:
         self._criteria = read_criteria(state.config, names)
 
     def restore(self, go_on: bool = False) -> bool:
-        """Restores the newest checkpoint, and works out how far to train.
+        """Restores the newest checkpoint, and determines how far to train.
+
+        Args:
+            go_on: whether to continue a run that was ended early
 
         Returns:
-            Whether there is one.
+            Whether a checkpoint was restored.
 
         Raises:
-            SetupError: what is there does not fit, or the number of steps is not known.
+            SetupError: the checkpoint does not fit, or the number of steps is not known.
         """
-        state, config = self.state, self.state.config
+        state = self.state
+        config = state.config
         record = self.checkpoints.restore(self._run.start)
-        progress = state.progress
-        self.start, last = state.step, config.steps
+        self.start = state.step
+        last = config.steps
         if config.epochs is not None:
             last = convert_to_steps(state, "epochs", f"{config.epochs}epochs")
             self._console.say(f"an epoch has {state.data.steps_per_epoch} steps.")
         assert last is not None
-        if progress.ended is not None:
-            go_on = bool(state.cluster.gather([go_on]).any())
-            if self.start < last and (go_on or last > progress.ended):
-                progress.ended = None
-                for known in progress.best.values():
-                    known[2] = 0  # evaluations since the best one, which early_stop counts
+        if state.progress.ended is not None:
+            self._continue_ended_run(last, go_on)
         if record and record.learning_rate != config.learning_rate:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.learning_rate.variable.assign(config.learning_rate)
@@ -103,13 +105,26 @@ class Trainer:
         self.functions.refresh()
         return record is not None
 
+    def _continue_ended_run(self, last: int, go_on: bool) -> None:
+        """Continues a run that was ended early, if that is asked for or it has more steps now."""
+        progress = self.state.progress
+        assert progress.ended is not None
+        go_on = bool(self.state.cluster.gather([go_on]).any())
+        if self.start < last and (go_on or last > progress.ended):
+            progress.ended = None
+            for criterion_state in progress.best.values():
+                criterion_state[2] = 0  # evaluations since the best one, which early_stop counts
+
     def train(self, source: bytes | None = None) -> None:
-        """Trains from ``start`` on, and says how it went.
+        """Trains from ``start`` on, and prints how training begins and ends.
 
         Args:
             source: the file of the hooks, of which the run keeps a copy
         """
-        state, run, console, schedule = self.state, self._run, self._console, self._schedule
+        state = self.state
+        run = self._run
+        console = self._console
+        schedule = self._schedule
         going_on = self.start < schedule.last and not state.ended
         if going_on:
             self._check_step()
@@ -130,7 +145,7 @@ class Trainer:
             self.run_at_end("failed")
             raise
         else:
-            ending = "stopped" if state.stopped_by else "ended" if state.ended else "done"
+            ending = self._name_ending()
             if going_on:
                 self.run_at_end(ending)
         finally:
@@ -139,11 +154,21 @@ class Trainer:
         console.stop()
         warn_of_nonfinite(state, console)
         console.say(describe_end(state, self.start))
-        run.end("diverged" if state.diverged and ending != "stopped" else ending)
+        if state.diverged and ending != "stopped":
+            ending = "diverged"
+        run.end(ending)
+
+    def _name_ending(self) -> str:
+        """Returns how training ended, as the hooks ``at_end`` and listeners are told."""
+        if self.state.stopped_by:
+            return "stopped"
+        return "ended" if self.state.ended else "done"
 
     def _loop(self) -> None:
-        state, schedule = self.state, self._schedule
-        step = stop = self.start
+        state = self.state
+        schedule = self._schedule
+        step = self.start
+        stop = self.start  # the next step after which something is due
         ended = False
         while True:
             self._sync_status(step, ended)
@@ -156,7 +181,8 @@ class Trainer:
                 self._save(step)
             if step >= schedule.last or self._signal:
                 break
-            before, stop = step, schedule.find_next_stop(step)
+            before = step
+            stop = schedule.find_next_stop(step)
             step = min(stop, before + self._steps_per_call.limit)
             fetches = schedule.find_fetches(stop) if step == stop else frozenset()
             with (
@@ -179,9 +205,10 @@ class Trainer:
 
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
         """Runs host hooks after a step; returns whether one ends training."""
-        state, ended = self.state, False
         if not due:
-            return ended
+            return False
+        state = self.state
+        ended = False
         values = {
             "dev": self.functions.devices,
             "optimizer": state.optimizer,
@@ -189,7 +216,7 @@ class Trainer:
             "manager": self.checkpoints.manager,
             "chief": state.cluster.task.chief,
             "state": state.hook_state,
-            **state.parts.values(step),
+            **TraceContext(state.components, step=step).hook_values(),
             **values,
         }
         with self._run.summaries.open_writer("train").as_default(step=step):
@@ -206,24 +233,26 @@ class Trainer:
         return ended
 
     def _sync(self, status: LoopStatus, hook: Hook | None = None) -> LoopStatus:
-        """Takes this process's status, adds the signal it received, and returns that of all."""
+        """Adds the signal that this process received to its status; returns that of all."""
         received = self._signal or self._signals.received or 0
-        hook = hook or self.state.hooks.create_dataset  # whose data have to be the same
+        # Named if the data of the processes differ.
+        hook = hook or self.state.hooks.create_dataset
         status = self.state.cluster.sync(dataclasses.replace(status, signal=received), hook)
         self._signal = status.signal
         return status
 
     def _sync_status(self, step: int, ended: bool) -> None:
-        """Tells the other processes what this one knows after a graph call; all decide alike.
+        """Exchanges the status after a graph call with the other processes; all decide alike.
 
         Args:
-            step: that was taken last
-            ended: whether it is to be the last of all
+            step: the last step that was taken
+            ended: whether it is the last step of training
         """
-        notes, self.functions.notes = self.functions.notes, []
+        flags = self.functions.flags
+        self.functions.flags = []
         noted = NonFinite()
-        if notes and self.state.config.on_nan != "ignore":
-            noted = NonFinite.from_notes(np.concatenate(notes), step)
+        if flags and self.state.config.on_nan != "ignore":
+            noted = NonFinite.from_flags(np.concatenate(flags), step)
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
             save=self.checkpoints.save_requested or self._schedule.is_time_to_save(),
@@ -247,12 +276,14 @@ class Trainer:
             self.state.progress.ended, self._schedule.last = self._schedule.last, step
 
     def _evaluate(self, step: int) -> None:
-        """Evaluates, if that is due and not done; what its values decide is decided here."""
-        state, progress, average = self.state, self.state.progress, self.state.average
+        """Evaluates, if that is due and not done yet, and acts upon the values."""
+        state = self.state
+        progress = state.progress
+        average = state.average
         due = self._schedule.is_evaluation_due(step) and progress.evaluated != step
         if not due or state.evaluation is None:
             return
-        # Hooks after it see the weights that the metrics are of.
+        # The hooks after_eval see the weights that were evaluated.
         with average.replace_weights() if average else nullcontext():
             with (
                 attribute_errors(state, self.functions, step),
@@ -263,31 +294,33 @@ class Trainer:
                 values = state.evaluation.evaluate(sync)
             if values is None:
                 return
-            progress.metrics, progress.evaluated = values, step
+            progress.metrics = values
+            progress.evaluated = step
             self._console.values(step, "eval", values)
-            why = None
+            reason = None
             for criterion in self._criteria:
-                why = criterion.judge(step, values, progress.best) or why
+                reason = criterion.judge(step, values, progress.best) or reason
             self.checkpoints.save_requested |= find_best_step(progress.best) == step
-            if why and step < self._schedule.last:
-                self._console.say(f"step {step}: training ends. {why}")
+            if reason and step < self._schedule.last:
+                self._console.say(f"step {step}: training ends. {reason}")
             ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
-        self._sync_status(step, ended or why is not None)
+        self._sync_status(step, ended or reason is not None)
 
     def _log(self, step: int) -> None:
-        """Shows the train metrics, if that is due; at the end of a period they begin anew.
+        """Logs the training metrics if that is due, and resets them at the end of a period.
 
-        A run that ends within one keeps what it has, for when it goes on.
+        A run that ends within a period keeps their values, for when it is resumed.
         """
-        metrics = self.state.parts.list_logged()
-        is_due, is_whole = self._schedule.find_log_due(step)
+        metrics = self.state.components.list_logged_metrics()
+        is_due, is_whole_period = self._schedule.find_log_due(step)
         if is_due:
             self._console.values(step, "train", read_results(metrics))
-        for metric in metrics.values() if is_whole else ():
-            metric.reset_state()
+        if is_whole_period:
+            for metric in metrics.values():
+                metric.reset_state()
 
     def _save(self, step: int) -> None:
-        """Saves, if that is due: after the evaluation, whose values the checkpoint holds."""
+        """Saves if that is due, after the evaluation, whose values the checkpoint holds."""
         self.checkpoints.tell_saved()
         if self._schedule.is_save_due(step) or self.checkpoints.save_requested:
             with self.state.clock.pause():
@@ -295,7 +328,7 @@ class Trainer:
             self._schedule.note_saved()
 
     def _check_step(self) -> None:
-        """Traces the graphs that training begins with, so that their hooks are checked before."""
+        """Traces the graphs that training begins with, so that their hooks are checked first."""
         state = self.state
         try:
             graph = self.functions.trace(self._schedule.find_fetches(self.start + 1)).graph
@@ -303,15 +336,17 @@ class Trainer:
                 state.evaluation.trace()
         except HookFailed as error:
             raise SetupError(str(error)) from error.__cause__
-        if found := find_random_ops(graph):
+        random_ops = find_random_ops(graph)
+        if random_ops:
             self._console.warn(
-                f"a hook or the model draws random numbers with {', '.join(found)}, whose state no "
-                "checkpoint holds: use a keras.random.SeedGenerator, or tf.random.stateless_*."
+                f"a hook or the model draws random numbers with {', '.join(random_ops)}, whose "
+                "state no checkpoint holds: use a keras.random.SeedGenerator, or "
+                "tf.random.stateless_*."
             )
         self.checkpoints.check_written(graph)
 
     def run_at_end(self, reason: str) -> None:
-        """Runs the hooks ``at_end``; where training has failed, what they raise is a warning."""
+        """Runs the hooks ``at_end``; if training has failed, their errors become warnings."""
         values = {"reason": reason, "metrics": dict(self.state.metrics)}
         try:
             self._run_hooks(self.state.step, self.state.hooks.at_end, values)

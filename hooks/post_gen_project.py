@@ -53,24 +53,30 @@ LAUNCH = {
 }
 
 
-def restore_engine() -> None:
-    """Puts the engine's real files in place where its symlink was lost.
+# Folders of a project that are symlinks in the template, by the folder they lead to.
+LINKED = {"ctl_core": "ctl_core", "tests/engine": "tests/engine_net"}
 
-    In the template ctl_core is a symlink. A zip archive, and git on a system without symlinks,
-    turn it into a text file that holds the link's target.
+
+def restore_engine() -> None:
+    """Copies the engine and its tests into the project if their symlinks were lost.
+
+    A zip archive, and git on a system without symlinks, turn a symlink of the template into a text
+    file that holds the link's target.
     """
-    engine = PROJECT / "ctl_core"
-    if not engine.is_dir():
-        # A relative folder counts from where cookiecutter was started.
-        template = Path(os.environ.get("PWD", "."), CONTEXT["repo_dir"])
-        source = template / "ctl_core"
+    # A relative folder is relative to the folder where cookiecutter was started.
+    template = Path(os.environ.get("PWD", "."), CONTEXT["repo_dir"])
+    for name, source_name in LINKED.items():
+        folder = PROJECT / name
+        if folder.is_dir():
+            continue
+        source = template / source_name
         if not CONTEXT["repo_dir"] or not source.is_dir():
             sys.exit(
-                "ctl_core: the template's symlink to the engine was lost; "
+                f"{name}: the template's symlink to the engine was lost; "
                 "get the template with git, with symlinks enabled (git config core.symlinks true)."
             )
-        engine.unlink(missing_ok=True)
-        shutil.copytree(source, engine)
+        folder.unlink(missing_ok=True)
+        shutil.copytree(source, folder)
 
 
 def remove_unneeded() -> None:

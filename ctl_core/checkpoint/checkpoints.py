@@ -1,18 +1,20 @@
-"""Checkpoints: the user's part, the engine's part beside it, and a record that makes it count.
+"""Checkpoints: the user's part, the engine's part, and a record that makes a checkpoint count.
 
-A checkpoint of step 300 is, in runs/NAME/ckpt:
+A checkpoint of step 300 consists of these files in runs/NAME/ckpt:
 
-    ckpt-300.index, .data-*             what ``create_ckpt`` names
-    engine/ckpt-300.index, .data-*      every other variable that the hooks have created
+    ckpt-300.index, .data-*             the objects of ``create_ckpt``
+    engine/ckpt-300.index, .data-*      all other variables that the hooks have created
     engine/input-300.index, .data-*     the position in the training data
-    engine/statistics-300-0.index, ...  what each of its replicas has for itself: random generators,
-                                        sums, and batch normalisations before their mean
-    engine/ckpt-300.json                the record: progress, what layers have learnt, ...; written
-                                        last: without it, nothing counts
+    engine/statistics-300-0.index, ...  the values that each replica of process 0 has for itself:
+                                        random generators, sums, and moving statistics before
+                                        they are averaged
+    engine/ckpt-300.json                the record: progress, vocabularies, ...; written last
     best/                               the same files of the checkpoint that ``keep_best`` keeps
 
-so that a process killed at any moment leaves either a whole checkpoint or none.
+A process that is killed at any moment leaves either a complete checkpoint or none.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -45,11 +47,11 @@ _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
 
 
 class Facade:
-    """What hooks get of what ``create_ckpt`` returned: it, with some attributes that are others."""
+    """An object as hooks are passed it: the original, with some attributes replaced."""
 
-    def __init__(self, original: Any, **others: Any) -> None:
+    def __init__(self, original: Any, **replaced: Any) -> None:
         self._original = original
-        vars(self).update(others)
+        vars(self).update(replaced)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -59,88 +61,127 @@ class Checkpoints:
     """Saves and restores a run.
 
     Attributes:
-        ckpt, manager: as hooks are given them: to restore leaves step and data, and ``save`` saves
-            once the hooks of the step have run, the last of which may change something
-        statistics: what each replica has for itself
+        ckpt: the checkpoint as hooks are passed it: restoring leaves the step and the data as they
+            are
+        manager: the manager as hooks are passed it: ``save`` saves once all hooks of the step have
+            run, since the last of them may still change something
+        statistics: the values that each replica has for itself
         saved_step: the step of the last checkpoint, or -1
         save_requested: whether a hook has called ``manager.save``
     """
 
     def __init__(self, state: State, console: Console) -> None:
-        ckpt, manager, recording = state.ckpt, state.manager, state.recording
         self.ckpt = Facade(
-            ckpt,
-            restore=functools.partial(self._go_back, ckpt.restore),
-            read=functools.partial(self._go_back, ckpt.read),
+            state.ckpt,
+            restore=functools.partial(self._restore_in_hook, state.ckpt.restore),
+            read=functools.partial(self._restore_in_hook, state.ckpt.read),
         )
         self.manager = Facade(
-            manager,
+            state.manager,
             save=self._request,
-            restore=lambda path=None: self.ckpt.restore(path or manager.latest_checkpoint),
-            max_to_keep=read_max_to_keep(manager),
+            restore=self._restore_from_manager,
+            max_to_keep=read_max_to_keep(state.manager),
         )
-        self.saved_step, self.save_requested = -1, False
-        self._state, self._console, self._cluster = state, console, state.cluster
+        self.saved_step = -1
+        self.save_requested = False
+        self._state = state
+        self._console = console
+        self._cluster = state.cluster
         self._folder = state.run_dir / "ckpt"
-        if Path(manager.directory) != self._folder:
+        if Path(state.manager.directory) != self._folder:
             raise state.hooks.create_ckpt.reject("returned a manager that does not use ckpt_path.")
-        variables = recording.variables
-        held = map(unwrap, tf.train.TrackableView(ckpt).descendants())
-        self._held = [part for part in held if isinstance(part, tf.Variable)]
-        # What an evaluation sums up begins anew each time.
-        passing = state.evaluation.list_passing_variables() if state.evaluation is not None else []
-        left_out = {id(variable) for variable in (*self._held, *passing)}
-        self._created = {n: v for n, v in variables.items() if id(v) not in left_out}
+        self._named = _list_variables(state.ckpt)
+        self._created = self._find_created()
         self._engine_part = tf.train.Checkpoint(created=self._created)
-        of_tensorflow = [v for name, v in variables.items() if "/StateVar" in name]
-        self._generators = generators = [*recording.generators, *of_tensorflow]
-        sums = filter(is_summed, (*self._created.values(), *self._held))
-        self.statistics = MovingStatistics(recording.layers, state.strategy, [*generators, *sums])
-        drawn = set(map(id, generators))
-        alike = [v for v in variables.values() if not (id(v) in drawn or is_summed(v))]
-        self._divergence = Divergence(state, alike)
+        variables = state.recording.variables
+        # Those of tf.random.Generator have this name.
+        tf_generators = [v for name, v in variables.items() if "/StateVar" in name]
+        self._generators = [*state.recording.generators, *tf_generators]
+        sums = [v for v in (*self._created.values(), *self._named) if is_summed(v)]
+        self.statistics = MovingStatistics(
+            state.recording.layers, state.strategy, [*self._generators, *sums]
+        )
+        generators = set(map(id, self._generators))
+        self._divergence = Divergence(
+            state, [v for v in variables.values() if id(v) not in generators and not is_summed(v)]
+        )
         self._vocabularies = Vocabularies(state)
         self._position = InputPosition(state, console)
         self._writer = Writer(state, self._engine_part)
 
-    def check_written(self, graph: Any) -> None:
-        """Refuses a step that writes what no checkpoint holds, or what replicas share."""
-        strategy, recorded = self._state.strategy, self._state.recording.variables
-        several, local = strategy.num_replicas_in_sync > 1, strategy.experimental_local_results
-        shared = {id(v) for n, v in recorded.items() if several and n.startswith("elsewhere")}
-        held = (*self._held, *self._state.data.held)
-        own = [v for v in (*recorded.values(), *held) if id(v) not in shared]
-        handles = {id(part.handle) for variable in own for part in local(variable)}
-        written = set(map(id, find_written_resources(graph))) - handles
-        unsaved = [v.name.split(":")[0] for v in graph.variables if id(v.handle) in written]
-        if any(op.type in _WRITING_TABLES for op in add_called_ops(graph.get_operations())):
-            named = set(map(id, tf.train.TrackableView(self._state.ckpt).descendants()))
-            tables = [table for table in find_tables(graph) if hasattr(table, "insert")]
-            unsaved += ["a lookup table" for table in tables if id(table) not in named]
+    def _find_created(self) -> dict[str, tf.Variable]:
+        """Returns the variables of the engine's part by name.
+
+        Those are the variables that hooks have created and that ``create_ckpt`` does not name. The
+        sums of an evaluation are left out, since every evaluation resets them.
+        """
+        state = self._state
+        passing = state.evaluation.list_passing_variables() if state.evaluation is not None else []
+        left_out = {id(variable) for variable in (*self._named, *passing)}
+        return {n: v for n, v in state.recording.variables.items() if id(v) not in left_out}
+
+    def check_written(self, graph: tf.Graph) -> None:
+        """Refuses a step that writes something that no checkpoint holds, or that replicas share.
+
+        Raises:
+            SetupError: the graph of the step writes such a variable, or a lookup table.
+        """
+        unsaved = [*self._find_unsaved_variables(graph), *self._find_unsaved_tables(graph)]
         if unsaved:
             raise SetupError(
                 f"the step writes {unsaved[0]}, which was made outside of the hooks, and is in no "
                 "checkpoint; make variables in create_model, return lookup tables from create_ckpt."
             )
 
+    def _find_unsaved_variables(self, graph: tf.Graph) -> list[str]:
+        """Returns the names of the variables that a graph writes and that no checkpoint holds."""
+        strategy = self._state.strategy
+        recorded = self._state.recording.variables
+        shared = set()
+        if strategy.num_replicas_in_sync > 1:
+            # A variable made elsewhere exists once, so several replicas would share it.
+            shared = {id(v) for name, v in recorded.items() if name.startswith("elsewhere")}
+        saved_handles = {
+            id(component.handle)
+            for variable in (*recorded.values(), *self._named, *self._state.data.held)
+            if id(variable) not in shared
+            for component in strategy.experimental_local_results(variable)
+        }
+        unsaved_handles = set(map(id, find_written_resources(graph))) - saved_handles
+        return [v.name.split(":")[0] for v in graph.variables if id(v.handle) in unsaved_handles]
+
+    def _find_unsaved_tables(self, graph: tf.Graph) -> list[str]:
+        """Describes each lookup table that a graph writes and that no checkpoint holds."""
+        ops = add_called_ops(graph.get_operations())
+        if not any(op.type in _WRITING_TABLES for op in ops):
+            return []
+        named = set(map(id, tf.train.TrackableView(self._state.ckpt).descendants()))
+        tables = [table for table in find_tables(graph) if hasattr(table, "insert")]
+        return ["a lookup table" for table in tables if id(table) not in named]
+
     def _request(self, *_: Any, **__: Any) -> str:
+        """Requests a checkpoint, in place of the manager's ``save``; returns its path."""
         self.save_requested = True
         return str(self._folder / f"ckpt-{self._state.step}")
 
-    def _go_back(self, restore: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
-        """Restores what a hook asks for: weights and optimizer go back, step and data do not.
+    def _restore_from_manager(self, path: str | None = None) -> Any:
+        return self.ckpt.restore(path or self._state.manager.latest_checkpoint)
 
-        Also what the user's part leaves out goes back, but for each replica's random numbers.
+    def _restore_in_hook(
+        self, restore: Callable[..., Any], path: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Restores a checkpoint for a hook: weights and optimizer, but not the step or the data.
+
+        The variables of the engine's part are restored, too, except random generators.
         """
         self._writer.wait()
-        state = self._state
-        kept = [state.parts.step_variable, *self._generators]
-        with ReplicaCopies(state.strategy, kept).put_back_after():
+        kept = [self._state.components.step_variable, *self._generators]
+        with ReplicaCopies(self._state.strategy, kept).put_back_after():
             status = restore(path, *args, **options)
             folder, _, number = str(path).rpartition("-")
-            part = Path(folder).parent / "engine" / f"ckpt-{number}"
-            if part.with_suffix(".index").exists():
-                self._engine_part.read(str(part)).expect_partial()
+            engine_part = Path(folder).parent / "engine" / f"ckpt-{number}"
+            if engine_part.with_suffix(".index").exists():
+                self._engine_part.read(str(engine_part)).expect_partial()
         return status
 
     def save(self) -> None:
@@ -150,78 +191,94 @@ class Checkpoints:
             RunError: the files cannot be written, or the replicas have diverged.
         """
         step = self._state.step
-        requested, self.save_requested = self.save_requested, False
-        if self.saved_step == step and not requested:
+        is_requested = self.save_requested
+        self.save_requested = False
+        if self.saved_step == step and not is_requested:
             return
-        if late := self._state.recording.find_late():
+        late_variable = self._state.recording.find_late()
+        if late_variable is not None:
             raise RunError(
-                f"{late} while training, which no checkpoint would bring back; make it in "
+                f"{late_variable} while training, which no checkpoint would bring back; make it in "
                 "create_model, or keep numbers in state."
             )
-        scale = self._state.parts.loss_scale
-        if scale is not None and (complaint := scale.describe_trouble()):
-            self._console.warn(complaint)
+        self._warn_of_loss_scale()
         self.wait()
         with self.statistics.hold_averages():
             self._divergence.check(step)
             self._save(step)
         self.saved_step = step
 
+    def _warn_of_loss_scale(self) -> None:
+        loss_scale = self._state.components.loss_scale
+        trouble = loss_scale.describe_trouble() if loss_scale is not None else None
+        if trouble:
+            self._console.warn(trouble)
+
     def _save(self, step: int) -> None:
-        state, engine = self._state, self._folder / "engine"
+        state = self._state
+        engine = self._folder / "engine"
         record = Record(
             step=step,
             input=self._position.describe(),
             input_saved=False,
-            replicas=state.parts.shape.replicas,
+            replicas=state.components.shape.replicas,
             learning_rate=state.config.learning_rate,
             frozen=read_flags(state.recording),
             created=list(self._created),
-            progress=dataclasses.asdict(state.progress),  # copies: hooks go on meanwhile
+            progress=dataclasses.asdict(state.progress),  # copied, since hooks go on meanwhile
             learnt=self._vocabularies.learnt,
         )
-        taken = self._position.take(record) if self._cluster.task.chief else []  # all read alike
+        # All processes of a cluster read the same data, so the position of one is enough.
+        position = self._position.take(record) if self._cluster.task.chief else []
         with write_together(state, step):
             engine.mkdir(parents=True, exist_ok=True)
-            # While its parts are replaced, it must not count.
+            # While its files are replaced, the checkpoint must not count.
             (engine / f"ckpt-{step}.json").unlink(missing_ok=True)
-            if own := self.statistics.own:
-                own.write(str(self._own_part(self._folder, step)))
+            own_values = self.statistics.own
+            if own_values is not None:
+                own_values.write(str(self._name_own_part(self._folder, step)))
+        write_position = functools.partial(
+            self._position.write, position, record, engine / f"input-{step}"
+        )
         with write_together(state, step):
-            self._writer.write(
-                record, lambda: self._position.write(taken, record, engine / f"input-{step}")
-            )
+            self._writer.write(record, write_position)
 
-    def _own_part(self, folder: Path, step: int) -> Path:
+    def _name_own_part(self, folder: Path, step: int) -> Path:
         """Returns the prefix of the part that each process writes for itself."""
         return folder / "engine" / f"statistics-{step}-{self._cluster.task.index}"
 
     def wait(self) -> None:
-        """Waits until what is written is on the disk; raises a RunError if it cannot be."""
+        """Waits until the last checkpoint is on the disk.
+
+        Raises:
+            RunError: it cannot be written.
+        """
         with write_together(self._state, self.saved_step):
             self._writer.wait()
 
     def close(self) -> None:
-        """Lets what is written in the background come to its end, well or not."""
-        self._writer.pool.shutdown()  # in a notebook, no thread is left after a run
+        """Waits until writing in the background has ended, successfully or not."""
+        self._writer.pool.shutdown()  # in a notebook, no thread must be left after a run
         self.tell_saved()
 
     def tell_saved(self) -> None:
-        """Tells the listeners of checkpoints that have become whole."""
+        """Notifies the listeners of checkpoints that are complete now."""
         while self._writer.written and self._console.listeners is not None:
             self._console.listeners.tell("saved", *self._writer.written.pop(0))
 
     def restore(self, source: Source | None, with_input: bool = True) -> Record | None:
-        """Restores a checkpoint: of several that will do the newest that is whole.
+        """Restores the newest complete checkpoint of a source.
 
-        Without ``with_input``, training does not go on from here: the data stay where they are, and
-        the weights are averaged with ``ema``.
+        Args:
+            source: the checkpoints that may be used; None if the run starts from scratch
+            with_input: whether training resumes from here. If not, the data stay at their start,
+                and the weights are replaced by their averages if there are any (``ema``).
 
         Returns:
-            Its record; None without a source.
+            The record of the checkpoint; None without a source.
 
         Raises:
-            SetupError: none is there, or whole; or it does not fit the model any more.
+            SetupError: no checkpoint is complete, or the checkpoint does not fit the model.
         """
         folder = source.folder if source else self._folder
         steps = source.find_steps() if source else []
@@ -230,48 +287,52 @@ class Checkpoints:
                 f"runs_dir: {relative_path(self._folder)} has other checkpoints on another process "
                 "of the cluster; all of them need one folder, on a file system that they share."
             )
-        tried = (self._restore_one(folder, step, with_input) for step in steps)
-        record = next(filter(None, tried), None)
-        has_lost = any(folder.glob("*.index")) and not (folder / "engine").is_dir()
-        if record is None and (steps or has_lost):
+        record = None
+        for step in steps:
+            record = self._restore_step(folder, step, with_input)
+            if record is not None:
+                break
+        has_lost_records = any(folder.glob("*.index")) and not (folder / "engine").is_dir()
+        if record is None and (steps or has_lost_records):
             raise SetupError(
                 f"{relative_path(folder)}: there are checkpoints, but none of them is whole; to "
                 "start over, choose another run_name or remove the folder."
             )
         if with_input:
-            generators, task = self._state.recording.generators, self._cluster.task
-            fold_in_replica_id(generators, self._state.strategy, task)
-        if with_input and record is not None:
-            self._restore_own(folder, record)
-            if folder != self._folder:
-                self._console.say(
-                    f"fork: goes on from {relative_path(folder)}, step {record.step}."
-                )
-            if task.chief:  # a process was killed before it could
-                keep_best(self._folder, record, folder)
+            fold_in_replica_id(
+                self._state.recording.generators, self._state.strategy, self._cluster.task
+            )
+            if record is not None:
+                self._finish_restoring(folder, record)
         return record
 
-    def _restore_one(self, folder: Path, step: int, with_input: bool) -> Record | None:
-        """Restores one checkpoint; if it is damaged, warns and returns None."""
-        record, why, state = None, "another process cannot read it", self._state
+    def _finish_restoring(self, folder: Path, record: Record) -> None:
+        """Restores the values that replicas have for themselves, and the best checkpoint."""
+        self._restore_own_part(folder, record)
+        if folder != self._folder:
+            self._console.say(f"fork: goes on from {relative_path(folder)}, step {record.step}.")
+        if self._cluster.task.chief:
+            # Done when the checkpoint was written, unless the process was killed before that.
+            keep_best(self._folder, record, folder)
+
+    def _restore_step(self, folder: Path, step: int, with_input: bool) -> Record | None:
+        """Restores the checkpoint of a step; if it is damaged, warns and returns None."""
+        record = None
+        damage = "another process cannot read it"
         try:
             record = self._read(folder, step)
         except UNREADABLE as error:
-            why = format_error(error, 160).removeprefix("Damaged: ")
+            damage = format_error(error, 160).removeprefix("Damaged: ")
         if not self._cluster.agree(record is not None) or record is None:
             self._console.warn(
-                f"the checkpoint of step {step} is damaged ({why}); using the one before."
+                f"the checkpoint of step {step} is damaged ({damage}); using the one before."
             )
             return None
-        state.progress = Progress.from_json(record.progress)
+        self._state.progress = Progress.from_json(record.progress)
         if with_input:
             self._position.restore(record, folder / "engine" / f"input-{step}")
-        if (average := state.average) is not None:
-            if not any(name.startswith("ema/") for name in record.created):
-                average.begin()
-            if not with_input:
-                average.swap()
-        if not set_flags(list_freezable(state.recording), record.frozen):
+        self._settle_averages(record, with_input)
+        if not set_flags(list_freezable(self._state.recording), record.frozen):
             self._console.warn(
                 "what was frozen in the checkpoint is of other layers than the model has now; "
                 "what is frozen is as create_model left it."
@@ -279,13 +340,30 @@ class Checkpoints:
         self.saved_step = step if folder == self._folder else -1
         return record
 
+    def _settle_averages(self, record: Record, with_input: bool) -> None:
+        """Starts the average of the weights if the checkpoint has none; uses it to evaluate."""
+        average = self._state.average
+        if average is None:
+            return
+        if not any(name.startswith("ema/") for name in record.created):
+            average.begin()
+        if not with_input:
+            average.swap()
+
     def _read(self, folder: Path, step: int) -> Record:
-        """Reads the record and all variables; raises UNREADABLE, or a SetupError if it is unfit."""
-        record, user_part = read_record(folder, step), find_user_part(folder, step)
+        """Reads the record and all variables of a checkpoint.
+
+        Raises:
+            UNREADABLE: a file is damaged.
+            SetupError: the checkpoint does not fit the model.
+        """
+        record = read_record(folder, step)
+        user_part = find_user_part(folder, step)
         needed = [name for name in self._created if name.startswith(_NEEDED)]
+        missing = [name for name in needed if name not in record.created]
         try:
-            if new := [name for name in needed if name not in record.created]:
-                raise ValueError(f"{', '.join(new[:5])} is new.")
+            if missing:
+                raise ValueError(f"{', '.join(missing[:5])} is new.")
             self._state.ckpt.restore(str(user_part)).expect_partial().assert_consumed()
             self._engine_part.read(str(folder / "engine" / f"ckpt-{step}")).expect_partial()
         except (ValueError, AssertionError) as error:
@@ -298,15 +376,26 @@ class Checkpoints:
         self._vocabularies.put_back(record.learnt, self._console)
         for layer in self._state.recording.layers:
             if isinstance(layer, keras.layers.Normalization):
-                layer.finalize_state()  # it computes with constants made of its variables
+                layer.finalize_state()  # it computes with constants made from its variables
         return record
 
-    def _restore_own(self, folder: Path, record: Record) -> None:
-        """Gives the replicas their own values again; others than before go on with the mean."""
-        own = self.statistics.own
-        same = record.replicas == self._state.parts.shape.replicas
-        if own and same and record.created == list(self._created):
-            # Without them, the mean differs by the order of sums only.
-            with contextlib.suppress(*UNREADABLE):
-                own.read(str(self._own_part(folder, record.step)))
-                self.statistics.copies.put_back()
+    def _restore_own_part(self, folder: Path, record: Record) -> None:
+        """Restores the values that each replica has for itself.
+
+        With another number of replicas than before, all of them continue with the mean. The same
+        happens if the file cannot be read: the mean differs only by the order of sums.
+        """
+        own_values = self.statistics.own
+        is_same_number = record.replicas == self._state.components.shape.replicas
+        has_same_variables = record.created == list(self._created)
+        if own_values is None or not is_same_number or not has_same_variables:
+            return
+        with contextlib.suppress(*UNREADABLE):
+            own_values.read(str(self._name_own_part(folder, record.step)))
+            self.statistics.copies.put_back()
+
+
+def _list_variables(ckpt: tf.train.Checkpoint) -> list[tf.Variable]:
+    """Returns the variables that a checkpoint holds."""
+    descendants = map(unwrap, tf.train.TrackableView(ckpt).descendants())
+    return [item for item in descendants if isinstance(item, tf.Variable)]

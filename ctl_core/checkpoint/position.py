@@ -1,4 +1,6 @@
-"""The position in the training data: saved if it is whole, otherwise reached by reading."""
+"""The position in the training data: saved where that is exact, otherwise reached by reading."""
+
+from __future__ import annotations
 
 import os
 import re
@@ -8,22 +10,31 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.checkpoint.record import Record
-from ctl_core.compat import find_inputs, list_stages, read_position, restore_position
+from ctl_core.compat import (
+    find_functions,
+    find_inputs,
+    list_stages,
+    read_cache_file,
+    read_position,
+    restore_position,
+    stops_on_empty_dataset,
+)
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
 from ctl_core.run.errors import format_error
 
-# What reading a file that is cut short, altered or gone raises.
+# Raised when a file is read that was cut short, altered or removed.
 UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
-# Stages that draw random numbers, others in each pass.
-_DRAWING = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
-# Ops that draw from, or are, a state outside of the pipeline.
-_STATEFUL = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
-# What a saved position has of a stage that draws, or of a cache that is full. A stage's state is a
-# variant, whose metadata are its length, in one byte or two, and the names of the stage and of its
-# keys: what is in a buffer, as the texts of a user's, is none of these.
-_DRAWS = re.compile(
+# Stages that draw other random numbers in each pass.
+_DRAWING_STAGES = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
+# Ops that have, or draw from, a state outside of the pipeline.
+_STATEFUL_OPS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
+# Matches, in the file of a saved position, the state of a stage that draws random numbers, and the
+# state of a full cache. The state of a stage is a serialized variant. Its metadata are their length
+# in one or two bytes, then the names of the stage and of its keys. The pattern cannot match what a
+# buffer holds, such as the user's own texts, because of the header and the forbidden characters.
+_SAVED_DRAWS = re.compile(
     rb"tensorflow::Iterator\x12..?Iterator::[^@\x00-\x1f]*"
     rb"(:Shuffle@@|:ShuffleAndRepeat@@|:Random@@|@@[\w@]*cache_completed)",
     re.DOTALL,
@@ -31,19 +42,24 @@ _DRAWS = re.compile(
 
 
 class InputPosition:
-    """This process's position in the training data.
+    """The position of this process in the training data.
 
-    Of a reader in Python, it is a text in the record; otherwise a file beside it.
+    For a reader in Python it is a text in the record, for a tf.data pipeline a file next to it.
     """
 
     def __init__(self, state: State, console: Console) -> None:
-        self._state, self._console = state, console
+        self._state = state
+        self._console = console
         reader = state.data.reader
-        self._why_not = reader.why_not if reader else find_outside_state(state.data.dataset)
+        if reader is not None:
+            self._obstacle = reader.why_not
+        else:
+            self._obstacle = find_outside_state(state.data.dataset)
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a position belongs to; a number of devices is not part of it."""
-        config, data = self._state.config, self._state.data
+        """Describes the data that a position belongs to; it is the same on any devices."""
+        config = self._state.config
+        data = self._state.data
         return {
             "batch_size": config.batch_size,
             "last_batch": config.last_batch,
@@ -54,110 +70,139 @@ class InputPosition:
         }
 
     def take(self, record: Record) -> list[tf.Tensor]:
-        """Notes the position in the record, if that is a text; returns what ``write`` writes."""
-        why, data = self._why_not, self._state.data
-        try:
-            if why is None and data.reader:
-                record.reader, record.input_saved = data.reader.write_position(), True
-            elif why is None:
-                return [*(one.read_value() for one in data.held), read_position(data.source)]
-        except (ValueError, tf.errors.FailedPreconditionError) as error:
-            why = format_error(error, 120)
-        if why is not None:
-            self._console.warn(
-                f"the position in the training data cannot be saved exactly ({why}); a resumed "
-                "run will read and drop. For random changes to examples, see ctl.data.with_seeds."
-            )
+        """Takes the present position.
+
+        Returns:
+            The tensors that ``write`` writes; none if the position is a text, which is noted in the
+            record, or if it cannot be saved, of which the user is warned.
+        """
+        data = self._state.data
+        obstacle = self._obstacle
+        if obstacle is None:
+            try:
+                if data.reader is None:
+                    held = [variable.read_value() for variable in data.held]
+                    return [*held, read_position(data.source)]
+                record.reader = data.reader.write_position()
+                record.input_saved = True
+                return []
+            except (ValueError, tf.errors.FailedPreconditionError) as error:
+                obstacle = format_error(error, 120)
+        self._console.warn(
+            f"the position in the training data cannot be saved exactly ({obstacle}); a resumed "
+            "run will read and drop. For random changes to examples, see ctl.data.with_seeds."
+        )
         return []
 
-    def write(self, taken: list[tf.Tensor], record: Record, prefix: Path) -> None:
-        """Writes what ``take`` returned, and notes in the record whether it is whole."""
-        if taken:
-            tf.raw_ops.SaveV2(tensors=taken, **_name_tensors(prefix, len(taken)))
+    def write(self, tensors: list[tf.Tensor], record: Record, prefix: Path) -> None:
+        """Writes the result of ``take``, and notes in the record whether it is complete."""
+        if tensors:
+            tf.raw_ops.SaveV2(tensors=tensors, **_name_tensors(prefix, len(tensors)))
             record.input_saved = has_draws(prefix, self._state.data.dataset)
 
     def restore(self, record: Record, prefix: Path) -> None:
-        """Goes to the position of a record, by reading and dropping if need be."""
-        data, examples = self._state.data, record.progress["examples"]
-        why = self._find_obstacle(record)
-        try:
-            if why is None and data.reader:
-                why = data.reader.go_to(record.reader)
-            elif why is None:
-                self._read(prefix)
-        except UNREADABLE:
-            why = "the saved position does not fit the data any more, or its file is damaged"
-        if self._state.cluster.agree(why is None):
+        """Goes to the position of a record, by reading and dropping examples if need be."""
+        data = self._state.data
+        obstacle = self._find_obstacle(record)
+        if obstacle is None:
+            try:
+                if data.reader is None:
+                    self._read(prefix)
+                else:
+                    obstacle = data.reader.go_to(record.reader)
+            except UNREADABLE:
+                obstacle = (
+                    "the saved position does not fit the data any more, or its file is damaged"
+                )
+        if self._state.cluster.agree(obstacle is None):
             return
+        examples = record.progress["examples"]
+        reason = obstacle or "another process cannot read the position that it saved"
         self._console.warn(
             f"the position in the training data is reached by reading and dropping {examples} "
-            f"examples, since {why or 'another process cannot read the position that it saved'}."
+            f"examples, since {reason}."
         )
         data.begin_anew(skip=examples)
 
     def _read(self, prefix: Path) -> None:
         data = self._state.data
-        types = [*(variable.dtype for variable in data.held), tf.variant]
-        parts = tf.raw_ops.RestoreV2(dtypes=types, **_name_tensors(prefix, len(types)))
-        for variable, value in zip(data.held, parts, strict=False):
+        dtypes = [*(variable.dtype for variable in data.held), tf.variant]
+        *held, position = tf.raw_ops.RestoreV2(dtypes=dtypes, **_name_tensors(prefix, len(dtypes)))
+        for variable, value in zip(data.held, held, strict=True):
             variable.assign(value)
-        restore_position(data.source, parts[-1])
+        restore_position(data.source, position)
 
     def _find_obstacle(self, record: Record) -> str | None:
-        """Returns why the saved position is not that of this run, if it is not."""
+        """Returns why the position of a record cannot be restored; None if it can."""
         if not record.input_saved:
             return "no whole position could be saved"
-        here, folder = self.describe(), record.input["folder"]
+        present = self.describe()
         for name, value in record.input.items():
-            if name != "folder" and here.get(name) != value:
+            if name != "folder" and present.get(name) != value:
                 return f"it was saved with {name} {value}"
-        # Nobody can look into it: what a buffer holds may be compressed.
-        stages = [] if self._state.data.reader else list_stages(self._state.data.dataset)
-        parts = tf.nest.flatten([stage.element_spec for stage in stages])
-        if folder != here["folder"] and any(getattr(p, "dtype", 0) == tf.string for p in parts):
-            return f"it may name files of {folder}, where the run was before"
+        saved_folder = record.input["folder"]
+        if saved_folder != present["folder"] and self._reads_texts():
+            return f"it may name files of {saved_folder}, where the run was before"
         return None
 
+    def _reads_texts(self) -> bool:
+        """Returns whether a stage of the pipeline has texts, which may be names of files.
 
-def _name_tensors(prefix: Path, number: int) -> dict[str, Any]:
-    names, whole = [str(index) for index in range(number)], [""] * number
-    return {"prefix": str(prefix), "tensor_names": names, "shape_and_slices": whole}
+        The saved position itself cannot be searched for them: it may be compressed.
+        """
+        if self._state.data.reader is not None:
+            return False
+        specs = [stage.element_spec for stage in list_stages(self._state.data.dataset)]
+        return any(getattr(spec, "dtype", None) == tf.string for spec in tf.nest.flatten(specs))
+
+
+def _name_tensors(prefix: Path, count: int) -> dict[str, Any]:
+    """Returns the arguments of SaveV2 and RestoreV2 that name numbered tensors in a file."""
+    return {
+        "prefix": str(prefix),
+        "tensor_names": [str(index) for index in range(count)],
+        "shape_and_slices": [""] * count,
+    }
 
 
 def find_outside_state(dataset: tf.data.Dataset) -> str | None:
-    """Says what of a pipeline keeps a state outside of it, or returns None.
+    """Returns which stage of a pipeline keeps a state outside of it; None if no stage does.
 
-    TensorFlow refuses to save such a stage, but only while it is at work; and waits for ever where
-    it restores a mixture (``sample_from_datasets``) of which a dataset has ended.
+    TensorFlow refuses to save such a stage, but only once the stage is running. And it waits
+    forever when it restores a mixture (``sample_from_datasets``) of which a dataset has ended.
     """
     for stage in list_stages(dataset):
-        if getattr(stage, "_stop_on_empty_dataset", True) is False:
-            ends = [
-                part.cardinality() != tf.data.INFINITE_CARDINALITY for part in find_inputs(stage)
-            ]
-            if any(ends[1:]):  # after what chooses among them
+        if not stops_on_empty_dataset(stage):
+            _, *mixed = find_inputs(stage)  # the first one chooses among the others
+            if any(part.cardinality() != tf.data.INFINITE_CARDINALITY for part in mixed):
                 return "it mixes datasets that end; repeat each, or give stop_on_empty_dataset=True"
-        for function in stage._functions():
-            if found := find_random_ops(function.function.graph, _STATEFUL):
-                return f"it runs {', '.join(found)}, which has a state of its own"
+        for function in find_functions(stage):
+            stateful_ops = find_random_ops(function.function.graph, _STATEFUL_OPS)
+            if stateful_ops:
+                return f"it runs {', '.join(stateful_ops)}, which has a state of its own"
     return None
 
 
 def has_draws(prefix: Path, dataset: tf.data.Dataset) -> bool:
     """Returns whether a saved position holds the state of each stage that draws random numbers.
 
-    TensorFlow leaves out one that has been read to its end while a stage behind it, such as
-    rebatch or prefetch, still holds elements; restored, the next pass would have the order of the
-    first one again. So it is with a cache in memory, which then fills itself anew. What is in a
-    cache is not drawn again.
+    TensorFlow leaves out a stage that has been read to its end while a later stage, such as rebatch
+    or prefetch, still holds elements. Restored, the next pass would have the order of the first
+    one. The same goes for a cache in memory, which would fill itself again.
     """
+    expected = _count_drawing_stages(dataset)
+    if expected == 0:
+        return True
+    content = Path(f"{prefix}.data-00000-of-00001").read_bytes()
+    return len(_SAVED_DRAWS.findall(content)) >= expected
 
-    def count(stage: Any) -> int:
-        draws = sum(map(count, find_inputs(stage)))
-        if type(stage).__name__ == "CacheDataset":
-            return min(draws, 1) if stage._filename == "" else 0
-        return draws + (type(stage).__name__ in _DRAWING)
 
-    wanted = count(dataset)
-    file = Path(f"{prefix}.data-00000-of-00001")
-    return not wanted or len(_DRAWS.findall(file.read_bytes())) >= wanted
+def _count_drawing_stages(dataset: tf.data.Dataset) -> int:
+    """Returns how many stages draw; those before a cache count once, since they draw only once."""
+    draws = sum(map(_count_drawing_stages, find_inputs(dataset)))
+    cache_file = read_cache_file(dataset)
+    if cache_file is not None:
+        return min(draws, 1) if cache_file == "" else 0
+    if type(dataset).__name__ in _DRAWING_STAGES:
+        return draws + 1
+    return draws

@@ -1,7 +1,10 @@
-"""Which checkpoint is meant: of RUN, RUN@STEP or RUN@best, and by a run that goes on.
+"""The checkpoint to start from: RUN, RUN@STEP or RUN@best, or the newest one of a resumed run.
 
-A run goes on from its own checkpoints; before it has any, from that of the run that ``fork`` names.
+A run resumes from its own checkpoints. As long as it has none, it starts from the checkpoint of the
+run that ``fork`` names.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import re
@@ -15,14 +18,17 @@ from ctl_core.run.settings import Config, Count
 from ctl_core.run.sources import read_file
 
 CheckpointName = Count | Literal["best"] | None
-_NAME = re.compile(r"(.+?)(?:@(\d{1,18}|best))?", re.DOTALL)
+_NAME = re.compile(r"(?P<run>.+?)(?:@(?P<step>\d{1,18}|best))?", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A run, and which of its checkpoints: the ``wanted`` step, ``best``, or None for the newest.
+    """A run, and one of its checkpoints.
 
-    ``setting`` is the one that names it, for messages.
+    Attributes:
+        setting: the setting that names it, for messages
+        run: the folder of the run
+        wanted: a step, ``best``, or None for the newest
     """
 
     setting: str
@@ -31,47 +37,64 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint is kept."""
-        return self.run / "ckpt" / "best" if self.wanted == "best" else self.run / "ckpt"
+        """The folder of the checkpoint."""
+        checkpoints = self.run / "ckpt"
+        return checkpoints / "best" if self.wanted == "best" else checkpoints
 
     def find_steps(self) -> list[int]:
-        """Returns the steps that will do, the newest first; a SetupError if there is none."""
+        """Returns the steps of the checkpoints that may be used, newest first.
+
+        Raises:
+            SetupError: there is none.
+        """
         steps = list_saved_steps(self.folder)
-        found = [step for step in steps if self.wanted in (None, "best", step)]
-        if not found:
-            there = list_saved_steps(self.run / "ckpt")[:10]
-            name = relative_path(self.run) + (f"@{self.wanted}" if self.wanted else "")
-            raise SetupError(f"{self.setting}: no checkpoint {name} is there, only {there}.")
-        return found
+        suitable = [step for step in steps if self.wanted in (None, "best", step)]
+        if not suitable:
+            name = relative_path(self.run)
+            if self.wanted:
+                name += f"@{self.wanted}"
+            existing = list_saved_steps(self.run / "ckpt")[:10]
+            raise SetupError(f"{self.setting}: no checkpoint {name} is there, only {existing}.")
+        return suitable
 
 
 def read_source(setting: str, text: str, runs_dir: str) -> Source:
-    """Reads RUN, RUN@STEP or RUN@best, where RUN is the name of a run in ``runs_dir``, or a folder.
+    """Parses RUN, RUN@STEP or RUN@best, where RUN is the name of a run in ``runs_dir``, or a path.
 
-    What is not there is a SetupError.
+    Raises:
+        SetupError: there is no such run or checkpoint.
     """
-    name, step = _NAME.fullmatch(text).groups()  # type: ignore[union-attr]
-    for folder in (Path(runs_dir) / name, Path(name)):
+    match = _NAME.fullmatch(text)
+    assert match is not None
+    for folder in (Path(runs_dir, match["run"]), Path(match["run"])):
         if (folder / "ckpt").is_dir():
-            wanted: CheckpointName = "best" if step == "best" else int(step) if step else None
-            source = Source(setting, folder.absolute(), wanted)
+            source = Source(setting, folder.absolute(), _parse_step(match["step"]))
             source.find_steps()
             return source
     raise SetupError(
-        f"{setting}: {name!r} is neither a run in {runs_dir} nor a path that is there."
+        f"{setting}: {match['run']!r} is neither a run in {runs_dir} nor a path that is there."
     )
 
 
+def _parse_step(text: str | None) -> CheckpointName:
+    if text is None or text == "best":
+        return text  # type: ignore[return-value]
+    return int(text)
+
+
 def is_model(path: str) -> bool:
-    """Whether ``init_from`` names a file of Keras' or a SavedModel; otherwise, it names a run."""
+    """Returns whether ``init_from`` names a Keras file or a SavedModel, not a run."""
     return Path(path).is_file() or Path(path, "saved_model.pb").is_file()
 
 
 def find_start(config: Config) -> Source | None:
-    """Returns the checkpoint that training goes on from; None for a run that begins anew.
+    """Returns the checkpoint that training resumes or forks from; None for a run from scratch.
 
-    A run that has checkpoints no more needs what ``fork`` or ``init_from`` say; otherwise, what is
-    not there is a SetupError.
+    ``fork`` and ``init_from`` are not needed any more once a run has checkpoints of its own.
+
+    Raises:
+        SetupError: ``fork`` or ``init_from`` names something that does not exist, or ``fork``
+            names another run than the one that this run was forked from.
     """
     if config.run_name is not None:
         run = Path(config.runs_dir, config.run_name).absolute()
@@ -84,4 +107,6 @@ def find_start(config: Config) -> Source | None:
             return Source("run_name", run)
     if config.init_from is not None and not is_model(config.init_from):
         read_source("init_from", config.init_from, config.runs_dir)
-    return read_source("fork", config.fork, config.runs_dir) if config.fork else None
+    if config.fork:
+        return read_source("fork", config.fork, config.runs_dir)
+    return None

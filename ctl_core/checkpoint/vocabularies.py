@@ -1,11 +1,14 @@
-"""What preprocessing layers have learnt from data: part of a checkpoint, like weights.
+"""The values that preprocessing layers have learned from data: part of each checkpoint.
 
-``adapt()`` in ``create_model``, or a list of words made there, gives another vocabulary once there
-are more data: a word's number would then mean another row of the embedding that was trained.
+``adapt()`` in ``create_model``, or a list of words built there, gives another vocabulary once there
+are more data. The number of a word would then select another row of the embedding that was trained.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -17,59 +20,55 @@ from ctl_core.numerics.variables import walk
 from ctl_core.run.console import Console
 from ctl_core.run.errors import SetupError
 
-_LOOKUPS = (  # within a TextVectorization, too
+# The values that a layer has learned, by the names that its class has for them, as lists.
+Learned: TypeAlias = dict[str, Any]
+
+# Those within a TextVectorization included.
+_LOOKUPS = (
     keras.layers.StringLookup,
     keras.layers.IntegerLookup,
     keras.layers.Discretization,
 )
-_LEARNING = (*_LOOKUPS, keras.layers.Normalization)  # which has variables where it is a model's
+# A Normalization that is part of a model has variables.
+_LEARNING = (*_LOOKUPS, keras.layers.Normalization)
 
 
 class Vocabularies:
-    """What the layers of the models, and those that the data are read with, have learnt.
+    """The preprocessing layers of the models, and those that the data are read with.
 
-    The latter are those that the hooks which make data enclose, or have as globals, and all others
-    that the hooks, or the import of callbacks.py, have made.
+    The latter are the layers that the hooks of the data enclose, or have as globals, and all others
+    that the hooks, or the import of callbacks.py, have created.
     """
 
     def __init__(self, state: State) -> None:
-        models = _find_learning([state.train_model, state.parts.eval_model])
-        hooks = state.hooks
-        of_data = hooks.create_dataset, hooks.make_batches, hooks.create_eval_dataset
-        functions = [hook.function for hook in of_data if hook is not None]
-        named = [value for one in functions for value in getattr(one, "__globals__", {}).values()]
-        named = [value for value in named if isinstance(value, keras.Layer)]
-        recorded = [layer for layer in state.recording.layers if isinstance(layer, _LOOKUPS)]
-        others = _find_learning([*functions, *named, *(one() for one in IMPORTED), *recorded])
-        data = [layer for layer in others if layer not in models]
-        of_model = [layer for layer in models if isinstance(layer, _LOOKUPS)]
-        self._layers = {
-            f"{place}/{number}/{type(layer).__name__}": layer
-            for place, layers in (("model", of_model), ("data", data))
-            for number, layer in enumerate(layers)
-        }
+        in_models = _find_learning([state.train_model, state.components.eval_model])
+        in_data = [layer for layer in _find_data_layers(state) if layer not in in_models]
+        lookups = [layer for layer in in_models if isinstance(layer, _LOOKUPS)]
+        self._layers = {**_name_layers("model", lookups), **_name_layers("data", in_data)}
 
     @functools.cached_property
-    def learnt(self) -> dict[str, dict[str, Any]]:
-        """What each has learnt, which training does not change: as JSON has it."""
-        return {path: _read_learnt(layer) for path, layer in self._layers.items()}
+    def learnt(self) -> dict[str, Learned]:
+        """The learned values of each layer, as JSON has them; training does not change them."""
+        return {path: _read_learned(layer) for path, layer in self._layers.items()}
 
-    def put_back(self, saved: dict[str, dict[str, Any]], console: Console) -> None:
-        """Gives the layers what they had learnt when it was saved.
+    def put_back(self, saved: dict[str, Learned], console: Console) -> None:
+        """Restores the values that the layers had learned when a checkpoint was saved.
 
         Raises:
-            SetupError: a layer that the data are read with has learnt something else.
+            SetupError: a layer that the data are read with has learned other values.
         """
         for path, layer in self._layers.items():
-            before, now = saved.get(path), self.learnt[path]
+            before = saved.get(path)
+            now = self.learnt[path]
             if before is None or before == now:
                 continue
-            then, today = (len(next(iter(learnt.values()))) for learnt in (before, now))
+            entries_before = _count_entries(before)
+            entries_now = _count_entries(now)
             if path.startswith("data/"):
                 raise SetupError(
                     f"{path}, with which the data are read, has learnt something else than when "
-                    f"the run began ({then} entries then, {today} now); adapt it to the same, or "
-                    "choose another run_name."
+                    f"the run began ({entries_before} entries then, {entries_now} now); adapt it "
+                    "to the same, or choose another run_name."
                 )
             if isinstance(layer, keras.layers.Discretization):
                 layer.bin_boundaries = before["bin_boundaries"]
@@ -77,24 +76,51 @@ class Vocabularies:
                 layer.set_vocabulary(**before)
             self.learnt[path] = before
             console.say(
-                f"{layer.name} had {then} entries in the checkpoint, {today} as create_model made "
-                "it: those of the checkpoint are used."
+                f"{layer.name} had {entries_before} entries in the checkpoint, {entries_now} as "
+                "create_model made it: those of the checkpoint are used."
             )
 
 
-def _find_learning(items: list[Any]) -> list[keras.Layer]:
-    """Returns the layers that learn among those that objects hold, each once."""
-    layers = [layer for item in walk(items) for layer in flatten_layers(item)]
+def _find_data_layers(state: State) -> list[keras.Layer]:
+    """Returns the layers that the data may be read with, each once."""
+    hooks = state.hooks
+    data_hooks = [hooks.create_dataset, hooks.make_batches, hooks.create_eval_dataset]
+    functions = [hook.function for hook in data_hooks if hook is not None]
+    global_layers = [
+        value
+        for function in functions
+        for value in getattr(function, "__globals__", {}).values()
+        if isinstance(value, keras.Layer)
+    ]
+    imported = [reference() for reference in IMPORTED]
+    recorded = [layer for layer in state.recording.layers if isinstance(layer, _LOOKUPS)]
+    return _find_learning([*functions, *global_layers, *imported, *recorded])
+
+
+def _find_learning(objects: Iterable[Any]) -> list[keras.Layer]:
+    """Returns the layers that can learn among those that objects hold, each once."""
+    layers = [layer for item in walk(list(objects)) for layer in flatten_layers(item)]
     return list({id(layer): layer for layer in layers if isinstance(layer, _LEARNING)}.values())
 
 
-def _read_learnt(layer: keras.Layer) -> dict[str, Any]:
-    """Returns what a layer has learnt, lists by the names that its class has for them."""
+def _name_layers(place: str, layers: list[keras.Layer]) -> dict[str, keras.Layer]:
+    """Returns layers by a name such as ``model/0/StringLookup``."""
+    return {
+        f"{place}/{number}/{type(layer).__name__}": layer for number, layer in enumerate(layers)
+    }
+
+
+def _read_learned(layer: keras.Layer) -> Learned:
+    """Returns the values that a layer has learned."""
     if isinstance(layer, keras.layers.Normalization):
         return {name: np.ravel(getattr(layer, name)).tolist() for name in ("mean", "variance")}
     if isinstance(layer, keras.layers.Discretization):
         return {"bin_boundaries": np.ravel(layer.bin_boundaries).tolist()}
-    learnt = {"vocabulary": np.asarray(layer.get_vocabulary()).tolist()}
+    learned = {"vocabulary": np.asarray(layer.get_vocabulary()).tolist()}
     if layer.output_mode == "tf_idf":
-        learnt["idf_weights"] = layer.idf_weights.numpy().tolist()
-    return learnt
+        learned["idf_weights"] = layer.idf_weights.numpy().tolist()
+    return learned
+
+
+def _count_entries(learned: Learned) -> int:
+    return len(next(iter(learned.values())))

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from ctl_core.build import create_state, prepare_process
 from ctl_core.checkpoint.folder import Run, open_session
-from ctl_core.cluster.collectives import Alone
+from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import Task
@@ -31,6 +31,7 @@ from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.input.batches import Share, make_placeholders
+from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import forward_backward
 from ctl_core.model.metrics import read_results
 from ctl_core.model.ratio import check_losses, has_random_ops
@@ -193,10 +194,10 @@ def _trace(state: State) -> tuple[Any, dict[str, list[Any]]]:
     with (
         state.strategy.scope(),
         make_scratch_graph("check").as_default() as graph,
-        Alone(state.strategy, 0),
+        LoneReplica(state.strategy, 0),
     ):
         share = Share(make_placeholders(state.data.share_spec))
-        for turn in state.parts.list_turns():
+        for turn in TraceContext(state.components).list_turns():
             trained |= forward_backward(turn, 1, frozenset(), share)[1]
     return graph, trained
 
@@ -275,16 +276,15 @@ def observe(state: State) -> list[Values]:
     found: list[Values] = []
     copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
     for quiet, steps in ((True, 1), (False, 2)):
-        run = dataclasses.replace(state, parts=dataclasses.replace(state.parts, quiet=quiet))
-        functions = StepFunctions(run, tf.summary.create_noop_writer())
+        functions = StepFunctions(state, tf.summary.create_noop_writer(), quiet)
         with copies.put_back_after():
             for _ in range(steps):
                 fetched = functions.take_steps(1, FETCHES)
             exact = not has_random_ops(functions.list_operations()) and (
                 quiet or not any(map(has_own_statistics, state.recording.layers))
             )
-            found.append(dict(_read_variables(run, exact)))
-            found[-1] |= dict(_read_step(run, fetched)) if exact else {}
+            found.append(dict(_read_variables(state, exact)))
+            found[-1] |= dict(_read_step(state, fetched)) if exact else {}
         state.data.begin_anew()
     if state.evaluation is not None:
         found.append({})
@@ -296,7 +296,7 @@ def observe(state: State) -> list[Values]:
 
 def _read_variables(state: State, exact: bool) -> Iterator[tuple[tuple[str, str], Any]]:
     """Yields what replicas have in integers; if exact, in all that the forward pass assigns."""
-    assigned = {id(one.variable) for one in state.parts.written if exact}
+    assigned = {id(one.variable) for one in state.components.written if exact}
     for name, variable in state.recording.variables.items():
         if variable.dtype.is_integer or id(variable) in assigned:
             local = state.strategy.experimental_local_results(variable)
@@ -316,8 +316,8 @@ def _read_step(state: State, fetched: dict[str, Any]) -> Iterator[tuple[tuple[st
         for variable, value in zip(trained[objective], several, strict=True):
             if value is not None:
                 yield ("update", name_variable(variable)), [tf.convert_to_tensor(value).numpy()]
-    for name, value in read_results(state.parts.list_logged()).items():
-        kind = "part of the loss" if name in state.parts.loss_parts else "train metric"
+    for name, value in read_results(state.components.list_logged_metrics()).items():
+        kind = "part of the loss" if name in state.components.loss_metrics else "train metric"
         yield (kind, name), [np.array(value)]
 
 

@@ -14,7 +14,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import all_reduce, count_local_replicas, weigh_by_rows
+from ctl_core.cluster.collectives import (
+    all_reduce,
+    count_local_replicas,
+    find_offset_in_share,
+    place_rows,
+)
+from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compat import add_called_ops, get_seed_generator, list_stages, run_layers, run_replica
 from ctl_core.hooks.hooks import Hook
@@ -30,9 +36,9 @@ from ctl_core.input.batches import (
 )
 from ctl_core.input.prefetch import read_ahead
 from ctl_core.input.readers import open_reader
+from ctl_core.model.components import Components, ForwardContext, TraceContext
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
 from ctl_core.model.metrics import read_results, update_if, update_metrics
-from ctl_core.model.parts import Parts
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.numerics.variables import unwrap
@@ -77,9 +83,11 @@ class Evaluation:
         sets: by name; a single one without a name under ""
     """
 
-    def __init__(self, parts: Parts, recording: Recording, sets: dict[str, EvaluationSet]) -> None:
+    def __init__(
+        self, components: Components, recording: Recording, sets: dict[str, EvaluationSet]
+    ) -> None:
         self.sets = sets
-        self._parts, self._recording = parts, recording
+        self._components, self._recording = components, recording
         self._frozen: list[bool] | None = None
 
     @property
@@ -106,13 +114,13 @@ class Evaluation:
         self._frozen = frozen
         for one in self.sets.values():
             for one.exchanges in (False, True):  # traced again if it turns out that they do
-                one.run_steps = define_run_steps(self._parts, one)
+                one.run_steps = define_run_steps(self._components, one)
                 graph = one.run_steps.get_concrete_function().graph
                 ops = add_called_ops(graph.get_operations())
                 if not any(op.type.startswith("Collective") for op in ops):
                     break
-            written = self._recording.find_written(graph, self._parts.strategy)
-            one.copies = ReplicaCopies(self._parts.strategy, written)
+            written = self._recording.find_written(graph, self._components.strategy)
+            one.copies = ReplicaCopies(self._components.strategy, written)
 
     def evaluate(
         self, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
@@ -155,18 +163,20 @@ def _add_batches(one: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]) -
             return not more
 
 
-def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Evaluation | None:
+def create_evaluation(
+    components: Components, config: Config, recording: Recording
+) -> Evaluation | None:
     """Creates what ``create_eval_dataset`` and ``create_metrics`` ask for; None without data."""
-    hooks, hook = parts.hooks, parts.hooks.create_eval_dataset
+    hooks, hook = components.hooks, components.hooks.create_eval_dataset
     if hook is None:
         if hooks.after_eval:
             raise hooks.after_eval[0].reject(
                 "there is no evaluation that it could run after; write create_eval_dataset."
             )
         return None
-    size = config.eval_batch_size or parts.shape.batch
-    if not parts.shape.by_rows:  # each is a replica's share
-        size = max(1, size // parts.shape.replicas)
+    size = config.eval_batch_size or components.shape.batch
+    if not components.shape.by_rows:  # each is a replica's share
+        size = max(1, size // components.shape.replicas)
 
     def call() -> dict[str, Any]:
         with keep_seeds():
@@ -177,49 +187,56 @@ def create_evaluation(parts: Parts, config: Config, recording: Recording) -> Eva
     def create(name: str, made: Any) -> EvaluationSet:
         own = dataclasses.replace(hook, name=f"{hook.name}['{name}']") if name else hook
         reader = open_reader(own, made, lambda: call()[name])
-        dataset = prepare(parts, config, own, reader.read(goes_on=False) if reader else made)
+        dataset = prepare(components, config, own, reader.read(goes_on=False) if reader else made)
         # A shuffle has another order in each pass, unless it is made anew.
         shuffles = any("Shuffle" in type(stage).__name__ for stage in list_stages(dataset))
 
         def make() -> tf.data.Dataset:
-            return prepare(parts, config, own, call()[name]) if shuffles else dataset
+            return prepare(components, config, own, call()[name]) if shuffles else dataset
 
         sums = [keras.metrics.Sum(kind, dtype="float64") for kind in ("loss", "examples")]
         return EvaluationSet(make, dataset.element_spec, hooks.create_metrics(), *sums)
 
     sets = {name: create(name, made) for name, made in call().items()}
-    return Evaluation(parts, recording, sets)
+    return Evaluation(components, recording, sets)
 
 
-def prepare(parts: Parts, config: Config, hook: Hook, dataset: tf.data.Dataset) -> tf.data.Dataset:
+def prepare(
+    components: Components, config: Config, hook: Hook, dataset: tf.data.Dataset
+) -> tf.data.Dataset:
     """Returns one pass of global batches of what the hook made; refuses what has no end."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
         )
-    if parts.shape.by_rows and not has_varying_widths(dataset.element_spec):
-        batch = config.eval_batch_size or parts.shape.batch
+    if components.shape.by_rows and not has_varying_widths(dataset.element_spec):
+        batch = config.eval_batch_size or components.shape.batch
         dataset = dataset.rebatch(batch, drop_remainder=False)
     if config.limit_eval is not None:
         dataset = dataset.take(config.limit_eval)
     return read_ahead(dataset, for_long=False)
 
 
-def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
+def define_run_steps(components: Components, one: EvaluationSet) -> Any:
     """Defines the graph function that evaluates so many elements, or those that are left."""
-    strategy, replicas = parts.strategy, parts.shape.replicas
-    by_rows = parts.shape.by_rows
+    strategy, replicas = components.strategy, components.shape.replicas
+    by_rows = components.shape.by_rows
     generator = get_seed_generator()
 
     def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:
         if present is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+        def find_offset() -> tf.Tensor:
+            return find_offset_in_share(components.count_examples(batch), together)
+
         with (
             run_replica(generator),
             weigh_by_rows(rows, present, together),
+            place_rows(find_offset),
             run_layers(training=False),
         ):
-            add_batch(parts, one, batch, present)
+            add_batch(TraceContext(components), one, batch, present)
 
     def share_of(batch: Any, replica: int) -> Share:
         if by_rows or replicas == 1:
@@ -262,22 +279,24 @@ def define_run_steps(parts: Parts, one: EvaluationSet) -> Any:
     return run_steps
 
 
-def add_batch(parts: Parts, one: EvaluationSet, batch: Any, present: tf.Tensor | None) -> None:
+def add_batch(
+    context: ForwardContext, one: EvaluationSet, batch: Any, present: tf.Tensor | None
+) -> None:
     """Adds one replica's batch to the metrics and sums of a set; a stand-in counts nowhere."""
-    hooks = parts.hooks
-    output = run_model(parts, batch, training=False)
-    loss = compute_loss(parts, batch, output, training=False)
-    values = {"output": output, "batch": batch, **parts.values()}
+    hooks, components = context.hooks, context.components
+    output = run_model(context, batch, training=False)
+    loss = compute_loss(context, batch, output, training=False)
+    values = {"output": output, "batch": batch, **context.hook_values()}
     loss_per_batch, extra_loss = hooks.eval_pre.trace(loss=loss, **values)
-    weight = weigh_batch(parts, batch, output, None)
-    examples = parts.count_examples(batch) if weight is None else weight
+    weight = weigh_batch(context, batch, output, None)
+    examples = components.count_examples(batch) if weight is None else weight
     examples = tf.cast(examples, tf.float64)
     extra = tf.cast(extra_loss, tf.float64) * examples
-    total = tf.cast(sum_loss(parts, loss_per_batch, batch), tf.float64) + extra
+    total = tf.cast(sum_loss(components, loss_per_batch, batch), tf.float64) + extra
     update_if(present, one.total.update_state, total)
     update_if(present, one.examples.update_state, examples)
     if one.metrics:
-        named = {"output": output, "batch": batch, "train_model": parts.train_model}
+        named = {"output": output, "batch": batch, "train_model": components.train_model}
         arguments = hooks.metric_pre.trace(**named)
         update_metrics(one.metrics, hooks.metric_pre, arguments, present)
 

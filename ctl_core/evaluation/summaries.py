@@ -111,7 +111,7 @@ class Pace(Listener):
         if not steps or now - self._written_at < PAUSE:
             return
         self._written_at, self._before = now, reached
-        made = state.parts.optimizers.items()
+        made = state.components.optimizers.items()
         rates = {name: getattr(one, "learning_rate", state.lr) for name, one in made}
         paces = {f"progress/learning_rate/{n}".rstrip("/"): float(r) for n, r in rates.items()}
         if taken > 0:

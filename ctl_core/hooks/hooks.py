@@ -185,8 +185,13 @@ class Hooks:
 
     def find_owner(self, frames: list[tuple[str, int]]) -> str | None:
         """Returns the hook of the graph, and the line, that an op of these frames is of, if any."""
+        hook = self.find_hook(frames)
+        return None if hook is None else hook.locate(frames)
+
+    def find_hook(self, frames: list[tuple[str, int]]) -> Hook | None:
+        """Returns the hook of the graph that an op of these frames is of, if any."""
         hooks = (hook for hook in self.list_graph_hooks() if hook.has_frame(frames))
-        return next((hook.locate(frames) for hook in hooks), None)
+        return next(hooks, None)
 
 
 def name_kind(value: Any) -> str:

@@ -180,7 +180,8 @@ def _is_loss(value: Any) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    refused = (type, keras.optimizers.LossScaleOptimizer)  # nothing scales the loss for it
+    # An optimizer of TensorFlow 1 sums over the replicas by itself.
+    refused = (type, tf.compat.v1.train.Optimizer)
     return hasattr(value, "apply_gradients") and not isinstance(value, refused)
 
 
@@ -217,6 +218,19 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
+def _is_flag(value: Any) -> bool:
+    if tf.is_tensor(value):
+        return value.shape.rank in (0, None) and value.dtype.is_bool
+    return isinstance(value, bool)
+
+
+def _is_update(value: Any) -> bool:
+    """Whether a value is gradients, what is shown of them, and perhaps whether to skip them."""
+    if not isinstance(value, tuple | list) or len(value) not in (2, 3):
+        return False
+    return isinstance(value[0], tuple | list) and all(map(_is_flag, value[2:]))
+
+
 def _is_saved(value: Any) -> bool:
     """Whether a value is a checkpoint and a manager that keeps one while it saves the next."""
     kinds = (tf.train.Checkpoint, tf.train.CheckpointManager)
@@ -251,7 +265,7 @@ CONTRACT: dict[str, Callable[[Any], bool]] = {
     "loss_pre": _is_given,
     "batch_weight": _is_number,
     "grad_pre": _are_objectives,
-    "update_pre": lambda value: _is_pair(value) and isinstance(value[0], tuple | list),
+    "update_pre": _is_update,
     "create_train_metrics": _are_metrics,
     "train_metric_pre": _is_given,
     "create_metrics": _are_metrics,

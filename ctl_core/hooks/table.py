@@ -93,7 +93,7 @@ update_pre(gradients, variables, loss, output, batch, train_model, train_loss, l
     What the optimizer applies, made from the gradients summed over the replicas; both are in the
     order of variables. It is called once for each objective, with its name; all_gradients are those
     of all, a dict by objective.
-    returns: 2 values: update_gradients (a list), display_gradients
+    returns: 2 values: update_gradients (a list), display_gradients; or 3 with skip, a bool tensor
     default: NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display
 
 update_post(train_model, train_loss, eval_model, optimizer, lr, step, objective, turn) in the graph

@@ -6,14 +6,13 @@ special cases: a run is a function of the data, the seed and the global batch.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.hooks.defaults import get_first_dimension
-
-Batch: TypeAlias = Any  # a structure of tensors, as an element of a tf.data.Dataset is
+from ctl_core.types import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +59,15 @@ class BatchShape:
         larger_shares = tf.maximum(remainder - replica + self.replicas - 1, 0) // self.replicas
         rows = self.accumulate_steps * rows_of_each + larger_shares
         return rows, rows > 0
+
+    def count_rows_before(self, replica: Any, examples: Any) -> tf.Tensor:
+        """Returns how many rows of a global batch the replicas before this one have, an int32."""
+        replica = tf.cast(replica, tf.int32)
+        replicas = tf.range(self.replicas)
+        rows, _ = self.count_rows_of(replicas, examples)
+        if rows is None:
+            return replica * (examples // self.replicas)
+        return tf.reduce_sum(tf.where(replicas < replica, tf.cast(rows, tf.int32), 0))
 
 
 class Share(NamedTuple):

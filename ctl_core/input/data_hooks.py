@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook, Hooks
-from ctl_core.input.batches import Batch
 from ctl_core.input.readers import Reader, open_reader
 from ctl_core.numerics.randomness import keep_seeds
+from ctl_core.types import Batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,6 @@ import tensorflow as tf
 from ctl_core.hooks.defaults import DifferentRowsError, explain_different_rows, leading_dimension
 from ctl_core.hooks.hooks import Hook, Hooks, describe
 from ctl_core.input.batches import (
-    Batch,
     BatchShape,
     Share,
     count_rows,
@@ -34,6 +33,7 @@ from ctl_core.input.batches import (
 )
 from ctl_core.input.data_hooks import DataHooks, HookedData
 from ctl_core.run.errors import HookFailed, SetupError
+from ctl_core.types import Batch
 
 # TensorFlow's message when elements are joined whose tensors differ in their first dimension.
 _REBATCH_FAILED = "must have the same batch size in each component"

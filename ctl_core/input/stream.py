@@ -15,7 +15,6 @@ from ctl_core.cluster.collectives import count_local_replicas
 from ctl_core.compat import draw_from, get_seed_generator
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.input.batches import (
-    Batch,
     BatchShape,
     Share,
     add_to_digest,
@@ -34,6 +33,7 @@ from ctl_core.input.sharing import (
 )
 from ctl_core.run.errors import SetupError
 from ctl_core.run.settings import Config
+from ctl_core.types import Batch
 
 # Deals out the micro-batch of an index: the fields have a value for each replica of this process.
 Deal = Callable[[int | tf.Tensor], Share]

@@ -1,67 +1,95 @@
-"""What one replica does with its share of a batch: forward, loss, gradients.
+"""The work of one replica on its share of a batch: model, loss and gradients.
 
-The graph hooks are called here, in the order of the step; everything runs while a graph is traced.
-What they return that would train another model than it seems is refused, in one line; what is not
-of the right kind is refused when a hook is called, see hooks/load.py.
+The graph hooks are called here, in the order of the step. Everything runs while a graph is traced.
+Values that would silently train another model than intended are refused here; hooks/load.py checks
+the type of every returned value.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import inspect
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import weigh_by_rows
+from ctl_core.cluster.collectives import find_offset_in_share, place_rows
+from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
 from ctl_core.hooks.hooks import Hook, describe
-from ctl_core.input.batches import keep_rows_if
+from ctl_core.input.batches import Share, keep_rows_if
+from ctl_core.model.components import (
+    SINGLE_OBJECTIVE,
+    Components,
+    ForwardComponents,
+    ForwardContext,
+    StepContext,
+)
 from ctl_core.model.metrics import update_train_metrics
-from ctl_core.model.parts import Parts
-from ctl_core.numerics.reduction import PIECES, multiply
+from ctl_core.numerics.reduction import Contribution
+from ctl_core.numerics.replicas import decode_sum, encode_for_sum
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames
+from ctl_core.types import (
+    Batch,
+    Count,
+    Gradient,
+    Gradients,
+    GradientsByObjective,
+    Loss,
+    Model,
+    ModelInput,
+    ModelOutput,
+    Structure,
+    Variable,
+    VariablesByObjective,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
-    """What one micro-batch contributes to one objective.
+class ReplicaObjective:
+    """The objective of one micro-batch on one replica.
 
     Attributes:
         value: (sum(loss_per_batch) + rows extra_loss) / examples, a scalar; with a weight w of the
             batch (sum(loss_per_batch) + w extra_loss) / B, still to be divided by sum(w) / B
-        variables: that are trained, those of frozen layers left out
-        parts: of the loss, by name
+        variables: the variables to train, without those of frozen layers
+        logged: the parts of the loss that ``grad_pre`` returned to be logged, by name
         is_scalar: whether loss_per_batch is one number
     """
 
     value: tf.Tensor
-    variables: list[Any]
-    parts: dict[str, Any]
+    variables: list[Variable]
+    logged: dict[str, Any]
     is_scalar: bool
 
 
-def run_model(parts: Parts, batch: Any, training: bool) -> Any:
+def run_model(context: ForwardContext, batch: Batch, training: bool) -> ModelOutput:
     """Returns the model's output for a batch, in float32 where precision is lower."""
-    hook, model = parts.choose_model(training)
-    training = training and not parts.quiet
-    inputs = parts.hooks.input_pre.trace(batch=batch, training=training, **parts.values())
+    hook, model = context.components.choose_model(training)
+    training = training and not context.quiet
+    inputs = context.hooks.input_pre.trace(batch=batch, training=training, **context.hook_values())
     return cast_to_float32(call_made(hook, call_model, model, inputs, training))
 
 
-def compute_loss(parts: Parts, batch: Any, output: Any, training: bool) -> Any:
-    """Returns what ``train_loss`` makes of the model's output, in float32."""
-    hooks, training = parts.hooks, training and not parts.quiet
-    values = {"batch": batch, "training": training, **parts.values()}
-    loss_input = hooks.loss_pre.trace(output=output, **values)
-    return cast_to_float32(
-        call_made(hooks.create_loss, call_trained, parts.train_loss, loss_input, training)
+def compute_loss(
+    context: ForwardContext, batch: Batch, output: ModelOutput, training: bool
+) -> Structure:
+    """Returns the result of ``train_loss`` for the model's output, in float32."""
+    training = training and not context.quiet
+    loss_input = context.hooks.loss_pre.trace(
+        output=output, batch=batch, training=training, **context.hook_values()
     )
+    train_loss = context.components.train_loss
+    loss = call_made(context.hooks.create_loss, call_trained, train_loss, loss_input, training)
+    return cast_to_float32(loss)
 
 
-def call_made(hook: Hook, function: Any, *args: Any) -> Any:
+def call_made(hook: Hook, function: Callable[..., Any], *args: Any) -> Any:
     """Calls what a create hook returned; a failure names that hook."""
     try:
         return function(*args)
@@ -71,30 +99,30 @@ def call_made(hook: Hook, function: Any, *args: Any) -> Any:
         raise HookFailed(hook.describe_failure(error)) from error
 
 
-def call_model(model: Any, inputs: Any, training: bool) -> Any:
+def call_model(model: Model, inputs: ModelInput, training: bool) -> ModelOutput:
     """Calls the model; with ``training`` run also layers that it is a function around."""
     with run_layers(training):
         return call_trained(model, inputs, training)
 
 
-def call_trained(function: Any, inputs: Any, training: bool) -> Any:
+def call_trained(function: Model | Loss, inputs: Structure, training: bool) -> Structure:
     """Calls a model, or a loss, with ``training`` where it takes that argument."""
     if isinstance(function, keras.Layer) or "training" in inspect.signature(function).parameters:
         return function(inputs, training=training)
     return function(inputs)
 
 
-def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
+def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf.Tensor:
     """Returns the sum of a loss over a batch: of one number per example, or of the sum itself.
 
     Raises:
         SetupError: the loss has another shape or type.
     """
-    create_loss = parts.hooks.create_loss
+    create_loss = components.hooks.create_loss
     if isinstance(loss, dict):
         raise create_loss.reject("the loss is a dict; return the sum of its parts.")
     loss = tf.convert_to_tensor(loss)
-    examples = parts.count_examples(batch)
+    examples = components.count_examples(batch)
     shape = [examples if isinstance(examples, int) else None]
     fits = loss.shape.rank == 0 or loss.shape.is_compatible_with(shape)
     if not fits and (op := find_broadcast(loss.graph)) is not None:
@@ -112,7 +140,7 @@ def sum_loss(parts: Parts, loss: Any, batch: Any) -> tf.Tensor:
     return tf.reduce_sum(cast_to_float32(loss))
 
 
-def find_broadcast(graph: tf.Graph) -> Any:
+def find_broadcast(graph: tf.Graph) -> tf.Operation | None:
     """Returns the last op that has made [b, b] of [b, 1] and [b]; None: there is none."""
     for op in reversed(graph.get_operations()):
         shapes = [value.shape.as_list() for value in op.inputs if value.shape.rank is not None]
@@ -124,16 +152,16 @@ def find_broadcast(graph: tf.Graph) -> Any:
 
 
 def weigh_batch(
-    parts: Parts, batch: Any, output: Any, present: tf.Tensor | None
+    context: ForwardContext, batch: Batch, output: ModelOutput, present: tf.Tensor | None
 ) -> tf.Tensor | None:
-    """Returns what ``batch_weight`` says that a replica's batch weighs; None without that hook.
+    """Returns the weight of a replica's batch by ``batch_weight``; None without that hook.
 
-    A negative weight would turn gradients round: it becomes NaN, which makes the loss NaN.
+    A negative weight would reverse gradients: it becomes NaN, which makes the loss NaN.
     """
-    hook = parts.hooks.batch_weight
+    hook = context.hooks.batch_weight
     if hook is None:
         return None
-    weight = hook.trace(batch=batch, output=output, **parts.values())
+    weight = hook.trace(batch=batch, output=output, **context.hook_values())
     weight = tf.stop_gradient(tf.ensure_shape(tf.convert_to_tensor(weight), []))
     if weight.dtype not in (tf.float32, tf.float64):
         weight = tf.cast(weight, tf.float32)
@@ -145,139 +173,221 @@ def keep_if(present: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
     return value if present is None else tf.where(present, value, tf.zeros_like(value))
 
 
+class ForwardPass(NamedTuple):
+    """The results of the forward hooks for a replica's batch.
+
+    Attributes:
+        objectives: by name; in a turn only the objective whose turn it is
+        output: returned by the model
+        batch: the batch itself
+        loss: returned by ``train_loss``
+        weight: returned by ``batch_weight``, a scalar; None without that hook
+    """
+
+    objectives: dict[str, ReplicaObjective]
+    output: ModelOutput
+    batch: Batch
+    loss: Structure
+    weight: tf.Tensor | None
+
+
 def compute_objectives(
-    parts: Parts, batch: Any, examples: Any, rows: Any = None, present: tf.Tensor | None = None
-) -> tuple[dict[str, Objective], dict[str, Any]]:
-    """Runs the model and the loss on a replica's batch, and ``grad_pre`` on what they give.
+    context: ForwardContext,
+    batch: Batch,
+    examples: Count,
+    rows: tf.Tensor | None = None,
+    present: tf.Tensor | None = None,
+) -> ForwardPass:
+    """Runs the model and the loss on a replica's batch, then ``grad_pre`` on their results.
 
     Args:
-        parts: of the step; in a turn, other objectives are left out
-        batch, rows, present: of the replica, see ``batches.Share``
-        examples: how many examples the global batch has
-
-    Returns:
-        The objectives by name; and what they were made of: output, batch, loss and weight.
+        context: of the step, or of a turn within it
+        batch: the batch of the replica
+        examples: the number of examples in the global batch
+        rows: the rows of the replica, see ``batches.Share``
+        present: whether the replica has rows, see ``batches.Share``
     """
-    hook, turn = parts.hooks.grad_pre, parts.objective
-    output = run_model(parts, batch, training=True)
-    loss = compute_loss(parts, batch, output, training=True)
-    weight = weigh_batch(parts, batch, output, present)
-    own, whole = examples / parts.shape.shares if rows is None else rows, examples
+    shape = context.components.shape
+    output = run_model(context, batch, training=True)
+    loss = compute_loss(context, batch, output, training=True)
+    weight = weigh_batch(context, batch, output, present)
+    total_size = examples
     if weight is not None:
-        own, whole = weight, parts.shape.batch
-    values = {"loss": loss, "output": output, "batch": batch, **parts.values()}
-    returned = hook.trace(**values)
-    named = returned if isinstance(returned, dict) else {turn or "": returned}
-    if turn is not None:
-        if turn not in named:
-            raise hook.reject(f"returned {list(named)} in the turn of '{turn}'.")
-        named = {turn: named[turn]}
-    found = {}
-    for name, (loss_per_batch, extra_loss, variables, *loss_parts) in named.items():
-        total = sum_loss(parts, loss_per_batch, batch)
-        extra = tf.cast(own, total.dtype) * tf.cast(extra_loss, total.dtype)
-        value = keep_if(present, (total + extra) / tf.cast(whole, total.dtype))
-        is_scalar = getattr(loss_per_batch, "shape", tf.TensorShape([])).rank == 0
-        found[name] = Objective(value, list(variables), dict(*loss_parts), is_scalar)
-    return found, {"output": output, "batch": batch, "loss": loss, "weight": weight}
+        share_size = weight
+        total_size = shape.batch
+    elif rows is not None:
+        share_size = rows
+    else:
+        share_size = examples / shape.shares
+    objectives = {}
+    for name, objective in call_grad_pre(context, batch, output, loss).items():
+        loss_per_batch, extra_loss, variables, *logged = objective
+        total = sum_loss(context.components, loss_per_batch, batch)
+        extra = tf.cast(share_size, total.dtype) * tf.cast(extra_loss, total.dtype)
+        value = keep_if(present, (total + extra) / tf.cast(total_size, total.dtype))
+        loss_shape = getattr(loss_per_batch, "shape", tf.TensorShape([]))
+        objectives[name] = ReplicaObjective(
+            value, list(variables), dict(*logged), is_scalar=loss_shape.rank == 0
+        )
+    return ForwardPass(objectives, output, batch, loss, weight)
+
+
+def call_grad_pre(
+    context: ForwardContext, batch: Batch, output: ModelOutput, loss: Structure
+) -> dict[str, Any]:
+    """Calls ``grad_pre``; returns its results by objective, in a turn only that of the turn."""
+    hook = context.hooks.grad_pre
+    returned = hook.trace(loss=loss, output=output, batch=batch, **context.hook_values())
+    objective = context.objective
+    if objective is None:
+        return returned if isinstance(returned, dict) else {SINGLE_OBJECTIVE: returned}
+    if not isinstance(returned, dict):
+        return {objective: returned}
+    if objective not in returned:
+        raise hook.reject(f"returned {list(returned)} in the turn of '{objective}'.")
+    return {objective: returned[objective]}
 
 
 def forward_backward(
-    parts: Parts, examples: Any, kept: frozenset[str], share: tuple[Any, ...]
-) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Differentiates the share of one replica in a micro-batch; nothing is summed or updated yet.
+    context: StepContext, examples: Count, kept: frozenset[str], share: Share
+) -> tuple[Contribution, VariablesByObjective]:
+    """Differentiates the objectives of one replica; nothing is summed over replicas or updated.
 
     Args:
-        examples: how many examples the global batch has
+        context: of the step, or of a turn within it
+        examples: the number of examples in the global batch
         kept: which of ``output`` and ``batch`` are needed afterwards
-        share: the fields of a ``batches.Share``
+        share: the replica's share of a micro-batch
 
     Returns:
-        ``loss`` and ``gradients``, dicts by objective, and what is kept, in lists; with a weight
-        also ``weight``, what the batch weighs divided by B. With a loss scale the gradients are
-        those of the scaled objectives. And by objective the variables that have a gradient.
+        The contribution of the share; and by objective the variables of its gradients.
     """
-    batch, rows, present, together = share
-    scale = parts.loss_scale
-    with weigh_by_rows(rows, present, together):
-        with tf.GradientTape(persistent=len(parts.optimizers) > 1) as tape:
-            objectives, made = compute_objectives(parts, batch, examples, rows, present)
+    components = context.components
+
+    def find_offset() -> tf.Tensor:
+        rows = components.count_examples(share.batch) if share.rows is None else share.rows
+        return find_offset_in_share(rows, share.together)
+
+    with weigh_by_rows(share.rows, share.present, share.together), place_rows(find_offset):
+        is_persistent = len(components.optimizers) > 1
+        with tf.GradientTape(persistent=is_persistent) as tape:
+            forward = compute_objectives(context, share.batch, examples, share.rows, share.present)
             scaled = {
-                name: one.value if scale is None else multiply(one.value, scale.value)
-                for name, one in objectives.items()
+                name: _scale_loss(components, objective.value)
+                for name, objective in forward.objectives.items()
             }
-        pairs = {
-            name: _leave_out_idle(parts, tape.gradient(scaled[name], one.variables), one.variables)
-            for name, one in objectives.items()
-        }
-        loss_parts = {key: v for one in objectives.values() for key, v in one.parts.items()}
-        update_train_metrics(parts, loss_parts, made, present)
-    found = {
-        "loss": {name: one.value for name, one in objectives.items()},
-        "gradients": {name: [g for g, _ in several] for name, several in pairs.items()},
-        **{name: [made[name]] for name in kept},
-    }
-    if made["weight"] is not None:
-        found["weight"] = made["weight"] / parts.shape.batch
-    return found, {name: [v for _, v in several] for name, several in pairs.items()}
+        gradients: GradientsByObjective = {}
+        variables: VariablesByObjective = {}
+        for name, objective in forward.objectives.items():
+            all_gradients = tape.gradient(scaled[name], objective.variables)
+            gradients[name], variables[name] = _leave_out_unused(
+                context, all_gradients, objective.variables
+            )
+        update_train_metrics(context, forward, share.present)
+    weight = [] if forward.weight is None else [forward.weight / components.shape.batch]
+    contribution = Contribution(
+        loss={name: objective.value for name, objective in forward.objectives.items()},
+        gradients=gradients,
+        weight=weight,
+        output=[forward.output] if "output" in kept else [],
+        batch=[forward.batch] if "batch" in kept else [],
+    )
+    return contribution, variables
 
 
-def _leave_out_idle(parts: Parts, gradients: list[Any], variables: list[Any]) -> list[Any]:
-    """Returns gradients of known shape with their variables, but for what a loss does not need."""
-    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-    idle = [name_variable(v) for g, v in zip(gradients, variables, strict=True) if g is None]
-    if idle and not parts.quiet:  # then another part of the model may have run
-        more = " and others" if len(idle) > 5 else ""
-        said = f"the loss does not depend on {', '.join(idle[:5])}{more}: not updated."
-        if not pairs:
-            raise parts.hooks.grad_pre.reject(said)
-        warn(said)
-    for number, (gradient, variable) in enumerate(pairs):
-        if isinstance(gradient, tf.IndexedSlices):  # whose shape XLA has to know
-            shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
-            pairs[number] = tf.IndexedSlices(gradient.values, gradient.indices, shape), variable
-    return pairs
+def _scale_loss(components: Components, loss: tf.Tensor) -> tf.Tensor:
+    """Multiplies a loss by the loss scale, where there is one."""
+    if components.loss_scale is None:
+        return loss
+    return tf.math.scalar_mul(tf.cast(components.loss_scale.value, loss.dtype), loss)
+
+
+def _leave_out_unused(
+    context: ForwardContext, gradients: list[Gradient | None], variables: list[Variable]
+) -> tuple[Gradients, list[Variable]]:
+    """Returns the gradients and variables without those that the loss does not depend on."""
+    kept_gradients = []
+    kept_variables = []
+    unused = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is None:
+            unused.append(name_variable(variable))
+        else:
+            kept_gradients.append(_fix_sparse_shape(gradient, variable))
+            kept_variables.append(variable)
+    # A quiet step may run another branch of the model than training does.
+    if unused and not context.quiet:
+        more = " and others" if len(unused) > 5 else ""
+        message = f"the loss does not depend on {', '.join(unused[:5])}{more}: not updated."
+        if not kept_gradients:
+            raise context.hooks.grad_pre.reject(message)
+        warn(message)
+    return kept_gradients, kept_variables
+
+
+def _fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
+    """Gives a sparse gradient the static shape of its variable, which XLA has to know."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
+    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
+
+
+def read_written(components: Components) -> list[tf.Tensor]:
+    """Returns the present values of the variables that the forward pass writes."""
+    return [written.variable.read_value() for written in components.written]
 
 
 def settle_written(
-    parts: Parts,
-    contributed: dict[str, Any],
+    components: Components,
+    contribution: Contribution,
     before: list[tf.Tensor],
     rows: tf.Tensor,
     present: tf.Tensor | None,
-    together: tf.Tensor,
-) -> dict[str, Any]:
-    """Lets what a micro-batch has written count by the rows of the replica; a stand-in's does not.
+    rows_of_all: tf.Tensor,
+) -> Contribution:
+    """Weighs what a micro-batch wrote to variables by the rows of the replica.
 
-    Moving statistics of each replica's own batch are averaged over the replicas: with r of R rows
-    on one of N replicas, they move N r / R times as far, so that each example has the same part.
-    What is written from what replicas exchange is the same on all of them that have rows: one that
-    has none gets what the first has, which has some if any has.
+    A moving statistic of each replica's own batch is averaged over the replicas later. With r of R
+    rows on one of N replicas it moves N r / R times as far, so that every example has the same
+    influence. A replica without rows gets the shared variables of the first replica, which has rows
+    if any has; its placeholder batch does not count.
 
     Args:
-        contributed: what ``forward_backward`` returned; returned without rows of a stand-in
-        before: what the written variables held before it
-        rows, present, together: see ``batches.Share``
+        components: of the step
+        contribution: returned by ``forward_backward``
+        before: what the written variables held before it, see ``read_written``
+        rows, present, rows_of_all: see ``batches.Share``
+
+    Returns:
+        The contribution, without the rows of a placeholder batch.
     """
-    ratio = tf.cast(parts.shape.replicas * rows, tf.float32)
-    ratio = tf.math.divide_no_nan(ratio, tf.cast(together, tf.float32))
-    for one, value in zip(parts.written, before, strict=True):
-        after = one.variable.read_value()
-        if one.furthest is not None:
-            length = tf.cast(tf.minimum(ratio, one.furthest), after.dtype)
-            after = tf.where(ratio == 1.0, after, value + length * (after - value))
-        one.variable.assign(tf.where(rows > 0, after, value))
+    ratio = tf.cast(components.shape.replicas * rows, tf.float32)
+    ratio = tf.math.divide_no_nan(ratio, tf.cast(rows_of_all, tf.float32))
+    for written, value in zip(components.written, before, strict=True):
+        after = written.variable.read_value()
+        if written.max_stretch is not None:
+            stretch = tf.cast(tf.minimum(ratio, written.max_stretch), after.dtype)
+            after = tf.where(ratio == 1.0, after, value + stretch * (after - value))
+        written.variable.assign(tf.where(rows > 0, after, value))
     if present is None:
-        return contributed
+        return contribution
+    _share_first_values(components, present)
+    return contribution._replace(
+        output=keep_rows_if(present, contribution.output),
+        batch=keep_rows_if(present, contribution.batch),
+    )
+
+
+def _share_first_values(components: Components, present: tf.Tensor) -> None:
+    """Gives a replica without rows the shared variables of the first replica."""
+    shared = [written.variable for written in components.written if written.is_shared]
+    if not shared:
+        return
     context = tf.distribute.get_replica_context()
-    if shared := [one.variable for one in parts.written if one.is_shared]:
-        is_first = tf.equal(context.replica_id_in_sync_group, 0)
-        values = [keep_if(is_first, one.read_value()) for one in shared]
-        # TensorFlow sums int32 on the host, and nothing else together with it.
-        values = [tf.cast(one, tf.int64) if one.dtype == tf.int32 else one for one in values]
-        firsts = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-        for variable, first in zip(shared, firsts, strict=True):
-            value = variable.read_value()
-            variable.assign(tf.where(present, value, tf.cast(first, value.dtype)))
-    cut = {name: keep_rows_if(present, contributed[name]) for name in PIECES if name in contributed}
-    return {**contributed, **cut}
+    is_first = tf.equal(context.replica_id_in_sync_group, 0)
+    values = [keep_if(is_first, encode_for_sum(variable.read_value())) for variable in shared]
+    first_values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    for variable, first_value in zip(shared, first_values, strict=True):
+        value = variable.read_value()
+        variable.assign(tf.where(present, value, decode_sum(first_value, value.dtype)))

@@ -1,15 +1,20 @@
 """Keras metrics that hooks make: updated in the graph, and read."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook
-from ctl_core.model.parts import Parts
+from ctl_core.model.components import Components, ForwardContext
 from ctl_core.run.errors import HookFailed, format_error
+
+if TYPE_CHECKING:
+    from ctl_core.model.forward import ForwardPass
 
 Metrics = Mapping[str, keras.Metric]
 
@@ -50,27 +55,41 @@ def widen(metric: keras.Metric, arguments: Sequence[Any]) -> Sequence[Any]:
 
 
 def update_if(present: tf.Tensor | None, update: Callable[..., Any], *values: Any) -> None:
-    """Updates a metric, unless this replica has no rows: a stand-in counts nowhere."""
+    """Updates a metric, unless this replica has no rows: a placeholder batch counts nowhere."""
     if present is None:
         update(*values)
-    else:
-        tf.cond(present, lambda: (update(*values), None)[1], lambda: None)
+        return
+
+    def update_metric() -> None:
+        update(*values)
+
+    tf.cond(present, update_metric, lambda: None)
 
 
 def update_train_metrics(
-    parts: Parts, loss_parts: Mapping[str, Any], made: Mapping[str, Any], present: tf.Tensor | None
+    context: ForwardContext, forward: ForwardPass, present: tf.Tensor | None
 ) -> None:
-    """Adds the examples of a replica to the train metrics, and to the means of the loss's parts.
+    """Adds the examples of a replica to the training metrics and to the means of logged parts.
 
-    These have numbers of the examples, or one of all of them; ``made`` are loss, output and batch.
+    A logged part is one number per example, or one number for all examples of the replica.
     """
-    hook = parts.hooks.train_metric_pre
-    if parts.train_metrics:
-        arguments = hook.trace(**made, **parts.values())
-        update_metrics(parts.train_metrics, hook, arguments, present)
-    for name, value in loss_parts.items() if parts.loss_parts else ():
-        examples = parts.count_examples(made["batch"])
-        update_if(present, parts.loss_parts[name].update_state, tf.reduce_mean(value), examples)
+    components = context.components
+    if components.train_metrics:
+        hook = context.hooks.train_metric_pre
+        arguments = hook.trace(
+            loss=forward.loss, output=forward.output, batch=forward.batch, **context.hook_values()
+        )
+        update_metrics(components.train_metrics, hook, arguments, present)
+    # While variables are created there are no such means yet: their names are not known.
+    if not isinstance(components, Components):
+        return
+    logged: dict[str, Any] = {}
+    for objective in forward.objectives.values():
+        logged |= objective.logged
+    for name, value in logged.items():
+        examples = components.count_examples(forward.batch)
+        mean = components.loss_metrics[name]
+        update_if(present, mean.update_state, tf.reduce_mean(value), examples)
 
 
 def read_results(metrics: Metrics) -> dict[str, float]:

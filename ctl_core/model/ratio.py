@@ -7,18 +7,17 @@ it.
 """
 
 import collections
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import Alone
+from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.compat import add_called_ops, get_seed_generator, run_replica
 from ctl_core.input.batches import count_rows, find_first_replica, take_rows
+from ctl_core.model.components import StepContext, TraceContext
 from ctl_core.model.forward import compute_objectives, run_model, weigh_batch
-from ctl_core.model.parts import Parts
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.replicas import ReplicaCopies
@@ -39,7 +38,8 @@ def check_losses(state: State, console: Console) -> None:
     mean, or a weight that is no sum, is a SetupError.
     """
     hooks = state.hooks
-    if not (state.parts.scalar_losses or hooks.batch_weight) or not state.parts.shape.by_rows:
+    needs_trial = bool(state.components.scalar_losses) or hooks.batch_weight is not None
+    if not needs_trial or not state.components.shape.by_rows:
         return
     try:
         with keep_seeds():
@@ -71,20 +71,21 @@ def check_losses(state: State, console: Console) -> None:
 
 def _try_batches(state: State) -> dict[str, list[float]]:
     """Returns by objective the ratio of each batch, NaN where there is no gradient."""
-    generator, parts = get_seed_generator(), dataclasses.replace(state.parts, quiet=True)
+    generator = get_seed_generator()
+    context = TraceContext(state.components, quiet=True)
+    strategy = state.strategy
 
     @tf.function(autograph=False)
     def try_batch(batch: Any, half: int) -> dict[str, list[tf.Tensor]]:
-        alone = Alone(parts.strategy, find_first_replica(parts.strategy))
-        with alone, run_replica(generator):
-            return measure(parts, batch, half)
+        with LoneReplica(strategy, find_first_replica(strategy)), run_replica(generator):
+            return measure(context, batch, half)
 
     batches = [batch for batch in state.data.make_pass().take(BATCHES) if count_rows(batch) > 1]
     tried = [(batch, min(int(count_rows(batch)), MOST_ROWS) // 2) for batch in batches]
     found: dict[str, list[float]] = {}
-    with parts.strategy.scope():
+    with strategy.scope():
         graph = try_batch.get_concrete_function(*tried[0]).graph
-        copies = ReplicaCopies(parts.strategy, state.recording.find_written(graph, parts.strategy))
+        copies = ReplicaCopies(strategy, state.recording.find_written(graph, strategy))
         draws = DRAWS if has_random_ops(add_called_ops(graph.get_operations())) else 1
         with copies.put_back_after():
             for batch, half in tried:
@@ -97,32 +98,33 @@ def _try_batches(state: State) -> dict[str, list[float]]:
     return found
 
 
-def measure(parts: Parts, batch: Any, half: int) -> dict[str, list[Any]]:
+def measure(context: StepContext, batch: Any, half: int) -> dict[str, list[Any]]:
     """Measures, squared, the gradient's norm by objective, and a weight: of rows, and of parts."""
 
     def take(first: int, rows: int) -> Any:
         return tf.nest.map_structure(lambda part: take_rows(part, first, rows), batch)
 
-    def weigh(turn: Parts, first: int, rows: int) -> tf.Tensor:
+    def weigh(turn: StepContext, first: int, rows: int) -> tf.Tensor:
         part = take(first, rows)
         output = run_model(turn, part, training=True) if needs_output else None
         return tf.cast(weigh_batch(turn, part, output, None), tf.float64)
 
-    needs_output = "output" in getattr(parts.hooks.batch_weight, "arguments", ())
+    needs_output = "output" in getattr(context.hooks.batch_weight, "arguments", ())
     found: dict[str, list[Any]] = collections.defaultdict(lambda: [0.0, 0.0])
     compared = [take(0, 2 * half)], [take(0, half), take(half, half)]
-    for turn in parts.list_turns():
-        for i, batches in enumerate(compared if parts.scalar_losses else ()):
+    scalar_losses = context.components.scalar_losses
+    for turn in context.list_turns():
+        for i, batches in enumerate(compared if scalar_losses else ()):
             with tf.GradientTape(persistent=True) as tape:
-                tried = [compute_objectives(turn, one, 1, 0)[0] for one in batches]
+                tried = [compute_objectives(turn, one, 1, 0).objectives for one in batches]
                 totals = {
                     name: tf.add_n([objectives[name].value for objectives in tried])
-                    for name in parts.scalar_losses & tried[0].keys()
+                    for name in scalar_losses & tried[0].keys()
                 }
             for name, total in totals.items():
                 gradients = tape.gradient(total, tried[0][name].variables)
                 found[name][i] += tf.cast(tf.linalg.global_norm(gradients), tf.float64) ** 2
-        if parts.hooks.batch_weight is not None:
+        if context.hooks.batch_weight is not None:
             rows = min(2 * half, WEIGHED)
             found[_WEIGHT][0] += weigh(turn, 0, rows) ** 2
             found[_WEIGHT][1] += tf.add_n([weigh(turn, n, 1) for n in range(rows)]) ** 2

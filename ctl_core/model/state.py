@@ -17,7 +17,7 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.recording import Recording
 from ctl_core.input.stream import Input
-from ctl_core.model.parts import Parts
+from ctl_core.model.components import Components
 from ctl_core.numerics.learning_rate import LearningRate
 from ctl_core.numerics.not_finite import NEVER, NonFinite
 from ctl_core.numerics.replicas import WeightAverage, describe_nature
@@ -112,7 +112,7 @@ class State:
 
     config: Config
     run_dir: Path
-    parts: Parts
+    components: Components
     learning_rate: LearningRate
     average: WeightAverage | None
     recording: Recording
@@ -134,37 +134,37 @@ class State:
     @property
     def step(self) -> int:
         """How many steps were taken."""
-        return int(self.parts.step_variable.numpy())
+        return int(self.components.step_variable.numpy())
 
     @property
     def hooks(self) -> Hooks:
         """The hooks of the run."""
-        return self.parts.hooks
+        return self.components.hooks
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
         """Whose replicas train."""
-        return self.parts.strategy
+        return self.components.strategy
 
     @property
     def train_model(self) -> Any:
         """What ``create_model`` returned."""
-        return self.parts.train_model
+        return self.components.train_model
 
     @property
     def train_loss(self) -> Any:
         """What ``create_loss`` returned."""
-        return self.parts.train_loss
+        return self.components.train_loss
 
     @property
     def optimizer(self) -> Any:
         """What ``create_opt`` returned."""
-        return self.parts.optimizer
+        return self.components.optimizer
 
     @property
     def lr(self) -> Any:
         """The learning rate that hooks are given."""
-        return self.parts.lr
+        return self.components.lr
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -194,7 +194,9 @@ class State:
 
 def describe_start(state: State, start: int, last: int) -> str:
     """Says where training begins, how far it goes, and on what."""
-    config, replicas, run = state.config, state.parts.shape.replicas, relative_path(state.run_dir)
+    config = state.config
+    replicas = state.components.shape.replicas
+    run = relative_path(state.run_dir)
     if state.ended or start >= last:
         early, go_on = "ended early, " * state.ended, ", or --continue," * state.ended
         done = f"{early}at step {start} of {last}, nothing left to train"

@@ -1,4 +1,4 @@
-"""The learning rate: a variable that hooks assign to, what is made of it, its schedule."""
+"""The learning rate: a variable that hooks assign, rates computed from it, and its schedule."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ctl_core.run.settings import Config
 class Rate(keras.optimizers.schedules.LearningRateSchedule):
     """A float32 scalar that works as a tensor, in comparisons and arithmetic, and as a number.
 
-    A Keras optimizer takes no tf.Variable as its learning rate, but a schedule, as this is. What is
-    made of it and numbers goes on following it: ``lr * 0.1``.
+    A Keras optimizer does not accept a tf.Variable as its learning rate, but it accepts a schedule,
+    and this is one. A rate computed from this one and numbers, such as ``lr * 0.1``, follows it.
     """
 
-    __array_priority__ = 100  # numpy's numbers leave arithmetic to it
+    __array_priority__ = 100  # NumPy's numbers leave arithmetic with a rate to the rate
     dtype = tf.float32
 
     def __init__(self, compute: Callable[[], Any]) -> None:
-        """``compute`` gives the value whenever it is asked for."""
+        """Creates a rate that calls ``compute`` whenever its value is needed."""
         self._compute = compute
 
     def __call__(self, step: Any = None) -> tf.Tensor:
@@ -41,7 +41,7 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
 
     @property
     def value(self) -> Any:
-        """The rate itself: both ``lr.value`` and ``lr.value()`` do."""
+        """The rate itself, so that both ``lr.value`` and ``lr.value()`` work."""
         return self
 
     def numpy(self) -> Any:
@@ -65,32 +65,42 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def _define_operator(name: str, follows: bool) -> Callable[..., Any]:
-    """Returns a tensor's operator for rates, which gives a rate if it follows, of numbers too."""
+    """Returns an operator of tensors for rates.
 
-    def operate(self: Rate, *others: Any) -> Any:
-        def compute() -> Any:
-            values = [one() if isinstance(one, Rate) else one for one in others]
+    Args:
+        name: of the method of tf.Tensor
+        follows: whether the result is a rate if the other operand is a rate or a number
+    """
+
+    def operate(self: Rate, *operands: Any) -> Rate | tf.Tensor:
+        def compute() -> tf.Tensor:
+            values = [operand() if isinstance(operand, Rate) else operand for operand in operands]
             return getattr(tf.Tensor, name)(self(), *values)
 
-        is_rate = follows and all(isinstance(one, Rate | numbers.Real) for one in others)
-        return Rate(compute) if is_rate else compute()
+        if follows and all(isinstance(operand, Rate | numbers.Real) for operand in operands):
+            return Rate(compute)
+        return compute()
 
     return operate
 
 
-_ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv pow rpow neg"
-_COMPARISONS = "lt le gt ge eq ne"
-for _word in f"{_ARITHMETIC} {_COMPARISONS}".split():
-    _name, _follows = f"__{_word}__", _word in _ARITHMETIC.split()
-    setattr(Rate, _name, _define_operator(_name, _follows))
+_ARITHMETIC = [
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__",
+    "__rtruediv__", "__pow__", "__rpow__", "__neg__",
+]  # fmt: skip
+_COMPARISONS = ["__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"]
+for _name in _ARITHMETIC:
+    setattr(Rate, _name, _define_operator(_name, follows=True))
+for _name in _COMPARISONS:
+    setattr(Rate, _name, _define_operator(_name, follows=False))
 
 
 class LearningRate(Rate, tf.Module):
-    """What ``create_opt`` is given: hooks assign to it, checkpoints hold it.
+    """The rate that ``create_opt`` is passed: hooks assign it, and checkpoints hold it.
 
     Attributes:
         variable: holds the rate, a float32 scalar
-        schedule: what assigns ``variable`` at each step, or None
+        schedule: assigns ``variable`` at each step, or None
     """
 
     def __init__(self, value: float) -> None:
@@ -103,7 +113,7 @@ class LearningRate(Rate, tf.Module):
         return tf.convert_to_tensor(self.variable)
 
     def assign(self, value: Any) -> None:
-        """Sets the value, for good; the next step uses it."""
+        """Sets the value, and ends a schedule; the next step uses the new value."""
         if self.schedule is not None:
             warn("a hook assigns lr, which ends lr_schedule and warmup.")
             self.schedule.active.assign(False)
@@ -111,9 +121,9 @@ class LearningRate(Rate, tf.Module):
 
 
 def make_rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate:
-    """Returns what hooks are given as ``lr``: the rate of the first optimizer's next update.
+    """Returns the ``lr`` that hooks are passed: the rate of the first optimizer's next update.
 
-    That is ``lr`` itself, unless no optimizer takes it and the first has a schedule of its own.
+    That is ``lr`` itself, unless no optimizer uses it and the first one has its own schedule.
     """
     rates = [read_rate(optimizer) for optimizer in optimizers.values()]
     schedule = keras.optimizers.schedules.LearningRateSchedule
@@ -124,11 +134,11 @@ def make_rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate
 
 
 class RateSchedule:
-    """What ``lr_schedule`` and ``warmup`` make of ``learning_rate``: warm-up, then a curve.
+    """The schedule of the settings ``lr_schedule`` and ``warmup``: a warm-up, then a curve.
 
     Attributes:
-        active: whether it holds: until a hook assigns ``lr``
-        last: the last step, for which the curve is made; to be known before steps are traced
+        active: False once a hook has assigned ``lr``
+        last: the last step, where the curve ends; it has to be set before steps are traced
     """
 
     def __init__(self, config: Config, lr: LearningRate) -> None:
@@ -145,16 +155,25 @@ class RateSchedule:
 
     def _compute(self, step: Any) -> tf.Tensor:
         """Returns the rate of a step, a float32 scalar."""
-        config, warmup = self._config, self._config.warmup
-        before = tf.cast(step, tf.float32) - 1.0  # how many steps were taken
-        share = tf.clip_by_value((before - warmup) / max(self.last - warmup, 1), 0.0, 1.0)
-        curve = {
-            "constant": lambda: tf.ones([]),
-            "linear": lambda: 1.0 - share,
-            "cosine": lambda: 0.5 * (1.0 + tf.cos(math.pi * share)),
-            "exponential": lambda: tf.pow(0.01, share),
-            "step": lambda: tf.where(share < 0.5, 1.0, tf.where(share < 0.75, 0.1, 0.01)),
-        }[config.lr_schedule]()
+        config = self._config
+        warmup = config.warmup
+        taken = tf.cast(step, tf.float32) - 1.0
+        progress = tf.clip_by_value((taken - warmup) / max(self.last - warmup, 1), 0.0, 1.0)
+        factor = _compute_factor(config.lr_schedule, progress)
         if warmup:
-            curve = tf.where(before < warmup, (before + 1.0) / warmup, curve)
-        return config.learning_rate * curve
+            factor = tf.where(taken < warmup, (taken + 1.0) / warmup, factor)
+        return config.learning_rate * factor
+
+
+def _compute_factor(schedule: str, progress: tf.Tensor) -> tf.Tensor:
+    """Returns the fraction of the full rate at a progress from 0 to 1."""
+    if schedule == "linear":
+        return 1.0 - progress
+    if schedule == "cosine":
+        return 0.5 * (1.0 + tf.cos(math.pi * progress))
+    if schedule == "exponential":
+        return tf.pow(0.01, progress)
+    if schedule == "step":
+        return tf.where(progress < 0.5, 1.0, tf.where(progress < 0.75, 0.1, 0.01))
+    assert schedule == "constant", schedule
+    return tf.ones([])

@@ -6,8 +6,8 @@ With float16 such updates are skipped, and the loss is scaled, so that they are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -20,18 +20,42 @@ NEVER = 2**62
 INITIAL, LEAST, MOST, PATIENCE = 2.0**15, 1.0, 2.0**64, 2000
 
 
-def note_update(losses: Mapping[str, tf.Tensor], gradients: Iterable[Any]) -> tf.Tensor:
-    """Returns what one replica notes of an update, in one number.
+class FiniteFlags(NamedTuple):
+    """What the graph notes of an update, or of a step: two bool scalars.
 
-    It is NaN or infinity if one of the losses is, minus infinity if only a gradient has NaN, and
-    otherwise finite; so is a sum of such numbers.
+    Attributes:
+        loss_is_finite: whether every loss is finite
+        gradients_are_numbers: False if ``update_pre`` received NaN in a gradient and removed it
     """
-    note = tf.abs(tf.add_n([tf.cast(loss, tf.float32) for loss in losses.values()]))
-    values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
-    if values:
-        some = tf.stack([tf.reduce_any(tf.math.is_nan(value)) for value in values])
-        note += tf.math.log(tf.cast(~tf.reduce_any(some), tf.float32))
-    return note
+
+    loss_is_finite: tf.Tensor
+    gradients_are_numbers: tf.Tensor
+
+
+def combine_flags(flags: Sequence[FiniteFlags]) -> tf.Tensor:
+    """Combines the flags of all replicas and updates of a step.
+
+    Returns:
+        A bool tensor of shape [2]: the fields of ``FiniteFlags``, each True if it is True in all.
+    """
+    stacked = [tf.stack(update_flags) for update_flags in flags]
+    return stacked[0] if len(stacked) == 1 else tf.reduce_all(stacked, axis=0)
+
+
+def are_losses_finite(losses: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Returns whether all losses of a replica, scalars by objective, are finite: a bool scalar."""
+    total = tf.add_n([tf.cast(loss, tf.float32) for loss in losses.values()])
+    return tf.math.is_finite(total)
+
+
+def are_numbers(gradients: Iterable[Any]) -> tf.Tensor:
+    """Returns whether no gradient, dense or sparse, has an entry that is NaN: a bool scalar."""
+    has_nan = [tf.reduce_any(tf.math.is_nan(tensor)) for tensor in map(_read_values, gradients)]
+    return ~tf.reduce_any(tf.stack(has_nan)) if has_nan else tf.constant(True)
+
+
+def _read_values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +75,22 @@ class NonFinite:
     zeroed: int = 0
 
     @classmethod
-    def from_notes(cls, notes: np.ndarray, last: int) -> NonFinite:
-        """Returns what the notes of steps, a vector, say; ``last`` is the step of the last one."""
-        if np.isfinite(notes).all():
+    def from_flags(cls, flags: np.ndarray, last: int) -> NonFinite:
+        """Summarizes the flags of consecutive steps.
+
+        Args:
+            flags: bool[steps, 2], see ``combine_flags``
+            last: the number of the last of these steps
+        """
+        if flags.all():
             return cls()
-        steps = np.arange(len(notes)) + last - len(notes) + 1
-        bad = steps[np.isnan(notes) | np.isposinf(notes)].tolist()
-        zeroed = int(np.isneginf(notes).sum())
-        return cls(bad[0], bad[-1], len(bad), zeroed) if bad else cls(zeroed=zeroed)
+        loss_is_finite, gradients_are_numbers = flags.T
+        zeroed = int((loss_is_finite & ~gradients_are_numbers).sum())
+        steps = np.arange(len(flags)) + last - len(flags) + 1
+        diverged = steps[~loss_is_finite].tolist()
+        if not diverged:
+            return cls(zeroed=zeroed)
+        return cls(diverged[0], diverged[-1], len(diverged), zeroed)
 
     def merge_later(self, later: NonFinite) -> NonFinite:
         """Adds what is known of later steps."""

@@ -1,7 +1,7 @@
-"""Random numbers: other ones on each replica, and what draws them.
+"""Random numbers: different ones on each replica, and the ops that draw them.
 
-Keras keeps the state of a SeedGenerator, one in each Dropout layer say, in a mirrored variable, so
-that every replica would draw the same numbers (Keras pull request 20612).
+Keras keeps the state of a SeedGenerator, such as that of a Dropout layer, in a mirrored variable.
+Every replica would draw the same numbers (Keras pull request 20612).
 """
 
 import random
@@ -15,50 +15,65 @@ import tensorflow as tf
 from ctl_core.cluster.task import Task
 from ctl_core.compat import draw_from, get_seed_generator, keep_op_seed
 
-# What the seeds of two neighbouring replicas differ by; any number that seeds rarely differ by.
+# The difference between the seeds of neighboring replicas: a number by which seeds rarely differ.
 _STRIDE = 1_000_003
 
 
 def fold_in_replica_id(generators: list[Any], strategy: tf.distribute.Strategy, task: Task) -> None:
-    """Gives each replica seeds of its own, worked out from those of the first of all.
+    """Gives each replica seeds of its own, computed from those of the first replica.
 
-    Done once, after the model is made and restored: until then all have those of the first. The
-    ``generators`` are the states of Keras seed generators.
+    Called once, after the model was created and restored. Until then, all replicas have the seeds
+    of the first one.
+
+    Args:
+        generators: the states of Keras seed generators, int64 vectors [seed, counter]
+        strategy: whose replicas draw
+        task: the process in its cluster
     """
     for state in generators:
-        own = strategy.experimental_local_results(state)
-        first = own[0].numpy()
-        for index, replica in enumerate(own, start=task.index * len(own)):
-            replica.assign(first + tf.constant([index * _STRIDE, 0], replica.dtype))
+        components = strategy.experimental_local_results(state)
+        first_state = components[0].numpy()
+        first_replica = task.index * len(components)
+        for replica, component in enumerate(components, start=first_replica):
+            component.assign(first_state + tf.constant([replica * _STRIDE, 0], component.dtype))
 
 
 def find_random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[str]:
-    """Names the types of ops in a graph, or in a function that it calls, that keep a random state.
+    """Returns the types of ops that keep a random state, which no checkpoint can hold.
 
-    No checkpoint can hold it. They are told by their attribute ``seed``: the ops of
-    ``tf.random.stateless_*`` take a seed as an input. One that was told not to draw is left out;
-    ``others`` are more types of ops to look for.
+    They are recognized by their attribute ``seed``; the ops of ``tf.random.stateless_*`` take a
+    seed as an input instead. Ops that were told not to draw are left out.
+
+    Args:
+        graph: is searched, with the functions that it calls
+        others: more types of ops to look for
     """
-
-    def draws(node: Any) -> bool:
-        dropout = node.attr["dropout"].f if "dropout" in node.attr else 1.0  # cuDNN's layers
-        return "seed" in node.attr and dropout != 0.0 and not node.attr["deterministic"].b
-
     definition = graph.as_graph_def()
-    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    return sorted({node.op for node in nodes if node.op in others or draws(node)})
+    nodes = list(definition.node)
+    for function in definition.library.function:
+        nodes += function.node_def
+    return sorted({node.op for node in nodes if node.op in others or _draws(node)})
+
+
+def _draws(node: Any) -> bool:
+    """Returns whether a NodeDef is an op that draws from a random state of its own."""
+    if "seed" not in node.attr or node.attr["deterministic"].b:
+        return False
+    # cuDNN's recurrent layers have a seed, and draw only if they drop something out.
+    return "dropout" not in node.attr or node.attr["dropout"].f != 0.0
 
 
 @contextmanager
 def keep_seeds() -> Iterator[None]:
-    """Afterwards, what Python, NumPy, TensorFlow and Keras draw is as if nothing were done within.
+    """Restores the random states of Python, NumPy, TensorFlow and Keras afterwards.
 
-    What draws from TensorFlow or Keras within has to set a seed.
+    Code that draws from TensorFlow or Keras inside this context has to set a seed.
     """
-    before = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         with draw_from(get_seed_generator()), keep_op_seed():
             yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

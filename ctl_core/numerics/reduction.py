@@ -1,15 +1,48 @@
-"""Values brought together: replicas' are summed, micro-batches' are summed or joined."""
+"""Sums over replicas, and sums or lists of micro-batches."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-PIECES = ("output", "batch")  # what hooks are given of each replica and micro-batch
+from ctl_core.types import (
+    AnyTensor,
+    Batch,
+    Count,
+    Gradient,
+    GradientsByObjective,
+    ModelOutput,
+    Structure,
+    VariablesByObjective,
+)
+
+# The fields of a contribution that hooks are passed separately for each replica and micro-batch.
+PIECES = ("output", "batch")
 
 
-def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
+class Contribution(NamedTuple):
+    """The contribution of one replica, or of one of its micro-batches, to an update.
+
+    Attributes:
+        loss: the objectives by name, scalars
+        gradients: the gradients by objective; with a loss scale, those of the scaled objectives
+        weight: the weight of the batch divided by the global batch size, a list of one scalar;
+            empty without ``batch_weight``
+        output: the model's output, a list of one entry; empty if nobody asks for it
+        batch: the batch, likewise
+    """
+
+    loss: dict[str, tf.Tensor]
+    gradients: GradientsByObjective
+    weight: list[tf.Tensor]
+    output: list[ModelOutput]
+    batch: list[Batch]
+
+
+def sum_over_replicas(values: Structure, replicas: int, compiled: bool) -> Structure:
     """Sums a structure of tensors over the replicas, in one all-reduce; in a replica context.
 
     A sparse sum has each index once: until then its norm is not the gradient's norm, and clipping
@@ -24,13 +57,13 @@ def sum_over_replicas(values: Any, replicas: int, compiled: bool) -> Any:
     return tf.nest.map_structure(partial(_merge_rows, compiled), values)
 
 
-def _fix_shape(value: Any) -> Any:
+def _fix_shape(value: Gradient) -> Gradient:
     """Makes a sparse gradient of a varying number of rows dense: collectives keep a shape."""
     varies = isinstance(value, tf.IndexedSlices) and value.values.shape[0] is None
     return tf.convert_to_tensor(value) if varies else value
 
 
-def _merge_rows(compiled: bool, gradient: Any) -> Any:
+def _merge_rows(compiled: bool, gradient: Gradient) -> Gradient:
     """Adds up the rows of a sparse gradient that belong to one index."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -49,97 +82,140 @@ def _merge_rows(compiled: bool, gradient: Any) -> Any:
     return tf.IndexedSlices(values, found, gradient.dense_shape)
 
 
-def multiply(values: Any, factor: tf.Tensor) -> Any:
+def multiply(values: Structure, factor: tf.Tensor) -> Structure:
     """Multiplies the tensors of a structure, dense or sparse, by a number."""
     return tf.nest.map_structure(
         lambda value: tf.math.scalar_mul(tf.cast(factor, value.dtype), value), values
     )
 
 
-def accumulate(run: Callable[..., Any], steps: int, contribute: Callable[[Any], Any]) -> Any:
-    """Adds up the contributions of A micro-batches, on each replica's own device.
+def accumulate(
+    run: Callable[..., Any],
+    micro_batches: int,
+    contribute: Callable[[Count], tuple[Contribution, VariablesByObjective]],
+) -> tuple[Contribution, VariablesByObjective]:
+    """Adds up the contributions of micro-batches, on each replica's own device.
 
-    A micro-batch starts when the gradients of the one before it are there, so that only one takes
-    memory at a time; written out one behind the other, TensorFlow would run them side by side.
+    A micro-batch starts when the gradients of the one before it exist, so that the activations of
+    only one take memory at a time. (Written one after another, TensorFlow would run them side by
+    side.)
 
     Args:
-        run: calls a function on each replica, with its own values
-        steps: A
-        contribute: returns what replicas make of the micro-batch of an index, ``forward_backward``
+        run: calls a function on each replica, with that replica's values
+        micro_batches: how many there are, at least 2
+        contribute: returns the contribution of the micro-batch of an index, a scalar int32 tensor,
+            and the variables of its gradients, which are the same for all micro-batches
 
     Returns:
-        A contribution with a value per replica: losses, weights and dense gradients added up; the
-        rows of sparse gradients one behind the other; outputs and batches as lists.
+        A contribution with a value for each replica: losses, weights and dense gradients are added
+        up, the rows of sparse gradients are concatenated, outputs and batches are lists. And the
+        variables of the gradients.
     """
-    if steps == 1:
-        return contribute(0)
+    accumulator = MicroBatchAccumulator(micro_batches)
+    # If the first index were a constant, the static shape of its micro-batch would be required of
+    # the others, which may have a row less.
+    first, variables = contribute(tf.compat.v1.placeholder_with_default(0, []))
+    totals = run(accumulator.begin, first)
 
-    # Totals have for each tensor of a contribution its sum, or an array of A entries.
-    def begin(one: dict[str, Any]) -> list[Any]:
-        return [
-            tf.TensorArray(tensor.dtype, steps, infer_shape=False).write(0, tensor)
-            if is_listed
-            else tensor
-            for tensor, is_listed in zip(_flatten(one), _are_listed(one), strict=True)
-        ]
+    def add_next(index: tf.Tensor, totals: list[Any]) -> tuple[tf.Tensor, list[Any]]:
+        contribution, _ = contribute(index)
+        return index + 1, run(accumulator.add, totals, contribution, index)
 
-    def add(totals: list[Any], one: dict[str, Any], index: tf.Tensor) -> list[Any]:
-        return [
-            total.write(index, tensor)
-            if isinstance(total, tf.TensorArray)
-            else tf.ensure_shape(total + tensor, total.shape)
-            for total, tensor in zip(totals, _flatten(one), strict=True)
-        ]
-
-    def end(totals: list[Any], first: dict[str, Any]) -> dict[str, Any]:
-        several = []
-        for index in range(steps):
-            tensors = [
-                tf.identity(total)  # the loop's result names no device to reduce to
-                if not isinstance(total, tf.TensorArray)
-                else tensor  # the shape of a sparse gradient, which XLA has to know
-                if tf.get_static_value(tensor) is not None
-                else tf.ensure_shape(total.read(index), tensor.shape)
-                for total, tensor in zip(totals, _flatten(first), strict=True)
-            ]
-            several.append(tf.nest.pack_sequence_as(first, tensors, expand_composites=True))
-        pieces = {name: [one[name][0] for one in several] for name in PIECES if name in first}
-        return {**tf.nest.map_structure(_unite, *several), **pieces}
-
-    def body(done: tf.Tensor, totals: list[Any]) -> tuple[tf.Tensor, list[Any]]:
-        return done + 1, run(add, totals, contribute(done), done)
-
-    # No constant, or its static shape would be asked of micro-batches that have a row less.
-    first = contribute(tf.compat.v1.placeholder_with_default(0, []))
-    totals = run(begin, first)
-    with tf.control_dependencies(_flatten(first["gradients"])):
+    with tf.control_dependencies(_flatten(first.gradients)):
         _, totals = tf.while_loop(
-            lambda done, _: done < steps, body, (tf.constant(1), totals), parallel_iterations=1
+            lambda index, _: index < micro_batches,
+            add_next,
+            (tf.constant(1), totals),
+            parallel_iterations=1,
         )
-    return run(end, totals, first)
+    return run(accumulator.finish, totals, first), variables
 
 
-def _flatten(structure: Any) -> list[tf.Tensor]:
-    """Returns all tensors: several of what is ragged or sparse."""
+class MicroBatchAccumulator:
+    """Adds up the contributions of one replica's micro-batches.
+
+    The totals are a flat list, as a loop of the graph needs it. For each tensor of a contribution
+    it has the sum so far, or a TensorArray with an entry for each micro-batch.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self._micro_batches = micro_batches
+
+    def begin(self, contribution: Contribution) -> list[tf.Tensor | tf.TensorArray]:
+        """Returns the totals after the first micro-batch."""
+        totals = []
+        for tensor, is_listed in self._label_tensors(contribution):
+            if is_listed:
+                array = tf.TensorArray(tensor.dtype, self._micro_batches, infer_shape=False)
+                totals.append(array.write(0, tensor))
+            else:
+                totals.append(tensor)
+        return totals
+
+    def add(
+        self, totals: list[tf.Tensor | tf.TensorArray], contribution: Contribution, index: tf.Tensor
+    ) -> list[tf.Tensor | tf.TensorArray]:
+        """Returns the totals after the micro-batch of an index, a scalar int32 tensor."""
+        updated = []
+        for total, tensor in zip(totals, _flatten(contribution), strict=True):
+            if isinstance(total, tf.TensorArray):
+                updated.append(total.write(index, tensor))
+            else:
+                updated.append(tf.ensure_shape(total + tensor, total.shape))
+        return updated
+
+    def finish(self, totals: list[Any], first: Contribution) -> Contribution:
+        """Returns the sum of all contributions; ``first``, one of them, tells the structure."""
+        by_index = [self._read(totals, first, index) for index in range(self._micro_batches)]
+        summed = tf.nest.map_structure(_join_sparse, *by_index)
+        return summed._replace(
+            output=[contribution.output[0] for contribution in by_index if contribution.output],
+            batch=[contribution.batch[0] for contribution in by_index if contribution.batch],
+        )
+
+    def _read(self, totals: list[Any], first: Contribution, index: int) -> Contribution:
+        """Returns a contribution with the sums, and with the entries of one micro-batch."""
+        tensors = []
+        for total, tensor in zip(totals, _flatten(first), strict=True):
+            if not isinstance(total, tf.TensorArray):
+                # The result of a loop has no device, and a reduction needs one.
+                tensors.append(tf.identity(total))
+            elif tf.get_static_value(tensor) is not None:
+                # The shape of a sparse gradient: XLA has to know it.
+                tensors.append(tensor)
+            else:
+                tensors.append(tf.ensure_shape(total.read(index), tensor.shape))
+        return tf.nest.pack_sequence_as(  # type: ignore[no-any-return]
+            first, tensors, expand_composites=True
+        )
+
+    def _label_tensors(self, contribution: Contribution) -> Iterator[tuple[tf.Tensor, bool]]:
+        """Yields each tensor, and whether those of micro-batches are listed, not added up."""
+        for name, field in contribution._asdict().items():
+            for value in tf.nest.flatten(field):
+                is_listed = name in PIECES or isinstance(value, tf.IndexedSlices)
+                for tensor in _flatten(value):
+                    yield tensor, is_listed
+
+
+def _flatten(structure: Structure) -> list[tf.Tensor]:
+    """Returns all tensors of a structure, including the components of ragged and sparse ones."""
     return tf.nest.flatten(structure, expand_composites=True)  # type: ignore[no-any-return]
 
 
-def _are_listed(one: dict[str, Any]) -> list[bool]:
-    """Returns for each tensor of a contribution whether those of micro-batches are not added up."""
-    return [
-        name in PIECES or isinstance(part, tf.IndexedSlices)
-        for name in sorted(one)  # the order of tf.nest
-        for part in tf.nest.flatten(one[name])
-        for _ in _flatten(part)
-    ]
+def _join_sparse(*values: Gradient) -> Gradient:
+    """Concatenates the sparse gradients of micro-batches; anything else is a sum already."""
+    return join(*values) if isinstance(values[0], tf.IndexedSlices) else values[0]
 
 
-def _unite(*parts: Any) -> Any:
-    """Returns a sparse gradient of all micro-batches; of what is summed, each has the sum."""
-    return join(*parts) if isinstance(parts[0], tf.IndexedSlices) else parts[0]
+def join_pieces(pieces: list[Structure]) -> Structure:
+    """Joins the outputs, or the batches, of a replica's micro-batches."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return tf.nest.map_structure(join, *pieces)
 
 
-def join(*values: Any) -> Any:
+def join(*values: AnyTensor | Gradient) -> AnyTensor | Gradient:
     """Puts tensors, dense or sparse, one behind the other; scalars become a vector."""
     first = values[0]
     if isinstance(first, tf.IndexedSlices):
@@ -153,7 +229,7 @@ def join(*values: Any) -> Any:
     return tf.stack(values) if first.shape.rank == 0 else tf.concat(values, 0)
 
 
-def join_for_host(*values: Any) -> Any:
+def join_for_host(*values: AnyTensor) -> AnyTensor:
     """Joins eager tensors; dense ones that differ in more than the first axis become ragged."""
     if isinstance(values[0], tf.Tensor):
         sizes = map(set, zip(*(tuple(value.shape) for value in values), strict=True))

@@ -45,6 +45,32 @@ def describe_nature(layers: list[keras.Layer]) -> str:
     return f" Weights depend on the number of replicas: {each}" if reasons else ""
 
 
+def encode_for_sum(value: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor of any dtype but string as float32, float64 or int64, without loss.
+
+    These are the dtypes that every all-reduce can sum: NCCL knows neither bool nor complex numbers
+    nor small integers, and TensorFlow sums int32 on the host, and nothing else together with it.
+    Real and imaginary part of a complex number are in a new last axis.
+    """
+    dtype = value.dtype
+    if dtype.is_complex:
+        return tf.stack([tf.math.real(value), tf.math.imag(value)], axis=-1)
+    if dtype == tf.uint64:  # its largest numbers are none of int64
+        return tf.bitcast(value, tf.int64)
+    if dtype.is_bool or dtype.is_integer:
+        return tf.cast(value, tf.int64)
+    return value if dtype == tf.float64 else tf.cast(value, tf.float32)
+
+
+def decode_sum(encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the tensor of a dtype that ``encode_for_sum`` has encoded."""
+    if dtype.is_complex:
+        return tf.complex(encoded[..., 0], encoded[..., 1])
+    if dtype == tf.uint64:
+        return tf.bitcast(encoded, tf.uint64)
+    return tf.cast(encoded, dtype)
+
+
 class ReplicaCopies:
     """What each of this process's replicas has in some variables, kept aside and put back.
 

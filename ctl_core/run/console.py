@@ -69,6 +69,10 @@ class Console:
             LOG.warning(text)
             self._print(f"warning: {text}")
 
+    def create_sibling(self) -> Console:
+        """Returns a console without listeners that prints where this one prints."""
+        return Console(self._terminal, self._shown)
+
     def start(self, step: int, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Begins the progress line, on a terminal; speed is measured from here.
 
@@ -182,10 +186,26 @@ def quiet_libraries(quiet: bool) -> None:
 _active: Console | None = None
 
 
-def activate(console: Console | None) -> None:
-    """Makes a console the one that ``report`` and ``show_step`` write to."""
+def activate(console: Console | None) -> Console | None:
+    """Makes a console the one that ``report`` and ``show_step`` write to.
+
+    Returns:
+        The console that was active before: whoever activates another one puts it back.
+    """
     global _active
-    _active = console
+    before, _active = _active, console
+    return before
+
+
+def create_console() -> Console:
+    """Returns a console for a run that is only read.
+
+    Within a hook of another run, it prints where that run prints: above its progress line, and in a
+    cluster on the chief only.
+    """
+    if _active is None:
+        return Console()
+    return _active.create_sibling()
 
 
 def report(step: int, **values: Any) -> None:

@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 import sysconfig
+import traceback
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -155,9 +156,23 @@ def format_file_name(path: str) -> str:
     return f"cell {number[0]}" if number else "cell" if "ipykernel" in path else Path(path).name
 
 
+def find_users_line() -> str:
+    """Returns ``callbacks.py:14`` for the innermost line of the user's code that is running."""
+    frames = reversed(traceback.extract_stack())
+    for frame in frames:
+        if not any(part in frame.filename for part in NOT_THE_USERS):
+            return f"{format_file_name(frame.filename)}:{frame.lineno}"
+    return "callbacks"
+
+
 def read_frames(op: Any) -> list[tuple[str, int]]:
     """Returns where an op of a graph was made: (file, line), outermost first."""
     return [(frame.filename, frame.lineno) for frame in op.traceback or ()]
+
+
+def read_calls(op: Any) -> list[tuple[str, int, str]]:
+    """Returns the calls that made an op of a graph: (file, line, function), outermost first."""
+    return [(frame.filename, frame.lineno, frame.name) for frame in op.traceback or ()]
 
 
 def parse_frames(text: str) -> list[tuple[str, int]]:

@@ -97,8 +97,9 @@ def loss_pre(output, batch, training, hparams):
         return output["features"], batch[1][:, None]
     mine = output["embedding"]  # of the examples on this device; then those of all devices
     everyone = tf.reshape(ctl.all_gather(mine), [-1, mine.shape[-1]])
-    count = tf.shape(mine)[0]  # where among them each of this device is:
-    itself = 2 * count * ctl.replica_id() + tf.reshape(tf.range(2 * count), [count, 2])
+    count = tf.shape(mine)[0]
+    # Where this device's views are among them: two for each example, from row_offset() on.
+    itself = 2 * ctl.row_offset() + tf.reshape(tf.range(2 * count), [count, 2])
     logits = tf.tensordot(mine, everyone, [[2], [1]]) / hparams["temperature"]
     return logits - 1e9 * tf.one_hot(itself, tf.shape(everyone)[0]), tf.reverse(itself, [1])
 

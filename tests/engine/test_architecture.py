@@ -10,7 +10,7 @@ import ctl_core
 ENGINE = Path(ctl_core.__file__).parent
 # From the ground up. A room imports what stands above it, or to its left.
 LAYERS = """
-    run compat
+    types run compat
     cluster numerics data
     hooks input
     model

@@ -71,14 +71,15 @@ def test_graphs_called_of_functions_without_a_graph() -> None:
 
 
 def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
-    variable, node = tf.Variable(1.0), compat.make_node(tf.Module())
-    node.variables = variable  # a tf.Module has other ones by this name
-    checkpoint = compat.GraphCheckpoint(x=node)
+    variable, node, checkpoint = tf.Variable(1.0), compat.Node(), compat.GraphCheckpoint()
+    node.children["_self_name_based_restores"] = variable  # TensorFlow's own attribute
+    checkpoint.children["x"] = node
     for value in (1.0, 2.0):
         variable.assign(value)
         checkpoint.write(str(tmp_path / "a"))
         read = tf.train.load_checkpoint(str(tmp_path / "a"))
-        assert read.get_tensor("x/variables/.ATTRIBUTES/VARIABLE_VALUE") == value
+        key = "x/_self_name_based_restores/.ATTRIBUTES/VARIABLE_VALUE"
+        assert read.get_tensor(key) == value
     assert checkpoint._traced.experimental_get_tracing_count() == 1
 
 
@@ -141,3 +142,29 @@ def test_means_of_losses_are_not_divided_by_the_replicas() -> None:
         assert float(loss(ones, ones + 2.0)) == 1.5 / 2
         with compat.run_replica(None):
             assert float(loss(ones, ones + 2.0)) == 1.5
+
+
+def test_replica_context_entered_again_keeps_the_recording_of_summaries() -> None:
+    """Which replica writes summaries is set outside, and the same inside and afterwards."""
+    from tensorflow.python.ops import summary_ops_v2
+
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    state = summary_ops_v2._summary_state
+    seen = []
+
+    def on_replica() -> None:
+        outer = tf.distribute.get_replica_context()
+        recording = state.is_recording_distribution_strategy
+        inner = tf.distribute.ReplicaContext(strategy, 0)
+        with compat.enter_replica_context(inner):
+            seen.append(tf.distribute.get_replica_context() is inner)
+            seen.append(state.is_recording_distribution_strategy is recording)
+            with compat.enter_replica_context(outer):
+                seen.append(tf.distribute.get_replica_context() is outer)
+        seen.append(tf.distribute.get_replica_context() is outer)
+        seen.append(state.is_recording_distribution_strategy is recording)
+
+    before = state.is_recording_distribution_strategy
+    strategy.run(on_replica)
+    assert seen == [True] * 5
+    assert state.is_recording_distribution_strategy is before

@@ -148,7 +148,7 @@ def make_schedule(every: list[int], at: list[int], ckpt: int, evaluate: int) -> 
             at_step={step: (hook,) for step in at},
         ),
         config=SimpleNamespace(ckpt_every=ckpt, eval_every=evaluate, log_every=7, max_time=None),
-        parts=SimpleNamespace(list_logged=lambda: {}),
+        components=SimpleNamespace(list_logged_metrics=lambda: {}),
     )
     return Schedule(state, ())
 

@@ -110,9 +110,10 @@ def from_folder(
 
 
 def check_engine(project: Path, template: Path) -> None:
-    """The vendored engine is made of real files, the same as the template's."""
-    assert not (project / "ctl_core").is_symlink()
-    assert files(project / "ctl_core") == files(template / "ctl_core")
+    """The vendored engine and its tests are real files, the same as the template's."""
+    for folder, source in (("ctl_core", "ctl_core"), ("tests/engine", "tests/engine_net")):
+        assert not (project / folder).is_symlink()
+        assert files(project / folder) == files(template / source)
 
 
 def test_git_url(
@@ -143,8 +144,9 @@ def test_zip_archive(
     check_engine(project, template_repository)
     assert files(project) == from_folder
     assert (project / "train.sh").stat().st_mode & 0o111 == 0o111
-    # A commit of the real files, not of the link.
-    assert "ctl_core/" in run("git", "ls-files", "ctl_core", cwd=project).stdout
+    # A commit of the real files, not of the links.
+    for folder in ("ctl_core/", "tests/engine/"):
+        assert folder in run("git", "ls-files", folder, cwd=project).stdout
 
 
 @pytest.mark.slow

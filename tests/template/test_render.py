@@ -31,8 +31,10 @@ MARKS = re.compile(r"\{\{|\{%|\{#|cookiecutter\.[a-z_]")
 
 
 def test_files(projects: list[Project]) -> None:
-    """A project holds what its answers need, no mark of the template, and the engine's bytes."""
+    """A project holds the files of its answers, no mark of the template, and the engine's bytes."""
     engine = {f"ctl_core/{name}": content for name, content in files(ROOT / "ctl_core").items()}
+    net = files(ROOT / "tests" / "engine_net")
+    engine |= {f"tests/engine/{name}": content for name, content in net.items()}
     always = "callbacks.py config.yaml train.sh tests/test_callbacks.py pyproject.toml README.md"
     always += " AGENTS.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml"
     for project in projects:
@@ -57,6 +59,7 @@ def test_files(projects: list[Project]) -> None:
         assert set(found) == expected, answers
         assert {name: found[name] for name in engine} == engine
         assert not (project.folder / "ctl_core").is_symlink()
+        assert not (project.folder / "tests" / "engine").is_symlink()
         assert os.access(project.folder / "train.sh", os.X_OK)
         for folder in ("data", "pictures", "launch"):
             assert (project.folder / folder).exists() == any(
@@ -181,6 +184,24 @@ def test_mypy(projects: list[Project], run: Run, tmp_path: Path) -> None:
             read |= new
 
 
+@pytest.mark.slow
+def test_ci_checks_the_engine_of_a_project(digits: Path, run: Run, tmp_path: Path) -> None:
+    """The commands of the project's workflow pass as they are, and find a mistake in the engine."""
+    project = tmp_path / "project"
+    shutil.copytree(digits, project)
+    workflow = yaml.safe_load((project / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step.get("run", "") for step in workflow["jobs"]["test"]["steps"]]
+    engine_commands = [command.split() for command in commands if "ctl_core" in command]
+    assert len(engine_commands) == 3
+    cache = {"MYPY_CACHE_DIR": str(tmp_path / "cache"), "RUFF_NO_CACHE": "true"}
+    for command in engine_commands:
+        run(*command, cwd=project, **cache)
+    (project / "ctl_core" / "planted.py").write_text(PLANTED)
+    for command in engine_commands:
+        done = run(*command, cwd=project, check=False, **cache)
+        assert done.returncode == 1 and "planted.py" in done.stdout + done.stderr, command
+
+
 def test_same_tool_settings_as_this_repository(digits: Path) -> None:
     """callbacks.py is checked there as the examples are here, and the engine needs the same."""
     here = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -292,14 +313,16 @@ def test_generating_over_a_project_keeps_its_data(render: Render, run: Run, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("example", "code"), [("digits", 0), ("blank", 1)])
-def test_a_projects_own_tests(
+def test_tests_of_a_project(
     render: Render, run: Run, tmp_path: Path, example: str, code: int
 ) -> None:
-    """They pass as they are; of a blank project, one line names a hook to be written."""
+    """They pass as they are, but for a blank project's hooks, of which one line names the first."""
     project = render(tmp_path, example=example)
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"]
     done = run(*command, cwd=project, check=False)
     assert done.returncode == code, done.stdout
+    failed = "1 failed, " if code else ""
+    assert re.search(rf"^{failed}\d\d passed", done.stdout, re.M), done.stdout
     if code:
         assert "Traceback" not in done.stdout and "During handling" not in done.stdout
         first = next(line for line in done.stdout.splitlines() if line.startswith("callbacks.py"))

@@ -1,0 +1,212 @@
+"""Replica contexts of the engine: what an exchange between replicas means in a trace.
+
+TensorFlow calls the exchanges of a replica by its context: ``all_reduce``, ``all_gather``, and
+``merge_call``, which variables and Keras layers use. Entering one of these contexts changes what
+they do, for hooks and for code that asks ``tf.distribute.get_replica_context()``, such as a
+synchronized batch normalization.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from ctl_core.cluster.collectives import count_local_replicas, distribute
+from ctl_core.compat import enter_replica_context
+from ctl_core.types import Count, Gradient, PerReplica, Structure
+
+# Hooks are converted by AutoGraph, and so is every method that they call, unless it is marked.
+do_not_convert = tf.autograph.experimental.do_not_convert
+
+Options: TypeAlias = tf.distribute.experimental.CommunicationOptions | None
+
+
+class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
+    """A replica that is traced without the others.
+
+    What it exchanges has the right shapes, and the values of this replica only.
+    """
+
+    @do_not_convert
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PerReplica:
+        """Calls a function as if every replica of this process passed the same arguments."""
+
+        def repeat_arguments(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Any:
+            def repeat(argument: Any) -> Any:
+                if not isinstance(argument, tf.Tensor | tf.IndexedSlices):
+                    return argument
+                return distribute(strategy, [argument] * count_local_replicas(strategy))
+
+            args, kwargs = tf.nest.map_structure(repeat, (args, kwargs))
+            merged = merge_fn(strategy, *args, **kwargs)
+            return tf.nest.map_structure(
+                lambda value: strategy.experimental_local_results(value)[0], merged
+            )
+
+        return super().merge_call(repeat_arguments, (args, kwargs or {}))
+
+    @do_not_convert
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
+    ) -> Structure:
+        """Returns the value as it is."""
+        return tf.nest.map_structure(tf.identity, value)
+
+    @do_not_convert
+    def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
+        """Returns the value repeated once for each replica."""
+        replicas = self.strategy.num_replicas_in_sync
+
+        def repeat(tensor: tf.Tensor) -> tf.Tensor:
+            return tf.concat([tf.identity(tensor)] * replicas, axis)
+
+        return tf.nest.map_structure(repeat, value)
+
+
+class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
+    """A context inside another one, to which it delegates what it does not change."""
+
+    def __init__(self, outer: tf.distribute.ReplicaContext) -> None:
+        number = tf.get_static_value(outer.replica_id_in_sync_group)
+        super().__init__(outer.strategy, int(number))
+        self._outer = outer
+
+    @do_not_convert
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PerReplica:
+        """Calls a function with the arguments of all replicas, as the outer context does."""
+        with enter_replica_context(self._outer):
+            return self._outer.merge_call(merge_fn, args, kwargs)
+
+
+class NoExchange(InnerContext):
+    """A context in which replicas must not exchange anything.
+
+    Raises:
+        ValueError: something is exchanged; the message gives the reason.
+    """
+
+    def __init__(self, outer: tf.distribute.ReplicaContext, reason: str) -> None:
+        super().__init__(outer)
+        self._reason = reason
+
+    @do_not_convert
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PerReplica:
+        """Refuses the exchange."""
+        raise ValueError(self._reason)
+
+
+class RowWeighted(InnerContext):
+    """A context in which the values of a replica count by the rows that it has of a batch.
+
+    A replica without rows computes on a placeholder batch, whose values count in no exchange. If
+    no replica has rows, all placeholders count alike: that avoids a mean of nothing.
+
+    Args:
+        outer: the context of the replica
+        rows: how many rows it has
+        present: whether it has any; None if that is certain
+        rows_of_all: how many rows all replicas have; None if that is certainly more than 0
+    """
+
+    def __init__(
+        self,
+        outer: tf.distribute.ReplicaContext,
+        rows: Count,
+        present: tf.Tensor | None,
+        rows_of_all: tf.Tensor | None,
+    ) -> None:
+        super().__init__(outer)
+        if present is not None and rows_of_all is not None:
+            present = present | (rows_of_all == 0)
+            rows = tf.where(rows_of_all == 0, 1, rows)
+        self._rows = rows
+        self._present = present
+
+    @do_not_convert
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
+    ) -> Structure:
+        """Returns the sum over the replicas that have rows, or the mean over all their rows."""
+        is_sum = getattr(reduce_op, "value", reduce_op).upper() == "SUM"
+        if is_sum:
+            return self._sum(value, options)
+        return tf.nest.map_structure(lambda tensor: self._average(tensor, options), value)
+
+    def _sum(self, value: Structure, options: Options) -> Structure:
+        masked = tf.nest.map_structure(self._mask, value)
+        return super().all_reduce(tf.distribute.ReduceOp.SUM, masked, options)
+
+    def _average(self, value: tf.Tensor, options: Options) -> tf.Tensor:
+        weight = tf.cast(self._rows, value.dtype)
+        total, total_weight = self._sum([value * weight, weight], options)
+        return total / total_weight
+
+    def _mask(self, value: Gradient) -> Gradient:
+        """Returns zeros in place of the values of a placeholder batch."""
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self._mask(value.values), value.indices, value.dense_shape)
+        if self._present is None:
+            return value
+        return tf.where(self._present, value, tf.zeros_like(value))
+
+    @do_not_convert
+    def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
+        """Returns the values of all replicas that have rows, concatenated along an axis.
+
+        A replica without rows gets those of all placeholders behind them, because its own code may
+        look for its values there.
+        """
+        gathered = super().all_gather(value, axis, options)
+        if self._present is None:
+            return gathered
+
+        def cut(tensor: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
+            own_size = tf.where(self._present, tf.shape(tensor, tf.int64)[axis], 0)
+            real_size = tf.distribute.ReplicaContext.all_reduce(
+                self, tf.distribute.ReduceOp.SUM, own_size
+            )
+            size = tf.shape(gathered, tf.int64)[axis]
+            kept = tf.where(self._present, real_size, size)
+            return tf.split(gathered, tf.stack([kept, size - kept]), axis)[0]
+
+        return tf.nest.map_structure(cut, value, gathered)
+
+
+def weigh_by_rows(
+    rows: Count, present: tf.Tensor | None, rows_of_all: tf.Tensor | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Enters ``RowWeighted`` on a replica, with its arguments.
+
+    Does nothing where all replicas have equally many rows (``rows`` is None), or on a single
+    replica.
+    """
+    context = tf.distribute.get_replica_context()
+    if rows is None or context is None or context.num_replicas_in_sync == 1:
+        return contextlib.nullcontext()
+    return enter_replica_context(RowWeighted(context, rows, present, rows_of_all))
+
+
+def forbid_exchanges(reason: str) -> contextlib.AbstractContextManager[None]:
+    """Enters ``NoExchange`` on a replica; does nothing on a single one."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return contextlib.nullcontext()
+    return enter_replica_context(NoExchange(context, reason))

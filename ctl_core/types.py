@@ -1,0 +1,60 @@
+"""Types that recur throughout the engine.
+
+TensorFlow has no type annotations, so for a type checker most of these are ``Any``. For a reader
+they say what a value is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import keras
+import tensorflow as tf
+
+AnyTensor: TypeAlias = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
+
+# A tensor, or tensors in nested tuples, lists and dicts, as tf.nest has them.
+Structure: TypeAlias = Any
+
+# The structure of a batch: each dense tensor has a row for each example, or is a scalar.
+Batch: TypeAlias = Structure
+
+# The structure of a model's input or output.
+ModelInput: TypeAlias = Structure
+ModelOutput: TypeAlias = Structure
+
+# The structure of tf.TypeSpecs that describes a batch.
+BatchSpec: TypeAlias = Any
+
+# A value that has one component for each replica of this process, as ``strategy.run`` returns it;
+# on a single replica the value itself.
+PerReplica: TypeAlias = Any
+
+# A number of rows, examples or steps: an int if it is static, otherwise a scalar int tensor.
+Count: TypeAlias = int | tf.Tensor
+
+Variable: TypeAlias = tf.Variable | keras.Variable
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+Gradients: TypeAlias = list[Gradient]
+
+# The values of a step that exist for each objective, by its name.
+GradientsByObjective: TypeAlias = dict[str, Gradients]
+VariablesByObjective: TypeAlias = dict[str, list[Variable]]
+
+# A value of a user, of which nothing is required.
+UserObject: TypeAlias = Any
+
+# The results of ``create_model`` and ``create_loss``: a Keras model, or any other callable.
+Model: TypeAlias = Callable[..., ModelOutput]
+Loss: TypeAlias = Callable[..., tf.Tensor]
+
+# A module, a dict or any object that has the hooks as attributes.
+Callbacks: TypeAlias = Any
+
+
+class Optimizer(Protocol):
+    """A Keras optimizer, or any object that applies gradients as one does."""
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Updates variables, given pairs of a gradient and a variable."""

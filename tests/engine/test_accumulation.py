@@ -1,0 +1,95 @@
+"""Unit tests of sums over micro-batches, and of the flags of steps."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl_core.numerics.not_finite import (
+    NEVER,
+    FiniteFlags,
+    NonFinite,
+    are_losses_finite,
+    are_numbers,
+    combine_flags,
+)
+from ctl_core.numerics.reduction import Contribution, accumulate, join_for_host, join_pieces
+
+EMBEDDING_SHAPE = (6, 2)
+
+
+def contribute(index: tf.Tensor) -> tuple[Contribution, dict[str, list[str]]]:
+    """Returns a contribution of index + 1 rows, whose values depend on the index."""
+    number = tf.cast(index, tf.float32)
+    rows = tf.range(index + 1)
+    sparse = tf.IndexedSlices(
+        tf.fill([index + 1, 2], number), rows, tf.constant(EMBEDDING_SHAPE, tf.int32)
+    )
+    contribution = Contribution(
+        loss={"a": number},
+        gradients={"a": [tf.stack([number, 1.0]), sparse]},
+        weight=[0.5 + number],
+        output=[tf.fill([index + 1, 3], number)],
+        batch=[(rows, tf.fill([index + 1], number))],
+    )
+    return contribution, {"a": ["dense", "embedding"]}
+
+
+def run_directly(function, *values):  # type: ignore[no-untyped-def]
+    return function(*values)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 5])
+def test_contributions_of_micro_batches_are_added_up(micro_batches: int) -> None:
+    @tf.function(autograph=False)
+    def run() -> Contribution:
+        total, variables = accumulate(run_directly, micro_batches, contribute)
+        assert variables == {"a": ["dense", "embedding"]}
+        return total
+
+    total = run()
+    numbers = np.arange(micro_batches)
+    dense, sparse = total.gradients["a"]
+    assert total.loss["a"] == numbers.sum()
+    assert dense.numpy().tolist() == [numbers.sum(), micro_batches]
+    assert total.weight[0] == 0.5 * micro_batches + numbers.sum()
+    expected = np.zeros(EMBEDDING_SHAPE)
+    for number in numbers:
+        expected[: number + 1] += number
+    np.testing.assert_array_equal(tf.convert_to_tensor(sparse), expected)
+    assert [output.shape for output in total.output] == [(n + 1, 3) for n in numbers]
+    assert [rows.numpy().tolist() for rows, _ in total.batch] == [[*range(n + 1)] for n in numbers]
+
+
+def test_pieces_of_micro_batches_are_joined() -> None:
+    assert join_pieces([{"x": tf.constant([1])}])["x"].numpy().tolist() == [1]
+    joined = join_pieces([{"x": tf.constant([1])}, {"x": tf.constant([2, 3])}])
+    assert joined["x"].numpy().tolist() == [1, 2, 3]
+    scalars = join_for_host(tf.constant(1.0), tf.constant(2.0))
+    assert scalars.numpy().tolist() == [1.0, 2.0]
+    ragged = join_for_host(tf.ones([1, 2]), tf.ones([1, 3]))
+    assert ragged.shape.as_list() == [2, None]
+
+
+def test_flags_of_losses_and_gradients() -> None:
+    assert are_losses_finite({"a": tf.constant(1.0), "b": tf.constant(2.0)})
+    assert not are_losses_finite({"a": tf.constant(1.0), "b": tf.constant(np.inf)})
+    assert not are_losses_finite({"a": tf.constant(np.nan)})
+    sparse = tf.IndexedSlices(tf.constant([[np.nan]]), tf.constant([0]), tf.constant([1, 1]))
+    assert are_numbers([]) and are_numbers([tf.constant([1.0, np.inf])])
+    assert not are_numbers([tf.constant([1.0]), sparse])
+
+
+def test_flags_are_true_if_they_are_true_everywhere() -> None:
+    true, false = tf.constant(True), tf.constant(False)
+    assert combine_flags([FiniteFlags(true, false)]).numpy().tolist() == [True, False]
+    several = [FiniteFlags(true, true), FiniteFlags(true, false), FiniteFlags(false, true)]
+    assert combine_flags(several).numpy().tolist() == [False, False]
+
+
+def test_steps_with_losses_that_are_not_finite_are_counted() -> None:
+    flags = np.array([[True, True], [False, True], [True, False], [False, False], [True, True]])
+    assert NonFinite.from_flags(flags, last=24) == NonFinite(21, 23, 2, zeroed=1)
+    assert NonFinite.from_flags(flags[:1], last=20) == NonFinite(NEVER, 0, 0, 0)
+    assert NonFinite.from_flags(flags[2:3], last=22) == NonFinite(zeroed=1)
+    merged = NonFinite.from_flags(flags[:2], 21).merge_later(NonFinite.from_flags(flags[2:], 24))
+    assert merged == NonFinite.from_flags(flags, last=24)

@@ -1,0 +1,6 @@
+"""Tests of the engine that every generated project carries, as ``tests/engine/``.
+
+They train small programs through the public interface and compare **weights** with those of the
+plain loop in ``reference_loop.py``. If you change ``ctl_core/``, these tests tell you whether it
+still trains correctly. They take less than a minute on a CPU.
+"""
