@@ -67,7 +67,8 @@ class Reader:
         Raises:
             ValueError: there is none; or whatever the reader raises.
         """
-        self.made, self._remake = made, remake
+        self.made = made
+        self._remake = remake
         self._goes_on = False  # whether passes were read one after the other
         source = _read_passes(made)
         first = next(source)
@@ -96,15 +97,23 @@ class Reader:
         return _read_passes(made, state)
 
     def _can_have_changed(self) -> bool:
-        kind, base = type(self.made), keras.utils.PyDataset
-        names = ("on_epoch_begin", "on_epoch_end")[: 1 + self._goes_on]
-        return hasattr(kind, "__next__") or (
-            issubclass(kind, base) and any(getattr(kind, n) is not getattr(base, n) for n in names)
-        )
+        """Returns whether reading may have changed the object, so that it cannot start again."""
+        kind = type(self.made)
+        if hasattr(kind, "__next__"):
+            return True
+        if not issubclass(kind, keras.utils.PyDataset):
+            return False
+        methods = ["on_epoch_begin"]
+        if self._goes_on:
+            methods.append("on_epoch_end")
+        base = keras.utils.PyDataset
+        return any(getattr(kind, method) is not getattr(base, method) for method in methods)
 
     def _begin(self, source: Iterator[Any], position: Any = None, skip: int = 0) -> None:
         """Notes what the next dataset reads, of whose first element ``skip`` examples are used."""
-        self._source, self._position, self._skip = source, position, skip
+        self._source = source
+        self._position = position
+        self._skip = skip
         self._is_taken = False
         self._used = 0
         # Of elements the number of the first example, the state before them, and themselves.
@@ -130,7 +139,8 @@ class Reader:
             if source is None or not goes_on:
                 if self._is_taken:
                     self._begin(self._open(self._start))
-                source, self._is_taken = self._source, True
+                source = self._source
+                self._is_taken = True
             number -= number % multiple
             drawn = next(source)
             if drawn is None and hasattr(self.made, "__next__"):  # an iterator that is used up
@@ -139,9 +149,11 @@ class Reader:
             while drawn is not None:
                 state, element = drawn
                 self._check(element)
-                examples, used = 0, self._skip
+                examples = 0
+                used = self._skip
                 if count is not None:
-                    examples, self._skip = count(element), 0
+                    examples = count(element)
+                    self._skip = 0
                     self._elements.append((number - used, state, element))
                     number += examples - used
                 if not used:
@@ -157,11 +169,11 @@ class Reader:
         return dataset
 
     def _check(self, element: Any) -> None:
-        found = tf.nest.map_structure(_describe, element)
-        fits = tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), self.spec, found)
+        spec = tf.nest.map_structure(_describe, element)
+        fits = tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), self.spec, spec)
         if not all(tf.nest.flatten(fits)):
             raise ValueError(
-                f"an element is {describe(found)}, expected {describe(self.spec)}; sizes that vary "
+                f"an element is {describe(spec)}, expected {describe(self.spec)}; sizes that vary "
                 "need an element_spec with None"
             )
 
@@ -242,7 +254,9 @@ class _Passes:
     """
 
     def __init__(self, made: keras.utils.PyDataset) -> None:
-        self._made, self._number, self._has_begun = made, 0, False
+        self._made = made
+        self._number = 0
+        self._has_begun = False
         self._size = sys.maxsize if made.num_batches is None else made.num_batches
 
     def get_state(self) -> int:
@@ -273,16 +287,16 @@ class _Passes:
 def _make_arrays(element: Any) -> Any:
     """Returns an element of arrays; lists of arrays become tuples, as in Keras."""
     if isinstance(element, dict):
-        return {key: _make_arrays(part) for key, part in element.items()}
+        return {key: _make_arrays(value) for key, value in element.items()}
     if isinstance(element, list | tuple) and not all(map(np.isscalar, element)):
         return tuple(map(_make_arrays, element))
     return np.asarray(element)
 
 
-def _describe(part: Any) -> tf.TensorSpec:
-    """Returns the specification of an array, or of another one, with any number of rows."""
-    shape = [None, *part.shape[1:]] if len(part.shape) else []
-    return tf.TensorSpec(shape, tf.as_dtype(part.dtype))
+def _describe(array: Any) -> tf.TensorSpec:
+    """Returns the specification of an array, or of a specification, with any number of rows."""
+    shape = [None, *array.shape[1:]] if len(array.shape) else []
+    return tf.TensorSpec(shape, tf.as_dtype(array.dtype))
 
 
 def _compute_checksum(element: Any) -> int:
