@@ -183,6 +183,7 @@ class _Builder:
         shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
         with recording.record_as("create_dataset"):
             self.data = data = Input(self.hooks, config, self.strategy, shape)
+        shape = data.shape
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")

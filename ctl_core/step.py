@@ -461,8 +461,7 @@ def apply_gradients(
 ) -> None:
     """Lets the optimizer of an objective apply gradients, which are summed already."""
     optimizer = context.components.optimizers[objective]
-    rows = reduction.choose_rows(optimizer, gradients)
-    pairs = list(zip(rows, variables, strict=True))
+    pairs = list(zip(gradients, variables, strict=True))
     if pairs:
         call_made(context.hooks.create_opt, optimizer.apply_gradients, pairs)
 

@@ -65,7 +65,7 @@ class InputPosition:
             "last_batch": config.last_batch,
             "overfit_batches": config.overfit_batches,
             "batches_read_at_once": 0 if data.reader else data.unit,
-            "whole": data.shape.shares if data.whole else 0,
+            "whole": 0 if data.shape.by_rows else data.shape.shares,
             "folder": os.getcwd(),
         }
 

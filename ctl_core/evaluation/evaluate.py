@@ -187,7 +187,7 @@ def create_evaluation(
             )
         return None
     size = config.eval_batch_size or components.shape.batch
-    if not hooks.count_examples.is_default:  # each is a replica's share
+    if not components.shape.by_rows:  # each is a replica's share
         size = max(1, size // components.shape.replicas)
 
     def call() -> dict[str, Any]:
@@ -221,7 +221,7 @@ def prepare(
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
         )
-    if components.hooks.count_examples.is_default and not has_varying_widths(dataset.element_spec):
+    if components.shape.by_rows and not has_varying_widths(dataset.element_spec):
         batch = config.eval_batch_size or components.shape.batch
         dataset = dataset.rebatch(batch, drop_remainder=False)
     if config.limit_eval is not None:
@@ -232,7 +232,7 @@ def prepare(
 def define_run_steps(components: Components, one: EvaluationSet) -> Any:
     """Defines the graph function that evaluates so many elements, or those that are left."""
     strategy, replicas = components.strategy, components.shape.replicas
-    by_rows = components.hooks.count_examples.is_default
+    by_rows = components.shape.by_rows
     generator = get_seed_generator()
 
     def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:

@@ -4,7 +4,7 @@ The hooks are word for word those of a new callbacks.py, as a test checks. So th
 functions by ``ctl``, which are looked up only when a hook runs: ``unpack``, say, is in this module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -23,32 +23,64 @@ def nan_to_zero(gradient: Any) -> Any:
     return tf.where(tf.math.is_nan(gradient), tf.zeros_like(gradient), gradient)
 
 
-DIFFER = (
-    "the tensors of a batch differ in their first dimension; batch after zip(), not before, or "
-    "say how many examples it holds: def count_examples(batch): return tf.shape(batch[1])[0]"
-)
+class DifferentRowsError(ValueError):
+    """The tensors of a batch differ in their first dimension."""
 
 
 @tf.autograph.experimental.do_not_convert
 def leading_dimension(batch: Any) -> Any:
     """Returns the first dimension of a batch's tensors, which all of them have to share.
 
+    Scalars are ignored.
+
     Returns:
-        A number where the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the
-        tensors turn out to differ. Scalars do not count; a batch of nothing else gives None.
+        A number if the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the tensors
+        turn out to differ. None for a batch that has only scalars.
 
     Raises:
-        ValueError: the shapes show that the tensors differ.
+        DifferentRowsError: the shapes show that the tensors differ.
     """
-    sizes = [get_first_dimension(part) for part in tf.nest.flatten(batch) if part.shape.rank != 0]
+    tensors = [tensor for tensor in tf.nest.flatten(batch) if tensor.shape.rank != 0]
+    sizes = [get_first_dimension(tensor) for tensor in tensors]
     fixed = {size for size in sizes if isinstance(size, int)}
     if len(fixed) > 1:
-        raise ValueError(DIFFER)
+        raise DifferentRowsError(explain_different_rows(batch))
     if all(isinstance(size, int) for size in sizes):
         return next(iter(fixed), None)
     first, *others = (tf.cast(size, tf.int64) for size in sizes)
     same = tf.reduce_all([other == first for other in others])
     return tf.where(same, first, tf.constant(-1, tf.int64))
+
+
+def explain_different_rows(batch: Any, examples: int | None = None) -> str:
+    """Explains what to do about a batch whose tensors differ in their first dimension.
+
+    Args:
+        batch: a structure of tensors
+        examples: the number of examples that the batch should have; a tensor with that many rows
+            is suggested for ``count_examples``
+    """
+    cure = "return the number of examples from count_examples"
+    for path, tensor in list_paths(batch):
+        if tensor.shape.rank and examples is not None and tensor.shape[0] == examples:
+            cure = f"define def count_examples(batch): return tf.shape({path})[0]"
+            break
+    return (
+        "the tensors of a batch differ in their first dimension; call zip() before batch(), or, "
+        f"if an example has any number of rows, {cure}"
+    )
+
+
+def list_paths(structure: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yields the tensors of a structure, each after the expression that reads it from ``path``."""
+    if isinstance(structure, Mapping):
+        for key, value in structure.items():
+            yield from list_paths(value, f"{path}[{key!r}]")
+    elif isinstance(structure, tuple | list):
+        for index, value in enumerate(structure):
+            yield from list_paths(value, f"{path}[{index}]")
+    else:
+        yield path, structure
 
 
 def get_first_dimension(tensor: Any) -> Any:

@@ -17,6 +17,12 @@ SEED, FEATURES = 3, small.FEATURES
 LAST = pytest.mark.parametrize("last_batch", ["drop", "keep"])
 
 
+@pytest.fixture(autouse=True)
+def seed_plain_loops() -> None:
+    """Sets the seed: the shuffle of a plain loop is seeded where it is defined."""
+    keras.utils.set_random_seed(SEED)
+
+
 def data(examples: int) -> list[np.ndarray]:
     return [np.tile(part, (2, 1))[:examples] for part in small.data()]
 
