@@ -168,7 +168,9 @@ def test_where_no_run_can_be_loaded(train_small: engine.Train) -> None:
         r"^test_runs_in_hooks.py:\d+: .*create_model.* --init-skip": small.hooks(
             create_model=create_model
         ),
-        r"^input_pre .test_runs_in_hooks.py:\d+.: .*while a graph is traced": small.hooks(input_pre=input_pre),
+        r"^input_pre .test_runs_in_hooks.py:\d+.: .*while a graph is traced": small.hooks(
+            input_pre=input_pre
+        ),
     }
     for words, hooks in refusals.items():
         with pytest.raises(ctl_core.SetupError, match=words):
