@@ -45,6 +45,12 @@ from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_to_ste
 if TYPE_CHECKING:
     from ctl_core.checkpoint.folder import Run
 
+# What a run that starts from scratch prints if it has several replicas.
+CHECK_ADVICE = (
+    "If the loss of an example depends on other rows of the batch, try --check first: it compares "
+    "one device with three."
+)
+
 
 class Trainer:
     """Trains one run in this process; with other processes, if it is one of a cluster.
@@ -137,6 +143,9 @@ class Trainer:
             schedule.last = min(self.start, schedule.last)
         elif self.start == 0:
             console.say(f"the model has {count_parameters(state)}.")
+            if state.components.shape.replicas > 1:
+                # Nothing that is compared before training finds every loss of this kind.
+                console.say(CHECK_ADVICE)
         state.clock = Clock()
         console.start(self.start, schedule.last, state.clock.measure_training)
         try:
