@@ -75,6 +75,9 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
             found[name] = None
         else:
             found[name] = make_hook(name, value)
+    if not hasattr(callbacks, "train_metric_pre"):
+        # Also if metric_pre is the user's: its arguments are among those of train_metric_pre.
+        found["train_metric_pre"] = found["metric_pre"]
     return Hooks(**found), misspelt
 
 

@@ -118,7 +118,7 @@ create_train_metrics()
 train_metric_pre(loss, output, batch, train_model, step, objective, turn) in the graph
     What the train metrics are updated with; loss is what train_loss returned.
     returns: arguments of update_state, or a dict of such by metric
-    default: as metric_pre's
+    default: metric_pre; if it returns a dict, the values for the train metrics
 
 every_steps(dev, step, update_gradients, loss, output, batch, train_model, train_loss, eval_model,
     lr, optimizer, display_gradients, gradients, variables, ckpt, manager, chief, state) by step

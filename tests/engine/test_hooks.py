@@ -199,6 +199,33 @@ def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) 
         train(make_hooks(every_steps={1: ctl_core.deferred(lambda state: None)}))
 
 
+@pytest.mark.parametrize("returns_dict", [False, True])
+def test_train_metrics_are_updated_with_the_users_metric_pre(
+    train: Train, returns_dict: bool
+) -> None:
+    """The mean of ten times the targets of one batch."""
+
+    def metric_pre(batch: Any) -> Any:
+        scaled = 10.0 * batch[1]
+        return {"scaled": scaled, "seen": tf.ones(tf.shape(scaled))} if returns_dict else scaled
+
+    hooks = make_hooks(
+        create_train_metrics=lambda: {"scaled": keras.metrics.Mean()}, metric_pre=metric_pre
+    )
+    state = train(hooks, steps=1, batch_size=16, log_every=1)
+    expected = 10.0 * regression_data()[1][:16].mean()
+    assert state.history[0]["scaled"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_pre_without_a_train_metric_is_refused(train: Train) -> None:
+    hooks = make_hooks(
+        create_train_metrics=lambda: {"worst": keras.metrics.Mean()},
+        metric_pre=lambda batch: {"best": batch[1]},
+    )
+    with pytest.raises(ctl_core.SetupError, match=r"^metric_pre .*'worst'.*write train_metric_pre"):
+        train(hooks)
+
+
 # ---- The hooks that docs/hooks.md and docs/recipes.md show are trained with, as they stand there
 
 PAGES = ROOT / "docs"
