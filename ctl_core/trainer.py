@@ -102,11 +102,16 @@ class Trainer:
         assert last is not None
         if state.progress.ended is not None:
             self._continue_ended_run(last, go_on)
+        rate_schedule = state.learning_rate.schedule
+        if rate_schedule is not None:
+            rate_schedule.last = last
+            if record and self.start < last and not state.ended:
+                jump = rate_schedule.describe_jump(self.start, record.learning_rate)
+                if jump is not None:
+                    self._console.warn(jump)
         if record and record.learning_rate != config.learning_rate:
             self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.learning_rate.variable.assign(config.learning_rate)
-        if state.learning_rate.schedule is not None:
-            state.learning_rate.schedule.last = last
         self._schedule.last = last
         self.functions.refresh()
         return record is not None
