@@ -45,6 +45,12 @@ from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_to_ste
 if TYPE_CHECKING:
     from ctl_core.checkpoint.folder import Run
 
+# What a run that starts from scratch prints if it has several replicas.
+CHECK_ADVICE = (
+    "If the loss of an example depends on other rows of the batch, try --check first: it compares "
+    "one device with three."
+)
+
 
 class Trainer:
     """Trains one run in this process; with other processes, if it is one of a cluster.
@@ -93,12 +99,17 @@ class Trainer:
         assert last is not None
         if state.progress.ended is not None:
             self._continue_ended_run(last, go_on)
+        rate_schedule = state.learning_rate.schedule
+        if rate_schedule is not None:
+            rate_schedule.last = last
+            if record and self.start < last and not state.ended:
+                jump = rate_schedule.describe_jump(self.start, record.learning_rate)
+                if jump is not None:
+                    self._console.warn(jump)
         if record and record.learning_rate != config.learning_rate:
             if state.learning_rate.is_used:
                 self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.learning_rate.variable.assign(config.learning_rate)
-        if state.learning_rate.schedule is not None:
-            state.learning_rate.schedule.last = last
         self._schedule.last = last
         self.functions.refresh()
 
@@ -134,6 +145,9 @@ class Trainer:
             schedule.last = min(self.start, schedule.last)
         elif self.start == 0:
             console.say(f"the model has {count_parameters(state)}.")
+            if state.components.shape.replicas > 1:
+                # Nothing that is compared before training finds every loss of this kind.
+                console.say(CHECK_ADVICE)
         state.clock = Clock()
         console.start(self.start, schedule.last, state.clock.measure_training)
         try:

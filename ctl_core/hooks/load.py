@@ -47,6 +47,9 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     check_required(callbacks, origin, misspelt)
     common = {"config": config, "hparams": config.hparams}
     hooks = {spec.name: _read_hook(spec, callbacks, common, origin) for spec in TABLE}
+    if not hasattr(callbacks, "train_metric_pre"):
+        # The arguments of metric_pre, also the user's, are among those of train_metric_pre.
+        hooks["train_metric_pre"] = hooks["metric_pre"]
     return Hooks(**hooks), misspelt
 
 

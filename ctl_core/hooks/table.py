@@ -473,7 +473,7 @@ TRAIN_METRIC_PRE = HookSpec(
     purpose="The arguments of the train metrics' update_state",
     arguments=(LOSS, OUTPUT, BATCH, TRAIN_MODEL, STEP, OBJECTIVE, TURN),
     returns="arguments of update_state, or a dict of such by metric",
-    default="as metric_pre's",
+    default="metric_pre; if it returns a dict, the values for the train metrics",
     example="""\
 def train_metric_pre(loss):
     return {"mean_loss": loss}

@@ -79,6 +79,8 @@ def update_train_metrics(
         arguments = hook.trace(
             loss=forward.loss, output=forward.output, batch=forward.batch, **context.hook_values()
         )
+        if hook is context.hooks.metric_pre and isinstance(arguments, Mapping):
+            arguments = _select_train_metrics(components.train_metrics, hook, arguments)
         update_metrics(components.train_metrics, hook, arguments, present)
     # While variables are created there are no such means yet: their names are not known.
     if not isinstance(components, Components):
@@ -90,6 +92,23 @@ def update_train_metrics(
         examples = components.count_examples(forward.batch)
         mean = components.loss_metrics[name]
         update_if(present, mean.update_state, tf.reduce_mean(value), examples)
+
+
+def _select_train_metrics(
+    metrics: Metrics, hook: Hook, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of the training metrics from what ``metric_pre`` returned for all.
+
+    Raises:
+        HookFailed: there are none for a training metric.
+    """
+    for name in metrics:
+        if name not in arguments:
+            raise HookFailed(
+                f"{hook}: it returns nothing for the metric '{name}' of create_train_metrics; "
+                "add it, or write train_metric_pre."
+            )
+    return {name: arguments[name] for name in metrics}
 
 
 class Results(NamedTuple):

@@ -242,6 +242,33 @@ def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) 
         train(make_hooks(every_steps={1: ctl_core.deferred(lambda state: None)}))
 
 
+@pytest.mark.parametrize("returns_dict", [False, True])
+def test_train_metrics_are_updated_with_the_users_metric_pre(
+    train: Train, returns_dict: bool
+) -> None:
+    """The mean of ten times the targets of one batch."""
+
+    def metric_pre(batch: Any) -> Any:
+        scaled = 10.0 * batch[1]
+        return {"scaled": scaled, "seen": tf.ones(tf.shape(scaled))} if returns_dict else scaled
+
+    hooks = make_hooks(
+        create_train_metrics=lambda: {"scaled": keras.metrics.Mean()}, metric_pre=metric_pre
+    )
+    state = train(hooks, steps=1, batch_size=16, log_every=1)
+    expected = 10.0 * regression_data()[1][:16].mean()
+    assert state.history[0]["scaled"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_pre_without_a_train_metric_is_refused(train: Train) -> None:
+    hooks = make_hooks(
+        create_train_metrics=lambda: {"worst": keras.metrics.Mean()},
+        metric_pre=lambda batch: {"best": batch[1]},
+    )
+    with pytest.raises(ctl_core.SetupError, match=r"^metric_pre .*'worst'.*write train_metric_pre"):
+        train(hooks)
+
+
 # ---- The hooks that docs/hooks.md and docs/recipes.md show are trained with, as they stand there
 
 PAGES = ROOT / "docs"
@@ -337,3 +364,48 @@ def test_the_loop_that_is_shown_has_the_weights_of_its_hooks(
     model = state.train_model
     compare.assert_close([*model.student.weights, *model.slow.weights], expected, 1e-4, 1e-4)
     assert float(state.lr) == float(loop["optimizer"].learning_rate) == 0.25
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_two_towers_that_are_shown_have_the_weights_of_a_loop(
+    train: Train, devices: int
+) -> None:
+    """Of 64 pairs on three devices, the first device has one row more than the others."""
+    (block,) = (block for block in read_blocks("recipes.md") if "TwoTowers" in block)
+    shown: dict[str, Any] = {}
+    exec(block, shown)
+    weights: dict[str, list[Any]] = {}
+
+    def create_model() -> keras.Model:
+        model = shown["create_model"]()
+        model((tf.constant([0]), tf.constant([0])))
+        weights["first"] = [variable.numpy() for variable in model.weights]
+        return model
+
+    hooks = {name: shown[name] for name in SPECS if name in shown}
+    hooks |= {"create_model": create_model, "update_pre": lambda gradients: (gradients, gradients)}
+    state = train(hooks, steps=6, batch_size=64, learning_rate=20.0, virtual_devices=devices)
+    expected = train_two_towers(shown, weights["first"], steps=6, rate=20.0)
+    compare.assert_close(state.train_model.weights, expected, 1e-5, 1e-6)
+    assert np.abs(expected[0] - weights["first"][0]).max() > 0.05
+
+
+def train_two_towers(shown: Any, weights: list[Any], steps: int, rate: float) -> list[Any]:
+    """Returns the weights of a loop on one device: a batch's own items are on the diagonal."""
+    keras.utils.set_random_seed(0)  # as the run does; the shuffle depends on it
+    user_table, item_table = (tf.Variable(weight) for weight in weights)
+    for user, item in shown["create_dataset"](64).take(steps):
+        with tf.GradientTape() as tape:
+            logits = tf.matmul(
+                tf.gather(user_table, user), tf.gather(item_table, item), transpose_b=True
+            )
+            logits -= shown["LOG_Q"][item.numpy()]
+            hits = (item.numpy()[:, None] == item.numpy()) & ~np.eye(64, dtype=bool)
+            assert hits.any()
+            kept = tf.where(hits, -np.inf, logits)
+            loss = -tf.linalg.diag_part(tf.nn.log_softmax(kept))
+            total = tf.reduce_mean(loss)
+        gradients = tape.gradient(total, [user_table, item_table])
+        for table, gradient in zip([user_table, item_table], gradients, strict=True):
+            table.assign_sub(rate * tf.convert_to_tensor(gradient))
+    return [user_table.numpy(), item_table.numpy()]
