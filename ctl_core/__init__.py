@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ctl_core.commands.check import check
     from ctl_core.commands.train import train
     from ctl_core.hooks.defaults import deferred, leading_dimension, nan_to_zero, unpack, weighted
+    from ctl_core.hooks.results import Checkpointing, EvalLoss, Objective, Update
     from ctl_core.model.state import State
     from ctl_core.numerics.variables import regularization, trainable_variables
     from ctl_core.run.console import report, show_step
@@ -35,14 +36,18 @@ __version__ = "1.0.0"
 
 # The module of each public name.
 _HOME = {
+    "Checkpointing": "hooks.results",
     "Config": "run.settings",
     "CtlError": "run.errors",
+    "EvalLoss": "hooks.results",
     "Listener": "run.listeners",
     "LoadedModel": "serving",
+    "Objective": "hooks.results",
     "RunError": "run.errors",
     "SetupError": "run.errors",
     "State": "model.state",
     "StopTraining": "run.errors",
+    "Update": "hooks.results",
     "all_gather": "cluster.collectives",
     "all_reduce": "cluster.collectives",
     "check": "commands.check",

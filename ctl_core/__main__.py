@@ -27,7 +27,7 @@ try:
     from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
     from ctl_core.hooks.callbacks_file import Source, check_compiles, find_callbacks, load_callbacks
-    from ctl_core.hooks.table import TEXT
+    from ctl_core.hooks.reference import find_spec, format_hook, format_table
     from ctl_core.run.files import choose_run_name
     from ctl_core.run.settings import Config
 except ModuleNotFoundError as error:
@@ -88,6 +88,14 @@ def _print_usage() -> None:
     print("\n<command> --help shows its settings.")
 
 
+def _print_hooks(name: str | None) -> None:
+    """Prints the reference of a hook, or the table of all hooks."""
+    if name is None:
+        print(format_table(), end="")
+    else:
+        print(format_hook(find_spec(name)), end="")
+
+
 def _describe_failure(error: BaseException) -> tuple[int, str]:
     """Returns the exit code and the one-line message of a failure."""
     if isinstance(error, CtlError):
@@ -119,7 +127,7 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
         is_supervised: whether a supervisor has started this process
     """
     if command.name == "hooks":
-        print(TEXT, end="")
+        _print_hooks(command.options["hook"])
         return 0
     config = command.config
     is_training = command.name == "train"

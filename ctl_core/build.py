@@ -66,9 +66,10 @@ _policy_outside: keras.DTypePolicy | None = None
 def leave_run() -> Iterator[None]:
     """Lets a hook use another run as if its own run did not exist, and then puts everything back.
 
-    Within, these are as they are outside of any run, and afterwards as they were before:
+    Within, Keras' dtype policy and its names of objects are as they are outside of any run, and no
+    variable or layer is recorded. Afterwards, these are as they were before:
 
-    - Keras' dtype policy, the names it gives to objects, and the generator of ``keras.random``
+    - the dtype policy, the names, and the generator of ``keras.random``
     - the random numbers of Python, NumPy and TensorFlow
     - whether ops are deterministic
     - what is recorded: variables, layers, and the layers that callbacks.py made when imported

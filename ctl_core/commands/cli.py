@@ -44,6 +44,7 @@ _OPTIONS: dict[str, Any] = {
     "dataset": (str | None, declare(None, "which dataset, if create_eval_dataset returns several")),
     "include": (list[str] | None, declare(None, "also write this entry of the batches, as label")),
     "output": (_File | None, declare(None, "where to write; null: in the run's folder")),
+    "hook": (str | None, declare(None, "the hook to explain; null: the table of all")),
 }
 _COMMON_SETTINGS = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
 
@@ -79,7 +80,7 @@ COMMANDS = {
     "export": Flags(
         "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
     ),
-    "hooks": Flags("print the table of hooks", (), ()),
+    "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
 }
 # The settings that a fork does not inherit.
 _NOT_FORKED = frozenset({"workers", "run_name", "runs_dir", "fork", "init_from"})
@@ -121,7 +122,8 @@ class Origin(NamedTuple):
 def parse_command(argv: Sequence[str]) -> Command:
     """Parses ``COMMAND [--SETTING VALUE ...]``.
 
-    Commands that use an existing run also accept its name as the first word after the command.
+    The first word after a command that uses an existing run may be the run's name, and after
+    ``hooks`` the name of the hook to explain.
 
     Raises:
         SetupError: a command or setting is unknown, of the wrong type, out of range or missing.
@@ -133,7 +135,8 @@ def parse_command(argv: Sequence[str]) -> Command:
         raise SetupError(f"unknown command {quote(command)}{hint}")
     is_training = command == "train"
     if not is_training and words and not words[0].startswith("-"):
-        words[0] = f"--run-name={words[0]}"
+        option = "hook" if command == "hooks" else "run-name"
+        words[0] = f"--{option}={words[0]}"
     variables, flags, options = _read_words(command, words)
     if command == "hooks":
         return Command(command, Config(), options)

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from tests.golden import engine
+from tests.golden import engine, small
 from tests.golden.catalogue import NAMES, SETTINGS, load_program
 from tests.helpers.cases import dropout_model, make_hooks, regression_data, sliced
 
