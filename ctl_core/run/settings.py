@@ -1,7 +1,7 @@
-"""Settings: each is a field of ``Config``, which says its type, range, default and help, once.
+"""Declares the settings: each is a field of ``Config``, with its type, range, default and help.
 
-Flags, variables and messages follow from that. TensorFlow is not imported here: a misspelt flag is
-answered at once.
+Flags, variables and messages are derived from these fields. TensorFlow is not imported here, so
+that a misspelt flag is reported at once.
 """
 
 import dataclasses
@@ -115,11 +115,12 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for one, other in (("steps", "epochs"), ("fork", "init_from")):
-            values = getattr(self, one), getattr(self, other)
+        for first, second in (("steps", "epochs"), ("fork", "init_from")):
+            values = (getattr(self, first), getattr(self, second))
             if None not in values:
-                given = f"got {values[0]} and {values[1]}"
-                raise SetupError(f"{one} and {other}: give one of the two, {given}.")
+                raise SetupError(
+                    f"{first} and {second}: give one of the two, got {values[0]} and {values[1]}."
+                )
         if self.detect_anomaly and (self.jit_compile or self.precision == "float16"):
             raise SetupError(
                 "detect_anomaly: needs --no-jit-compile, which makes one op of all, and another "
@@ -175,7 +176,7 @@ _EXPECTED = {
 
 
 def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
-    """Says in one line which setting is wrong first, what was expected, and what it is."""
+    """Returns one line on the first wrong setting: its name, what was expected, and its value."""
     wrong = error.errors(include_url=False)[0]
     name, details = str(wrong["loc"][0]), wrong.get("ctx", {})
     if name not in settings:
@@ -191,9 +192,11 @@ def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
 
 
 def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Returns values by name, those of hparams by names like hparams.width."""
-    found: dict[str, Any] = {}
+    """Returns the values of nested dicts by names such as ``hparams.width``."""
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        inner = flatten(value, f"{above}{name}.") if isinstance(value, dict) else {}
-        found |= inner or {f"{above}{name}": value}
-    return found
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{above}{name}.")
+        else:
+            flat[f"{above}{name}"] = value
+    return flat

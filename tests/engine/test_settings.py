@@ -244,7 +244,7 @@ def test_a_run_goes_on_with_its_own_settings() -> None:
     Path("config.yaml").write_text(project.replace("old: 1", "old: 2, new: 2") + "seed: 4\n")
     found = parse("train", "--run-name=a", "--hparams.new=3")
     assert found.config == dataclasses.replace(first, hparams={"old": 1, "new": 3})
-    said = "runs/a goes on with its own settings; config.yaml differs in early_stop, hparams.old, s"
+    said = "runs/a keeps its own settings; config.yaml differs in early_stop, hparams.old, seed: "
     assert said in found.notes[0]
     os.utime("runs/a/config.yaml", (2**33, 2**33))  # started again since
     assert not parse("train", "--run-name=a").notes
