@@ -115,6 +115,16 @@ def test_large_sums_are_kept_whole() -> None:
     assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
 
 
+def test_objects_of_a_checkpoint(tmp_path: Path) -> None:
+    inner = tf.Module()
+    inner.weight = tf.Variable(1.0)
+    checkpoint = tf.train.Checkpoint(outer=tf.train.Checkpoint(inner=inner), same=inner)
+    objects = compat.read_object_graph(checkpoint.write(str(tmp_path / "saved")))
+    root = objects[0]
+    assert objects[root["outer"]]["inner"] == root["same"]
+    assert objects[root["same"]].keys() == {"weight"}
+
+
 def test_who_joins_waits_so_long() -> None:
     from tensorflow.python.eager import context
 
