@@ -27,6 +27,7 @@ from ctl_core.hooks.load import load_hooks
 from ctl_core.hooks.optimizers import refuse_loss_scales
 from ctl_core.hooks.recording import Recording, record_nothing, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
+from ctl_core.input.caches import refuse_shared_caches
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
 from ctl_core.model.components import (
@@ -183,6 +184,7 @@ class _Builder:
         shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
         with recording.record_as("create_dataset"):
             self.data = data = Input(self.hooks, config, self.strategy, shape)
+        refuse_shared_caches(self.hooks.create_dataset, data.dataset, self.cluster)
         shape = data.shape
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):

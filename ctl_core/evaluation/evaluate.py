@@ -35,6 +35,7 @@ from ctl_core.input.batches import (
     has_varying_widths,
     take_share,
 )
+from ctl_core.input.caches import refuse_unfinished_caches
 from ctl_core.input.prefetch import read_ahead
 from ctl_core.input.readers import open_reader
 from ctl_core.model.components import Components, ForwardContext, TraceContext
@@ -200,6 +201,7 @@ def create_evaluation(
         own = dataclasses.replace(hook, name=f"{hook.name}['{name}']") if name else hook
         reader = open_reader(own, made, lambda: call()[name])
         dataset = prepare(components, config, own, reader.read(goes_on=False) if reader else made)
+        refuse_unfinished_caches(own, dataset)
         # A shuffle has another order in each pass, unless it is made anew.
         shuffles = any("Shuffle" in type(stage).__name__ for stage in list_stages(dataset))
 
