@@ -77,7 +77,7 @@ COMMANDS = {
     "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
 }
 # What a run does not take over from the one that it begins from.
-_NOT_FORKED = {"workers", "run_name", "runs_dir", "fork", "init_from"}
+_NOT_FORKED = {"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip"}
 
 
 @dataclasses.dataclass(frozen=True)
