@@ -6,7 +6,7 @@
 import collections
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,16 @@ class InitialWeights:
         """Returns a description of each variable that is skipped."""
         return [self._describe(key) for key in self.paths if key in self.skipped]
 
+    def suggest_patterns(self) -> list[str]:
+        """Returns a pattern for each layer with a variable that does not fit, at most five."""
+        patterns: list[str] = []
+        for key in self.misfits:
+            layer, slash, name = self.paths[key].rpartition("/")
+            pattern = f"{layer}/*" if slash else name
+            if key not in self.skipped and pattern not in patterns:
+                patterns.append(pattern)
+        return patterns[:5]
+
     def describe(self) -> list[str]:
         """Returns the lines for the console: what was taken, and what was skipped."""
         count = len(self.paths)
@@ -107,10 +117,11 @@ def load_initial_weights(model: Model, hook: Hook, config: Config) -> InitialWei
         SetupError: the weights cannot be read, or a variable that is not skipped does not fit.
     """
     assert config.init_from is not None
-    variables = list_weights(model)
-    paths = {id(unwrap(variable)): name_variable(variable) for variable in variables}
+    paths = _find_paths(model)
     skipped = frozenset(
-        key for key, path in paths.items() if _matches(path, config.init_skip or [])
+        key
+        for key, path in paths.items()
+        if any(_matches(path, pattern, model) for pattern in config.init_skip or [])
     )
     path = Path(config.init_from)
     if is_model(config.init_from):
@@ -136,17 +147,36 @@ def check_patterns(model: Model, config: Config) -> None:
     Raises:
         SetupError: there is one; the message lists the paths of the variables.
     """
-    paths = [name_variable(variable) for variable in list_weights(model)]
+    paths = list(_find_paths(model).values())
     for pattern in config.init_skip or []:
-        if not any(_matches(path, [pattern]) for path in paths):
+        if not any(_matches(path, pattern, model) for path in paths):
             raise SetupError(
                 f"init_skip: {pattern!r} matches no variable of create_model; its variables are "
                 f"{_join(paths)}."
             )
 
 
-def _matches(path: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+def _find_paths(model: Model) -> dict[int, str]:
+    """Returns the paths of a model's variables, such as ``head/kernel``, by identity.
+
+    The name of the model, which begins the paths of some models, is left out.
+    """
+    prefix = _name_model(model)
+    return {
+        id(unwrap(variable)): name_variable(variable).removeprefix(prefix)
+        for variable in list_weights(model)
+    }
+
+
+def _matches(path: str, pattern: str, model: Model) -> bool:
+    """Returns whether a glob matches a path, with or without the name of the model."""
+    return fnmatch.fnmatchcase(path, pattern.removeprefix(_name_model(model)))
+
+
+def _name_model(model: Model) -> str:
+    if isinstance(model, keras.Model):
+        return f"{model.name}/"
+    return ""
 
 
 def _join(names: Sequence[str]) -> str:
@@ -187,11 +217,10 @@ def _refuse_misfits(weights: InitialWeights, hook: Hook) -> None:
     """
     errors = weights.list_errors()
     if errors:
-        first = next(key for key in weights.misfits if key not in weights.skipped)
-        layer, slash, _ = weights.paths[first].rpartition("/")
+        flags = [f"--init-skip '{pattern}'" for pattern in weights.suggest_patterns()]
         raise SetupError(
-            f"init_from: {weights.source} does not fit {hook}: {_join(errors)}. To keep the "
-            f"initial values of some variables, add --init-skip '{layer}{slash}*'."
+            f"init_from: {weights.source} does not fit {hook}: {_join(errors)}. To keep their "
+            f"initial values instead, add {' '.join(flags)}."
         )
 
 
