@@ -362,7 +362,9 @@ class _RunLoader:
             _refuse_misfits(self.weights, self.hook)
             left_out = self.weights.skipped | _find_left_out(self.model)
             root = tf.train.Checkpoint(**{name: _leave_out(trackable, left_out)})
-            root.read(self.checkpoint).assert_existing_objects_matched()
+            status = root.read(self.checkpoint)
+            status.assert_existing_objects_matched()
+            status.expect_partial()  # the rest of the checkpoint is not needed
         except (ValueError, AssertionError, *UNREADABLE) as error:
             raise SetupError(
                 f"init_from: {self.weights.source} does not fit {self.hook}: {format_error(error)}"
@@ -422,9 +424,14 @@ def _pair_variables(
         paths to the variable.
     """
     pairs: dict[int, tuple[Any, int | None]] = {}
+    owners: dict[int, int] = {}  # a saved object belongs to the first object that is met
     waiting: collections.deque[tuple[Any, int | None]] = collections.deque([(trackable, position)])
     while waiting:
         item, saved = waiting.popleft()
+        # Several lists hold the variables of a layer. If their order has changed, a position in
+        # them is that of another variable, which has been met before by its attribute.
+        if saved is not None and owners.setdefault(saved, id(item)) != id(item):
+            saved = None
         if id(item) in pairs and (saved is None or pairs[id(item)][1] is not None):
             continue
         pairs[id(item)] = (item, saved)

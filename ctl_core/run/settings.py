@@ -147,6 +147,8 @@ class Config:
         """Takes a single pattern, too, as in ``CTL_INIT_SKIP='head/*'``."""
         if isinstance(value, str):
             return [value]
+        if value == [None]:  # from --init-skip null
+            return None
         return value
 
     @model_validator(mode="wrap")
