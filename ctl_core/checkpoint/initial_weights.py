@@ -26,6 +26,7 @@ from ctl_core.run.settings import Config
 from ctl_core.types import Model, Variable
 
 _MOST_NAMES = 20  # in a message
+_MOST_FLAGS = 6
 _Shape = tuple[int, ...]
 
 
@@ -72,14 +73,20 @@ class InitialWeights:
         return [self._describe(key) for key in self.paths if key in self.skipped]
 
     def suggest_patterns(self) -> list[str]:
-        """Returns a pattern for each layer with a variable that does not fit, at most five."""
+        """Returns patterns that match the variables that do not fit, and no others.
+
+        These are a pattern for each layer of which nothing fits, such as ``head/*``, and paths.
+        """
+        fitting = [path for key, path in self.paths.items() if key not in self.misfits]
         patterns: list[str] = []
         for key in self.misfits:
-            layer, slash, name = self.paths[key].rpartition("/")
-            pattern = f"{layer}/*" if slash else name
+            path = self.paths[key]
+            layer, slash, _ = path.rpartition("/")
+            is_whole = slash and not any(other.startswith(f"{layer}/") for other in fitting)
+            pattern = f"{layer}/*" if is_whole else path
             if key not in self.skipped and pattern not in patterns:
                 patterns.append(pattern)
-        return patterns[:5]
+        return patterns
 
     def describe(self) -> list[str]:
         """Returns the lines for the console: what was taken, and what was skipped."""
@@ -190,7 +197,8 @@ def _join(names: Sequence[str]) -> str:
 def list_weights(model: Model) -> list[Variable]:
     """Returns the variables of a model, except Keras' metrics and random generators."""
     left_out = _find_left_out(model)
-    descendants = tf.train.TrackableView(make_trackable(model)).descendants()
+    trackable = make_trackable(model)  # kept in a variable, since a view does not hold it
+    descendants = tf.train.TrackableView(trackable).descendants()
     variables = {id(unwrap(item)): item for item in descendants if _is_variable(item)}
     return [variable for key, variable in variables.items() if key not in left_out]
 
@@ -217,7 +225,10 @@ def _refuse_misfits(weights: InitialWeights, hook: Hook) -> None:
     """
     errors = weights.list_errors()
     if errors:
-        flags = [f"--init-skip '{pattern}'" for pattern in weights.suggest_patterns()]
+        patterns = weights.suggest_patterns()
+        flags = [f"--init-skip '{pattern}'" for pattern in patterns[:_MOST_FLAGS]]
+        if len(patterns) > _MOST_FLAGS:
+            flags.append("and so on")
         raise SetupError(
             f"init_from: {weights.source} does not fit {hook}: {_join(errors)}. To keep their "
             f"initial values instead, add {' '.join(flags)}."

@@ -27,8 +27,9 @@ VALUES: dict[str, Any] = {
     "init_from": "m.keras", "init_skip": ("head/*", ["head/*"]), "ckpt_every": "10min",
     "eval_every": "2epochs", "eval_batch_size": 32, "limit_eval": 3, "max_time": "7h30m",
     "log_every": 5, "keep_best": "a:max", "early_stop": "a:max:1", "strategy": "mirrored",
-    "virtual_devices": 2, "workers": 2, "max_restarts": 0, "deterministic": True, "profile": ("50:61", "50:61"),
-    "runs_dir": "else where", "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
+    "virtual_devices": 2, "workers": 2, "max_restarts": 0, "deterministic": True,
+    "profile": ("50:61", "50:61"), "runs_dir": "else where",
+    "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
 }  # fmt: skip
 
 
