@@ -16,7 +16,12 @@ import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.checkpoint.folder import Run
-from ctl_core.checkpoint.initial_weights import load_initial_weights
+from ctl_core.checkpoint.initial_weights import (
+    InitialWeights,
+    check_patterns,
+    list_weights,
+    load_initial_weights,
+)
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
@@ -61,7 +66,6 @@ from ctl_core.numerics.replicas import (
 )
 from ctl_core.numerics.variables import (
     is_summed,
-    list_variables,
     make_trackable,
     name_variable,
     trainable_variables,
@@ -249,9 +253,8 @@ class _Builder:
                 evaluation = create_evaluation(components, config, recording)
             self._trace_evaluation(components, evaluation)
             ckpt, manager = self._create_ckpt(components, rate)
-        if loaded is not None and len(list_variables(forward.train_model)) > loaded:
-            # The model got more variables, such as those of a layer that only evaluations call.
-            self._load_initial_weights(forward.train_model)
+        if loaded is not None:
+            self._finish_initial_weights(forward.train_model, loaded)
         _ = ckpt.save_counter  # TensorFlow creates it when it is first asked for: not on replicas
         recording.fix()
         compiles_steps = choose_compilation(components, data) is Compilation.STEP
@@ -372,20 +375,30 @@ class _Builder:
             logged=[name for _, objective in objectives for name in objective.logged],
         )
 
-    def _load_initial_weights(self, train_model: Model) -> int | None:
+    def _load_initial_weights(self, train_model: Model) -> InitialWeights | None:
         """Loads the weights that ``init_from`` names, if the run starts from scratch.
 
         Returns:
-            The number of variables that the model has; None if nothing is to be loaded.
+            What was loaded; None if nothing is to be loaded.
         """
         if self.config.init_from is None or self.run.start is not None:
             return None
         # Random numbers are determined by the seed of this run.
         generators = ReplicaCopies(self.strategy, self.recording.generators)
         with generators.put_back_after():
-            source = load_initial_weights(train_model, self.hooks.create_model, self.config)
-        self.console.say(f"init_from: the weights are those of {source}.")
-        return len(list_variables(train_model))
+            return load_initial_weights(train_model, self.hooks.create_model, self.config)
+
+    def _finish_initial_weights(self, train_model: Model, loaded: InitialWeights) -> None:
+        """Loads the variables that the model got meanwhile, and reports what was loaded.
+
+        These are, for example, those of a layer that only evaluations call. Only now are all
+        variables known that a pattern of ``init_skip`` may match.
+        """
+        check_patterns(train_model, self.config)
+        if len(list_weights(train_model)) > len(loaded.paths):
+            loaded = self._load_initial_weights(train_model) or loaded
+        for line in loaded.describe():
+            self.console.say(line)
 
     def _collect_variables(
         self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Any]

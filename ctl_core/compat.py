@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -423,16 +423,35 @@ def enter_replica_context(context: tf.distribute.ReplicaContext) -> Iterator[Non
         context._summary_recording_distribution_strategy = recording_outside
 
 
-def read_object_graph(checkpoint: str) -> list[dict[str, int]]:
+class SavedObject(NamedTuple):
+    """An object in a checkpoint.
+
+    Attributes:
+        children: by name, their positions in the list of all objects
+        shape: that of a variable's value; None for any other object
+    """
+
+    children: dict[str, int]
+    shape: tuple[int, ...] | None
+
+
+def read_object_graph(checkpoint: str) -> list[SavedObject]:
     """Returns the objects of a ``tf.train.Checkpoint``, given the prefix of its files.
 
-    Each object is a dict of the positions of its children in the list. The root is the first one.
+    The root is the first one.
     """
     reader = tf.train.load_checkpoint(checkpoint)
     graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(
         reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
     )
-    return [{child.local_name: child.node_id for child in node.children} for node in graph.nodes]
+    shapes = reader.get_variable_to_shape_map()
+    objects: list[SavedObject] = []
+    for node in graph.nodes:
+        children = {child.local_name: child.node_id for child in node.children}
+        keys = [value.checkpoint_key for value in node.attributes if value.name == "VARIABLE_VALUE"]
+        shape = tuple(shapes[keys[0]]) if keys else None
+        objects.append(SavedObject(children, shape))
+    return objects
 
 
 def read_max_to_keep(manager: tf.train.CheckpointManager) -> int | None:

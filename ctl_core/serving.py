@@ -334,8 +334,8 @@ def refuse_here(folder: Path) -> None:
         raise SetupError(
             f"{line}: ctl.load cannot be called in a hook that makes variables, such as "
             "create_model, because the loaded ones are not copied to all replicas; to begin with a "
-            f"run's weights, use --init-from {relative_path(folder)}; load a teacher in "
-            "create_dataset, or at the top of the file."
+            f"run's weights, use --init-from {relative_path(folder)}, for another head with "
+            "--init-skip 'head/*'; load a teacher in create_dataset, or at the top of the file."
         )
 
 

@@ -75,7 +75,9 @@ def check(callbacks: Callbacks, config: Config) -> State:
     with temporary as folder:
         console.print(f"check of {name}: all of it in a temporary folder, which is removed.")
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
-        config = dataclasses.replace(config, fork=None, init_from=None)  # with fresh weights
+        config = dataclasses.replace(
+            config, fork=None, init_from=None, init_skip=None
+        )  # with fresh weights
         hooks, warnings = load_hooks(callbacks, config)  # hooks see these settings
         for warning in warnings:
             console.warn(warning)

@@ -83,7 +83,7 @@ COMMANDS = {
     "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
 }
 # The settings that a fork does not inherit.
-_NOT_FORKED = frozenset({"workers", "run_name", "runs_dir", "fork", "init_from"})
+_NOT_FORKED = frozenset({"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,7 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
             f"ctl.load at the top of {format_name(source.stands_for.name)} loads a run of that "
             "same file, which would import itself without end; call it in a hook that runs while "
             "training, pass the hooks of another file (callbacks=module), or begin with the "
-            "run's weights (--init-from RUN)."
+            "run's weights (--init-from RUN, without the head: --init-skip 'head/*')."
         )
     original, project = source.stands_for, project or Path.cwd()
     for folder in (project, original.parent):

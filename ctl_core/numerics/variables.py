@@ -51,17 +51,6 @@ def trainable_variables(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def list_variables(model: Any) -> list[Any]:
-    """Returns the variables of a model, whether or not they are trained."""
-    variables: dict[int, Any] = {}
-    for item in walk(model):
-        if isinstance(item, keras.Layer):
-            variables |= {id(unwrap(variable)): variable for variable in item.variables}
-        else:
-            variables.setdefault(id(item), item)
-    return list(variables.values())
-
-
 def make_trackable(value: Any) -> Any:
     """Returns a value that a ``tf.train.Checkpoint`` can hold.
 

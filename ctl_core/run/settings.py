@@ -88,6 +88,9 @@ class Config:
     run_name: _Name | None = declare(None, "folder in runs_dir; one that is there goes on", "wide")
     fork: FilePath | None = declare(None, "go on from a run as a new one: a, a@300 or a@best")
     init_from: FilePath | None = declare(None, "weights of a run, Keras file or SavedModel")
+    init_skip: list[str] | None = declare(
+        None, "paths of variables that init_from leaves out; again for more", "head/*"
+    )
     ckpt_every: _PeriodOrTime = declare(1000, "save every N steps, 1epoch or 10min", "10min")
     eval_every: _Period = declare(1000, "evaluate every N steps (0: at its end), 1epoch", "1epoch")
     eval_batch_size: Number | None = declare(None, "that of evaluations; null: as for training")
@@ -121,6 +124,11 @@ class Config:
                 raise SetupError(
                     f"{first} and {second}: give one of the two, got {values[0]} and {values[1]}."
                 )
+        if self.init_skip and self.init_from is None:
+            raise SetupError(
+                f"init_skip: {self.init_skip} leaves out variables of init_from, which is not set; "
+                "set it, too."
+            )
         if self.detect_anomaly and (self.jit_compile or self.precision == "float16"):
             raise SetupError(
                 "detect_anomaly: needs --no-jit-compile, which makes one op of all, and another "
@@ -133,6 +141,16 @@ class Config:
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         return value.item() if hasattr(value, "item") else value
+
+    @field_validator("init_skip", mode="before")
+    @classmethod
+    def _make_list(cls, value: Any) -> Any:
+        """Takes a single pattern, too, as in ``CTL_INIT_SKIP='head/*'``."""
+        if isinstance(value, str):
+            return [value]
+        if value == [None]:  # from --init-skip null
+            return None
+        return value
 
     @model_validator(mode="wrap")
     @classmethod

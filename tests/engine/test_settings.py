@@ -24,11 +24,12 @@ VALUES: dict[str, Any] = {
     "last_batch": "keep", "precision": "bfloat16", "jit_compile": True, "on_nan": "stop",
     "detect_anomaly": True, "learning_rate": ("1e-1", 0.1), "lr_schedule": "cosine", "warmup": 5,
     "ema": (".9", 0.9), "seed": 2**32 - 1, "run_name": "2024-01-05b", "fork": "b/c@best",
-    "init_from": "m.keras", "ckpt_every": "10min", "eval_every": "2epochs", "eval_batch_size": 32,
-    "limit_eval": 3, "max_time": "7h30m", "log_every": 5, "keep_best": "a:max",
-    "early_stop": "a:max:1", "strategy": "mirrored", "virtual_devices": 2, "workers": 2,
-    "max_restarts": 0, "deterministic": True, "profile": ("50:61", "50:61"),
-    "runs_dir": "else where", "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
+    "init_from": "m.keras", "init_skip": ("head/*", ["head/*"]), "ckpt_every": "10min",
+    "eval_every": "2epochs", "eval_batch_size": 32, "limit_eval": 3, "max_time": "7h30m",
+    "log_every": 5, "keep_best": "a:max", "early_stop": "a:max:1", "strategy": "mirrored",
+    "virtual_devices": 2, "workers": 2, "max_restarts": 0, "deterministic": True,
+    "profile": ("50:61", "50:61"), "runs_dir": "else where",
+    "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
 }  # fmt: skip
 
 
@@ -78,14 +79,16 @@ def test_the_table_above_knows_every_setting() -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_the_file_the_environment_and_flags_say_the_same(name: str) -> None:
+    needed: dict[str, Any] = {"init_from": "m.keras"} if name == "init_skip" else {}
+    rest = "".join(f"{other}: {words}\n" for other, words in needed.items())
     text, value = VALUES[name] if isinstance(VALUES[name], tuple) else 2 * (VALUES[name],)
     flag = "--" + name.replace("_", "-") + (f"={text}" if value is not True else "")
     for found in (
-        resolve(config=f"{name}: {text}\n"),
-        resolve(config="", **{f"CTL_{name.upper()}": str(text)}),
+        resolve(config=f"{rest}{name}: {text}\n"),
+        resolve(config=rest, **{f"CTL_{name.upper()}": str(text)}),
         resolve(flag),
     ):
-        assert found == Config(**{name: value})
+        assert found == Config(**needed, **{name: value})
         assert type(getattr(found, name)) is type(value)
 
 
@@ -186,6 +189,21 @@ def test_wrong_flags() -> None:
     said = "runs_dir: expected a path in the file system, got 'gs:"
     assert said in refuse("--runs-dir=gs://bucket/x")
     assert "detect_anomaly: needs --no-jit" in refuse("--detect-anomaly", "--jit-compile")
+
+
+def test_a_list_of_patterns(folder: Path) -> None:
+    """Flags replace what is below, ``write_config`` writes what is read again, and null is none."""
+    below = "init_from: a\ninit_skip: ['*/bias', head/*]\n"
+    config = resolve(config=below)
+    assert config.init_skip == ["*/bias", "head/*"]
+    write_config(config, folder / "written.yaml")
+    assert load_config(folder / "written.yaml") == config
+    assert resolve("--init-skip", "a/*", "--init-skip=*b", config=below).init_skip == ["a/*", "*b"]
+    assert resolve(config=below, CTL_INIT_SKIP="*/kernel").init_skip == ["*/kernel"]
+    assert resolve(config=below, CTL_INIT_SKIP="[a/*, '*b']").init_skip == ["a/*", "*b"]
+    assert resolve("--init-skip=null", config=below).init_skip is None
+    alone = refuse("--init-skip=head/*", config="")
+    assert alone.startswith("init_skip: ") and "init_from" in alone and "\n" not in alone
 
 
 def test_settings_from_python() -> None:

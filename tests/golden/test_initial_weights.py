@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -219,3 +220,177 @@ def test_a_run_with_several_models_that_fit(train: engine.Train) -> None:
     with pytest.raises(ctl_core.SetupError, match=r"holds copy, network, .* none has the") as error:
         train(other, **small.settings(0, run_name="b", init_from="source"))
     assert "\n" not in str(error.value)
+
+
+# ---- A part of the weights: init_skip ----------------------------------------------------------
+
+CLASSES = 3
+
+
+def create_classifier(classes: int = CLASSES, *layers: keras.layers.Layer) -> keras.Model:
+    """Has the layers of ``small.create_model``; the head may have another shape."""
+    return keras.Sequential(
+        [
+            keras.Input((small.FEATURES,)),
+            keras.layers.Dense(8, "tanh", name="hidden"),
+            keras.layers.Dense(classes, kernel_initializer=fill_head, name="out"),
+            *layers,
+        ]
+    )
+
+
+def create_source() -> keras.Model:
+    return create_classifier(1)
+
+
+def fill_head(shape: Any, dtype: Any = None) -> Any:
+    """The initial values of a head depend on its shape alone."""
+    return np.random.default_rng(2).normal(scale=0.3, size=shape).astype("float32")
+
+
+def classifier_hooks(**more: Any) -> Any:
+    """Trains three outputs towards one target, by a loss for each example."""
+    return small.hooks(create_model=create_classifier, **more)
+
+
+def find_line(lines: str, setting: str) -> str:
+    """Returns the only line of a run about a setting."""
+    (line,) = [line for line in lines.splitlines() if f"{setting}: " in line]
+    return line
+
+
+@pytest.mark.parametrize(
+    "kind", ["run", *small.slow_but(of=["step", "keras", "weights.h5", "saved_model"])]
+)
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_another_head(
+    train: engine.Train,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    kind: str,
+    devices: int,
+) -> None:
+    """A run of three outputs begins with the hidden layer of a run of one."""
+    hooks = small.hooks(create_model=create_source)
+    source = train(hooks, **small.settings(5, run_name="source", ckpt_every=2))
+    model = create_source()
+    model.set_weights(source.train_model.get_weights())
+    path = str(tmp_path / f"model.{kind}")
+    if kind == "run":
+        path = "source"
+    elif kind == "step":
+        path = "source@4"
+        shorter = train(hooks, **small.settings(4, run_name="shorter"))
+        model.set_weights(shorter.train_model.get_weights())
+    elif kind == "keras":
+        model.save(path)
+    elif kind == "weights.h5":
+        model.save_weights(path)
+    else:
+        path = str(export(hooks, source.config))
+    begun = create_classifier()
+    begun.get_layer("hidden").set_weights(model.get_layer("hidden").get_weights())
+    expected = small.plain(STEPS, model=begun)
+    more = {"init_from": path, "init_skip": ["out/*"], "virtual_devices": devices}
+    capfd.readouterr()
+    state = train(classifier_hooks(), **small.settings(STEPS, run_name="b", **more))
+    compare.assert_close(state.train_model.weights, expected.weights)
+    lines = "".join(capfd.readouterr())
+    assert "init_from: 2 of 4 variables are those of " in find_line(lines, "init_from")
+    skipped = find_line(lines, "init_skip")
+    assert "2 of 4 variables keep their initial values: " in skipped
+    assert "out/kernel (shape (8, 3), (8, 1) in the source)" in skipped
+    assert "out/bias (shape (3,), (1,) in the source)" in skipped
+    assert "hidden" not in skipped
+
+
+def test_what_does_not_fit_is_listed(train: engine.Train) -> None:
+    """A layer of the same name and other shape, one that is missing, and a misspelt pattern."""
+
+    def create_deeper() -> keras.Model:
+        extra = keras.layers.Dense(CLASSES, name="extra")
+        return create_classifier(CLASSES, keras.layers.Dropout(0.5), extra)
+
+    train_source(train, create_model=create_source)
+    hooks = small.hooks(create_model=create_deeper)
+    settings = small.settings(0, run_name="b", init_from="source")
+    with pytest.raises(ctl_core.SetupError) as error:
+        train(hooks, **settings)
+    message = str(error.value)
+    assert "\n" not in message
+    assert "out/kernel (shape (8, 3), (8, 1) in the source)" in message
+    assert "extra/bias (not in the source)" in message
+    assert "--init-skip 'out/*' --init-skip 'extra/*'" in message
+    assert "hidden" not in message
+    with pytest.raises(ctl_core.SetupError) as error:
+        train(hooks, **settings, init_skip=["out/*"])
+    assert "extra/kernel" in str(error.value) and "out/kernel" not in str(error.value)
+    for pattern in ("head/*", "OUT/*"):
+        with pytest.raises(ctl_core.SetupError) as error:
+            train(hooks, **settings, init_skip=["out/*", "extra/*", pattern])
+        message = str(error.value)
+        assert f"init_skip: {pattern!r} matches no variable of create_model" in message
+        assert "hidden/kernel, hidden/bias, out/kernel" in message and "\n" not in message
+    state = train(hooks, **settings, init_skip=["out/*", "extra/*"])
+    assert state.train_model.get_layer("extra").kernel.shape == (CLASSES, CLASSES)
+
+
+def test_a_layer_that_fits_and_is_skipped(train: engine.Train) -> None:
+    source = train_source(train)
+    settings = small.settings(0, run_name="b", init_from="source", init_skip=["*/bias"])
+    state = train(small.hooks(), **settings)
+    for ours, theirs in zip(state.train_model.weights, source.train_model.weights, strict=True):
+        if ours.name == "kernel":
+            compare.assert_same([ours], [theirs])
+        else:
+            assert np.any(theirs.numpy() != ours.numpy())
+
+
+def test_a_layer_that_only_evaluations_call_is_skipped(train: engine.Train) -> None:
+    """Its variables do not exist yet when the weights are loaded first."""
+
+    def create_body() -> Any:
+        model = HeadForEvaluation()
+        model.scale = keras.layers.Identity()
+        return model
+
+    source = train_source(
+        train, create_model=create_body, create_eval_dataset=small.create_eval_dataset
+    )
+    hooks = small.hooks(
+        create_model=HeadForEvaluation, create_eval_dataset=small.create_eval_dataset
+    )
+    settings = small.settings(0, run_name="b", init_from="source")
+    with pytest.raises(ctl_core.SetupError, match=r"scale/kernel .*not in the source"):
+        train(hooks, **settings)
+    state = train(hooks, **settings, init_skip=["scale/*"])
+    compare.assert_same(state.train_model.body.weights, source.train_model.body.weights)
+
+
+@pytest.mark.parametrize("kind", ["run", "weights.h5"])
+def test_adapters_and_the_weights_of_the_base(
+    train: engine.Train, tmp_path: Path, kind: str
+) -> None:
+    """Matrices of 0 would never be trained: reading a Keras file would leave them like that."""
+
+    def create_adapted() -> keras.Model:
+        model = small.create_model()
+        model.get_layer("hidden").enable_lora(2)
+        return model
+
+    base = train_source(train).train_model
+    path = "source"
+    if kind == "weights.h5":
+        path = str(tmp_path / "base.weights.h5")
+        base.save_weights(path)
+    settings = small.settings(0, run_name="b", init_from=path)
+    hooks = small.hooks(create_model=create_adapted)
+    with pytest.raises(ctl_core.SetupError) as error:
+        train(hooks, **settings)
+    assert "lora_kernel_a (not in the source)" in str(error.value)
+    assert "--init-skip" in str(error.value)
+    state = train(hooks, **settings, init_skip=["*/lora_*"])
+    adapter = state.train_model.get_layer("hidden").lora_kernel_a
+    assert np.any(adapter.numpy() != 0)
+    inputs = small.data()[0]
+    np.testing.assert_allclose(state.train_model(inputs), base(inputs), rtol=1e-5, atol=1e-6)
