@@ -35,6 +35,7 @@ from ctl_core.run.errors import SetupError, find_users_line, format_error
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import load_config
+from ctl_core.types import Structure
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -96,20 +97,27 @@ def _convert_to_tensor(spec: Any, value: Any) -> Any:
 
 
 def list_input_names(spec: Any) -> dict[str, Any]:
-    """Returns the parts of a model's input by their names in files and in signatures.
+    """Returns the entries of a model's input by their names in files and in signatures.
 
-    A part of a dict has its key, one within that ``key/inner``, the first of a tuple ``input_0``;
-    what is no structure is ``inputs``.
+    An entry of a dict is called by its key, a nested one ``key/inner``, the first entry of a tuple
+    ``input_0``, and a single tensor ``inputs``.
     """
-    return _name_parts(spec, "inputs", "input_")
+    return _name_entries(spec, "inputs", "input_")
 
 
-def _name_parts(structure: Any, alone: str, numbered: str) -> dict[str, Any]:
-    found = {}
-    for path, part in keras.tree.flatten_with_path(structure):
+def _name_entries(structure: Structure, alone: str, numbered: str) -> dict[str, Any]:
+    """Returns the entries of a structure by name.
+
+    Args:
+        structure: a value, or values in nested dicts and tuples
+        alone: the name of a value that is not in a structure
+        numbered: goes before the index of an entry of a tuple
+    """
+    entries = {}
+    for path, entry in keras.tree.flatten_with_path(structure):
         prefix = numbered if path and isinstance(path[0], int) else ""
-        found[prefix + "/".join(map(str, path)) or alone] = part
-    return found
+        entries[prefix + "/".join(map(str, path)) or alone] = entry
+    return entries
 
 
 def pack_inputs(spec: Any, values: Mapping[str, Any]) -> Any:
@@ -120,19 +128,25 @@ def pack_inputs(spec: Any, values: Mapping[str, Any]) -> Any:
 def name_outputs(
     output: Any, alone: str = "output", numbered: str = "output_"
 ) -> dict[str, tf.Tensor]:
-    """Returns the dense parts of an output by name: ``output``, or ``output_0``, as of an input.
+    """Returns the entries of an output as dense tensors by name: ``output``, or ``output_0``.
 
-    Ragged ones are padded; ``NAME.lengths`` says how much of each example is its own, along axis 1.
+    Ragged tensors are padded; ``NAME.lengths`` holds the length of each example along axis 1.
+
+    Args:
+        output: of a model; or another structure
+        alone: the name of a single tensor
+        numbered: goes before the index of an entry of a tuple
     """
-    found = {}
-    for name, part in _name_parts(output, alone, numbered).items():
-        if isinstance(part, tf.RaggedTensor):
-            found[f"{name}.lengths"] = part.row_lengths()
-            part = part.to_tensor()
-        elif isinstance(part, tf.SparseTensor):
-            part = tf.sparse.to_dense(part)
-        found[name] = part
-    return found
+    tensors = {}
+    for name, entry in _name_entries(output, alone, numbered).items():
+        if isinstance(entry, tf.RaggedTensor):
+            tensors[f"{name}.lengths"] = entry.row_lengths()
+            tensors[name] = entry.to_tensor()
+        elif isinstance(entry, tf.SparseTensor):
+            tensors[name] = tf.sparse.to_dense(entry)
+        else:
+            tensors[name] = entry
+    return tensors
 
 
 def create_inference(state: State) -> LoadedModel:
@@ -240,13 +254,19 @@ def cut_to_used_part(
     return _without_nones(tf.nest.pack_sequence_as(element, kept)), call
 
 
-def _without_nones(structure: Any) -> Any:
+def _without_nones(structure: Structure) -> Structure:
+    """Returns a structure without entries that are None; a tuple with one entry left is the entry.
+
+    An empty structure is None.
+    """
     if isinstance(structure, Mapping):
-        parts = {key: _without_nones(part) for key, part in structure.items()}
-        return {key: part for key, part in parts.items() if part is not None} or None
+        pruned = {key: _without_nones(entry) for key, entry in structure.items()}
+        return {key: entry for key, entry in pruned.items() if entry is not None} or None
     if isinstance(structure, tuple | list):
-        several = [part for part in map(_without_nones, structure) if part is not None]
-        return several[0] if len(several) == 1 else tuple(several) or None
+        entries = [entry for entry in map(_without_nones, structure) if entry is not None]
+        if len(entries) == 1:
+            return entries[0]
+        return tuple(entries) or None
     return structure
 
 
