@@ -120,9 +120,9 @@ def test_objects_of_a_checkpoint(tmp_path: Path) -> None:
     inner.weight = tf.Variable(1.0)
     checkpoint = tf.train.Checkpoint(outer=tf.train.Checkpoint(inner=inner), same=inner)
     objects = compat.read_object_graph(checkpoint.write(str(tmp_path / "saved")))
-    root = objects[0]
-    assert objects[root["outer"]]["inner"] == root["same"]
-    assert objects[root["same"]].keys() == {"weight"}
+    root = objects[0].children
+    assert objects[root["outer"]].children["inner"] == root["same"]
+    assert objects[root["same"]].children.keys() == {"weight"}
 
 
 def test_who_joins_waits_so_long() -> None:

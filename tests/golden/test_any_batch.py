@@ -1,6 +1,6 @@
 """Any global batch on any number of devices has the weights of a plain loop on one device."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,52 +11,24 @@ import tensorflow as tf
 import ctl_core
 from tests.golden import compare, engine, small
 from tests.golden.programs import simclr
-from tests.golden.reference import RATE, Reference
+from tests.golden.uneven_batches import (
+    LAST,
+    assert_trained,
+    batches_of,
+    data,
+    shuffled,
+    split,
+    train_on,
+    train_plainly,
+)
 
 SEED, FEATURES = 3, small.FEATURES
-LAST = pytest.mark.parametrize("last_batch", ["drop", "keep"])
 
 
 @pytest.fixture(autouse=True)
 def seed_plain_loops() -> None:
     """Sets the seed: the shuffle of a plain loop is seeded where it is defined."""
     keras.utils.set_random_seed(SEED)
-
-
-def data(examples: int) -> list[np.ndarray]:
-    return [np.tile(part, (2, 1))[:examples] for part in small.data()]
-
-
-def split(examples: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(tuple(data(examples)))
-
-
-def shuffled(examples: int) -> tf.data.Dataset:
-    return split(examples).shuffle(30, seed=5)
-
-
-def batches_of(dataset: tf.data.Dataset, size: int, last_batch: str = "keep") -> Iterator[Any]:
-    """Global batches without end, as one device reads them."""
-    keras.utils.set_random_seed(SEED)
-    return iter(dataset.batch(size, drop_remainder=last_batch == "drop").repeat())
-
-
-def train_plainly(hooks: Any, steps: int, batches: Iterable[Any], **how: Any) -> Reference:
-    """Trains by the same hooks on one device."""
-    taken = (batch for _, batch in zip(range(steps), batches, strict=False))
-    return Reference(hooks).train(taken, **how)
-
-
-def train_on(train: engine.Train, hooks: Any, devices: int, batch: int, **more: Any) -> Any:
-    settings = {"learning_rate": RATE, "seed": SEED, "log_every": 1000, **more}
-    return train(hooks, batch_size=batch, virtual_devices=devices, **settings)
-
-
-def assert_trained(state: Any, plain: Reference) -> None:
-    compare.assert_close(state.train_model.weights, plain.parts.train_model.weights)
-
-
-# ---- Batches that do not divide ----------------------------------------------------------------
 
 
 @LAST

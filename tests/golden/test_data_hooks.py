@@ -9,9 +9,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.hooks.defaults import leading_dimension
 from tests.golden import compare, engine, small
-from tests.golden.test_any_batch import (
+from tests.golden.uneven_batches import (
     LAST,
     SEED,
     assert_trained,
@@ -28,7 +27,7 @@ STEPS = 5  # into the second pass
 
 
 def count_examples(batch: Any) -> Any:
-    return leading_dimension(batch)
+    return ctl_core.leading_dimension(batch)
 
 
 def make_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden import compare, engine, small
+from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE
 
 STEPS, LIMIT = 12, 4.0  # which is the norm of some of the gradients
@@ -30,23 +31,6 @@ class WithoutSpikes(keras.optimizers.Adam):
         apply = super().apply
         is_short = tf.linalg.global_norm(grads) < LIMIT
         tf.cond(is_short, lambda: apply(grads, trainable_variables), lambda: None)
-
-
-class Lookahead(keras.optimizers.SGD):
-    """Moves slow weights half of the way at every third step, and goes on from there."""
-
-    def build(self, variables: Any) -> None:
-        super().build(variables)
-        self.slow = [keras.Variable(variable, trainable=False) for variable in variables]
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        super().apply(grads, trainable_variables)
-        tf.cond(tf.equal(self.iterations % 3, 0), self.look, lambda: None)
-
-    def look(self) -> None:
-        for slow, variable in zip(self.slow, self._trainable_variables, strict=True):
-            slow.assign(slow + 0.5 * (variable - slow))
-            variable.assign(slow)
 
 
 def skip_spikes(gradients: Any) -> Any:

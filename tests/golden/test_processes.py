@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tests.golden import compare, engine, small
 from tests.golden.catalogue import LAST_SAVED, SETTINGS, load_program
+from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE
-from tests.golden.test_optimizers import Lookahead
 
 pytestmark = pytest.mark.cluster
 
@@ -81,7 +81,7 @@ def test_any_batch_goes_on_on_another_number_of_processes(tmp_path: Path) -> Non
 
 
 SLOW_WEIGHTS = """
-from tests.golden.test_optimizers import Lookahead
+from tests.golden.lookahead import Lookahead
 
 
 def create_opt(lr):

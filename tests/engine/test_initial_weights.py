@@ -1,5 +1,6 @@
 """Runs that start with the weights of something else, and whatever is built from these weights."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,27 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.commands.use import export
 from tests.golden import compare, engine, small
+from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE, Reference
-from tests.golden.test_optimizers import Lookahead
 
 STEPS = 7
 # The second device shows that replicas start alike; the first one is enough to find the cause.
 DEVICES = pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+
+
+engine.start_devices()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """The folder of the runs of a test."""
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def train(runs: Path) -> engine.Train:
+    """``train(hooks, **settings)`` trains in this process and returns the trained state."""
+    return functools.partial(engine.train, runs=runs)
 
 
 def train_source(train: engine.Train, **hooks: Any) -> ctl_core.State:
