@@ -7,6 +7,7 @@ they are found and named, and nothing is deleted.
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import zlib
@@ -41,6 +42,8 @@ def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
         SetupError: there are such files; the message names them.
     """
     for file in list_unfinished_caches(dataset):
+        if tf.io.gfile.glob(f"{file}_*"):
+            gc.collect()  # an iterator of this process that nobody uses removes its own files
         leftovers = sorted(tf.io.gfile.glob(f"{file}_*"))
         if leftovers:
             named = f"{file}_*" if len(leftovers) > 4 else " ".join(leftovers)

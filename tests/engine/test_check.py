@@ -168,7 +168,7 @@ WRONG |= {
         "create_loss": lambda: negatives
     },
     r"the step writes count, which was made outside of the hooks": {"update_pre": count_update},
-    r"grad_pre \(test_check.py:\d+\): ANNEALED\['beta'\] is read only .* every_steps.* Variable": {
+    r"grad_pre \(test_check.py:\d+\): ANNEALED\['beta'\] is read only .* every_steps.*Variable": {
         "grad_pre": add_annealed_term, "every_steps": {5: anneal}
     },
     r"create_model \(test_check.py:\d+\): scale is read only .* every_steps": {
