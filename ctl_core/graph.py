@@ -227,8 +227,7 @@ class StepTracer:
 def define_loop(tracer: StepTracer, fetches: frozenset[str]) -> Any:
     """Defines the graph function that takes a number of steps, an int32 scalar."""
     step_variable = tracer.context.components.step_variable
-    no_losses = {name: tf.zeros([]) for name in tracer.context.components.optimizers}
-    no_values = {name: strip_objective(no_losses) for name in fetches}
+    no_values = _create_no_values(tracer, fetches)
     take_some = partial(_take_stacked if tracer.data.unit else _take_one, tracer, fetches)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
@@ -282,8 +281,7 @@ def _take_stacked(
 
 def _define_compiled_steps(tracer: StepTracer, fetches: frozenset[str]) -> Any:
     """Defines an XLA executable that takes steps on stacked batches."""
-    no_losses = {name: tf.zeros([]) for name in tracer.context.components.optimizers}
-    no_values = {name: strip_objective(no_losses) for name in fetches}
+    no_values = _create_no_values(tracer, fetches)
 
     @tf.function(jit_compile=True, autograph=False)
     def compiled_steps(
@@ -348,3 +346,9 @@ def _list_pieces(
 
 def _create_flags(steps: Any) -> tf.TensorArray:
     return tf.TensorArray(tf.bool, steps, element_shape=[2])
+
+
+def _create_no_values(tracer: StepTracer, fetches: frozenset[str]) -> dict[str, Any]:
+    """Returns the values of a loop before its first step: zeros in place of the losses."""
+    no_losses = {name: tf.zeros([]) for name in tracer.context.components.optimizers}
+    return {name: strip_objective(no_losses) for name in fetches}

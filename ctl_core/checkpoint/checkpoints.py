@@ -94,9 +94,7 @@ class Checkpoints:
         self._created = self._find_created()
         self._engine_part = tf.train.Checkpoint(created=self._created)
         variables = state.recording.variables
-        # Those of tf.random.Generator have this name.
-        tf_generators = [v for name, v in variables.items() if "/StateVar" in name]
-        self._generators = [*state.recording.generators, *tf_generators]
+        self._generators = [*state.recording.generators, *state.recording.tf_generators]
         sums = [v for v in (*self._created.values(), *self._named) if is_summed(v)]
         self.statistics = MovingStatistics(
             state.recording.layers, state.strategy, [*self._generators, *sums]

@@ -344,17 +344,12 @@ def _differs_by_nature(state: State, functions: StepFunctions, quiet: bool) -> b
         return True
     captured = {id(outer) for outer, _ in graph.captures}
     local_results = state.strategy.experimental_local_results
-    generators = [*state.recording.generators, *_find_tf_generators(state)]
+    generators = [*state.recording.generators, *state.recording.tf_generators]
     return any(
         id(component.handle) in captured
         for generator in generators
         for component in local_results(generator)
     )
-
-
-def _find_tf_generators(state: State) -> list[tf.Variable]:
-    """Returns the states of ``tf.random.Generator`` objects."""
-    return [v for name, v in state.recording.variables.items() if "/StateVar" in name]
 
 
 def _read_variables(state: State, is_exact: bool) -> Iterator[tuple[Key, list[np.ndarray]]]:

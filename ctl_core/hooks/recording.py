@@ -181,6 +181,11 @@ class Recording:
         of_keras = "seed_generator_state"  # so Keras names them, whoever makes the generator
         return [v for v in self.variables.values() if v.name.split(":")[0].endswith(of_keras)]
 
+    @property
+    def tf_generators(self) -> list[tf.Variable]:
+        """The states of ``tf.random.Generator`` objects, which have this name."""
+        return [v for name, v in self.variables.items() if "/StateVar" in name]
+
 
 def find_tables(graph: Any) -> list[Any]:
     """Returns the tables that a graph captures, wherever hooks, or their file, have made them."""
