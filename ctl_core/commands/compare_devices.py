@@ -124,8 +124,10 @@ def compare_devices(hooks: Hooks, config: Config, console: CheckConsole) -> None
     try:
         try:
             comparison = _Comparison(hooks, config, console, choose_batch_size(config))
-        except CtlError:
+        except CtlError as error:
             # Some hooks need shares of one size: count_examples, or code that asks for a length.
+            problem = format_error(error, 160)
+            console.print(f"  unequal shares cannot be compared, equal ones are: {problem}")
             size = choose_even_batch_size(config)
             comparison = _Comparison(hooks, config, console, size)
     except (CtlError, tf.errors.OpError) as error:
