@@ -176,6 +176,7 @@ class _Builder:
                 optimizer=optimizer,
                 optimizers=optimizers,
                 written=traced.written,
+                drawn_from=traced.drawn_from,
                 scalar_losses=traced.scalar_losses,
                 loss_metrics=self._create_loss_metrics(traced.logged),
                 compile_with_xla=config.jit_compile,
@@ -214,17 +215,23 @@ class _Builder:
             lr: the rate that hooks are passed
             rate: the rate that ``create_opt`` was passed
         """
-        config, hooks = self.config, [self.hooks.create_opt, *self.hooks.list_graph_hooks()]
-        is_named = any("lr" in hook.arguments for hook in hooks)
+        config = self.config
+        takes_lr = self.hooks.is_taken("lr")
         is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
-        if is_scheduled and lr is rate and is_named:
+        if is_scheduled and lr is rate and takes_lr:
             return RateSchedule(config, rate).apply
         if is_scheduled:
-            has_own = lr is not rate
-            why = "gives the optimizer a schedule of its own" if has_own else "does not use lr"
-            self.console.warn(f"lr_schedule and warmup change nothing: create_opt {why}.")
-        elif not is_named and config.learning_rate != SETTINGS["learning_rate"].default:
-            self.console.warn("learning_rate changes nothing: create_opt does not use lr.")
+            why = "no hook takes lr"
+            if lr is not rate:
+                why = "create_opt gives the optimizer a schedule of its own"
+            self.console.warn(f"lr_schedule and warmup are not applied: {why}.")
+        elif config.learning_rate != SETTINGS["learning_rate"].default:
+            # A hook that takes config may use config.learning_rate.
+            if not takes_lr and not self.hooks.is_taken("config"):
+                self.console.warn(
+                    "learning_rate is passed to no hook, because none takes lr or config: let "
+                    "create_opt take lr."
+                )
         return None
 
     def _create_ckpt(self, components: Components, rate: LearningRate) -> Any:
@@ -287,10 +294,13 @@ class _Builder:
                     update_train_metrics(turn, result, None)
             weights = trainable_variables(forward.train_model)
         variables = self._collect_variables(objectives, weights)
+        generators = set(map(id, recording.generators))
+        written = recording.find_written(graph, self.strategy)
         return TracedForward(
             variables=variables,
             weights=weights,
-            written=self._find_written(graph, forward),
+            written=self._describe_written(written, forward),
+            drawn_from=tuple(variable for variable in written if id(variable) in generators),
             scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
             logged=[name for _, objective in objectives for name in objective.logged],
         )
@@ -317,8 +327,10 @@ class _Builder:
         with self.recording.record_as("create_train_metrics"):
             return {name: keras.metrics.Mean(name) for name in dict.fromkeys(names)}
 
-    def _find_written(self, graph: Any, forward: ForwardComponents) -> tuple[WrittenVariable, ...]:
-        """Returns the variables that a graph writes, except random generators and metrics."""
+    def _describe_written(
+        self, variables: Iterable[tf.Variable], forward: ForwardComponents
+    ) -> tuple[WrittenVariable, ...]:
+        """Describes variables that the forward pass writes, except generators and metrics."""
         recording = self.recording
         metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
         ignored = {id(unwrap(v)) for v in (*recording.generators, *metrics)}
@@ -329,7 +341,7 @@ class _Builder:
             for statistic in find_moving_statistics([layer])
         }
         written = []
-        for variable in recording.find_written(graph, self.strategy):
+        for variable in variables:
             if id(variable) in ignored:
                 continue
             is_number = variable.dtype.is_floating or variable.dtype.is_integer
@@ -408,6 +420,7 @@ class TracedForward(NamedTuple):
         variables: the variables to train by objective, including those of frozen layers
         weights: the trainable variables of the model
         written: the variables that the forward pass writes
+        drawn_from: the states of the random generators that it draws from
         scalar_losses: the objectives whose loss is one number for a batch
         logged: the names of the logged parts of the loss
     """
@@ -415,6 +428,7 @@ class TracedForward(NamedTuple):
     variables: dict[str, list[Any]]
     weights: list[Any]
     written: tuple[WrittenVariable, ...]
+    drawn_from: tuple[tf.Variable, ...]
     scalar_losses: frozenset[str]
     logged: list[str]
 

@@ -97,7 +97,8 @@ class Trainer:
         if state.progress.ended is not None:
             self._continue_ended_run(last, go_on)
         if record and record.learning_rate != config.learning_rate:
-            self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
+            if state.hooks.is_taken("lr"):
+                self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.learning_rate.variable.assign(config.learning_rate)
         if state.learning_rate.schedule is not None:
             state.learning_rate.schedule.last = last

@@ -99,6 +99,7 @@ class Components(ForwardComponents):
         optimizer: returned by ``create_opt``
         optimizers: the optimizers by objective; a single one is under ``SINGLE_OBJECTIVE``
         written: the variables that the forward pass writes
+        drawn_from: the states of the random generators that the forward pass draws from
         scalar_losses: the objectives whose loss is one number for a batch
         loss_metrics: the means of the loss's logged parts by name
         compile_with_xla: the setting ``jit_compile``
@@ -110,6 +111,7 @@ class Components(ForwardComponents):
     optimizer: Optimizer | dict[str, Optimizer]
     optimizers: Mapping[str, Optimizer]
     written: tuple[WrittenVariable, ...]
+    drawn_from: tuple[tf.Variable, ...]
     scalar_losses: frozenset[str]
     loss_metrics: Mapping[str, keras.Metric]
     compile_with_xla: bool

@@ -209,7 +209,11 @@ def describe_start(state: State, start: int, last: int) -> str:
     where += f", in {' and '.join(state.computed_in)}" * bool(state.computed_in)
     if "GPU" in kinds and not config.jit_compile:
         where += "; --jit-compile trains small models several times as fast"
-    nature = describe_nature(state.recording.layers) if replicas > 1 else ""
+    nature = ""
+    if replicas > 1:
+        components = state.components
+        written = [written.variable for written in components.written]
+        nature = describe_nature(state.recording.layers, [*written, *components.drawn_from])
     return f"{run}: {doing}, to step {last}, {batch}, {where}.{nature}"
 
 

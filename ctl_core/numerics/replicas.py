@@ -7,7 +7,7 @@ its own: when a run was evaluated or saved must not change a bit of it.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -33,16 +33,37 @@ def has_own_statistics(layer: keras.Layer) -> bool:
     return isinstance(layer, kind) and layer.trainable and not layer.synchronized
 
 
-def describe_nature(layers: list[keras.Layer]) -> str:
-    """Says why weights depend on the number of replicas; nothing where no layer is known to."""
-    seeded = keras.random.SeedGenerator
-    drawing = [one for one in layers if any(isinstance(v, seeded) for v in vars(one).values())]
-    names = sorted({type(layer).__name__ for layer in drawing})
-    reasons = [f"random numbers ({', '.join(names)})"] if names else []
-    if any(map(has_own_statistics, layers)):
+def describe_nature(layers: list[keras.Layer], written: Collection[tf.Variable]) -> str:
+    """Describes why weights depend on the number of replicas; empty if no layer is a reason.
+
+    Args:
+        layers: of the run
+        written: the variables that the forward pass writes, with the states of random generators.
+            A layer that only holds a generator, such as a GRUCell without dropout, is no reason.
+    """
+    identities = set(map(id, written))
+    drawing = {type(layer).__name__ for layer in layers if _draws_from(layer, identities)}
+    reasons = []
+    if drawing:
+        reasons.append(f"random numbers ({', '.join(sorted(drawing))})")
+    if any(_writes_own_statistics(layer, identities) for layer in layers):
         reasons.append("batch statistics (BatchNormalization that is not synchronized)")
-    each = f"each has {' and '.join(reasons)} of its own."
-    return f" Weights depend on the number of replicas: {each}" if reasons else ""
+    if not reasons:
+        return ""
+    nature = " and ".join(reasons)
+    return f" Weights depend on the number of replicas: each has {nature} of its own."
+
+
+def _draws_from(layer: keras.Layer, written: Collection[int]) -> bool:
+    """Returns whether the layer has a random generator whose state, by identity, is written."""
+    generators = [v for v in vars(layer).values() if isinstance(v, keras.random.SeedGenerator)]
+    return any(id(unwrap(generator.state)) in written for generator in generators)
+
+
+def _writes_own_statistics(layer: keras.Layer, written: Collection[int]) -> bool:
+    """Returns whether the layer updates the statistics of each replica's own batch."""
+    statistics = find_moving_statistics([layer])
+    return has_own_statistics(layer) and any(id(unwrap(v)) in written for v in statistics)
 
 
 class ReplicaCopies:

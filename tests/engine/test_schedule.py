@@ -229,7 +229,7 @@ def test_a_schedule_of_create_opt_goes_before(
     )
     more: dict[str, Any] = {"lr_schedule": "linear", "warmup": 3, "learning_rate": RATE}
     state = train(own, steps=STEPS, virtual_devices=2, **more)
-    assert "lr_schedule and warmup change nothing: create_opt gives" in capsys.readouterr().out
+    assert "lr_schedule and warmup are not applied: create_opt gives" in capsys.readouterr().out
     for step, rate, used, in_graph in seen:
         assert rate == used == pytest.approx(RATE * 0.9**step)  # of the next update
         assert in_graph == pytest.approx(RATE * 0.9 ** (step - 1))  # of this one
@@ -239,4 +239,16 @@ def test_a_schedule_of_create_opt_goes_before(
 def test_a_rate_that_no_hook_uses_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     own = small.hooks(create_opt=lambda: keras.optimizers.SGD(0.1))
     train(own, steps=1, learning_rate=0.5)
-    assert "learning_rate changes nothing: create_opt does not use lr." in capsys.readouterr().out
+    assert "learning_rate is passed to no hook" in capsys.readouterr().out
+    train(own, steps=2, learning_rate=0.4)
+    assert "from here on" not in capsys.readouterr().out
+
+
+def test_a_rate_that_a_hook_reads_off_config_is_used(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing says that the rate has no effect: the weights show that it has."""
+    own = small.hooks(create_opt=lambda config: keras.optimizers.SGD(config.learning_rate))
+    state = train(own, steps=STEPS, learning_rate=RATE)
+    assert "learning_rate" not in capsys.readouterr().out
+    assert_weights(state, small.plain(STEPS, lambda step: RATE), rtol=1e-5)
