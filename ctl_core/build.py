@@ -225,13 +225,14 @@ class _Builder:
             if lr is not rate:
                 why = "create_opt gives the optimizer a schedule of its own"
             self.console.warn(f"lr_schedule and warmup are not applied: {why}.")
-        elif config.learning_rate != SETTINGS["learning_rate"].default:
-            # A hook that takes config may use config.learning_rate.
-            if not takes_lr and not self.hooks.is_taken("config"):
-                self.console.warn(
-                    "learning_rate is passed to no hook, because none takes lr or config: let "
-                    "create_opt take lr."
-                )
+        # A hook that takes config may use config.learning_rate.
+        reaches_hooks = takes_lr or self.hooks.is_taken("config")
+        is_default = config.learning_rate == SETTINGS["learning_rate"].default
+        if not (is_scheduled or reaches_hooks or is_default):
+            self.console.warn(
+                "learning_rate is passed to no hook, because none takes lr or config: let "
+                "create_opt take lr."
+            )
         return None
 
     def _create_ckpt(self, components: Components, rate: LearningRate) -> Any:

@@ -1,0 +1,578 @@
+"""Compares one CPU device with three, for ``train --check``.
+
+A mistake is found without knowing its kind: a value of a training step or of an evaluation is not
+the same on one device and on three. The shares of the three devices differ in size, as those of any
+batch may that does not divide by the number of devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.build import create_state, prepare_process
+from ctl_core.checkpoint.checkpoints import Checkpoints
+from ctl_core.checkpoint.folder import Run, open_session
+from ctl_core.cluster.task import Task
+from ctl_core.commands.check_console import CheckConsole
+from ctl_core.compat import flatten_layers, read_added_losses
+from ctl_core.evaluation.evaluate import EvaluationSet
+from ctl_core.graph import StepFunctions
+from ctl_core.hooks.hooks import Hook, Hooks
+from ctl_core.model.components import SINGLE_OBJECTIVE
+from ctl_core.model.metrics import read_results
+from ctl_core.model.state import State
+from ctl_core.numerics.randomness import is_noise_of_replica
+from ctl_core.numerics.replicas import ReplicaCopies, has_own_statistics
+from ctl_core.numerics.variables import cast_to_float32, is_summed, name_variable, unwrap, walk
+from ctl_core.run.errors import CtlError, RunError, SetupError, format_error
+from ctl_core.run.settings import Config
+
+DEVICES = 3
+TOLERANCE = 1e-3
+LOW_PRECISION_TOLERANCE = 3e-2
+FETCHES = frozenset({"loss", "update_gradients", "output", "variables"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of value that is compared.
+
+    Attributes:
+        noun: what messages call it
+        hooks: the hooks that may be the cause; the first one that the user wrote is named,
+            otherwise the last one
+        cure: what to do
+        follows: the nouns of the kinds that such a value is computed from
+    """
+
+    noun: str
+    hooks: tuple[str, ...]
+    cure: str
+    follows: tuple[str, ...] = ()
+
+
+_EXCHANGE = (
+    "let replicas exchange the values it is computed from, by ctl_core.all_reduce or all_gather"
+)
+_NO_SUM = f"it is no sum over the examples one by one, or is summed twice; {_EXCHANGE}"
+_METRIC = (
+    "replicas add up its variables; if its state is no sum, pass the rows of all replicas, by "
+    "ctl_core.all_gather, on replica 0 and none on the others"
+)
+VARIABLE = Kind("variable", ("create_model",), _EXCHANGE)
+OUTPUT = Kind("output", ("create_model",), _EXCHANGE, ("variable",))
+EXTRA_LOSS = Kind(
+    "extra loss",
+    ("grad_pre", "create_model"),
+    "each replica counts by its rows, so it must not grow with them: return a mean over the rows, "
+    f"or {_EXCHANGE}",
+    ("variable", "output"),
+)
+LOSS = Kind("loss", ("grad_pre", "create_loss"), _NO_SUM, ("variable", "output"))
+LOGGED = Kind(
+    "part of the loss", ("grad_pre",), "give it one number per example", ("variable", "output")
+)
+UPDATE = Kind(
+    "update",
+    ("update_pre", "grad_pre", "create_loss"),
+    _EXCHANGE,
+    ("variable", "output", "extra loss", "loss"),
+)
+TRAIN_METRIC = Kind("train metric", ("train_metric_pre",), _METRIC, ("variable", "output", "loss"))
+EVAL_LOSS = Kind(
+    "loss of an evaluation", ("eval_pre", "create_loss"), _NO_SUM, ("output", "extra loss", "loss")
+)
+METRIC = Kind("metric", ("metric_pre",), _METRIC, ("output",))
+# In the order in which a step computes them: a value that differs makes later ones differ.
+ORDER = (VARIABLE, OUTPUT, EXTRA_LOSS, LOSS, LOGGED, UPDATE, TRAIN_METRIC, EVAL_LOSS, METRIC)
+
+# The values of one moment by kind and name. A value has a component for each replica that may have
+# its own, and one component otherwise.
+Values: TypeAlias = dict[tuple[Kind, str], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A value that is not the same on one device and elsewhere.
+
+    Attributes:
+        kind: of the value
+        name: of the value; empty if it is the only one of its kind
+        on_one: the first number that differs, or the shape, as one device has it
+        elsewhere: the same elsewhere
+    """
+
+    kind: Kind
+    name: str
+    on_one: str
+    elsewhere: str
+
+
+class Observations(NamedTuple):
+    """The values of a run on some number of devices.
+
+    Attributes:
+        training: after a step without noise, then after each of two steps with it
+        evaluation: the results of an evaluation
+    """
+
+    training: list[Values]
+    evaluation: Values
+
+
+class Measurement(NamedTuple):
+    """A run on some number of devices, and its values.
+
+    Attributes:
+        state: of the run
+        graph: of a training step
+        observations: the values
+        adding_layers: the layers that call ``add_loss``
+    """
+
+    state: State
+    graph: tf.Graph
+    observations: Observations
+    adding_layers: list[str]
+
+
+def compare_devices(hooks: Hooks, config: Config, console: CheckConsole) -> None:
+    """Compares a step and an evaluation on one device and on three.
+
+    One of the three has no rows to evaluate. With ``accumulate_steps`` one device is compared with
+    itself taking micro-batches, too, which gives warnings only.
+
+    Raises:
+        SetupError: a value differs; all differences were printed, the most probable cause first.
+        RunError: something could not be compared; the message says what and why.
+    """
+    sizes = [choose_uneven_size(config), choose_even_size(config)]
+    if needs_equal_shares(hooks):
+        del sizes[0]
+    reasons: list[str] = []
+    for batch_size in sizes:
+        comparison = Comparison(hooks, config, batch_size, console)
+        try:
+            comparison.measure()
+        except (CtlError, tf.errors.OpError) as error:
+            reasons.append(describe_reason(batch_size, error))
+            continue
+        if reasons:
+            console.warn(reasons[0])
+        comparison.report()
+        break
+    if reasons:
+        raise RunError(f"check: {reasons[0]}")
+
+
+def describe_reason(batch_size: int, error: Exception) -> str:
+    """Returns why devices cannot be compared for a batch size."""
+    batch = f"a batch of {batch_size}"
+    if batch_size % DEVICES:
+        batch += f", which {DEVICES} devices cannot share equally"
+    reason = str(error) if isinstance(error, CtlError) else format_error(error)
+    return f"one device and {DEVICES} cannot be compared for {batch}: {reason}"
+
+
+def needs_equal_shares(hooks: Hooks) -> bool:
+    """Returns whether hooks declare that all shares have the same size."""
+    has_fixed_model = "per_replica_batch_size" in hooks.create_model.arguments
+    return has_fixed_model or not hooks.count_examples.is_default
+
+
+def choose_even_size(config: Config) -> int:
+    """Returns a batch size that divides by the numbers of devices and of micro-batches."""
+    shares = DEVICES * config.accumulate_steps
+    return max(1, config.batch_size // shares) * shares
+
+
+def choose_uneven_size(config: Config) -> int:
+    """Returns a batch size that divides by neither number, with a row for each share.
+
+    It is the largest one up to the batch size of the run; if there is none, the next larger one.
+    """
+    divisors = {DEVICES, config.accumulate_steps} - {1}
+    smallest = max(divisors) + 1
+    lower = range(config.batch_size, smallest - 1, -1)
+    candidates = itertools.chain(lower, itertools.count(smallest))
+    return next(size for size in candidates if all(size % divisor for divisor in divisors))
+
+
+class Comparison:
+    """The comparison of devices for one batch size."""
+
+    def __init__(
+        self, hooks: Hooks, config: Config, batch_size: int, console: CheckConsole
+    ) -> None:
+        self._hooks = repeat_data(hooks, config.batch_size, batch_size)
+        self._config = dataclasses.replace(
+            config, batch_size=batch_size, eval_batch_size=DEVICES - 1, limit_eval=DEVICES
+        )
+        self._console = console
+        self._evaluation_sets: dict[str, EvaluationSet] = {}
+
+    def measure(self) -> None:
+        """Takes the measurements, on one device and on three."""
+        micro_batches = self._config.accumulate_steps
+        self._on_one = self._measure_on(1)
+        self._on_three = self._measure_on(DEVICES)
+        self._in_micro_batches = self._measure_on(1, micro_batches) if micro_batches > 1 else None
+
+    def report(self) -> None:
+        """Prints what was compared, and all differences.
+
+        Raises:
+            SetupError: there are differences on three devices, or variables in the wrong place.
+        """
+        one, three = self._on_one, self._on_three
+        Checkpoints(three.state, self._console).check_written(three.graph)
+        self._console.print(
+            f"  a step and an evaluation on one and on {DEVICES} devices were compared, with "
+            f"batches of {self._config.batch_size}"
+        )
+        if self._in_micro_batches is not None:
+            differences = find_differences(one, self._in_micro_batches)
+            for line in describe_differences(one, differences, "in micro-batches"):
+                self._console.warn(line)
+        lines = describe_differences(one, find_differences(one, three), "three")
+        if not lines:
+            return
+        if len(lines) > 1:
+            for line in lines:
+                self._console.warn(line)
+            lines[0] += f" ({len(lines)} differences, see above; this is the most probable cause)"
+        raise SetupError(f"check: {lines[0]}")
+
+    def _measure_on(self, devices: int, micro_batches: int = 1) -> Measurement:
+        config = dataclasses.replace(
+            self._config, accumulate_steps=micro_batches, virtual_devices=devices
+        )
+        names = [f"CPU:{index}" for index in range(devices)]
+        if devices == 1:
+            strategy = tf.distribute.OneDeviceStrategy(names[0])
+        else:
+            on_one = tf.distribute.ReductionToOneDevice()
+            strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=on_one)
+        run = Run(config, Task(), reading=True)
+        grad_pre = ExtraLossHook.wrap(self._hooks.grad_pre)
+        hooks = dataclasses.replace(self._hooks, grad_pre=grad_pre)
+        with open_session(run, self._console), prepare_process(config):
+            state = create_state(hooks, config, run, self._console, strategy)
+            self._share_evaluation_data(state)
+            graph, observations = observe(state)
+            return Measurement(state, graph, observations, sorted(grad_pre.adding_layers))
+
+    def _share_evaluation_data(self, state: State) -> None:
+        """Lets all measurements evaluate the same batches."""
+        if state.evaluation is None:
+            return
+        for name, evaluation_set in state.evaluation.sets.items():
+            first = self._evaluation_sets.setdefault(name, evaluation_set)
+            evaluation_set.make, evaluation_set.spec = first.make, first.spec
+
+
+def repeat_data(hooks: Hooks, batch_size: int, compared_size: int) -> Hooks:
+    """Returns hooks whose data never end, for a comparison with another batch size.
+
+    A dataset of a single batch could otherwise not fill the batches of the comparison. A hook that
+    drops the examples after the last whole batch is not asked for larger batches than in the run.
+    """
+    if hooks.make_batches.is_default:  # the engine repeats what make_batches gets
+        hooks = dataclasses.replace(
+            hooks, make_batches=dataclasses.replace(hooks.make_batches, is_default=False)
+        )
+    if compared_size <= batch_size or not hooks.count_examples.is_default:
+        return hooks
+    create_dataset = hooks.create_dataset
+
+    @functools.wraps(create_dataset.function)
+    def create_as_in_run(**values: Any) -> Any:
+        sizes = {"global_batch_size", "per_replica_batch_size"} & values.keys()
+        return create_dataset.function(**{**values, **dict.fromkeys(sizes, batch_size)})
+
+    return dataclasses.replace(
+        hooks, create_dataset=dataclasses.replace(create_dataset, function=create_as_in_run)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtraLossHook(Hook):
+    """``grad_pre``, with the extra loss among the logged parts of the loss.
+
+    The two are compared separately: a difference of the extra loss is no fault of ``create_loss``.
+
+    Attributes:
+        adding_layers: descriptions of the layers that have called ``add_loss``
+    """
+
+    adding_layers: set[str] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def wrap(cls, hook: Hook) -> ExtraLossHook:
+        """Returns the hook of the run, with the extra loss logged."""
+        return cls(**{field.name: getattr(hook, field.name) for field in dataclasses.fields(Hook)})
+
+    def trace(self, **values: Any) -> Any:
+        """Returns what the hook returned, with the extra loss of each objective as a part more."""
+        returned = super().trace(**values)
+        for layer in find_layers(values["train_model"]):
+            if read_added_losses(layer):
+                self.adding_layers.add(f"'{layer.name}' ({type(layer).__name__})")
+        if isinstance(returned, dict):
+            return {name: log_extra_loss(name, parts) for name, parts in returned.items()}
+        return log_extra_loss(values["objective"] or SINGLE_OBJECTIVE, returned)
+
+
+def log_extra_loss(objective: str, returned: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Adds the extra loss to the logged parts of what ``grad_pre`` returned for an objective."""
+    loss_per_batch, extra_loss, variables, *logged = returned
+    value = cast_to_float32(tf.convert_to_tensor(extra_loss))
+    parts = {**dict(*logged), name_extra_loss(objective): tf.cast(value, tf.float32)}
+    return loss_per_batch, extra_loss, variables, parts
+
+
+def name_extra_loss(objective: str) -> str:
+    """Returns the name under which the extra loss of an objective is logged."""
+    return f"extra loss of objective {objective!r}"
+
+
+def find_layers(model: Any) -> Iterator[Any]:
+    """Yields the Keras layers of a model, or of what another callable encloses."""
+    for item in walk(model):
+        yield from flatten_layers(item)
+
+
+def observe(state: State) -> tuple[tf.Graph, Observations]:
+    """Takes steps and evaluates; variables and data are put back.
+
+    Returns:
+        The graph of a training step, and the values. Only integers are among them where each
+        replica draws its own random numbers, or normalizes its own batch.
+    """
+    copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
+    training = []
+    for quiet, steps in ((True, 1), (False, 2)):
+        functions = StepFunctions(state, tf.summary.create_noop_writer(), quiet)
+        with copies.put_back_after():
+            for _ in range(steps):
+                fetched = functions.take_steps(1, FETCHES)
+                exact = is_exact(state, functions, quiet)
+                values = dict(read_variables(state, exact))
+                if exact:
+                    values |= read_step(state, fetched)
+                training.append(values)
+        state.data.begin_anew()
+    return functions.trace(FETCHES).graph, Observations(training, read_evaluation(state))
+
+
+def is_exact(state: State, functions: StepFunctions, quiet: bool) -> bool:
+    """Returns whether a step should compute the same on any number of devices."""
+    if any(is_noise_of_replica(op) for op in functions.list_operations()):
+        return False
+    generators = set(map(id, state.recording.generators))
+    written = state.recording.find_written(functions.trace(FETCHES).graph, state.strategy)
+    if any(id(variable) in generators for variable in written):
+        return False
+    return quiet or not any(map(has_own_statistics, state.recording.layers))
+
+
+def read_variables(state: State, exact: bool) -> Iterator[tuple[tuple[Kind, str], Any]]:
+    """Yields the integer variables; if exact, all variables that the forward pass writes."""
+    compared = set()
+    if exact:
+        compared = {id(written.variable) for written in state.components.written}
+    for name, variable in state.recording.variables.items():
+        if not (variable.dtype.is_integer or id(variable) in compared):
+            continue
+        if is_summed(variable):
+            components = [variable.read_value()]
+        else:
+            components = state.strategy.experimental_local_results(variable)
+        yield (VARIABLE, name), [component.numpy() for component in components]
+
+
+def read_step(state: State, fetched: dict[str, Any]) -> Values:
+    """Returns the values of a step: outputs, losses, updates and train metrics."""
+    values: Values = dict(read_outputs(state, fetched["output"]))
+    metrics = read_results(state.components.list_logged_metrics())
+    values |= read_losses(state, by_objective(fetched["loss"]), metrics)
+    variables = by_objective(fetched["variables"])
+    for objective, updates in by_objective(fetched["update_gradients"]).items():
+        for variable, update in zip(variables[objective], updates, strict=True):
+            if update is not None:
+                number = tf.convert_to_tensor(update).numpy()
+                values[UPDATE, name_variable(variable)] = [number]
+    return values
+
+
+def by_objective(value: Any) -> dict[str, Any]:
+    """Returns a fetched value by objective; a single one is under ``SINGLE_OBJECTIVE``."""
+    return value if isinstance(value, dict) else {SINGLE_OBJECTIVE: value}
+
+
+def read_outputs(state: State, output: Any) -> Iterator[tuple[tuple[Kind, str], Any]]:
+    """Yields the parts of the output that have a row for each example.
+
+    Other parts are one value for each replica: they matter only if a loss or an update uses them.
+    """
+    for index, part in enumerate(tf.nest.flatten(output)):
+        if not isinstance(part, tf.Tensor | tf.RaggedTensor) or part.dtype == tf.string:
+            continue
+        has_rows = part.shape.rank != 0 and part.shape[0] == state.components.shape.batch
+        if has_rows or state.data.whole:
+            is_tensor = isinstance(part, tf.Tensor)
+            yield (OUTPUT, str(index)), [part.numpy() if is_tensor else part]
+
+
+def read_losses(state: State, losses: dict[str, Any], metrics: dict[str, float]) -> Values:
+    """Returns the losses, extra losses, logged parts and train metrics.
+
+    Without ``batch_weight``, the extra loss is subtracted from the loss, so that a difference is
+    found in one of the two. With it, replicas count by weights that the mean does not know.
+    """
+    values: Values = {}
+    for objective, loss in losses.items():
+        extra_loss = metrics.pop(name_extra_loss(objective), 0.0)
+        number = loss.numpy()
+        if state.hooks.batch_weight is None:
+            values[EXTRA_LOSS, objective] = [np.array(extra_loss)]
+            number = number - extra_loss
+        values[LOSS, objective] = [number]
+    for name, value in metrics.items():
+        kind = LOGGED if name in state.components.loss_metrics else TRAIN_METRIC
+        values[kind, name] = [np.array(value)]
+    return values
+
+
+def read_evaluation(state: State) -> Values:
+    """Evaluates, and returns the results."""
+    if state.evaluation is None:
+        return {}
+    values: Values = {}
+    for name, value in state.evaluation.evaluate().items():
+        kind = EVAL_LOSS if name.rpartition("/")[2] == "loss" else METRIC
+        values[kind, name] = [np.array(value)]
+    return values
+
+
+def find_differences(one: Measurement, other: Measurement) -> list[Difference]:
+    """Returns what differs from one device, the most probable cause first.
+
+    Only the first moment at which a value differs counts. The last step is left out if something
+    differs before it, because everything that follows a wrong update differs.
+    """
+    tolerance = LOW_PRECISION_TOLERANCE if one.state.computed_in else TOLERANCE
+    training = list(zip(one.observations.training, other.observations.training, strict=True))
+    found: dict[tuple[Kind, str], Difference] = {}
+    for number, (values, others) in enumerate(training):
+        if found and number == len(training) - 1:
+            break
+        for difference in compare_values(values, others, tolerance):
+            found.setdefault((difference.kind, difference.name), difference)
+    evaluation = compare_values(
+        one.observations.evaluation, other.observations.evaluation, tolerance
+    )
+    return [*sorted(found.values(), key=lambda one: ORDER.index(one.kind)), *evaluation]
+
+
+def compare_values(one: Values, other: Values, tolerance: float) -> list[Difference]:
+    """Returns the values that differ by more than rounding."""
+    updates = [components[0] for (kind, _), components in one.items() if kind is UPDATE]
+    steepest = max((float(np.abs(update).max(initial=0)) for update in updates), default=0.0)
+    differences = []
+    for (kind, name), (number, *_) in one.items():
+        least = steepest if kind is UPDATE else 1.0
+        for component in other.get((kind, name), []):
+            pair = find_pair(number, component, tolerance, least)
+            if pair is not None:
+                differences.append(Difference(kind, name, *pair))
+                break
+    return differences
+
+
+def find_pair(one: Any, other: Any, tolerance: float, least: float) -> tuple[str, str] | None:
+    """Returns the first numbers that differ, or the shapes; None if they differ by rounding only.
+
+    Rounding is up to ``tolerance`` of the largest number in ``one``, or of ``least``.
+    """
+    if tuple(one.shape) != tuple(other.shape) or isinstance(one, tf.RaggedTensor):
+        if tuple(one.shape) == tuple(other.shape):  # of ragged tensors, the shapes only
+            return None
+        return f"shape {tuple(one.shape)}", f"shape {tuple(other.shape)}"
+    rounding = 0.0
+    if not np.issubdtype(one.dtype, np.integer):
+        one, other = one.astype(float), other.astype(float)
+        rounding = tolerance * max(float(np.nan_to_num(np.abs(one)).max(initial=0)), least)
+    equal = np.isclose(one, other, rtol=0, atol=rounding, equal_nan=True)
+    if equal.all():
+        return None
+    first = tuple(np.argwhere(~equal)[0])
+    return f"{one[first]:.6g}", f"{other[first]:.6g}"
+
+
+def describe_differences(
+    measurement: Measurement, differences: Iterable[Difference], where: str
+) -> list[str]:
+    """Returns a line for each kind of difference: the hook, the values, and what to do.
+
+    The line of a value that is computed from one before it blames no hook.
+    """
+    by_kind: dict[Kind, list[Difference]] = {}
+    for difference in differences:
+        by_kind.setdefault(difference.kind, []).append(difference)
+    lines = []
+    earlier: set[str] = set()
+    for kind, group in by_kind.items():
+        hook = find_blamed(measurement, kind)
+        names = describe_names(measurement, kind, group)
+        verb = "differ" if len(group) > 1 else "differs"
+        pair = f"[one device {group[0].on_one}, {where} {group[0].elsewhere}]"
+        if not earlier.isdisjoint(kind.follows):
+            lines.append(f"{names} {verb}, too, which may follow from the above {pair}")
+        else:
+            lines.append(f"{hook}: {names} {verb}: {kind.cure} {pair}")
+        earlier.add(kind.noun)
+    return lines
+
+
+def find_blamed(measurement: Measurement, kind: Kind) -> Hook:
+    """Returns the hook that is the most probable cause."""
+    hooks = measurement.state.hooks
+    if kind is EXTRA_LOSS and measurement.adding_layers:
+        return hooks.create_model
+    candidates: list[Hook] = [getattr(hooks, name) for name in kind.hooks]
+    return next((hook for hook in candidates if not hook.is_default), candidates[-1])
+
+
+def describe_names(measurement: Measurement, kind: Kind, group: list[Difference]) -> str:
+    """Returns the noun and the names of some differences of one kind, such as ``the loss``."""
+    state = measurement.state
+    names = [f"{each.name}{describe_layer(state, each.name)}" for each in group[:3]]
+    nouns = f"{kind.noun}s" if len(group) > 1 else kind.noun
+    described = f"the {nouns} {', '.join(names)}".rstrip(" ,")
+    if len(group) > len(names):
+        described += f" and {len(group) - len(names)} more"
+    if kind is EXTRA_LOSS and measurement.adding_layers:
+        described += f" (add_loss of the layer {', '.join(measurement.adding_layers)})"
+    return described
+
+
+def describe_layer(state: State, name: str) -> str:
+    """Returns the innermost layer that has the variable of a name; empty if there is none."""
+    variable = state.recording.variables.get(name)
+    if variable is None:
+        return ""
+    holders = [
+        layer
+        for layer in state.recording.layers
+        if any(unwrap(held) is variable for held in layer.variables)
+    ]
+    layer = min(holders, key=lambda layer: len(layer.variables), default=None)
+    return f" of the layer '{layer.name}' ({type(layer).__name__})" if layer else ""
