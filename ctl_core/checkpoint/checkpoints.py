@@ -46,6 +46,14 @@ _WRITING_TABLES = {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImp
 _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
 
 
+def reject_unsaved(name: str) -> SetupError:
+    """Returns the error for a variable or a table that a step writes and no checkpoint holds."""
+    return SetupError(
+        f"the step writes {name}, which was made outside of the hooks, and is in no checkpoint; "
+        "make variables in create_model, return lookup tables from create_ckpt."
+    )
+
+
 class Facade:
     """An object as hooks are passed it: the original, with some attributes replaced."""
 
@@ -128,10 +136,7 @@ class Checkpoints:
         """
         unsaved = [*self._find_unsaved_variables(graph), *self._find_unsaved_tables(graph)]
         if unsaved:
-            raise SetupError(
-                f"the step writes {unsaved[0]}, which was made outside of the hooks, and is in no "
-                "checkpoint; make variables in create_model, return lookup tables from create_ckpt."
-            )
+            raise reject_unsaved(unsaved[0])
 
     def _find_unsaved_variables(self, graph: tf.Graph) -> list[str]:
         """Returns the names of the variables that a graph writes and that no checkpoint holds."""

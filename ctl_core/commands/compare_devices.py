@@ -8,6 +8,7 @@ batch may that does not divide by the number of devices.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
@@ -17,11 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.build import create_state, prepare_process
-from ctl_core.checkpoint.checkpoints import Checkpoints
+from ctl_core.checkpoint.checkpoints import reject_unsaved
 from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.cluster.task import Task
 from ctl_core.commands.check_console import CheckConsole
-from ctl_core.compat import flatten_layers, read_added_losses
+from ctl_core.compat import add_called_ops, flatten_layers, read_added_losses
 from ctl_core.evaluation.evaluate import EvaluationSet
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook, Hooks
@@ -119,7 +120,8 @@ class Observations(NamedTuple):
     """The values of a run on some number of devices.
 
     Attributes:
-        training: after a step without noise, then after each of two steps with it
+        training: after a step without noise, then after each of two steps with it; after two
+            steps if steps with noise are the same
         evaluation: the results of an evaluation
     """
 
@@ -127,12 +129,21 @@ class Observations(NamedTuple):
     evaluation: Values
 
 
+class NoisySteps(enum.Enum):
+    """How steps with noise are compared; the measurement on one device finds out."""
+
+    UNKNOWN = enum.auto()
+    COMPARED = enum.auto()
+    SAME_GRAPH = enum.auto()  # nothing depends on ``training``: steps without noise are the same
+    NOT_COMPARED = enum.auto()  # noise leaves nothing to compare
+
+
 class Measurement(NamedTuple):
     """A run on some number of devices, and its values.
 
     Attributes:
         state: of the run
-        graph: of a training step
+        graph: of a training step, with noise if there is any
         observations: the values
         adding_layers: the layers that call ``add_loss``
     """
@@ -217,13 +228,16 @@ class Comparison:
         )
         self._console = console
         self._evaluation_sets: dict[str, EvaluationSet] = {}
+        self._noisy_steps = NoisySteps.UNKNOWN
 
     def measure(self) -> None:
         """Takes the measurements, on one device and on three."""
         micro_batches = self._config.accumulate_steps
         self._on_one = self._measure_on(1)
         self._on_three = self._measure_on(DEVICES)
-        self._in_micro_batches = self._measure_on(1, micro_batches) if micro_batches > 1 else None
+        self._in_micro_batches = None
+        if micro_batches > 1:
+            self._in_micro_batches = self._measure_on(1, micro_batches)
 
     def report(self) -> None:
         """Prints what was compared, and all differences.
@@ -232,7 +246,7 @@ class Comparison:
             SetupError: there are differences on three devices, or variables in the wrong place.
         """
         one, three = self._on_one, self._on_three
-        Checkpoints(three.state, self._console).check_written(three.graph)
+        refuse_shared_variables(one)
         self._console.print(
             f"  a step and an evaluation on one and on {DEVICES} devices were compared, with "
             f"batches of {self._config.batch_size}"
@@ -266,7 +280,10 @@ class Comparison:
         with open_session(run, self._console), prepare_process(config):
             state = create_state(hooks, config, run, self._console, strategy)
             self._share_evaluation_data(state)
-            graph, observations = observe(state)
+            observer = Observer(state, self._noisy_steps)
+            observations = observer.observe()
+            self._noisy_steps = observer.noisy_steps
+            graph = observer.graph
             return Measurement(state, graph, observations, sorted(grad_pre.adding_layers))
 
     def _share_evaluation_data(self, state: State) -> None:
@@ -349,27 +366,79 @@ def find_layers(model: Any) -> Iterator[Any]:
         yield from flatten_layers(item)
 
 
-def observe(state: State) -> tuple[tf.Graph, Observations]:
-    """Takes steps and evaluates; variables and data are put back.
+class Observer:
+    """Observes the values of steps and of an evaluation; variables and data are put back.
 
-    Returns:
-        The graph of a training step, and the values. Only integers are among them where each
-        replica draws its own random numbers, or normalizes its own batch.
+    Attributes:
+        noisy_steps: how steps with noise are compared
+        graph: of the last step that was taken
     """
-    copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
-    training = []
-    for quiet, steps in ((True, 1), (False, 2)):
-        functions = StepFunctions(state, tf.summary.create_noop_writer(), quiet)
-        with copies.put_back_after():
+
+    def __init__(self, state: State, noisy_steps: NoisySteps) -> None:
+        """Prepares for a run that has not begun."""
+        self.noisy_steps = noisy_steps
+        self.graph: tf.Graph | None = None
+        self._state = state
+        self._copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
+
+    def observe(self) -> Observations:
+        """Returns the values.
+
+        Only integers are among those of steps in which each replica draws its own random numbers,
+        or normalizes its own batch.
+        """
+        writer = tf.summary.create_noop_writer()
+        quiet = StepFunctions(self._state, writer, quiet=True)
+        noisy = StepFunctions(self._state, writer)
+        if self.noisy_steps is NoisySteps.UNKNOWN:
+            self.noisy_steps = NoisySteps.COMPARED
+            if has_same_graph(quiet, noisy):
+                self.noisy_steps = NoisySteps.SAME_GRAPH
+        steps = 2 if self.noisy_steps is NoisySteps.SAME_GRAPH else 1
+        training = self._take_steps(quiet, steps, is_quiet=True)
+        if self.noisy_steps is NoisySteps.COMPARED:
+            noisy_values = self._take_steps(noisy, 2, is_quiet=False)
+            if not any(noisy_values):
+                self.noisy_steps = NoisySteps.NOT_COMPARED
+            training += noisy_values
+        return Observations(training, read_evaluation(self._state))
+
+    def _take_steps(self, functions: StepFunctions, steps: int, is_quiet: bool) -> list[Values]:
+        observed = []
+        exact: bool | None = None
+        with self._copies.put_back_after():
             for _ in range(steps):
                 fetched = functions.take_steps(1, FETCHES)
-                exact = is_exact(state, functions, quiet)
-                values = dict(read_variables(state, exact))
+                if exact is None:
+                    exact = is_exact(self._state, functions, is_quiet)
+                values = dict(read_variables(self._state, exact))
                 if exact:
-                    values |= read_step(state, fetched)
-                training.append(values)
-        state.data.begin_anew()
-    return functions.trace(FETCHES).graph, Observations(training, read_evaluation(state))
+                    values |= read_step(self._state, fetched)
+                observed.append(values)
+        self._state.data.begin_anew()
+        self.graph = functions.trace(FETCHES).graph
+        return observed
+
+
+def has_same_graph(one: StepFunctions, other: StepFunctions) -> bool:
+    """Returns whether two functions take steps by the same ops, with the same attributes."""
+    graphs = [functions.trace(FETCHES).graph for functions in (one, other)]
+    operations = [add_called_ops(graph.get_operations()) for graph in graphs]
+    pairs = itertools.zip_longest(*operations)
+    return all(
+        first is not None and second is not None and describe_fully(first) == describe_fully(second)
+        for first, second in pairs
+    )
+
+
+def describe_fully(op: tf.Operation) -> tuple[str, dict[str, bytes]]:
+    """Returns the type of an op and its attributes, without names that each trace makes anew."""
+    attributes = {
+        name: value.SerializeToString()
+        for name, value in op.node_def.attr.items()
+        if not (name.startswith("_") or value.HasField("func") or value.list.func)
+    }
+    return op.type, attributes
 
 
 def is_exact(state: State, functions: StepFunctions, quiet: bool) -> bool:
@@ -383,13 +452,35 @@ def is_exact(state: State, functions: StepFunctions, quiet: bool) -> bool:
     return quiet or not any(map(has_own_statistics, state.recording.layers))
 
 
+def refuse_shared_variables(measurement: Measurement) -> None:
+    """Refuses a step that writes a variable that several replicas would share.
+
+    Raises:
+        SetupError: the variable was made outside of the hooks, when the file was imported say.
+    """
+    state = measurement.state
+    written = set(map(id, state.recording.find_written(measurement.graph, state.strategy)))
+    for name, variable in state.recording.variables.items():
+        if name.startswith("elsewhere") and id(variable) in written:
+            raise reject_unsaved(variable.name.split(":")[0])
+
+
 def read_variables(state: State, exact: bool) -> Iterator[tuple[tuple[Kind, str], Any]]:
-    """Yields the integer variables; if exact, all variables that the forward pass writes."""
+    """Yields the integer variables; if exact, all variables that the forward pass writes.
+
+    Left out are counters of the engine, of the data, of optimizers and of random generators.
+    """
     compared = set()
     if exact:
         compared = {id(written.variable) for written in state.components.written}
+    generators = set(map(id, state.recording.generators))
     for name, variable in state.recording.variables.items():
-        if not (variable.dtype.is_integer or id(variable) in compared):
+        is_counter = (
+            name.startswith(("engine/", "create_dataset/", "create_opt/"))
+            or id(variable) in generators
+        )
+        is_compared = variable.dtype.is_integer and not is_counter
+        if not (is_compared or id(variable) in compared):
             continue
         if is_summed(variable):
             components = [variable.read_value()]
@@ -466,10 +557,10 @@ def find_differences(one: Measurement, other: Measurement) -> list[Difference]:
     """Returns what differs from one device, the most probable cause first.
 
     Only the first moment at which a value differs counts. The last step is left out if something
-    differs before it, because everything that follows a wrong update differs.
+    differs before it, because everything differs after a wrong update.
     """
     tolerance = LOW_PRECISION_TOLERANCE if one.state.computed_in else TOLERANCE
-    training = list(zip(one.observations.training, other.observations.training, strict=True))
+    training = list(zip(one.observations.training, other.observations.training, strict=False))
     found: dict[tuple[Kind, str], Difference] = {}
     for number, (values, others) in enumerate(training):
         if found and number == len(training) - 1:
