@@ -31,7 +31,7 @@ from ctl_core.commands.python_values import (
     ValueWatch,
     find_difference,
     find_frozen_values,
-    list_model_places,
+    list_graph_places,
 )
 from ctl_core.commands.use import evaluate, export, predict
 from ctl_core.compat import add_called_ops, make_scratch_graph
@@ -151,7 +151,7 @@ class Rehearsal:
 
     def _run_hook(self, hook: Hook, values: dict[str, Any], when: str) -> None:
         assert self._state is not None
-        places = functools.partial(list_model_places, self._state)
+        places = functools.partial(list_graph_places, self._state)
         watch = ValueWatch(hook, places)
         ending = ""
         try:

@@ -64,8 +64,8 @@ _EXCHANGE = (
 )
 _NO_SUM = f"it is no sum over the examples one by one, or is summed twice; {_EXCHANGE}"
 _METRIC = (
-    "replicas add up its variables; if its state is no sum, pass the rows of all replicas, by "
-    "ctl_core.all_gather, on replica 0 and none on the others"
+    "replicas add up its variables; if its state is no sum, give replica 0 the rows of all "
+    "replicas, by ctl_core.all_gather, and the others none"
 )
 VARIABLE = Kind("variable", ("create_model",), _EXCHANGE)
 OUTPUT = Kind("output", ("create_model",), _EXCHANGE, ("variable",))

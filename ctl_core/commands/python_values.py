@@ -64,13 +64,47 @@ class Place:
         return getattr(self.owner, self.key)
 
     def write(self, value: Any) -> None:
-        """Assigns the value."""
+        """Assigns the value; an array stays the same object, which others may hold, too."""
+        present = self.read()
+        are_arrays = isinstance(present, np.ndarray) and isinstance(value, np.ndarray)
+        if are_arrays and present.shape == value.shape and present.dtype == value.dtype:
+            present[...] = value
+        else:
+            self._assign(value)
+
+    def _assign(self, value: Any) -> None:
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
         elif isinstance(self.owner, dict | list):
             self.owner[self.key] = value
         else:
             setattr(self.owner, self.key, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class DefaultArgument(Place):
+    """The default of a function's argument; the function is the owner, its key the argument."""
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """Identifies the place among all places."""
+        return id(self.owner), ("default", self.key)
+
+    def read(self) -> Any:
+        """Returns the default."""
+        return inspect.signature(self.owner, follow_wrapped=False).parameters[self.key].default
+
+    def _assign(self, value: Any) -> None:
+        if self.key in (self.owner.__kwdefaults__ or {}):
+            self.owner.__kwdefaults__[self.key] = value
+            return
+        parameters = inspect.signature(self.owner, follow_wrapped=False).parameters.values()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.owner.__defaults__ = tuple(
+            value if parameter.name == self.key else parameter.default
+            for parameter in parameters
+            if parameter.kind in positional and parameter.default is not parameter.empty
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +212,9 @@ def list_places_of(function: types.FunctionType) -> Iterator[Place]:
             yield from list_place(name, cell, None)
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     for parameter in parameters:
-        if parameter.default is not parameter.empty:
+        if is_simple(parameter.default):
+            yield DefaultArgument(parameter.name, function, parameter.name)
+        elif parameter.default is not parameter.empty:
             yield from list_held(parameter.name, parameter.default)
     for name in vars(function):
         yield from list_place(f"{function.__name__}.{name}", function, name)
@@ -252,10 +288,11 @@ def list_attributes(name: str, owner: Any) -> Iterator[Place]:
             yield Place(prefix + attribute, owner, attribute)
 
 
-def list_model_places(state: State) -> list[Place]:
-    """Returns the places in the model, its layers, the loss and ``hparams``."""
-    places = list(list_held("hparams", state.config.hparams))
-    places += list_function_places(state.train_loss)
+def list_graph_places(state: State) -> list[Place]:
+    """Returns the places in graph hooks, the model, its layers, the loss and ``hparams``."""
+    places = list(list_held("hparams", state.hooks.create_model.common["hparams"]))
+    for function in (state.train_loss, *(hook.function for hook in state.hooks.list_graph_hooks())):
+        places += list_function_places(function)
     owners = {"train_model": state.train_model}
     owners |= {f"the layer {layer.name!r}": layer for layer in state.recording.layers}
     for name, owner in owners.items():
