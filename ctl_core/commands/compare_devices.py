@@ -367,7 +367,9 @@ def find_layers(model: Any) -> Iterator[Any]:
 
 
 class Observer:
-    """Observes the values of steps and of an evaluation; variables and data are put back.
+    """Observes the values of steps and of an evaluation; variables are put back.
+
+    The data are read on: graphs that are already traced have captured the iterator.
 
     Attributes:
         noisy_steps: how steps with noise are compared
@@ -415,7 +417,6 @@ class Observer:
                 if exact:
                     values |= read_step(self._state, fetched)
                 observed.append(values)
-        self._state.data.begin_anew()
         self.graph = functions.trace(FETCHES).graph
         return observed
 
