@@ -167,29 +167,30 @@ def compare_devices(hooks: Hooks, config: Config, console: CheckConsole) -> None
     sizes = [choose_uneven_size(config), choose_even_size(config)]
     if needs_equal_shares(hooks):
         del sizes[0]
-    reasons: list[str] = []
+    problems: list[str] = []
     for batch_size in sizes:
         comparison = Comparison(hooks, config, batch_size, console)
         try:
             comparison.measure()
         except (CtlError, tf.errors.OpError) as error:
-            reasons.append(describe_reason(batch_size, error))
+            problems.append(str(error) if isinstance(error, CtlError) else format_error(error))
             continue
-        if reasons:
-            console.warn(reasons[0])
+        if not problems:
+            comparison.report()
+            return
+        uneven = describe_problem(sizes[0], problems[0])
+        console.warn(uneven)
         comparison.report()
-        break
-    if reasons:
-        raise RunError(f"check: {reasons[0]}")
+        raise RunError(f"check: {uneven}")
+    raise RunError(f"check: one device and {DEVICES} cannot be compared: {problems[-1]}")
 
 
-def describe_reason(batch_size: int, error: Exception) -> str:
-    """Returns why devices cannot be compared for a batch size."""
-    batch = f"a batch of {batch_size}"
-    if batch_size % DEVICES:
-        batch += f", which {DEVICES} devices cannot share equally"
-    reason = str(error) if isinstance(error, CtlError) else format_error(error)
-    return f"one device and {DEVICES} cannot be compared for {batch}: {reason}"
+def describe_problem(batch_size: int, problem: str) -> str:
+    """Returns the line that devices cannot be compared for a batch that they share unequally."""
+    return (
+        f"one device and {DEVICES} cannot be compared for a batch of {batch_size}, which "
+        f"{DEVICES} devices cannot share equally: {problem}"
+    )
 
 
 def needs_equal_shares(hooks: Hooks) -> bool:
