@@ -567,23 +567,32 @@ def find_differences(one: Measurement, other: Measurement) -> list[Difference]:
     for number, (values, others) in enumerate(training):
         if found and number == len(training) - 1:
             break
-        for difference in compare_values(values, others, tolerance):
+        # Where rounding turns a ReLU or a maximum, gradients differ by more than outputs do. The
+        # first step is without noise, and with equal weights.
+        gradient_tolerance = tolerance if number == 0 else 10 * tolerance
+        for difference in compare_values(values, others, tolerance, gradient_tolerance):
             found.setdefault((difference.kind, difference.name), difference)
     evaluation = compare_values(
-        one.observations.evaluation, other.observations.evaluation, tolerance
+        one.observations.evaluation, other.observations.evaluation, tolerance, tolerance
     )
     return [*sorted(found.values(), key=lambda one: ORDER.index(one.kind)), *evaluation]
 
 
-def compare_values(one: Values, other: Values, tolerance: float) -> list[Difference]:
-    """Returns the values that differ by more than rounding."""
+def compare_values(
+    one: Values, other: Values, tolerance: float, gradient_tolerance: float
+) -> list[Difference]:
+    """Returns the values that differ by more than rounding, see ``find_pair``."""
     updates = [components[0] for (kind, _), components in one.items() if kind is UPDATE]
     steepest = max((float(np.abs(update).max(initial=0)) for update in updates), default=0.0)
     differences = []
     for (kind, name), (number, *_) in one.items():
-        least = steepest if kind is UPDATE else 1.0
+        least = 1.0
+        relative = tolerance
+        if kind is UPDATE:
+            least = steepest
+            relative = gradient_tolerance
         for component in other.get((kind, name), []):
-            pair = find_pair(number, component, tolerance, least)
+            pair = find_pair(number, component, relative, least)
             if pair is not None:
                 differences.append(Difference(kind, name, *pair))
                 break
